@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -30,11 +31,19 @@ from alphatoken.cli.options import (
     shown,
 )
 from alphatoken.errors import AlphaTokenError, ConfigError, require_choice
-from alphatoken.fidelity.budget import parse_budget
 from alphatoken.fidelity.registry import Entry
 from alphatoken.fidelity.subject import Subject
 
-__all__ = ["PROMPTS", "DiagnoseOptions", "Request", "assignments", "build_parser", "read_request"]
+__all__ = [
+    "DEFAULT_BUDGET",
+    "PROMPTS",
+    "DiagnoseOptions",
+    "Request",
+    "assignments",
+    "build_parser",
+    "parse_budget",
+    "read_request",
+]
 
 _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in one report."
 
@@ -103,9 +112,9 @@ DEFAULT_BUDGET = "10m"
 
 
 def _size(text: str, name: str) -> Any:
-    """A size that stays as it is given; where it is not, the budget may make it smaller."""
+    """A size that stays as it is given; where it is not, the budget may stop before it."""
     most = getattr(Subject, name)
-    return option(None, f"{text} (default {most}, fewer where the budget asks for it)", least=1)
+    return option(None, f"{text} (default {most}, fewer where the budget stops before)", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +123,10 @@ class _Work:
 
     budget: str = option(
         "",
-        "time that each diagnostic may take (15m, 90s, 2h), or none; sizes that are not given are "
-        f"chosen to fit (default {DEFAULT_BUDGET})",
+        "time after which each diagnostic stops reading (15m, 90s, 2h), or none; sizes that are "
+        f"given stay (default {DEFAULT_BUDGET})",
         metavar="TIME",
     )
-    dry_run: bool = option(False, "measure prices, say what it would take, and stop")
     tokens: int | None = _size("most response tokens that are valued", "tokens")
     oracle_tokens: int | None = _size("most tokens sent one by one", "oracle_tokens")
     fisher_samples: int | None = _size("of a Fisher fitted here", "fisher_samples")
@@ -155,7 +163,7 @@ class Request:
         entries: the diagnostics, in their order.
         options: name -> its ``Options``.
         shared: everything else.
-        given: name -> its sizes that the command line says, and which a budget leaves alone.
+        given: name -> its sizes that the command line says, and which no budget makes smaller.
         command: the whole command line, for the report.
     """
 
@@ -190,7 +198,7 @@ def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> R
     command = shlex.join(["alphatoken", "diagnose", name, *words])
     ours = {one for one in _SIZES if getattr(shared, one) is not None}
     if shared.validation_file is None:
-        # Whoever draws them from the training rows must say how many; a budget may take fewer.
+        # Whoever draws them from the training rows must say how many; the budget may stop before.
         ours.discard("validation_rows")
     if "validation_rows" in ours:
         ours.add("objective_rows")
@@ -198,6 +206,32 @@ def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> R
     request = Request(tuple(entries), options, shared, said_of, command)
     _ = request.budget  # a bad one is refused before any work
     return request
+
+
+def parse_budget(text: str) -> float | None:
+    """Seconds of a budget as a user writes it; None for "none".
+
+    >>> parse_budget("15m"), parse_budget("90s"), parse_budget("1.5h"), parse_budget("none")
+    (900.0, 90.0, 5400.0, None)
+
+    Raises:
+        ConfigError: it is no such time.
+    """
+    if text.strip().lower() == "none":
+        return None
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = text.strip().lower()[:-1], text.strip().lower()[-1:]
+    try:
+        seconds = float(number) * scale[unit]
+    except (ValueError, KeyError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            "the budget is not a time",
+            got=repr(text),
+            remedy="a number with its unit, such as 15m, 90s or 1.5h, or none for no limit",
+        )
+    return seconds
 
 
 _SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps", "validation_rows")

@@ -9,19 +9,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from alphatoken.cli.diagnose import Asked
-from alphatoken.cli.diagnose_options import DiagnoseOptions, Request, read_request
-from alphatoken.cli.diagnose_plan import (
-    BudgetError,
-    measured_prices,
-    plan_settings,
-    planned,
-    plans_of,
+from alphatoken.cli.diagnose_options import (
+    DEFAULT_BUDGET,
+    DiagnoseOptions,
+    Request,
+    read_request,
 )
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
 from alphatoken.cli.folder import (
@@ -32,11 +31,10 @@ from alphatoken.cli.folder import (
     same_settings,
 )
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
-from alphatoken.fidelity.budget import clock
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import Section, write_page
-from alphatoken.fidelity.prices import Prices
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
+from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import missing_libraries
 from alphatoken.support.progress import heartbeat
@@ -66,11 +64,8 @@ def run(asked: Asked) -> int:
             prepared = prepare(options)
             for note in () if options.quiet else prepared.notes:
                 print(f"note: {note}", file=sys.stderr)
-            if options.dry_run:
-                return _say_plans(request, prepared.subject)
             folder = _Folder.open(Path(options.output_dir), prepared, request)
-            refused = _plan_each(request, prepared.subject, folder)
-            _run_each(request, prepared.subject, folder, refused)
+            _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
         done = sum(
             Diagnosis.finished(Path(options.output_dir) / entry.name) for entry in request.entries
@@ -90,54 +85,10 @@ def run(asked: Asked) -> int:
     return 1 if failed else 0
 
 
-def _say_plans(request: Request, subject: Subject) -> int:
-    """What the request would take, on stdout; the folder is left alone."""
-    names = [entry.name for entry in request.entries]
-    plans, refused = plans_of(names, request, subject, measured_prices(subject))
-    if refused and len(names) == 1:
-        raise refused[names[0]]
-    for name in names:
-        lines = plans[name].lines() if name in plans else []
-        if name in refused:
-            lines.append(f"  would not run: {_reason(refused[name])}")
-        print("\n".join([f"{name}:", *lines]))
-    total = sum(plan.seconds for name, plan in plans.items() if name not in refused)
-    print(f"all of these: about {clock(total)} (a forecast)")
-    return 1 if refused else 0
-
-
-def _plan_each(
-    request: Request, subject: Subject, folder: _Folder
-) -> Mapping[str, AlphaTokenError]:
-    """Plan what is neither finished nor planned by an earlier run, and say what it will take.
-
-    Returns:
-        Why diagnostics are not run: sizes that do not fit the budget given.
-    """
-    waiting = [entry for entry in request.entries if not folder.finished(entry.name)]
-    not_run: dict[str, AlphaTokenError] = {}
-    if unplanned := [entry.name for entry in waiting if entry.name not in folder.plans]:
-        folder.prices = folder.prices or measured_prices(subject)
-        plans, refused = plans_of(unplanned, request, subject, folder.prices)
-        for name, plan in plans.items():
-            folder.keep_plan(name, plan.record(), plan.lines())
-        # What a diagnostic itself refuses is said where it is run; here it only has no plan.
-        not_run |= {n: error for n, error in refused.items() if isinstance(error, BudgetError)}
-    for entry in waiting:
-        if not request.shared.quiet and entry.name in folder.plans:
-            record = folder.plans[entry.name]
-            print("\n".join([f"{entry.name}:", *record["lines"]]), file=sys.stderr)
-    total = sum(folder.plans[e.name]["seconds"] for e in waiting if e.name in folder.plans)
-    if len(waiting) > 1 and not request.shared.quiet:
-        print(f"all of these: about {clock(total)} (a forecast)", file=sys.stderr)
-    return not_run
-
-
 def _run_each(
     request: Request,
     subject: Subject,
     folder: _Folder,
-    refused: Mapping[str, AlphaTokenError],
 ) -> None:
     quiet, count = request.shared.quiet, len(request.entries)
     for number, entry in enumerate(request.entries, start=1):
@@ -149,11 +100,7 @@ def _run_each(
         subject.tracker(entry.name, 1)  # from here on the heartbeat speaks of it
         start = time.monotonic()
         try:
-            if entry.name in refused:
-                raise refused[entry.name]
-            diagnosis = _diagnosed(
-                entry, subject, request.options[entry.name], folder.plans.get(entry.name)
-            )
+            diagnosis = _diagnosed(entry, subject, request)
         except Exception as error:
             if count == 1 or isinstance(error, OSError) or request.shared.traceback:
                 raise
@@ -165,16 +112,22 @@ def _run_each(
         _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
 
 
-def _diagnosed(
-    entry: Entry, subject: Subject, options: Any, plan: Mapping[str, Any] | None
-) -> Diagnosis:
-    """One diagnosis, of the sizes planned; it does not depend on which others ran before."""
+def _diagnosed(entry: Entry, subject: Subject, request: Request) -> Diagnosis:
+    """One diagnosis within the budget."""
+    return diagnosed_within(
+        request.budget,
+        entry.name,
+        subject,
+        request.options[entry.name],
+        request.given[entry.name],
+        partial(_one_round, entry),
+        said=request.shared.budget or DEFAULT_BUDGET,
+    )
+
+
+def _one_round(entry: Entry, subject: Subject, options: Any) -> Diagnosis:
+    """A diagnosis of these sizes; it does not depend on what ran before it."""
     torch.manual_seed(subject.seed)
-    said: list[str] = []
-    settings: dict[str, Any] = {}
-    if plan is not None:
-        subject, options = planned(subject, options, plan)
-        said, settings = plan["notes"], plan_settings(plan)
     try:
         with collected_warnings() as warned:
             diagnosis: Diagnosis = entry.load().diagnose(subject, options)
@@ -185,11 +138,7 @@ def _diagnosed(
             remedy="a smaller --per_device_train_batch_size, --tokens or --max_length",
         ) from None
     more = [sentence for sentence in warned if sentence not in diagnosis.notes]
-    return replace(
-        diagnosis,
-        notes=(*said, *diagnosis.notes, *more),
-        settings={**diagnosis.settings, **settings},
-    )
+    return replace(diagnosis, notes=(*diagnosis.notes, *more))
 
 
 def _reason(error: Exception) -> str:
@@ -235,11 +184,9 @@ class _Folder:
     Attributes:
         path: the folder.
         settings: what all diagnoses in it depend on.
-        diagnostics: name -> ``options``, ``plan`` and, once it has run, ``seconds`` or
-            ``failure``.
+        diagnostics: name -> ``options`` and, once it has run, ``seconds`` or ``failure``.
         notes: on the rows.
         command: the last one, for the report.
-        prices: what the plans were made by, or None before the first.
     """
 
     path: Path
@@ -247,7 +194,6 @@ class _Folder:
     diagnostics: dict[str, dict[str, Any]]
     notes: Sequence[str]
     command: str
-    prices: Prices | None = None
 
     @classmethod
     def open(cls, path: Path, prepared: Prepared, request: Request) -> _Folder:
@@ -257,7 +203,6 @@ class _Folder:
             ConfigError: the earlier one has others.
         """
         known: dict[str, dict[str, Any]] = {}
-        prices = None
         manifest = path / _MANIFEST
         if manifest.exists() and request.shared.overwrite_output:
             _clear(path)
@@ -265,7 +210,6 @@ class _Folder:
             earlier = read_manifest(manifest)
             same_settings(earlier["settings"], prepared.settings)
             known = dict(earlier.get("diagnostics", {}))
-            prices = Prices(**earlier["prices"]) if earlier.get("prices") else None
         for name, options in request.options.items():
             asked = {"options": asdict(options)}
             if name in known:
@@ -274,7 +218,7 @@ class _Folder:
                 same_settings(then, now)
             known[name] = {**known.get(name, {}), **asked}
         settings, notes = prepared.settings, prepared.notes
-        folder = cls(path, settings, known, notes, request.command, prices)
+        folder = cls(path, settings, known, notes, request.command)
         folder._sweep()
         folder._write()
         return folder
@@ -293,17 +237,6 @@ class _Folder:
             for name, record in self.diagnostics.items()
             if "failure" in record and not self.finished(name)
         }
-
-    @property
-    def plans(self) -> Mapping[str, dict[str, Any]]:
-        """Plans made by this run or by the one that it goes on from."""
-        return {name: one["plan"] for name, one in self.diagnostics.items() if "plan" in one}
-
-    def keep_plan(self, name: str, record: dict[str, Any], lines: list[str]) -> None:
-        """Write a plan before the work begins, so that a resumed run has the same."""
-        self.diagnostics[name].pop("failure", None)
-        self.diagnostics[name]["plan"] = {**record, "lines": lines}
-        self._write()
 
     def keep(self, diagnosis: Diagnosis, seconds: float) -> None:
         """Write a diagnosis, and the page with it."""
@@ -329,12 +262,7 @@ class _Folder:
 
     def _write(self) -> None:
         model = Path(self.settings["model"])
-        prices = None if self.prices is None else asdict(self.prices)
-        document = {
-            "settings": self.settings,
-            "prices": prices,
-            "diagnostics": self.diagnostics,
-        }
+        document = {"settings": self.settings, "diagnostics": self.diagnostics}
         write_json(self.path / _MANIFEST, document, default=str)
         write_page(
             self.path / _PAGE,

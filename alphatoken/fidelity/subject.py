@@ -64,6 +64,7 @@ class Subject:
         fisher_samples: of a Fisher that is fitted here.
         tuning_steps: of the fine-tuning that stands in for a missing second model.
         tuning_rate: its learning rate (AdamW); None for one that suits the model's width.
+        tuning_seconds: after which it stops, but for its first few steps; None for no limit.
         seed: of every draw.
         progress: as in ``Tracker``.
         names: what to call model and files in settings.
@@ -86,6 +87,7 @@ class Subject:
     fisher_samples: int = 200
     tuning_steps: int = 40
     tuning_rate: float | None = None
+    tuning_seconds: float | None = None
     seed: int = 0
     progress: bool | ProgressSink | None = False
     names: Mapping[str, str] = field(default_factory=dict)
@@ -145,6 +147,9 @@ class Subject:
         if rows < len(self.validation):
             order = np.random.default_rng(self.seed).permutation(len(self.validation))
             sizes["validation"] = [self.validation[place] for place in sorted(order[:rows])]
+        if sizes.get("fisher_samples", self.fisher_samples) != self.fisher_samples:
+            for name in [name for name in self._kept if name.startswith("fisher ")]:
+                del self._kept[name]  # a Fisher and its reference are as large as what is scored
         found = replace(self, **sizes)
         object.__setattr__(found, "_kept", self._kept)
         return found
@@ -229,13 +234,16 @@ class Subject:
                 rate=self.rate,
                 seed=self.seed,
                 tracker=self.tracker("Fine-tuning a copy", self.tuning_steps),
+                seconds=self.tuning_seconds,
             )
+        model, steps = self._kept[key]
+        short = f" (of {self.tuning_steps}: stopped by the budget)"
         said = (
             "No reference model was given, so the model is the reference, and a copy fine-tuned "
-            f"on the training rows for {self.tuning_steps} AdamW steps at {self.rate:.2g} is "
-            "the model after."
+            f"on the training rows for {steps} AdamW steps{short * (steps < self.tuning_steps)} at "
+            f"{self.rate:.2g} is the model after."
         )
-        return self.model, self._kept[key], said
+        return self.model, model, said
 
     @property
     def rate(self) -> float:

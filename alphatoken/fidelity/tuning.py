@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,10 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import Tracker
 
 __all__ = ["fine_tuned", "usual_rate"]
+
+
+_FEWEST = 8
+"""Steps that are taken however long they take."""
 
 
 def usual_rate(model: nn.Module) -> float:
@@ -36,11 +41,13 @@ def fine_tuned(
     rate: float,
     seed: int,
     tracker: Tracker,
-) -> nn.Module:
-    """``model`` itself after ``steps`` AdamW steps on the mean response-token loss; eval mode.
+    seconds: float | None = None,
+) -> tuple[nn.Module, int]:
+    """``model`` itself after AdamW steps on the mean response-token loss, in eval mode; how many.
 
     Batches come in a shuffled order, again and again; dropout is off and the weights' decay 0, so
-    the result is a function of the arguments.
+    the result is a function of the arguments and of the number of steps. There are ``steps`` of
+    them, or those that were taken in ``seconds``, 8 at least.
 
     Raises:
         NumericalError: the loss is no longer finite.
@@ -51,7 +58,8 @@ def fine_tuned(
     generator = np.random.default_rng(seed)
     order: list[int] = []
     model.eval()
-    for step in range(steps):
+    start, step = time.monotonic(), 0
+    while step < steps and not _late(step, start, seconds):
         order = order or generator.permutation(len(batches)).tolist()
         batch = read_batch(batches[order.pop()], max_length=adapter.max_positions())
         losses = response_losses(adapter, batch.inputs, batch.labels)
@@ -65,7 +73,12 @@ def fine_tuned(
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss, inputs=parameters)
         optimizer.step()
-        tracker.report(step + 1)
+        step += 1
+        tracker.report(step)
     for parameter in parameters:
         parameter.grad = None
-    return model
+    return model, step
+
+
+def _late(step: int, start: float, seconds: float | None) -> bool:
+    return seconds is not None and step >= _FEWEST and time.monotonic() - start > seconds

@@ -55,7 +55,6 @@ __all__ = [
     "Drop",
     "Options",
     "diagnose",
-    "judged_rows",
 ]
 
 Numbers = NDArray[np.float64]
@@ -203,15 +202,11 @@ class _Bench:
         return self.factor * first_order(values, drop.tokens, eta, self.options.normalization)
 
 
-def judged_rows(subject: Subject, tokens: int) -> list[Example]:
-    """Validation rows at which the loss is evaluated: the same draw as of training rows."""
-    return replace(subject, train=subject.validation).sample(most=tokens)
-
-
 def _bench(subject: Subject, options: Options) -> _Bench:
     rows = subject.sample()[: subject.batch_size]
     subject.require_tokens(rows, 2 * FEWEST, "statistics over fewer tokens are noise")
-    judged = judged_rows(subject, options.validation_tokens)
+    # The same draw as of training rows.
+    judged = replace(subject, train=subject.validation).sample(most=options.validation_tokens)
     size = sum(p.numel() for p in subject.model.parameters())
     stepper = Stepper(
         subject.model,

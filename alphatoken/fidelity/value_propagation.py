@@ -11,7 +11,6 @@ in the paper, whose figure is of pairs during training.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +53,6 @@ __all__ = [
     "diagnose",
     "head_records",
     "label_positions",
-    "pair_seconds",
     "risk_records",
     "said_of_training",
     "softmax_layers",
@@ -64,8 +62,6 @@ __all__ = [
 
 NAME = "value-propagation"
 Numbers = NDArray[Any]
-
-_PRICED_PAIRS = 300
 
 # How far a norm computed in this dtype may be off; a violation of the bound is more than that.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -148,21 +144,6 @@ def collect_pairs(
     whole = sum(int(mask.sum()) for mask in everything)
     share = sum(int(mask.sum()) for mask in chosen) / whole if whole else 0.0
     return _by_layer(found), share
-
-
-def pair_seconds(subject: Subject) -> float:
-    """What a pair costs in one layer, all heads: timed on a row of middle length; 0 if it cannot.
-
-    The row's own forward is in it, which makes the price a little too high.
-    """
-    layers, _ = softmax_layers(subject)
-    usable = sorted((r for r in subject.train if r.response_tokens), key=lambda r: len(r.input_ids))
-    if not layers or not usable:
-        return 0.0
-    row, quiet = usable[len(usable) // 2], replace(subject, progress=False)
-    start = time.perf_counter()
-    found, _ = collect_pairs(quiet, [row], layers[-1:], _PRICED_PAIRS)
-    return (time.perf_counter() - start) / max(1, sum(len(one.row) for one in found))
 
 
 def _checked(subject: Subject, batch: Mapping[str, Tensor]) -> LabelledBatch:

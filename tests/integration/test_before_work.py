@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from alphatoken.cli.diagnose_options import parse_budget
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError
-from alphatoken.fidelity.budget import parse_budget
 from tests.both_programs import main
 from tests.integration.tiny_training import saved
 

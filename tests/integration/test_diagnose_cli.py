@@ -407,11 +407,12 @@ def test_rows_that_are_left_out_are_said_on_the_console(
 ) -> None:
     silent = json.dumps({"prompt": "1+1=", "response": ""}) + "\n"
     (tmp_path / "train.jsonl").write_text((world / "train.jsonl").read_text() + silent)
-    words = world.words("stability", tmp_path / "out", "--dry_run", train=tmp_path / "train.jsonl")
+    words = world.words("coverage", tmp_path / "out", train=tmp_path / "train.jsonl")
     said = "note: Training rows without a response within the length, skipped: 1."
     assert main(words) == 0
     assert said not in capsys.readouterr().err
-    assert main([word for word in words if word != "--quiet"]) == 0
+    again = [word for word in words if word != "--quiet"]
+    assert main([*again, "--overwrite_output"]) == 0
     assert said in capsys.readouterr().err
 
 
@@ -454,7 +455,7 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
         ("coverage", {"retention_set": "nope.jsonl"}, (), "there is no retention (nope) file"),
         ("coverage", {"retention_set": "x.jsonl,nope=1"}, (), "--retention_set cannot be read"),
         ("fisher", {}, (), "needs held-out retention rows"),
-        ("drift", {}, ("--dry_run",), "needs held-out retention rows"),
+        ("drift", {}, (), "needs held-out retention rows"),
         ("coverage", {"ratio": "0"}, (), "ratio"),
         ("coverage", {"layers": "x"}, (), "--score_layers"),
         ("coverage", {"window": "x"}, (), "--window"),
@@ -595,74 +596,30 @@ def test_sizes_that_are_given_are_told_from_defaults() -> None:
     assert request.given["coverage"] == {"clusters"}
 
 
-def test_every_diagnostic_has_a_workload() -> None:
-    from alphatoken.fidelity.workloads import WORKLOADS
-
-    assert tuple(WORKLOADS) == NAMES
-
-
-def test_a_dry_run_says_what_it_would_take_and_writes_nothing(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) -> None:
+    """Of almost nothing: the least is read all the same. Without one: everything."""
     out = tmp_path / "out"
-    assert world.run(ALL, out, "--dry_run", *world.retention, tokens=None) == 0
-    said = capsys.readouterr().out
-    for name in NAMES:
-        assert f"{name}:\n" in said
-    assert said.count("(a forecast)") == len(NAMES) + 1
-    assert not list(out.iterdir())
-    # What the run would refuse is refused here: without retention rows, two of them.
-    assert world.run(ALL, out, "--dry_run", tokens=None) == 1
-    said = capsys.readouterr().out
-    assert said.count("would not run: this diagnostic needs held-out retention rows") == 2
-    assert world.run("heatmap", out, "--dry_run", "--budget", "0.001s", tokens=200) == 2
-    assert "do not fit the budget given" in capsys.readouterr().err
-
-
-def test_a_plan_is_kept_and_said(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A budget of nothing: the least is done all the same, and a resumed run has the same sizes."""
-    out = tmp_path / "out"
-    words = world.words("heatmap", out, "--budget", "0.001s", tokens=None)
-    assert main(words) == 0
-    run = json.loads((out / "run.json").read_text())
-    plan = run["diagnostics"]["heatmap"]["plan"]
-    assert plan["sizes"]["tokens"] == 96 < plan["asked"]["tokens"]
-    assert plan["budget"] == 0.001
-    assert run["prices"]["seconds"]["forward position"] > 0
+    assert main(world.words("heatmap", out, "--budget", "0.001s", tokens=None)) == 0
     found = Diagnosis.load(out / "heatmap")
     assert found.settings["tokens"] == 96
-    assert "tokens 96" in found.settings["smaller than asked for"]
-    assert any("it is done all the same" in note for note in found.notes)
-    assert any("times as wide" in note for note in found.notes)
-    # As if it had been stopped: the plan of the first run holds, whatever the budget is now.
-    (out / "heatmap" / "diagnosis.json").unlink()
-    assert main([*words[:-3], "--budget", "none", "--quiet", "--resume"]) == 0
-    assert Diagnosis.load(out / "heatmap").settings["tokens"] == 96
-    again = json.loads((out / "run.json").read_text())
-    assert again["diagnostics"]["heatmap"]["plan"] == plan
-    assert again["prices"] == run["prices"]
+    assert found.settings["budget"] == "0.001s"
+    assert re.fullmatch(
+        r"Read 96 of \d+ response tokens.* \(stopped by the budget of 0\.001s\)\.", found.notes[0]
+    )
+    words = world.words("heatmap", tmp_path / "whole", "--budget", "none", tokens=None)
+    assert main(words) == 0
+    whole = Diagnosis.load(tmp_path / "whole" / "heatmap")
+    assert whole.settings["tokens"] == Subject.tokens
+    assert not any("stopped by the budget" in note for note in whole.notes)
 
 
-def test_sizes_and_a_budget_that_contradict_each_other_are_refused(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where both are given; the default budget gives way to a size that is given."""
-    out = tmp_path / "out"
-    assert world.run("heatmap", out, "--budget", "0.001s", tokens=200) == 2
-    error = capsys.readouterr().err
-    assert "the sizes given do not fit the budget given (heatmap)" in error
-    assert "tokens" in error
-    assert "--budget none" in error
-    enough = re.search(r"--budget (\d+s),", error)
-    assert enough
-    assert not Diagnosis.finished(out / "heatmap")
-    # What the message names as enough is enough, on a machine as busy as it was.
-    words = ("--budget", f"{2 * int(enough[1][:-1])}s", "--overwrite_output")
-    assert world.run("heatmap", out, *words, tokens=200) == 0
-    assert world.run("heatmap", out, "--overwrite_output", tokens=200) == 0
-    assert Diagnosis.load(out / "heatmap").settings["tokens"] == 200
+def test_a_budget_that_suffices_changes_no_number(world: World, tmp_path: Path) -> None:
+    found = []
+    for name, budget in (("none", "none"), ("enough", "10h")):
+        assert world.run("coverage", tmp_path / name, "--budget", budget, tokens=None) == 0
+        diagnosis = Diagnosis.load(tmp_path / name / "coverage")
+        found.append((diagnosis.answer, diagnosis.tables, diagnosis.notes))
+    assert found[0] == found[1]
 
 
 # --- interruption ---------------------------------------------------------------------------------

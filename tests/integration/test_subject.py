@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
-from alphatoken.fidelity.prices import measured
 from alphatoken.support.progress import Progress, heartbeat
 from tests.integration.subjects import subject
 
@@ -158,17 +157,13 @@ def test_other_sizes_share_what_was_made() -> None:
     assert found.fitted_fisher().metadata["samples"] == 24
 
 
-def test_prices_leave_the_model_as_it_was() -> None:
-    found = subject()
-    before = weights(found.model)
-    prices = measured(found)
-    assert same(found.model, before)
-    assert all(p.grad is None for p in found.model.parameters())
-    assert all(price >= 0 for price in prices.seconds.values())
-    assert prices.seconds["backward position"] > 0 < prices.graph
-    lengths = sorted(len(row.input_ids) for row in found.train)
-    assert prices.length == lengths[len(lengths) // 10]
-    assert prices.weights == 4 * sum(p.numel() for p in found.model.parameters())
+def test_a_fine_tuning_stops_in_time_but_not_before_its_first_steps() -> None:
+    short = subject(tuning_steps=40, tuning_seconds=1e-6)
+    _, after, said = short.before_and_after()
+    _, same, _ = subject(tuning_steps=8).before_and_after()
+    assert "for 8 AdamW steps (of 40: stopped by the budget) at" in said
+    for one, other in zip(after.parameters(), same.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_progress_is_told() -> None:

@@ -1,0 +1,150 @@
+"""Rounds of growing size within a time: by a clock of the test's own, and on a real subject."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.registry import DIAGNOSTICS, find
+from alphatoken.fidelity.rounds import diagnosed_within, number, sizes_of, steps, thinned
+from alphatoken.fidelity.subject import Subject
+from alphatoken.support.progress import Progress
+from tests.integration.subjects import subject
+
+NAMES = [entry.name for entry in DIAGNOSTICS]
+
+
+@dataclass
+class Clock:
+    """Seconds, which pass where the test says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def found(subject: Subject, options: Any) -> Diagnosis:
+    """A diagnosis that holds the sizes it was made with."""
+    return Diagnosis("heatmap", "?", (), settings={"size": subject.tokens, "options": options})
+
+
+def within(
+    seconds: float | None, clock: Clock, per_token: float, *given: str, slow: float = 0.0
+) -> tuple[Diagnosis, list[int]]:
+    """A diagnosis whose time is its tokens', and the tokens of each round that was begun."""
+    begun: list[int] = []
+
+    def one(subject: Subject, options: Any) -> Diagnosis:
+        begun.append(subject.tokens)
+        tracker = subject.tracker("Values", 2)
+        for part in range(2):
+            clock.now += per_token * subject.tokens / 2 + slow * (len(begun) > 1)
+            tracker.report(part + 1)
+        return found(subject, options)
+
+    whole = subject(train_rows=60, tokens=600)
+    options = find("heatmap").load().Options()
+    told = diagnosed_within(
+        seconds, "heatmap", whole, options, frozenset({"objective_rows", *given}), one,
+        said="10s", clock=clock,
+    )  # fmt: skip
+    return told, begun
+
+
+def test_a_budget_of_almost_nothing_gives_the_least_and_says_so() -> None:
+    told, begun = within(1e-3, Clock(), 1.0)
+    assert len(begun) == 1
+    assert told.settings["size"] == begun[0] < 600
+    assert told.notes[0] == (
+        f"Read {begun[0]} of 600 response tokens (stopped by the budget of 10s)."
+    )
+    assert told.settings["read"] == f"{begun[0]} of 600 response tokens"
+
+
+def test_without_a_budget_everything_is_read_at_once() -> None:
+    told, begun = within(None, Clock(), 1.0)
+    assert begun == [600]
+    assert told.notes == ()
+    assert "read" not in told.settings
+
+
+def test_a_budget_that_suffices_gives_what_no_budget_gives() -> None:
+    told, begun = within(1e6, Clock(), 1e-3)
+    assert begun[-1] == 600
+    assert len(begun) == 2  # the first says that all of it fits
+    assert told.notes == ()
+    assert told.settings["size"] == 600
+
+
+def test_what_is_given_stays() -> None:
+    told, begun = within(1e-3, Clock(), 1.0, "tokens")
+    assert begun == [600]
+    assert told.notes == ()
+
+
+def test_rounds_grow_as_the_time_allows() -> None:
+    clock = Clock()
+    told, begun = within(400.0, clock, 1.0)
+    assert begun == sorted(set(begun))
+    assert len(begun) > 1
+    assert told.settings["size"] == begun[-1] < 600
+    assert clock.now <= 400.0
+
+
+def test_a_round_that_goes_on_past_the_time_is_dropped() -> None:
+    """Its first report after the end is its last; the round before it stands."""
+    clock = Clock()
+    told, begun = within(400.0, clock, 1.0, slow=300.0)
+    assert len(begun) == 2
+    assert told.settings["size"] == begun[0]
+    assert clock.now < 400.0 + 600.0
+
+
+def test_progress_is_told_in_every_round() -> None:
+    heard: list[Progress] = []
+    whole = replace(subject(train_rows=60, tokens=600), progress=heard.append)
+
+    def one(subject: Subject, options: Any) -> Diagnosis:
+        subject.tracker("Values", subject.tokens).report(subject.tokens)
+        return found(subject, options)
+
+    options = find("heatmap").load().Options()
+    diagnosed_within(60.0, "heatmap", whole, options, frozenset(), one)
+    assert len(heard) > 1
+    assert heard[-1].done == 600
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def test_steps_begin_at_the_least_and_end_at_what_was_asked_for() -> None:
+    sizes = [
+        number("a", 10, 3, "things"),
+        thinned("b", range(5), 2, "others"),
+        number("c", 1, 4, ""),
+    ]
+    path = steps(sizes)
+    assert path[0] == {"a": 3, "b": (0, 4), "c": 1}
+    assert path[-1] == {"a": 10, "b": (0, 1, 2, 3, 4), "c": 1}
+    for before, after in pairwise(path):
+        changed = [name for name in before if before[name] != after[name]]
+        assert len(changed) == 1
+    assert thinned("b", (1, 2, 3, 4, 5), 3, "", (4,)).levels[0] == (1, 3, 4, 5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_step_is_what_was_asked_for(name: str) -> None:
+    whole = subject(train_rows=60, tokens=600)
+    options = find(name).load().Options()
+    path = steps(sizes_of(name, whole, options))
+    assert len(path) > 1
+    for field, value in path[-1].items():
+        if field == "objective_rows":
+            assert value == len(whole.validation)
+        else:
+            assert value == getattr(options if hasattr(options, field) else whole, field), field
