@@ -15,8 +15,9 @@ Each has ``Options`` and ``diagnose(subject, options)``, which returns a
 :class:`~alphatoken.fidelity.diagnosis.Diagnosis` of a model, rows and an objective (``subject``):
 an answer in computed sentences, tables, and figures. ``intervals`` says how far a number can be
 trusted, ``plots`` and ``drawing`` make the figures, ``page`` one HTML page of all; ``rounds`` keeps
-a diagnosis to a time. The other files compute: directions and decisions (``per_row``, ``resampling``,
-``decisions``), tokens sent one by one (``tokenwise``), steps taken and taken back (``stepping``).
+a diagnosis to a time. The other files compute: directions and decisions (``per_row``,
+``resampling``, ``decisions``), tokens sent one by one (``tokenwise``), steps taken and taken back
+(``stepping``).
 
 **May import** ``scorer`` and the rooms below, ``data``, ``report``, and the ``oracle``, which
 otherwise only tests and benchmarks may; no trainer. **Tests**: planted cases with known answers in
