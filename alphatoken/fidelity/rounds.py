@@ -208,22 +208,7 @@ def _shown(value: Any) -> str:
 
 def sizes_of(name: str, subject: Subject, options: Any) -> list[Size]:
     """The sizes of a diagnostic, the most important first."""
-    own = {
-        "estimators": _of_estimators,
-        "utility": _of_utility,
-        "value-propagation": lambda _, options: [
-            _own(options, "pairs", 500, "pairs of positions in each layer and head")
-        ],
-        "fisher": _of_fisher,
-        "heatmap": lambda *_: [],
-        "coverage": lambda _, options: [
-            _own(options, "draws", 50, "random selections"),
-            _own(options, "points", 200, "tokens in the picture"),
-        ],
-        "drift": lambda _, options: [_own(options, "probes", 16, "rows of each set")],
-        "sensitivity": _of_sensitivity,
-        "stability": _of_stability,
-    }[name](subject, options)
+    own = _OWN[name](subject, options)
     if name == "drift":
         return own
     tokens = _tokens(subject, 3 if name == "utility" else FEWEST)
@@ -331,3 +316,36 @@ def _as_asked(size: Size, options: Any) -> Size:
     """The last level is the option itself, which may leave the choice to the diagnostic."""
     asked = getattr(options, size.name)
     return replace(size, levels=(*size.levels[:-1], asked), whole=len(size.levels[-1]))
+
+
+def _of_value_propagation(_: Subject, options: Any) -> list[Size]:
+    return [_own(options, "pairs", 500, "pairs of positions in each layer and head")]
+
+
+def _of_heatmap(*_: Any) -> list[Size]:
+    return []
+
+
+def _of_coverage(_: Subject, options: Any) -> list[Size]:
+    return [
+        _own(options, "draws", 50, "random selections"),
+        _own(options, "points", 200, "tokens in the picture"),
+    ]
+
+
+def _of_drift(_: Subject, options: Any) -> list[Size]:
+    return [_own(options, "probes", 16, "rows of each set")]
+
+
+_OWN: Mapping[str, Callable[[Subject, Any], list[Size]]] = {
+    "estimators": _of_estimators,
+    "utility": _of_utility,
+    "value-propagation": _of_value_propagation,
+    "fisher": _of_fisher,
+    "heatmap": _of_heatmap,
+    "coverage": _of_coverage,
+    "drift": _of_drift,
+    "sensitivity": _of_sensitivity,
+    "stability": _of_stability,
+}
+"""What each of the nine has beside tokens and the objective."""
