@@ -253,13 +253,13 @@ def _of_estimators(subject: Subject, options: Any) -> list[Size]:
     scored = len(resolve_layers(subject.adapter, subject.config.layers))
     longest = max(len(row.input_ids) for row in subject.sample())
     windows = options.windows or tuple(w for w in windows_of(longest) if w is not None)
-    fewest = [spread(depth, most, scored) for most in (3, 4, 5, 6)]
-    most = options.layers or spread(depth, 8, scored)
-    layers = () if options.layers else (x for x in dict.fromkeys(fewest) if len(x) < len(most))
+    every = options.layers or spread(depth, 8, scored)
+    fewer = dict.fromkeys(spread(depth, most, scored) for most in (3, 4, 5, 6))
+    levels = [] if options.layers else [some for some in fewer if len(some) < len(every)]
     return [
         _singles(subject, FEWEST, "tokens sent one by one"),
         _own(options, "draws", 100, "bootstrap samples of each interval"),
-        Size("layers", (*layers, options.layers), "numbers of scored layers", len(most)),
+        Size("layers", (*levels, options.layers), "numbers of scored layers", len(every)),
         _as_asked(thinned("windows", windows, 2, "windows"), options),
         _own(options, "repeats", 1, "timings of each computation"),
         _own(options, "cost_rows", 1, "rows of the batch that is priced"),
