@@ -13,12 +13,12 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_099,
     "certificate": 1_422,
-    "cli": 6_572,
+    "cli": 6_422,
     "data": 2_819,
     "demo": 865,
     "direction": 3_892,
     "estimate": 1_926,
-    "fidelity": 14_034,
+    "fidelity": 13_074,
     "model": 5_743,
     "oracle": 4_960,
     "report": 1_650,
@@ -63,6 +63,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_142), ("tests", 76_112)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_142), ("tests", 75_845)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most
