@@ -105,8 +105,8 @@ CHARTS: tuple[ChartSpec, ...] = (
     ),
     ChartSpec(
         "Scoring",
-        "Seconds since the log before: of scoring (reused values cost none), and of the validation "
-        "and retention gradients that values are taken against.",
+        "Seconds since the log before: of scoring, and of the validation and retention gradients "
+        "that values are taken against.",
         {"alpha/scoring_seconds": "scoring", "alpha/direction_seconds": "gradients"},
     ),
 )

@@ -101,20 +101,6 @@ class AlphaFields:
         when="needed by rho-1, token-cleaning and sepo",
         source="each method's paper",
     )
-    policy_reference_device: str | None = option(
-        None,
-        "Device of that model; null for the trained model's.",
-        within="null or a torch device",
-        when="set it where a second model does not fit beside the first",
-        source="ours",
-    )
-    policy_reference_dtype: str | None = option(
-        None,
-        "Its dtype: 'float32', 'bfloat16' or 'float16'; null for the trained model's.",
-        within="null, 'float32', 'bfloat16' or 'float16'",
-        when="set it to save memory",
-        source="ours",
-    )
     policy_cache: str | None = option(
         None,
         "Folder for what methods compute before training; null for 'policies' beside output_dir.",
@@ -298,20 +284,6 @@ class AlphaFields:
         when="'balance' where lambda must mean the same over a run",
         source="ours; the paper is 'plain'",
     )
-    head_reduction: str = option(
-        "per_head",
-        "'per_head' or 'mean' (the paper's scalar alpha).",
-        within="'per_head' or 'mean'",
-        when="'mean' to follow the paper's scalar to the letter",
-        source="alpha of eq. app_causal_rank1",
-    )
-    causal_position: str = option(
-        "label",
-        "'label' or 'context'.",
-        within="'label' or 'context'",
-        when="only as an ablation",
-        source="eq. phi_tgt_causal",
-    )
     score_bias: bool = option(
         False,
         "Biases of the scored linears take part.",
@@ -367,8 +339,8 @@ class AlphaFields:
     )
     running_mean: float = option(
         0.0,
-        "Decay of a running mean of the validation gradient over the steps that took one (none is "
-        "taken where all values are reused); 0 switches it off.",
+        "Decay of a running mean of the validation gradient over the steps that took one; 0 "
+        "switches it off.",
         within="from 0, below 1",
         when="0.9 smooths a pool of small batches; it did not pay in our runs",
         source="ours",
@@ -393,13 +365,6 @@ class AlphaFields:
         within="from 1",
         when="raise it to save validation passes; values are then a little old",
         source="the paper builds it every step",
-    )
-    reuse_values: int = option(
-        0,
-        "Values of a sequence seen again are reused up to this many steps old; 0 scores always.",
-        within="from 0",
-        when="raise it over several epochs to score less often",
-        source="ours",
     )
 
     retention: str = option(
@@ -501,14 +466,6 @@ class AlphaFields:
         "They quote the training rows; push_to_hub leaves them out.",
         within="true or false",
         when="false where no file may quote training rows",
-        source="ours",
-    )
-    log_details: bool = option(
-        False,
-        "Log every statistic under alpha/, some thirty of them, instead of the ten that tell how "
-        "a run goes.",
-        within="true or false",
-        when="to look for the cause of something that the ten curves show",
         source="ours",
     )
     collect_value_propagation: int = option(

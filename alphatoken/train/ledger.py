@@ -40,10 +40,10 @@ _TOKENS: dict[str, tuple[type, tuple[int, ...]]] = {
     "positions": (np.int32, ()),
     "tokens": (np.int32, ()),
     "sums": (np.float64, (len(COMPONENTS) + 1,)),
-    "last": (np.float32, (len(COMPONENTS),)),
+    "last": (np.float32, ()),
 }
 """Columns of the two tables: of each entry the type, and its own shape. ``sums`` holds scaled
-total, adaptation and stability, then the weights; ``last`` the three unscaled, as last scored."""
+total, adaptation and stability, then the weights; ``last`` the unscaled total, as last scored."""
 
 
 class _Table:
@@ -83,7 +83,7 @@ class ValueLedger:
 
     A document is known by its content (:mod:`alphatoken.train.documents`), so the same sequence
     adds up in whatever batch, padding or packing it comes. Sums are in float64 on the CPU, about
-    52 bytes a response token. The values last scored are kept in float32, for :meth:`lookup`.
+    44 bytes a response token.
 
     Exact: additive over visits and over ledgers (:meth:`merge`), up to rounding of the sums. For
     small plain gradient steps (SGD without momentum, no gradient cut) the sum over all tokens and
@@ -110,7 +110,7 @@ class ValueLedger:
         self,
         batch: Mapping[str, Any],
         mask: Tensor,
-        values: TokenValues | None,
+        values: TokenValues,
         weights: Tensor,
         *,
         scale: float,
@@ -121,15 +121,14 @@ class ValueLedger:
         Args:
             batch: the forward's inputs: ``input_ids``, ``attention_mask``, ``position_ids``.
             mask: (b, t) boolean, True at response tokens.
-            values: what the scorer returned for this batch, or None: the values last scored are
-                used again (and stay as old as they are).
+            values: what the scorer returned for this batch.
             weights: (b, t), what each token's gradient was weighted with; 0 for dropped ones.
             scale: step size times the coefficient that the values lack; its sign is taken as is.
             step: optimizer step, from 0.
 
         Raises:
-            InputError: shapes or types that do not fit; values None for a document without; values
-                without components, which the ledger adds up as well.
+            InputError: shapes or types that do not fit; values without components, which the ledger
+                adds up as well.
             NumericalError: a NaN or Inf among the values or the scale. Nothing is added then.
         """
         _require_step(step)
@@ -137,19 +136,16 @@ class ValueLedger:
             raise NumericalError("the scale of a visit is not finite", got=str(scale))
         documents = split_batch(batch, mask)
         kept = _checked_weights(weights, mask)
-        block = None if values is None else _components(values, mask)
-        if block is None:
-            self._require_known(documents)
+        block = _components(values, mask)
         spans = [self._span(self._number(document)) for document in documents]
         sums, last = self._tokens["sums"], self._tokens["last"]
         for document, span in zip(documents, spans, strict=True):
             number = self._numbers[document.key]
             self._documents["visits"][number] += 1
-            if block is not None:
-                last[span] = block[document.places]
-                self._documents["steps"][number] = step
-            found = last[span] if block is None else block[document.places]
-            sums[span, :-1] += scale * found.astype(np.float64)
+            self._documents["steps"][number] = step
+            found = block[document.places]
+            last[span] = found[:, 0]
+            sums[span, :-1] += scale * found
             sums[span, -1] += kept[document.places]
 
     def _number(self, document: Document) -> int:
@@ -174,45 +170,6 @@ class ValueLedger:
     def _span(self, number: int) -> slice:
         start = int(self._documents["starts"][number])
         return slice(start, start + int(self._documents["sizes"][number]))
-
-    def _require_known(self, documents: Iterable[Document]) -> None:
-        if any(document.key not in self._numbers for document in documents):
-            raise InputError(
-                "there are no earlier values of a document to use again",
-                got="values=None for a document that was never scored",
-                remedy="score it, or ask lookup first",
-            )
-
-    # --- using values again -------------------------------------------------------------------
-
-    def lookup(
-        self,
-        batch: Mapping[str, Any],
-        mask: Tensor,
-        step: int,
-        *,
-        max_age: int,
-    ) -> Tensor | None:
-        """Totals last scored of every response token, or None if any document's are too old.
-
-        Args:
-            batch: as in :meth:`add`.
-            mask: as in :meth:`add`.
-            step: the current optimizer step.
-            max_age: most steps that may lie between.
-
-        Returns:
-            (b, t) in float32 on the mask's device, 0 where the mask is False; None where a
-            document was never scored, or more than ``max_age`` steps ago.
-        """
-        _require_step(step)
-        found = np.zeros(mask.numel(), dtype=np.float32)
-        for document in split_batch(batch, mask):
-            number = self._numbers.get(document.key)
-            if number is None or step - int(self._documents["steps"][number]) > max_age:
-                return None
-            found[document.places] = self._tokens["last"][self._span(number), 0]
-        return torch.from_numpy(found).view(mask.shape).to(mask.device)
 
     # --- several processes --------------------------------------------------------------------
 

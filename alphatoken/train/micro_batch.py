@@ -92,7 +92,7 @@ class Scored:
 
     Attributes:
         totals: (b, t) value of each response token.
-        values: as the scorer gave them; None where values of an earlier visit are reused.
+        values: as the scorer gave them; None where there is no response to value.
         gram: inner products of the token gradients, where the policy asks for them.
         norms: (b, t) lengths of the token gradients, likewise.
         loss: the trainer's loss in a scoring pass of its own.

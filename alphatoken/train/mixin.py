@@ -520,14 +520,14 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The trainer's log, with the run's value statistics beside the loss.
 
-        Ten of them go to the console and to trackers, all under ``log_details``. The state of the
-        trainer keeps all in any case: the page of the run and the model card are made of it.
+        Ten of them go to the console and to trackers. The state of the trainer keeps all: the page
+        of the run and the model card are made of it.
         """
         if "loss" not in logs or self.weigher is None:
             super().log(logs, start_time)
             return
         found = self.monitor.logs()
-        shown = found if self.args.log_details else {k: found[k] for k in CURVES if k in found}
+        shown = {k: found[k] for k in CURVES if k in found}
         super().log({**logs, **shown}, start_time)
         self.state.log_history[-1].update(found)
 

@@ -31,7 +31,7 @@ CURVES = tuple(
         "validation_held_out", "validation_gap", "validation_alarm", "tokens_per_second",
     )
 )  # fmt: skip
-"""The ten statistics that are logged; the others under ``log_details``."""
+"""The ten statistics that are logged; the state of the trainer keeps the others too."""
 
 
 @torch.no_grad()
@@ -103,7 +103,6 @@ class TrainMonitor(TrainerCallback):
         mask: Tensor,
         values: TokenValues | None,
         *,
-        reused: bool = False,
         seconds: float = 0.0,
         tokens: Tensor | int | None = None,
     ) -> None:
@@ -113,12 +112,11 @@ class TrainMonitor(TrainerCallback):
             weights: (b, t) training weight of each token.
             mask: (b, t) response tokens.
             values: their values, if they were scored now.
-            reused: whether values of an earlier visit were used.
             seconds: spent on scoring.
             tokens: tokens that are not padding; None counts all places.
         """
         count = mask.numel() if tokens is None else tokens
-        self._sums.add(weights, mask, values, tokens=count, reused=reused)
+        self._sums.add(weights, mask, values, tokens=count)
         self._scoring += seconds
         if values is not None and values.balance:
             self._balance = values.balance

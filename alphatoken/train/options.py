@@ -27,7 +27,7 @@ from alphatoken.train.refused_settings import refused_early
 
 __all__ = ["AlphaOptions"]
 
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[str, ...]] = {
     "weighting": ("mask", "proportional", "unbiased"),
     "value_unit": ("token", "response"),
     "value_scale": ("none", "norm"),
@@ -40,7 +40,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "validation_mode": ("fixed", "pool"),
     "on_empty": ("skip", "error"),
     "scoring_forward": ("auto", "shared", "own"),
-    "policy_reference_dtype": (None, "float32", "bfloat16", "float16"),
 }
 
 
@@ -116,8 +115,7 @@ class AlphaOptions(AlphaFields):
         at_least = {
             "validation_batch_size": 1, "retention_batch_size": 1, "fisher_samples": 1,
             "fisher_batch_size": 1, "fisher_max_new_tokens": 1, "held_out_steps": 0,
-            "direction_steps": 1, "reuse_values": 0, "interaction_weight": 0,
-            "collect_value_propagation": 0,
+            "direction_steps": 1, "interaction_weight": 0, "collect_value_propagation": 0,
         }  # fmt: skip
         for name, least in at_least.items():
             if not getattr(self, name) >= least:
@@ -144,7 +142,6 @@ class AlphaOptions(AlphaFields):
             f"keep_scope={self.keep_scope!r}": self.keep_scope != "batch",
             "kept_normalization='kept'": self.kept_normalization == "kept",
             "keep_ratio_start": self.keep_ratio_start is not None,
-            "reuse_values": self.reuse_values > 0,
             "running_mean": self.running_mean > 0,
             "shared_threshold": self.shared_threshold,
         }
@@ -171,14 +168,12 @@ class AlphaOptions(AlphaFields):
             return
         reasons = {
             f"policy={self.policy!r}": self.policy not in ("top", "bottom"),
-            "reuse_values": self.reuse_values > 0,
             "interaction_weight": self.interaction_weight > 0,
         }
         _refuse(
             reasons,
-            "value_scale='norm' ranks fresh values, by policy='top' or 'bottom'",
-            why="stored values have no lengths beside them, interaction needs values in "
-            "their own unit, and a sign does not depend on a length",
+            "value_scale='norm' ranks tokens by policy='top' or 'bottom'",
+            why="interaction needs values in their own unit; a sign does not depend on a length",
             remedy="value_scale='none', or leave that out",
         )
 
@@ -265,11 +260,6 @@ class AlphaOptions(AlphaFields):
         self._check_harmless()
         self._check_scale()
         self._check_rows()
-        if self.reuse_values and (self.keep_scope == "global" or self.interaction_weight > 0):
-            raise ConfigError(
-                "reuse_values works with keep_scope='batch' or 'sequence' and without interaction",
-                got=f"keep_scope={self.keep_scope!r}, interaction_weight={self.interaction_weight}",
-            )
         if self.fisher_offload and self.retention == "data" and self.objective != "adaptation":
             raise ConfigError(
                 "fisher_offload is about a Fisher",
@@ -301,8 +291,6 @@ class AlphaOptions(AlphaFields):
             if stability_weight is None
             else stability_weight,
             stability_units=self.stability_units,
-            head_reduction=self.head_reduction,
-            causal_position=self.causal_position,
             preconditioner=self.preconditioner,
             precondition_after=self.precondition_after,
             score_bias=self.score_bias,

@@ -28,7 +28,6 @@ _ONLY_VALUES: Mapping[str, Any] = {
     "weighting": "mask",
     "keep_scope": "batch",
     "interaction_weight": 0.0,
-    "reuse_values": 0,
     "keep_ratio_start": None,
     "shared_threshold": False,
     "masked_logit": False,

@@ -185,8 +185,8 @@ def _second_model(trainer: Any, policy: TokenPolicy, given: nn.Module | None) ->
         loaded: nn.Module = load_reference(
             options.policy_reference,
             tokenizer=_tokenizer(trainer),
-            device=options.policy_reference_device or options.device,
-            dtype=options.policy_reference_dtype or parameter.dtype,
+            device=options.device,
+            dtype=parameter.dtype,
         )
         return loaded
     own, other = (model.get_input_embeddings().weight.shape[0] for model in (trainer.model, given))  # type: ignore[operator]
@@ -197,10 +197,7 @@ def _second_model(trainer: Any, policy: TokenPolicy, given: nn.Module | None) ->
             why="its probabilities would be of other tokens",
             remedy="a reference model with the same tokenizer",
         )
-    if options.policy_reference_dtype is not None:
-        given = given.to(getattr(torch, options.policy_reference_dtype))
-    given = given.to(options.policy_reference_device or options.device).eval()
-    return given.requires_grad_(False)
+    return given.to(options.device).eval().requires_grad_(False)
 
 
 def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:

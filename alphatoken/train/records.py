@@ -71,7 +71,7 @@ class RunRecords(TrainerCallback):
     @property
     def keeps_values(self) -> bool:
         """Whether values go into the ledger, which adds up their components too."""
-        return bool(self._trainer.args.export_values or self._trainer.args.reuse_values)
+        return bool(self._trainer.args.export_values)
 
     def micro_batch(
         self, batch: MicroBatch, scored: Scored | None, weights: Tensor, seconds: float = 0.0
@@ -92,11 +92,10 @@ class RunRecords(TrainerCallback):
             weights=weights,
             mask=batch.mask,
             values=values,
-            reused=scored is not None and values is None,
             seconds=seconds if scored is None else scored.seconds,
             tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else None,
         )
-        if scored is not None and self.keeps_values:
+        if values is not None and self.keeps_values:
             add = partial(
                 self.ledger.add,
                 {**inputs, "labels": batch.labels},

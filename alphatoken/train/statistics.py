@@ -12,7 +12,7 @@ from alphatoken.values import TokenValues
 
 __all__ = ["ValueSums", "summary"]
 
-_COUNTS = ("tokens", "response", "kept", "weight", "reused", "square")
+_COUNTS = ("tokens", "response", "kept", "weight", "square")
 _PER_RECORD, _RECORDS = 512, 128
 """Tokens of a micro-batch that quantiles are taken from, and most micro-batches of a log."""
 
@@ -42,7 +42,6 @@ class ValueSums:
         values: TokenValues | None,
         *,
         tokens: Tensor | int,
-        reused: bool,
     ) -> None:
         """One micro-batch.
 
@@ -51,7 +50,6 @@ class ValueSums:
             mask: (b, t) response tokens.
             values: their values, if they were scored now.
             tokens: all tokens of the micro-batch that are not padding.
-            reused: whether the weights come from values of an earlier visit.
         """
         wide, response = _wide(mask.device), mask.sum()
         kept = weights.detach() * mask
@@ -60,7 +58,6 @@ class ValueSums:
             response,
             (kept > 0).sum(),
             kept.sum(dtype=wide),
-            response * int(reused),
             kept.to(wide).square().sum(),
         ]
         counts = torch.stack([count.to(mask.device, wide) for count in columns])
@@ -148,7 +145,6 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if counts["response"]:
         statistics["kept_share"] = counts["kept"] / counts["response"]
         statistics["weight_share"] = counts["weight"] / counts["response"]
-        statistics["reused_share"] = counts["reused"] / counts["response"]
         if counts["square"]:
             effective = counts["weight"] ** 2 / counts["square"]
             statistics["effective_share"] = effective / counts["response"]

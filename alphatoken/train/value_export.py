@@ -51,7 +51,7 @@ class Accumulated:
         tokens: (N,) token ids.
         sums: (N, 3) accumulated total, adaptation, stability.
         kept: (N,) summed weights.
-        last: (N, 3) unscaled values when last scored.
+        last: (N,) unscaled total when last scored.
     """
 
     keys: Array
@@ -244,7 +244,7 @@ def _columns(
         **{name: sums[:, k].tolist() for k, name in enumerate(COMPONENTS)},
         "visits": visits.tolist(),
         "kept_share": (found.kept[tokens] / visits).tolist(),
-        "last": found.last[tokens, 0].astype(np.float64).tolist(),
+        "last": found.last[tokens].astype(np.float64).tolist(),
         "last_step": np.repeat(found.steps[documents], sizes).tolist(),
     }
 

@@ -77,7 +77,7 @@ class ValueWeigher:
 
     Args:
         trainer: whose run it is.
-        records: where each micro-batch is written down, and values of earlier visits are found.
+        records: where each micro-batch is written down.
         build: makes the valuation, at the first step that needs one.
 
     Two things of a weigher outlive a step: the valuation, whose running mean grows, and the norm of
@@ -169,29 +169,20 @@ class ValueWeigher:
         if plan.weights is not None:
             batch = replace(batch, inputs={**batch.inputs, **plan.extra})
             return self._train_with(model, batch, plan.scored, plan.weights)
-        scored = self._reused(batch)
-        if self._must_score(scored, batch):
+        scored = None
+        if self._must_score(batch):
             if not needs_own_forward(self._trainer.accelerator, self._options):
                 return self._score_and_train(model, batch)
             batch = replace(batch, inputs=self._trainer.own_inputs(batch.inputs))
             scored = self._own_pass(batch)
         return self._train_with(model, batch, scored, self.choose(batch, scored))
 
-    def _reused(self, batch: MicroBatch) -> Scored | None:
-        """Values of an earlier visit, if they may be reused."""
-        if not self._options.reuse_values or not self._options.needs_values:
-            return None
-        totals = self._records.ledger.lookup(
-            batch.inputs, batch.mask, self._step, max_age=self._options.reuse_values
-        )
-        return None if totals is None else Scored(totals.to(batch.mask.device))
-
-    def _must_score(self, reused: Scored | None, batch: MicroBatch) -> bool:
+    def _must_score(self, batch: MicroBatch) -> bool:
         """Whether this micro-batch is scored. Where one process must, all do: it is collective."""
         if not self._options.needs_values:
             return False
         ranks = Ranks(self._trainer.accelerator)
-        return ranks.any(reused is None and bool(batch.mask.any()))
+        return ranks.any(bool(batch.mask.any()))
 
     def _score_and_train(self, model: Any, batch: MicroBatch) -> Tensor:
         """Score and train on one forward."""
@@ -437,7 +428,7 @@ class ValueWeigher:
 
     def _scored_ahead(self, batch: MicroBatch) -> tuple[Scored | None, Mapping[str, Any]]:
         """Values of one micro-batch, and the inputs that scoring added to it."""
-        if not self._must_score(None, batch):
+        if not self._must_score(batch):
             return None, {}
         with self._trainer.compute_loss_context_manager():
             own = self._trainer.own_inputs(batch.inputs)

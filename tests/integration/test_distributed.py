@@ -41,7 +41,7 @@ JOBS = {
                "trainers.hybrid_global", "trainers.experts_global"),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.dpo_global", "trainers.sft_batch", "trainers.empty_batch",
-            "trainers.reused", "trainers.resumed", "refusals.refusals", "trainers.sft_bf16"),
+            "trainers.resumed", "refusals.refusals", "trainers.sft_bf16"),
     "ddp-4": ("trainers.sft_many",),
     "ddp-8": ("trainers.sft_many",),
     "fsdp2": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
@@ -55,7 +55,7 @@ JOBS = {
               "trainers.experts_global"),
     "zero3": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
-              "trainers.empty_global", "trainers.reused", "trainers.resumed",
+              "trainers.empty_global", "trainers.resumed",
               "refusals.refusals", "trainers.sft_bf16", "trainers.masters",
               "trainers.hybrid_global", "trainers.experts_global"),
 }  # fmt: skip
@@ -227,15 +227,6 @@ def test_a_process_without_a_response_token_does_not_hold_up_the_others(
     empty = [not b["mask"].any() for rank in ranks for b in rank[job]["decided"]]
     assert any(empty)
     assert not all(empty)
-
-
-@with_job("reused")
-def test_reused_values_are_agreed_upon(runs: Callable[[str], Ranks], layout: str) -> None:
-    """A row may be known on one process only; then both score, and stay equal."""
-    ranks = runs(layout)
-    assert sum(h.get("alpha/reused_share", 0.0) for h in ranks[0]["reused"]["history"]) > 0
-    first, second = (rank["reused"]["parameters"] for rank in ranks)
-    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 @with_job("resumed")

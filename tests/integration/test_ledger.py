@@ -266,19 +266,16 @@ def test_ledgers_of_two_ranks_merge_into_one(found: list[Doc], count: int, mode:
 
 def test_merging_keeps_what_was_scored_last() -> None:
     found = [Doc((0, 1, 1), (False, True, True))]
-    laid = lay(found, "right")
     early, late = ValueLedger(), ValueLedger()
     add(early, found, visit(1, 1, step=3), "right", [0])
     add(late, found, visit(1, 2, step=5), "right", [0])
-    want = late.lookup(laid.batch, laid.mask, 5, max_age=0)
+    want = late.accumulated()
     for first, second in ((early, late), (late, early)):
         merged = ValueLedger()
         merged.merge(first)
         merged.merge(second)
-        found_ = merged.lookup(laid.batch, laid.mask, 5, max_age=0)
-        assert found_ is not None
-        assert want is not None
-        assert torch.equal(found_, want)
+        kept = merged.accumulated()
+        assert (kept.last.tolist(), kept.steps.tolist()) == (want.last.tolist(), [5])
 
 
 def pair_batch(pairs: list[tuple[Doc, Doc]]) -> Laid:
@@ -320,7 +317,7 @@ def test_a_response_of_a_pair_is_known_by_both_responses_and_its_branch() -> Non
 
 
 def test_wide_values_are_added_wide() -> None:
-    """Only what is looked up is in float32."""
+    """Only what was scored last is in float32."""
     laid = lay([Doc((0, 1), (False, True))], "right")
     third = torch.full(laid.mask.shape, 1 / 3, dtype=torch.float64)
     ledger = ValueLedger()
@@ -340,67 +337,6 @@ def test_an_empty_side_of_a_pair_leaves_the_other() -> None:
     row = {"prompt_ids": [0], "chosen_ids": [1], "rejected_ids": []}
     assert [ledger.accumulated().keys[0].tobytes()] == [next(row_documents(row))[0]]
     assert len(ledger) == 1
-
-
-# --- values used again ----------------------------------------------------------------------------
-
-
-@budget(1.0)
-@given(docs(), st.sampled_from(MODES), st.sampled_from(MODES))
-def test_looked_up_values_are_those_last_scored(found: list[Doc], first: str, then: str) -> None:
-    ledger = ValueLedger()
-    for step in (3, 4):
-        add(ledger, found, visit(len(found), step, step=step), first, range(len(found)))
-    laid = lay(found, then, seed=9)
-    totals = ledger.lookup(laid.batch, laid.mask, 6, max_age=2)
-    assert totals is not None
-    assert totals.dtype == torch.float32
-    assert not totals[~laid.mask].any()
-    last, contents = visit(len(found), 4), [doc.content for doc in found]
-    want = {}
-    for n, doc in enumerate(found):
-        for i in doc.places:  # the later of two equal documents wins, as in the batch
-            want[doc.content, i] = float(last.adaptation[n, i] + LAMBDA * last.stability[n, i])
-    for doc, (row, column) in zip(found, laid.at, strict=True):
-        for i in doc.places:
-            # Packing into two rows reorders two equal ones.
-            if first != "packed" or contents.count(doc.content) == 1:
-                assert float(totals[row, column + i]) == want[doc.content, i]
-    if any(doc.places for doc in found):
-        assert ledger.lookup(laid.batch, laid.mask, 7, max_age=2) is None
-
-
-def test_a_document_never_scored_has_no_values() -> None:
-    known, new = Doc((0, 1), (False, True)), Doc((1, 1), (False, True))
-    ledger = ValueLedger()
-    add(ledger, [known], visit(1, 0), "right", [0])
-    both = lay([known, new], "right")
-    assert ledger.lookup(both.batch, both.mask, 0, max_age=10) is None
-    before = ledger.state_tensors()
-    with pytest.raises(InputError, match="no earlier values"):
-        ledger.add(both.batch, both.mask, None, both.mask.float(), scale=1.0, step=1)
-    assert all(torch.equal(t, before[n]) for n, t in ledger.state_tensors().items())
-
-
-def test_values_used_again_count_as_a_visit_and_stay_as_old_as_they_are() -> None:
-    found = [Doc((0, 1, 1), (False, True, True)), Doc((1, 0), (False, True))]
-    again, scored = ValueLedger(), ValueLedger()
-    one = visit(2, 7, step=0)
-    for ledger in (again, scored):
-        add(ledger, found, one, "right", range(2))
-    laid = lay(found, "free")
-    weights = laid.mask.float() / 2
-    again.add(laid.batch, laid.mask, None, weights, scale=0.25, step=4)
-    totals = [torch.zeros(laid.mask.shape), torch.zeros(laid.mask.shape)]
-    for n, (row, column) in enumerate(laid.at):
-        length = len(found[n].ids)
-        for total, source in zip(totals, (one.adaptation, one.stability), strict=True):
-            total[row, column : column + length] = source[n, :length]
-    values = token_values(laid.mask, *totals)
-    scored.add(laid.batch, laid.mask, values, weights, scale=0.25, step=4)
-    assert read(again) == read(scored)
-    assert again.lookup(laid.batch, laid.mask, 4, max_age=3) is None
-    assert scored.lookup(laid.batch, laid.mask, 4, max_age=0) is not None
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -464,7 +400,7 @@ def _with(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, 
         _with("format", lambda t: t + 1),
         _with("sums", lambda t: t[:-1]),
         _with("sums", lambda t: t.float()),
-        _with("last", lambda t: t[:, :2]),
+        _with("last", lambda t: t.double()),
         _with("starts", lambda t: t + 1),
         _with("sizes", lambda t: t.flip(0)),
         _with("keys", lambda t: t[:1].expand_as(t).clone()),
@@ -805,8 +741,11 @@ def test_bad_visits_are_refused_and_change_nothing(
 
 def test_packed_pairs_are_refused() -> None:
     laid = lay(FOUND + FOUND[:1], "packed")
+    zeros = torch.zeros(laid.mask.shape)
+    values = token_values(laid.mask, zeros, zeros)
+    batch = laid.batch | {"completion_mask": laid.mask}
     with pytest.raises(InputError, match="one document a row"):
-        ValueLedger().lookup(laid.batch | {"completion_mask": laid.mask}, laid.mask, 0, max_age=1)
+        ValueLedger().add(batch, laid.mask, values, zeros, scale=1.0, step=0)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def drawn(seed: int, rows: int = 3, length: int = 7, *, split: bool = True) -> A
     return torch.rand(rows, length, generator=draw).round(), mask, values
 
 
-def add(sums: ValueSums, batches: Sequence[Any], *, reused: bool = False) -> ValueSums:
+def add(sums: ValueSums, batches: Sequence[Any]) -> ValueSums:
     for weights, mask, values in batches:
-        sums.add(weights, mask, values, tokens=mask.numel(), reused=reused)
+        sums.add(weights, mask, values, tokens=mask.numel())
     return sums
 
 
@@ -61,7 +61,6 @@ def test_statistics_by_hand(split: bool) -> None:
     assert found["tokens"] == 5 * 21
     assert found["response_tokens"] == len(total)
     assert found["kept_share"] == found["weight_share"] == kept / len(total)
-    assert found["reused_share"] == 0
     assert found["total_mean"] == pytest.approx(total.mean(), rel=1e-12)
     assert found["total_std"] == pytest.approx(total.std(), rel=1e-12)
     levels = [found["total_q05"], found["total_median"], found["total_q95"]]
@@ -81,17 +80,15 @@ def test_statistics_by_hand(split: bool) -> None:
     assert {n: one[f"{n}_share"] for n in names} == pytest.approx(batches[0][2].shares(), rel=1e-6)
 
 
-def test_soft_weights_and_reused_values() -> None:
+def test_soft_weights_and_micro_batches_without_values() -> None:
     weights, mask, _ = drawn(0)
-    found = summary([add(ValueSums(), [(0.25 * mask, mask, None)], reused=True).state()])
+    found = summary([add(ValueSums(), [(0.25 * mask, mask, None)]).state()])
     assert found["kept_share"] == 1
     assert found["weight_share"] == 0.25
-    assert found["reused_share"] == 1
     assert "total_mean" not in found
     mixed = add(ValueSums(), [drawn(1)])
-    add(mixed, [(weights, mask, None)], reused=True)
+    add(mixed, [(weights, mask, None)])
     found = summary([mixed.state()])
-    assert 0 < found["reused_share"] < 1
     total = drawn(1)[2]
     assert found["total_mean"] == pytest.approx(float(total.total[total.mask].mean()), rel=1e-6)
 
@@ -176,7 +173,7 @@ def test_recording_reads_nothing_from_the_device() -> None:
     hollow = replace(values, **moved)
     sums = ValueSums()
     for _ in range(3):
-        sums.add(mask.float(), mask, hollow, tokens=mask.sum(), reused=False)
+        sums.add(mask.float(), mask, hollow, tokens=mask.sum())
     with pytest.raises((NotImplementedError, RuntimeError)):
         sums.state()
 
@@ -281,9 +278,8 @@ class _Sink(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-@pytest.mark.parametrize("details", [False, True])
-def test_trackers_get_ten_curves_and_the_rest_under_a_switch(tmp_path: Path, details: bool) -> None:
-    more = {"save_strategy": "no", "max_steps": 4, "held_out_steps": 1, "log_details": details}
+def test_trackers_get_ten_curves_and_the_page_of_the_run_all(tmp_path: Path) -> None:
+    more = {"save_strategy": "no", "max_steps": 4, "held_out_steps": 1}
     trainer, sink = Run("sft", tmp_path, options=more).trainer(), _Sink()
     trainer.add_callback(sink)
     trainer.train()
@@ -291,7 +287,7 @@ def test_trackers_get_ten_curves_and_the_rest_under_a_switch(tmp_path: Path, det
     sent = [{n for n in logs if n.startswith("alpha/")} for logs in sink.logs]
     assert len(CURVES) == 10
     assert len(kept[1]) > 25, "the trainer's state keeps all, for the page of the run"
-    assert sent[1] == (kept[1] if details else set(CURVES))
+    assert sent[1] == set(CURVES)
 
 
 def test_logs_of_a_run(tmp_path: Path) -> None:
@@ -308,7 +304,7 @@ def test_logs_of_a_run(tmp_path: Path) -> None:
         "kept_share", "total_mean", "total_std", "total_q05", "total_median", "total_q95",
         "balance", "validation_pool", "validation_held_out", "validation_gap", "drift",
         "relative_drift", "tokens_per_second", "seconds_left", "scoring_seconds",
-        "direction_seconds", "reused_share",
+        "direction_seconds",
         *(f"{name}_{kind}" for name in NAMES for kind in ("mean", "std", "share")),
     }  # fmt: skip
     for entry in logged:

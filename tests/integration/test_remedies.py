@@ -168,8 +168,8 @@ SFT: Cases = {
         {"value_unit": "response", "keep_scope": "sequence"},
         {"value_unit='token'": {"value_unit": "token"}},
     ),
-    "lengths of values of another time": (
-        {"value_scale": "norm", "reuse_values": 2},
+    "lengths of values that repeat each other": (
+        {"value_scale": "norm", "interaction_weight": 0.5},
         {"value_scale='none'": {"value_scale": "none"}},
     ),
     "a divisor that is drawn": (

@@ -375,7 +375,7 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
         {"value_scale": "norm"},
         {"keep_ratio_start": 1.0, "keep_ratio": 0.3, "stability_weight_start": 0.0},
         {"kept_normalization": "kept"},
-        {"direction_steps": 2, "reuse_values": 10, "num_train_epochs": 2},
+        {"direction_steps": 2, "num_train_epochs": 2},
         {"validation_mode": "pool", "validation_batch_size": 2, "running_mean": 0.9},
         {"preconditioner": "frozen", "precondition_after": 2},
         {"preconditioner": "full", "precondition_after": 2},
@@ -501,17 +501,6 @@ def test_kept_normalisation_scales_the_gradient(tmp_path: Path) -> None:
     assert float(ratio) == pytest.approx(count, rel=1e-5)
 
 
-def test_reused_values_are_those_of_the_visit_before(tmp_path: Path) -> None:
-    trainer = sft(
-        tmp_path, train_dataset=sft_rows(4), max_steps=4, reuse_values=2, retention="none"
-    )
-    trainer.train()
-    reused = [
-        e["alpha/reused_share"] for e in trainer.state.log_history if "alpha/reused_share" in e
-    ]
-    assert reused == [0.0, 1.0, 1.0, 0.0]
-
-
 def test_zero_drift_means_zero_stability_at_the_first_step(tmp_path: Path) -> None:
     trainer = sft(tmp_path, max_steps=3)
     trainer.train()
@@ -580,11 +569,9 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"policy": "harmless", "kept_normalization": "kept"}, "kept_normalization='kept'"),
         ({"policy": "harmless", "keep_scope": "global"}, "keep_scope='global'"),
         ({"policy": "harmless", "running_mean": 0.5}, "running_mean"),
-        ({"policy": "harmless", "reuse_values": 2}, "reuse_values"),
         ({"policy": "harmless", "validation_micro_batch_size": 99}, "two validation forwards"),
         ({"value_scale": "length"}, "value_scale"),
         ({"value_scale": "norm", "policy": "random"}, "policy='random'"),
-        ({"value_scale": "norm", "reuse_values": 2}, "reuse_values"),
         ({"skip_dropped_rows": True}, "scoring_forward='auto'"),
         ({"skip_dropped_rows": True, "scoring_forward": "own", "packing": True}, "packing"),
         ({"retention": "data"}, "retention dataset"),

@@ -43,7 +43,7 @@ POOLED, OLD = "pool, running mean, micro-batches of validation", "direction for 
 FULL, FULL_SUM = "clipping, full preconditioner", "full preconditioner of a sum"
 KEPT, GLOBAL = "kept normalisation", "kept normalisation over a global threshold"
 DRAWN = "unbiased weights"
-MASKED, AGAIN, SCHEDULED = "masked logit", "values again", "schedules"
+MASKED, SCHEDULED = "masked logit", "schedules"
 
 TRAINERS = (
     _of(
@@ -226,9 +226,9 @@ TRAINERS = (
     ),
     _of(
         "weights-divided-in-float32",
-        "weights of values that are used again are divided in the float32 they were stored in",
+        "weights without values are divided in the float32 that they were made in",
         (f"{VALUES}._surrogate", "weights.to(coefficients)", "weights"),
-        "values again, DPO",
+        "random, schedule",
     ),
     _of(
         "clip-factor-inverted",
@@ -541,32 +541,16 @@ TRAINERS = (
         POOLED,
     ),
     _of(
-        "values-too-young",
-        "values are scored anew one step too early",
-        (f"{LEDGER}.lookup", "> max_age", ">= max_age"),
-        AGAIN,
-    ),
-    _of(
-        "values-that-never-age",
-        "reusing values makes them young again",
-        (
-            f"{LEDGER}.add",
-            '    self._documents["steps"][number] = step\n',
-            '    pass\n        self._documents["steps"][number] = step\n',
-        ),
-        AGAIN,
-    ),
-    _of(
         "ledger-unscaled",
         "visits add up values without the scale",
-        (f"{LEDGER}.add", "scale * found.astype", "found.astype"),
+        (f"{LEDGER}.add", "+= scale * found", "+= found"),
         PAPER,
     ),
     _of(
         "ledger-keeps-the-last-visit",
         "a visit overwrites the ones before",
         (f"{LEDGER}.add", "sums[span, :-1] +=", "sums[span, :-1] ="),
-        AGAIN,
+        PAPER,
     ),
     _of(
         "ledger-counts-dropped-tokens",

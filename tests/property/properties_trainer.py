@@ -37,8 +37,6 @@ from tests.property.tolerance import close
 MODEL = 1e-10
 """Float64, through a whole model and up to three optimizer steps, relative to the sum of absolute
 terms."""
-STORED = 2.0**-23
-"""The ledger keeps values that may be used again in float32."""
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 WIDTH, PADDING = 16, "<pad>"
 RETAINED = 5
@@ -60,7 +58,7 @@ class Rows:
 def made_rows(asked: Asked) -> Rows:
     """Random rows of differing lengths, all different, gaps in some responses."""
     generator = torch.Generator().manual_seed(asked.seed)
-    count = asked.accumulation * asked.rows * (1 if asked.reuse_values else 2)
+    count = 2 * asked.accumulation * asked.rows
     if asked.packing:
         count *= 3
     make = {"sft": _sft_row, "lm": _labelled_row, "dpo": _pair}[asked.family]
@@ -630,12 +628,12 @@ def _compare_values(seen: Seen, step: int, expected: Any) -> None:
     if seen.asked.policy == "random":
         assert not any(seen.values[step]), "nothing is valued"
         return
-    for found, values, scales, again in zip(
-        seen.values[step], expected.values, expected.scales, expected.reused, strict=True
+    for found, values, scales in zip(
+        seen.values[step], expected.values, expected.scales, strict=True
     ):
-        assert found.keys() == ({"total"} if again else values.keys()), sorted(found)
+        assert found.keys() == values.keys(), sorted(found)
         for name, value in found.items():
-            close(value, values[name], scales[name], STORED if again else MODEL, name=name)
+            close(value, values[name], scales[name], MODEL, name=name)
 
 
 def _compare_logs(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
@@ -649,9 +647,8 @@ def _compare_logs(found: Mapping[str, float], expected: Mapping[str, float]) -> 
 
 def _compare_ledger(seen: Seen, replay: Replay) -> None:
     assert seen.visits == replay.visits, "visits of the ledger"
-    tolerance = STORED if seen.asked.reuse_values else MODEL
     for key, (table, sizes) in replay.ledger.items():
-        close(seen.ledger[key], table, sizes, tolerance, name="ledger")
+        close(seen.ledger[key], table, sizes, MODEL, name="ledger")
 
 
 def check_random_masks(asked: Asked) -> None:

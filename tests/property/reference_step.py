@@ -77,7 +77,6 @@ class Asked:
     held_out_share: float = 0.2
     held_out_steps: int = 2
     direction_steps: int = 1
-    reuse_values: int = 0
     scoring_forward: str = "auto"
     skip_dropped_rows: bool = False
     packing: bool = False
@@ -155,7 +154,6 @@ class Step:
 
     values: list[dict[str, Tensor]] = field(default_factory=list)
     scales: list[dict[str, Tensor]] = field(default_factory=list)
-    reused: list[bool] = field(default_factory=list)
     grams: list[Tensor] = field(default_factory=list)
     without: list[list[Tensor]] = field(default_factory=list)
     chosen: list[Tensor] = field(default_factory=list)
@@ -304,7 +302,6 @@ class Replay:
                 self.base[document] = -self.losses(document).detach()
         self.past: list[dict[str, Tensor]] = []  # validation gradients, for the running mean
         self.left_out: list[dict[str, Tensor]] = []  # of all validation rows but one
-        self.last: dict[Any, tuple[int, dict[str, Tensor]]] = {}
         self.ledger: dict[Any, tuple[Any, Any]] = {}  # tables, and sums of absolute terms
         self.visits: dict[Any, int] = {}
         self.gain: dict[str, Tensor] = {}
@@ -410,10 +407,7 @@ class Replay:
             self.built, self.stale = step, True
 
     def build(self, step: int) -> None:
-        """G and V, once for each that is due, when the first micro-batch has to be valued.
-
-        A step whose values are all reused builds none, and adds nothing to the running mean.
-        """
+        """G and V, once for each that is due, when the first micro-batch has to be valued."""
         if not self.stale:
             return
         self.stale, rows, decay = False, self.built, self.asked.running_mean
@@ -728,26 +722,21 @@ class Replay:
         losses: Sequence[Sequence[Tensor]],
         rows: Sequence[Sequence[Tensor]],
     ) -> None:
-        """Values of every micro-batch: made now, or those of an earlier visit."""
+        """Values of every micro-batch."""
         asked = self.asked
         whole = float(self.scheduled(asked.stability_weight_start, asked.stability_weight, step))
         for micro, loss, gradient in zip(self.told.micro[step], losses, rows, strict=True):
-            values = self.known(micro, step)
-            scales = {n: v.abs() for n, v in (values or {}).items()}
-            out.reused.append(values is not None)
-            if values is None:
-                self.build(step)
-                signs = self.signs(micro, loss, None)
-                gain, keep = self.sides(step, micro, gradient, signs)
-                weight = whole * self.lambdas
-                values, scales = self.values(micro, gradient, signs, gain, keep, weight)
-                out.without.append(self.without(step, micro, gradient, signs))
-                self.enter(micro, values, step)
-                if asked.interaction_weight or asked.value_scale == "norm":
-                    out.grams.append(self.gram(micro, signs))
-                balances = self.balances(gain, keep, weight)
-                if balances:
-                    self.balance = {"alpha/balance": median(balances.values())}
+            self.build(step)
+            signs = self.signs(micro, loss, None)
+            gain, keep = self.sides(step, micro, gradient, signs)
+            weight = whole * self.lambdas
+            values, scales = self.values(micro, gradient, signs, gain, keep, weight)
+            out.without.append(self.without(step, micro, gradient, signs))
+            if asked.interaction_weight or asked.value_scale == "norm":
+                out.grams.append(self.gram(micro, signs))
+            balances = self.balances(gain, keep, weight)
+            if balances:
+                self.balance = {"alpha/balance": median(balances.values())}
             out.values.append(values)
             out.scales.append(scales)
         out.logs |= self.balance
@@ -760,26 +749,6 @@ class Replay:
             return {}
         sizes = {n: (weight * float(keep[n].norm()), float(gain[n].norm())) for n in self.names}
         return {n: v / g if g else (math.inf if v else 0.0) for n, (v, g) in sizes.items()}
-
-    def known(self, micro: Micro, step: int) -> dict[str, Tensor] | None:
-        """Values of earlier visits, as they are kept (float32), if none is too old."""
-        seen = [self.last.get(key) for key in self.keys(micro)]
-        if not self.asked.reuse_values or any(
-            one is None or step - one[0] > self.asked.reuse_values for one in seen
-        ):
-            return None
-        return {n: torch.cat([one[1][n] for one in seen if one]) for n in seen[0][1]}  # type: ignore[index]
-
-    def keys(self, micro: Micro) -> list[Any]:
-        """By which the documents that have a response token are known, in order."""
-        return [d.key for d in micro if d.places]
-
-    def enter(self, micro: Micro, values: Mapping[str, Tensor], step: int) -> None:
-        """Keep values that were scored now, as the trainer keeps them: in float32."""
-        sizes = [len(d.places) for d in micro if d.places]
-        parts = {n: v.float().double().split(sizes) for n, v in values.items()}
-        for number, key in enumerate(self.keys(micro)):
-            self.last[key] = step, {n: part[number] for n, part in parts.items()}
 
     def sides(
         self, step: int, micro: Micro, rows: Sequence[Tensor], signs: Sequence[Tensor]
@@ -899,8 +868,6 @@ class Replay:
         """Logs of the step: its loss over all tokens, and statistics of weights and values."""
         weights = torch.cat(out.weights)
         count = len(weights)
-        again = out.reused or [False] * len(out.weights)
-        reused = sum(len(w) for w, old in zip(out.weights, again, strict=True) if old)
         found = {
             "loss": self.reported(step, losses),
             "grad_norm": out.norm,
@@ -908,7 +875,6 @@ class Replay:
             "alpha/response_tokens": float(count),
             "alpha/kept_share": float((weights > 0).double().mean()),
             "alpha/weight_share": float(weights.mean()),
-            "alpha/reused_share": reused / count,
         }
         if bool(weights.any()):
             effective = float(weights.sum() ** 2 / (weights**2).sum())
@@ -917,9 +883,8 @@ class Replay:
             for micro, weights in zip(self.told.micro[step], out.weights, strict=True):
                 self.seen += sum(len(d.ids) for d in self.trained_on(micro, weights))
             found["num_tokens"] = float(self.seen)
-        fresh = [v for v, again in zip(out.values, out.reused, strict=True) if not again]
-        if fresh:
-            table = {n: torch.cat([v[n] for v in fresh]) for n in fresh[0]}
+        if out.values:
+            table = {n: torch.cat([v[n] for v in out.values]) for n in out.values[0]}
             sizes = {n: float(v.abs().sum()) for n, v in table.items() if n != "total"}
             whole = sum(sizes.values())
             for name, value in table.items():

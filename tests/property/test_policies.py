@@ -90,7 +90,7 @@ def test_effective_sample_size() -> None:
     states = []
     for weights in parts:
         sums = ValueSums()
-        sums.add(weights, torch.tensor([[0, 1, 1]]).bool(), None, tokens=3, reused=False)
+        sums.add(weights, torch.tensor([[0, 1, 1]]).bool(), None, tokens=3)
         states.append(sums.state())
     found = summary(states)
     expected = 1.75**2 / (1 + 0.25 + 0.0625)

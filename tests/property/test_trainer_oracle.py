@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, example, find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from tests.property import properties_trainer as running
@@ -64,11 +64,6 @@ def uneven(seen: Seen, replay: Replay) -> bool:
     """Micro-batches of a step keep different shares, so that it matters which count divides."""
     shares = [[float(w.mean()) for w in step.weights] for step in replay.steps]
     return any(max(of_step) - min(of_step) > 0.005 for of_step in shares)
-
-
-def reused(seen: Seen, replay: Replay) -> bool:
-    """Scored, used again, and scored anew when too old."""
-    return [any(step.reused) for step in replay.steps] == [False, True, False]
 
 
 def tied(seen: Seen, replay: Replay) -> bool:
@@ -187,13 +182,6 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "direction for two steps": (
         Asked(direction_steps=2, validation_mode="pool", preconditioner="frozen"), drawn_anew
     ),
-    "values again": (Asked(reuse_values=1), reused),
-    "values again, DPO": (
-        Asked(
-            "dpo", reuse_values=1, kept_normalization="kept", keep_ratio=0.3, max_grad_norm=1e9
-        ),
-        reused,
-    ),
     "global threshold, DPO": (Asked("dpo", keep_scope="global", estimator="path"), unequal),
     "by sequence": (Asked(keep_scope="sequence", estimator="direct", layers=2), moved),
     "stability alone, all tied at first": (Asked(objective="stability", seed=3), tied),
@@ -252,8 +240,7 @@ def runs(draw: st.DrawFn) -> Asked:
     family = pick("sft", "sft", "dpo", "dpo", "dpo", "lm")
     dpo = family == "dpo"
     packing = family == "sft" and pick(False, False, True)
-    reuse = pick(0, 0, 1, 2)
-    scope = pick("batch", "sequence") if reuse else pick("batch", "sequence", "global")
+    scope = pick("batch", "sequence", "global")
     whole = scope != "sequence" and not packing and pick(False, False, True)
     accumulation, rows = pick((2, 2), (1, 3), (3, 1))
     preconditioner = pick(None, "frozen", "full")
@@ -263,13 +250,13 @@ def runs(draw: st.DrawFn) -> Asked:
     weighting = pick("mask", "mask", "mask", "proportional", "unbiased")
     divisors = ("response", "sum") if family != "dpo" else ("response",)
     policy = pick("top", "top", "bottom") if weighting == "mask" else "top"
-    judged = weighting == "mask" and objective != "stability" and scope == "batch" and not reuse
+    judged = weighting == "mask" and objective != "stability" and scope == "batch"
     policy = "harmless" if judged and pick(False, False, True) else policy
     harmless = policy == "harmless"
     ranked = weighting == "mask" and policy == "top" and scope != "global"
-    interacts = ranked and not whole and not reuse and pick(False, True)
+    interacts = ranked and not whole and pick(False, True)
     skips = not dpo and not packing and pick(False, False, True)
-    scaled = not harmless and not interacts and not reuse and pick(False, False, True)
+    scaled = not harmless and not interacts and pick(False, False, True)
     return Asked(
         family=family,
         loss=pick("nll", "dft") if family == "sft" and estimator == "label" else "nll",
@@ -304,7 +291,6 @@ def runs(draw: st.DrawFn) -> Asked:
         running_mean=0.0 if harmless else pick(0.0, 0.6),
         held_out_steps=pick(0, 1, 2),
         direction_steps=pick(1, 1, 2),
-        reuse_values=reuse,
         scoring_forward="own" if skips else pick("auto", "own"),
         skip_dropped_rows=skips,
         packing=packing,
@@ -316,10 +302,6 @@ def runs(draw: st.DrawFn) -> Asked:
 # A run takes a second, and shrinking some hundred runs: what was drawn is shown as it is.
 @settings(budget(0.4, least=10), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(asked=runs())
-# A step whose values are all reused takes no gradient for the running mean.
-@example(
-    asked=Asked(steps=3, reuse_values=1, running_mean=0.6, validation_mode="pool", keep_ratio=0.7)
-)
 def test_a_drawn_run_is_the_references(asked: Asked) -> None:
     running.check_the_trainer_is_the_reference(asked)
 
@@ -346,7 +328,6 @@ HARD: dict[str, Callable[[Asked], bool]] = {
     "pool, running mean and an old direction": lambda a: (
         a.validation_mode == "pool" and a.running_mean > 0 and a.direction_steps > 1
     ),
-    "reused values of whole responses": lambda a: a.reuse_values > 0 and a.value_unit == "response",
     "harmless responses under the full preconditioner, by LoRA": lambda a: (
         a.policy == "harmless"
         and a.value_unit == "response"

@@ -14,7 +14,7 @@ __all__ = ["AlphaToken", "Label"]
 
 _ORDERS = ("top", "bottom", "random")
 _VARIANTS = (
-    "objective", "path", "window", "stability_weight", "head_reduction", "causal_position",
+    "objective", "path", "window", "stability_weight",
     "score_layers", "score_bias", "weighting", "keep_scope", "kept_normalization", "retention",
     "interaction_weight", "preconditioner", "shared_threshold", "masked_logit", "value_unit",
 )  # fmt: skip
@@ -31,7 +31,7 @@ class AlphaToken(TokenPolicy):
         order: "top", "bottom" (control) or "random" (control of equal budget)
         estimator: another one of the same family: "direct", "same_layer_hop", "path", "label",
             "paper_literal"
-        any of objective, path, window, stability_weight, head_reduction, causal_position,
+        any of objective, path, window, stability_weight,
             score_layers, score_bias, weighting, keep_scope, kept_normalization, retention,
             interaction_weight, preconditioner, shared_threshold, masked_logit, value_unit:
             ablation variants

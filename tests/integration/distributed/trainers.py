@@ -208,11 +208,6 @@ def empty_batch(layout: str, folder: Path) -> dict[str, Any]:
     return run(plain(layout, folder))
 
 
-def reused(layout: str, folder: Path) -> dict[str, Any]:
-    """Rows come again soon, but not on the same rank: values are reused on some ranks only."""
-    return run(sft(layout, folder, rows=sft_rows(12), reuse_values=3, max_steps=5))
-
-
 def resumed(layout: str, folder: Path) -> dict[str, Any]:
     """Four steps at once, and two and two: the same, with a running mean kept in parts."""
     more = {
