@@ -225,12 +225,6 @@ TRAINERS = (
         FULL_SUM,
     ),
     _of(
-        "weights-divided-in-float32",
-        "weights without values are divided in the float32 that they were made in",
-        (f"{VALUES}._surrogate", "weights.to(coefficients)", "weights"),
-        "random, schedule",
-    ),
-    _of(
         "clip-factor-inverted",
         "a long gradient is taken to be lengthened",
         (f"{VALUES}.clip_factor", "min(1.0, self", "max(1.0, self"),
