@@ -5,48 +5,37 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from alphatoken.errors import InputError, require_choice
+from alphatoken.errors import InputError
 
-__all__ = ["SHAPES", "scheduled"]
-
-SHAPES = ("linear", "cosine")
+__all__ = ["scheduled"]
 
 
-def scheduled(
-    start: float | None, end: float, step: int, total: int, *, share: float, shape: str = "linear"
-) -> float:
-    """The value at ``step`` of a schedule from ``start`` to ``end``.
+def scheduled(start: float, end: float, step: int, total: int, *, share: float) -> float:
+    """The value at ``step`` of a schedule from ``start`` to ``end``, in a straight line.
 
-    With ``u = min(1, step / (share * total))`` the share of the way that has been gone in time,
-
-        linear   start + (end - start) u
-        cosine   start + (end - start) (1 - cos(pi u)) / 2
+        start + (end - start) min(1, step / (share * total))
 
     Args:
-        start: value at step 0; None for ``end`` from the first step on.
+        start: value at step 0.
         end: value at ``step >= share * total``.
         step: optimizer steps taken so far, from 0.
         total: optimizer steps of the whole run.
         share: share of the run over which the value moves, in (0, 1].
-        shape: "linear" or "cosine" (slow at both ends).
 
     Returns:
         A number between ``start`` and ``end``, monotone in ``step``. Decimals are computed as
         decimals: half of the way from 1.0 to 0.2 is 0.6, so that a scheduled ratio never keeps one
         token too many for a rounding error.
 
-    Exactness: exact ("linear"); within 1e-12 of the way ("cosine").
+    Exactness: exact.
 
     Raises:
-        InputError: a negative step, no steps, share outside (0, 1], unknown shape, an end that is
-            not finite.
+        InputError: a negative step, no steps, share outside (0, 1], an end that is not finite.
     """
-    _check(start, end, step, total, share, shape)
+    _check(start, end, step, total, share)
     # In fractions, since a ratio that is off by a rounding error could keep one token too many.
     way = min(Fraction(1), Fraction(step) / (_decimal(share) * total))
-    if shape == "cosine":
-        way = _decimal(round((1 - math.cos(math.pi * way)) / 2, 12))
-    if start is None or way == 1:
+    if way == 1:
         return float(end)
     return float(_decimal(start) + (_decimal(end) - _decimal(start)) * way)
 
@@ -56,10 +45,7 @@ def _decimal(number: float) -> Fraction:
     return Fraction(str(float(number)))
 
 
-def _check(
-    start: float | None, end: float, step: int, total: int, share: float, shape: str
-) -> None:
-    require_choice("shape", shape, SHAPES, InputError)
+def _check(start: float, end: float, step: int, total: int, share: float) -> None:
     if step < 0 or total < 1:
         raise InputError(
             "a schedule needs step >= 0 and total >= 1", got=f"step={step}, total={total}"
@@ -70,5 +56,5 @@ def _check(
             got=repr(share),
             why="it is the part of the run over which the value moves",
         )
-    if not all(math.isfinite(x) for x in (end, end if start is None else start)):
+    if not all(math.isfinite(x) for x in (start, end)):
         raise InputError("a schedule goes between finite numbers", got=f"{start!r} to {end!r}")

@@ -139,14 +139,6 @@ class AlphaFields:
         when="'response' where whole rows are bad rather than words in them",
         source="ours",
     )
-    value_scale: str = option(
-        "none",
-        "Tokens are ranked by their values ('none'), or by these over the lengths of their own "
-        "gradients ('norm'): one that is large in every direction then has no head start.",
-        within="'none' or 'norm'",
-        when="'norm' where a few tokens with long gradients take the whole budget",
-        source="ours",
-    )
     screen_share: float = option(
         0.0,
         "Share of the response tokens, of whole responses under value_unit='response', that goes "
@@ -179,25 +171,11 @@ class AlphaFields:
         when="start at 1 to train on everything first",
         source="ours",
     )
-    stability_weight_start: float | None = option(
-        None,
-        "The same for stability_weight.",
-        within="null or any number",
-        when="start at 0 while the weights are the reference",
-        source="ours",
-    )
     schedule_share: float = option(
         0.5,
-        "Share of the training steps over which they move.",
+        "Share of the training steps over which it moves.",
         within="above 0, to 1",
-        when="only with one of the two starts",
-        source="ours",
-    )
-    schedule_shape: str = option(
-        "linear",
-        "'linear' or 'cosine'.",
-        within="'linear' or 'cosine'",
-        when="only with one of the two starts",
+        when="only with keep_ratio_start",
         source="ours",
     )
     interaction_weight: float = option(

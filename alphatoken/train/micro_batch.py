@@ -94,7 +94,6 @@ class Scored:
         totals: (b, t) value of each response token.
         values: as the scorer gave them; None where there is no response to value.
         gram: inner products of the token gradients, where the policy asks for them.
-        norms: (b, t) lengths of the token gradients, likewise.
         loss: the trainer's loss in a scoring pass of its own.
         seconds: spent on scoring, the shared forward not included.
     """
@@ -103,7 +102,6 @@ class Scored:
     values: TokenValues | None = None
     gram: Tensor | None = None
     seconds: float = 0.0
-    norms: Tensor | None = None
     loss: Tensor | None = None
 
 

@@ -30,10 +30,8 @@ __all__ = ["AlphaOptions"]
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weighting": ("mask", "proportional", "unbiased"),
     "value_unit": ("token", "response"),
-    "value_scale": ("none", "norm"),
     "keep_scope": ("batch", "sequence", "global"),
     "kept_normalization": ("response", "kept", "sum"),
-    "schedule_shape": ("linear", "cosine"),
     "stability_units": ("plain", "balance"),
     "retention": ("none", "diagonal", "kronecker", "data"),
     "fisher_labels": ("sequence", "token"),
@@ -162,21 +160,6 @@ class AlphaOptions(AlphaFields):
                 remedy="a larger validation_batch_size, or a smaller validation_micro_batch_size",
             )
 
-    def _check_scale(self) -> None:
-        """See that lengths of gradients are there where values are divided by them."""
-        if self.value_scale == "none":
-            return
-        reasons = {
-            f"policy={self.policy!r}": self.policy not in ("top", "bottom"),
-            "interaction_weight": self.interaction_weight > 0,
-        }
-        _refuse(
-            reasons,
-            "value_scale='norm' ranks tokens by policy='top' or 'bottom'",
-            why="interaction needs values in their own unit; a sign does not depend on a length",
-            remedy="value_scale='none', or leave that out",
-        )
-
     def _check_rows(self) -> None:
         """See that rows are examples, and known to be dropped before their forward."""
         if not self.skip_dropped_rows:
@@ -258,7 +241,6 @@ class AlphaOptions(AlphaFields):
             )
         self._check_unit()
         self._check_harmless()
-        self._check_scale()
         self._check_rows()
         if self.fisher_offload and self.retention == "data" and self.objective != "adaptation":
             raise ConfigError(
@@ -279,17 +261,15 @@ class AlphaOptions(AlphaFields):
                 "preconditioner must be null, 'frozen' or 'full'", got=repr(self.preconditioner)
             )
 
-    def scorer_config(self, stability_weight: float | None = None) -> ScorerConfig:
-        """The scorer's part, with the scheduled stability weight if one is given."""
+    def scorer_config(self) -> ScorerConfig:
+        """The scorer's part."""
         return ScorerConfig(
             estimator=self.estimator,
             objective=self.objective,
             path=self.path,
             layers=read_layers(self.score_layers),
             window=self.window,
-            stability_weight=self.stability_weight
-            if stability_weight is None
-            else stability_weight,
+            stability_weight=self.stability_weight,
             stability_units=self.stability_units,
             preconditioner=self.preconditioner,
             precondition_after=self.precondition_after,
@@ -301,13 +281,12 @@ class AlphaOptions(AlphaFields):
             offload="stream" if self.fisher_offload else "none",
         )
 
-    def scheduled(self, name: str, step: int, total: int) -> float:
-        """``keep_ratio`` or ``stability_weight`` at a step, on its way from its start."""
-        start, end = getattr(self, f"{name}_start"), getattr(self, name)
-        if start is None:
-            return float(end)
+    def ratio_at(self, step: int, total: int) -> float:
+        """``keep_ratio`` at a step, on its way from ``keep_ratio_start``."""
+        if self.keep_ratio_start is None:
+            return float(self.keep_ratio)
         return scheduled(
-            start, end, step, total, share=self.schedule_share, shape=self.schedule_shape
+            self.keep_ratio_start, self.keep_ratio, step, total, share=self.schedule_share
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Valuation inside a run: which validation rows, which direction, which schedule at which step."""
+"""Valuation inside a run: which validation rows and which direction at which step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Batches = Callable[[Sequence[int]], Any]
 
 
 class Valuation:
-    """A scorer that follows a run: new validation rows, schedules and direction at each step.
+    """A scorer that follows a run: new validation rows and direction at each step.
 
     Everything that it draws is a function of (seed, step); its only state is the running mean.
 
@@ -107,13 +107,12 @@ class Valuation:
             return self.running.update(mean)
         return mean
 
-    def begin(self, step: int, total: int) -> None:
-        """Enter optimizer step ``step`` of ``total``: lambda, and a new direction when due."""
+    def begin(self, step: int) -> None:
+        """Enter optimizer step ``step``: a new direction when due."""
         if step == self._step:
             return
         self._step = step
         options = self.options
-        self.scorer.set_stability_weight(options.scheduled("stability_weight", step, total))
         # A run that starts over (``auto_find_batch_size``) is at a step before the last build.
         if self._built is not None and 0 <= step - self._built < options.direction_steps:
             return

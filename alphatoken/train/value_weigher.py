@@ -150,7 +150,7 @@ class ValueWeigher:
             return
         options, monitor = self._options, self._records.monitor
         started = time.perf_counter()
-        self.valuation.begin(self._step, self._trainer.state.max_steps)
+        self.valuation.begin(self._step)
         monitor.direction(time.perf_counter() - started)
         due = options.held_out_steps and self._step % options.held_out_steps == 0
         if due and monitor.looked_at != self._step:
@@ -256,11 +256,10 @@ class ValueWeigher:
         where it is new.
         """
         started = time.perf_counter()
-        interaction = self._interacts or self._options.value_scale == "norm"
         with ExitStack() as observing:
             with selecting():
                 observed = observing.enter_context(
-                    self.valuation.scorer.observe(interaction=interaction)
+                    self.valuation.scorer.observe(interaction=self._interacts)
                 )
             self._records.monitor.direction(time.perf_counter() - started)
             yield observed
@@ -295,8 +294,7 @@ class ValueWeigher:
         if empty:
             return Scored(torch.zeros_like(values.total))
         gram = observed.interaction() if self._interacts else None
-        norms = observed.norms() if self._options.value_scale == "norm" else None
-        return Scored(values.total, values, gram, time.perf_counter() - started, norms)
+        return Scored(values.total, values, gram, time.perf_counter() - started)
 
     @selecting()
     def _own_pass(self, batch: MicroBatch) -> Scored:
@@ -384,11 +382,8 @@ class ValueWeigher:
         """(b, t) by which tokens are ranked."""
         if scored is None:
             return torch.zeros(batch.mask.shape, device=batch.mask.device)
-        totals = scored.totals
-        if scored.norms is not None:  # a gradient of length 0 has the value 0
-            totals = totals / scored.norms.to(totals).clamp(min=torch.finfo(totals.dtype).tiny)
         by_response = self._options.value_unit == "response"
-        return response_values(totals, batch.mask) if by_response else totals
+        return response_values(scored.totals, batch.mask) if by_response else scored.totals
 
     def _weigh(self, totals: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
         """Weights of tokens that are ranked together."""
@@ -410,9 +405,7 @@ class ValueWeigher:
     @property
     def _ratio(self) -> float:
         """rho of this step, for controls too."""
-        return float(
-            self._options.scheduled("keep_ratio", self._step, self._trainer.state.max_steps)
-        )
+        return float(self._options.ratio_at(self._step, self._trainer.state.max_steps))
 
     # --- a threshold over the whole step ----------------------------------------------------------
 

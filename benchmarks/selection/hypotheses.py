@@ -46,7 +46,6 @@ HYPOTHESES = (
     Hypothesis("retention, twice the balance, Fisher", _WORDS, "balance-of-two", "adaptation"),
     Hypothesis("retention, half of the balance, rows", _WORDS, "retention-rows", "adaptation"),
     Hypothesis("soft weights, their sum kept", _WORDS, "soft", "label"),
-    Hypothesis("value over the gradient's length", _WORDS, "over-norm", "adaptation"),
     Hypothesis("first a screen by loss, then values", _WORDS, "screened-label", "label"),
     Hypothesis("a screen by loss alone", _WORDS, "screen-tokens", "standard"),
     Hypothesis("clean rows first, then a screen", _WORDS, "after-validation-screen",

@@ -168,10 +168,6 @@ SFT: Cases = {
         {"value_unit": "response", "keep_scope": "sequence"},
         {"value_unit='token'": {"value_unit": "token"}},
     ),
-    "lengths of values that repeat each other": (
-        {"value_scale": "norm", "interaction_weight": 0.5},
-        {"value_scale='none'": {"value_scale": "none"}},
-    ),
     "a divisor that is drawn": (
         {"weighting": "unbiased", "kept_normalization": "kept"},
         {"kept_normalization='response'": {"kept_normalization": "response"}},

@@ -43,7 +43,7 @@ POOLED, OLD = "pool, running mean, micro-batches of validation", "direction for 
 FULL, FULL_SUM = "clipping, full preconditioner", "full preconditioner of a sum"
 KEPT, GLOBAL = "kept normalisation", "kept normalisation over a global threshold"
 DRAWN = "unbiased weights"
-MASKED, SCHEDULED = "masked logit", "schedules"
+MASKED, SCHEDULED = "masked logit", "schedule"
 
 TRAINERS = (
     _of(
@@ -244,16 +244,6 @@ TRAINERS = (
         "random, schedule",
     ),
     _of(
-        "lambda-of-the-next-step",
-        "the scheduled stability weight is one step ahead",
-        (
-            "train.valuation.Valuation.begin",
-            '"stability_weight", step, total',
-            '"stability_weight", step + 1, total',
-        ),
-        SCHEDULED,
-    ),
-    _of(
         "units-of-lambda-forgotten",
         "the trainer multiplies V by lambda whatever its units",
         ("train.options.AlphaOptions.scorer_config", "stability_units=self.stability_units,", ""),
@@ -362,12 +352,6 @@ TRAINERS = (
             "divided, weights, batch = divided[: len(rows)]",
         ),
         "dropped rows are skipped",
-    ),
-    _of(
-        "length-of-the-gradient-forgotten",
-        "values are ranked as they are where they should be divided by lengths",
-        (f"{VALUES}._ranked", "if scored.norms is not None:", "if False:"),
-        "by value over length",
     ),
     _of(
         "errors-of-tokens-for-those-of-responses",

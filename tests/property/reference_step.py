@@ -50,7 +50,6 @@ class Asked:
     layers: int = 1
     objective: str = "both"
     stability_weight: float = 1.5
-    stability_weight_start: float | None = None
     stability_units: str = "plain"
     window: int | None = 3
     policy: str = "top"
@@ -61,7 +60,6 @@ class Asked:
     schedule_share: float = 1.0
     keep_scope: str = "batch"
     value_unit: str = "token"
-    value_scale: str = "none"
     interaction_weight: float = 0.0
     kept_normalization: str = "response"
     shared_threshold: bool = False
@@ -616,9 +614,6 @@ class Replay:
         """Weight of each token of each micro-batch of the step; of a draw, its weight if drawn."""
         micro = self.told.micro[step]
         weights = [torch.zeros(len(t)).double() for t in totals]
-        if self.asked.value_scale == "norm":
-            lengths = [gram.diagonal().sqrt() for gram in grams]
-            totals = [t / size for t, size in zip(totals, lengths, strict=True)]
         ranked = [self.ranked(m, t) for m, t in zip(micro, totals, strict=True)]
         for group in self.groups(step):
             values = [float(ranked[i][t]) for i, t in group]
@@ -644,17 +639,14 @@ class Replay:
         order = sorted(range(len(values)), key=lambda i: (-sign * values[i], i))
         return [float(i in order[:budget]) for i in range(len(values))]
 
-    def scheduled(self, start: float | None, end: float, step: int) -> Fraction:
-        """A number on its way in a straight line over the first part of the run, in decimals."""
+    def ratio(self, step: int) -> Fraction:
+        """rho of the step: in a straight line over the first part of the run, in decimals."""
+        start, end = self.asked.keep_ratio_start, self.asked.keep_ratio
+        if self.asked.policy == "all":
+            return Fraction(1)
         first, last = (Fraction(str(end if x is None else x)) for x in (start, end))
         share = Fraction(str(self.asked.schedule_share)) * self.asked.steps
         return first + (last - first) * min(Fraction(1), step / share)
-
-    def ratio(self, step: int) -> Fraction:
-        """rho of the step."""
-        if self.asked.policy == "all":
-            return Fraction(1)
-        return self.scheduled(self.asked.keep_ratio_start, self.asked.keep_ratio, step)
 
     # --- the loss -------------------------------------------------------------------------------
 
@@ -723,18 +715,17 @@ class Replay:
         rows: Sequence[Sequence[Tensor]],
     ) -> None:
         """Values of every micro-batch."""
-        asked = self.asked
-        whole = float(self.scheduled(asked.stability_weight_start, asked.stability_weight, step))
+        weight = self.asked.stability_weight
         for micro, loss, gradient in zip(self.told.micro[step], losses, rows, strict=True):
             self.build(step)
             signs = self.signs(micro, loss, None)
             gain, keep = self.sides(step, micro, gradient, signs)
-            weight = whole * self.lambdas
-            values, scales = self.values(micro, gradient, signs, gain, keep, weight)
+            whole = weight * self.lambdas
+            values, scales = self.values(micro, gradient, signs, gain, keep, whole)
             out.without.append(self.without(step, micro, gradient, signs))
-            if asked.interaction_weight or asked.value_scale == "norm":
+            if self.asked.interaction_weight:
                 out.grams.append(self.gram(micro, signs))
-            balances = self.balances(gain, keep, weight)
+            balances = self.balances(gain, keep, whole)
             if balances:
                 self.balance = {"alpha/balance": median(balances.values())}
             out.values.append(values)

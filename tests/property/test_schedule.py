@@ -1,4 +1,4 @@
-"""Schedules: the line and the cosine, exact at their ends, and what is refused."""
+"""Schedules: the line, exact, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,16 +23,8 @@ def test_a_scheduled_ratio_keeps_the_exact_count(case: ScheduleCase) -> None:
     claims.check_scheduled_ratio_keeps_the_exact_count(case)
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_without_a_start_the_end_holds_throughout(shape: str) -> None:
-    for step in (0, 3, 10, 11):
-        assert scheduled(None, 0.3, step, 10, share=0.5, shape=shape) == 0.3
-
-
 def test_half_way() -> None:
     assert scheduled(1.0, 0.2, 5, 20, share=0.5) == 0.6
-    assert scheduled(1.0, 0.2, 5, 20, share=0.5, shape="cosine") == 0.6
-    assert scheduled(0.0, 1.5, 1, 3, share=1.0, shape="cosine") == 0.375
 
 
 @pytest.mark.parametrize(
@@ -43,12 +35,11 @@ def test_half_way() -> None:
         ({"share": 0.0}, "share"),
         ({"share": 1.5}, "share"),
         ({"share": float("nan")}, "share"),
-        ({"shape": "exponential"}, "shape"),
         ({"start": float("nan")}, "finite"),
         ({"end": float("inf")}, "finite"),
     ],
 )
 def test_nonsense_is_refused(arguments: dict[str, object], what: str) -> None:
-    good = {"start": 1.0, "end": 0.5, "step": 0, "total": 10, "share": 0.5, "shape": "linear"}
+    good = {"start": 1.0, "end": 0.5, "step": 0, "total": 10, "share": 0.5}
     with pytest.raises(InputError, match=what):
         scheduled(**{**good, **arguments})  # type: ignore[arg-type]

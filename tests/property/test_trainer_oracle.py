@@ -143,15 +143,6 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "all but the harmful, DPO": (
         Asked("dpo", policy="harmless", confidence=0.6, preconditioner="frozen"), some_dropped
     ),
-    "by value over length": (
-        Asked(value_scale="norm", estimator="alphatoken", layers=2), crowded_out
-    ),
-    "by value over length, DPO with LoRA, over the step": (
-        Asked("dpo", value_scale="norm", lora=True, keep_scope="global", seed=1), crowded_out
-    ),
-    "whole responses by value over length": (
-        Asked(value_scale="norm", value_unit="response", estimator="direct", rows=3), moved
-    ),
     "dropped rows are skipped": (
         Asked(
             value_unit="response", keep_ratio=0.3, rows=3, scoring_forward="own",
@@ -194,17 +185,12 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "lambda in units of the balance": (
         Asked(stability_units="balance", stability_weight=0.4, estimator="alphatoken"), moved
     ),
-    "lambda in units of the balance, on its way, full preconditioner, DPO": (
-        Asked(
-            "dpo", stability_units="balance", stability_weight_start=0.0, preconditioner="full",
-            retention="kronecker",
-        ),
+    "lambda in units of the balance, full preconditioner, DPO": (
+        Asked("dpo", stability_units="balance", preconditioner="full", retention="kronecker"),
         moved,
     ),
     "whole responses, the worst": (Asked(value_unit="response", policy="bottom"), moved),
-    "schedules": (
-        Asked(keep_ratio=0.3, keep_ratio_start=1.0, stability_weight_start=0.0), kept_less
-    ),
+    "schedule": (Asked(keep_ratio=0.3, keep_ratio_start=1.0), kept_less),
     "transformers' own trainer": (Asked("lm", kept_normalization="sum", lora=True), moved),
     "all tokens": (Asked(policy="all"), moved),
     "random, schedule": (
@@ -256,7 +242,6 @@ def runs(draw: st.DrawFn) -> Asked:
     ranked = weighting == "mask" and policy == "top" and scope != "global"
     interacts = ranked and not whole and pick(False, True)
     skips = not dpo and not packing and pick(False, False, True)
-    scaled = not harmless and not interacts and pick(False, False, True)
     return Asked(
         family=family,
         loss=pick("nll", "dft") if family == "sft" and estimator == "label" else "nll",
@@ -267,7 +252,6 @@ def runs(draw: st.DrawFn) -> Asked:
         estimator=estimator,
         layers=pick(1, 2),
         objective=objective,
-        stability_weight_start=pick(None, 0.0),
         stability_units=pick("plain", "plain", "balance") if objective == "both" else "plain",
         window=pick(None, 1, 3),
         policy=policy,
@@ -277,7 +261,6 @@ def runs(draw: st.DrawFn) -> Asked:
         confidence=pick(0.5, 0.7, 0.95),
         keep_scope=scope,
         value_unit="response" if whole else "token",
-        value_scale="norm" if scaled else "none",
         kept_normalization=pick(
             *divisors, *(() if weighting == "unbiased" or harmless else ("kept",))
         ),
