@@ -25,7 +25,7 @@ OF_SCORER = {
 }
 """Fields of ``ScorerConfig`` that trainers call otherwise, or set by another one."""
 
-ALONE = ("head_reduction", "causal_position")
+ALONE = ("head_reduction", "causal_position", "score_bias")
 """Fields of ``ScorerConfig`` that trainers leave at their defaults."""
 
 _HEAD = """\
@@ -44,7 +44,7 @@ when the batch is being learnt by heart. `validation_mode="pool"` is what we rec
 _SCORER = """
 ## Of the scorer
 
-`ScorerConfig` has these of them, some by another name, and a few that trainers leave as they are ([rows 5 and 6 of the gaps](paper-gaps.md)).
+`ScorerConfig` has these of them, some by another name, and a few that trainers leave as they are ([rows 5, 6 and 27 of the gaps](paper-gaps.md)).
 The defaults are the same, but for `layers`, a number there.
 
 | field of `ScorerConfig` | default | option of the trainers |

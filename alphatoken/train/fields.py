@@ -139,15 +139,6 @@ class AlphaFields:
         when="'response' where whole rows are bad rather than words in them",
         source="ours",
     )
-    screen_share: float = option(
-        0.0,
-        "Share of the response tokens, of whole responses under value_unit='response', that goes "
-        "before training: those that the start model finds least likely. They are neither valued "
-        "nor trained on, under any policy; 0 screens nothing. SFT.",
-        within="from 0, below 1",
-        when="raise it where a share of the words is known to be wrong",
-        source="ours",
-    )
     weighting: str = option(
         "mask",
         "'mask' keeps or drops; 'proportional' weighs by value with the same total; 'unbiased' "
@@ -261,13 +252,6 @@ class AlphaFields:
         within="'plain' or 'balance'",
         when="'balance' where lambda must mean the same over a run",
         source="ours; the paper is 'plain'",
-    )
-    score_bias: bool = option(
-        False,
-        "Biases of the scored linears take part.",
-        within="true or false",
-        when="with models that train biases",
-        source="ours",
     )
     uncovered: str = option(
         "error",

@@ -61,7 +61,6 @@ def fisher_settings(options: AlphaOptions) -> dict[str, Any]:
         "max_new_tokens": options.fisher_max_new_tokens,
         "parameters": options.value_parameters,
         "batch_size": options.fisher_batch_size,
-        "score_bias": options.score_bias,
         "seed": 0,
     }
 

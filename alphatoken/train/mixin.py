@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -182,18 +181,14 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         # Optimizer step of the last direct call of ``compute_loss``, and its number in that step.
         self._direct_calls = (-1, 0)
         self.step_guard = StepGuard(self)
-        if plain and not options.screen_share:
+        if plain:
             return
         self._refuse_virtual_tokens()
-        if plain:
-            self._screen()
-            return
         self.refuse_base()
         check_run(self.model, self.accelerator, options, self._policy, handed_over)
         check_same_weights(self.accelerator, self.model)
         self.add_callback(self.step_guard)
         if self._policy is not None:
-            self._screen()
             self.weigher = PolicyWeigher(
                 self, self.records, self._policy, validation_dataset, policy_reference
             )
@@ -204,7 +199,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 self, validation_dataset, retention_dataset, fisher, fisher_dataset
             )
             self.records.reference = self.rows.reference
-        self._screen()  # after the Fisher's prompts were read, which end where the labels begin
         self.weigher = ValueWeigher(self, self.records, lambda: build_valuation(self, self.rows))
 
     def _read_rows(self, given: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
@@ -238,11 +232,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         kept = f"policy={self.args.policy!r}, keep_ratio={self.args.keep_ratio}"
         name = type(self.model).__name__
         return f"{type(self).__name__}({name}, {rows} training rows{held}, {kept})"
-
-    def _screen(self) -> None:
-        """Leave out what the start model finds least likely, where that is asked for."""
-        if self.args.screen_share:
-            self.train_dataset = import_module("alphatoken_lab.methods.screen").screened(self)
 
     def _refuse_virtual_tokens(self) -> None:
         """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""

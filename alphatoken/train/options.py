@@ -67,7 +67,6 @@ class AlphaOptions(AlphaFields):
                     why="0 would keep nothing, more than 1 has no meaning",
                 )
         self._check_numbers()
-        self._check_screen()
         self._check_combinations()
         self.scorer_config()
         if self.weighs:
@@ -181,10 +180,9 @@ class AlphaOptions(AlphaFields):
         """See that responses can be ranked whole."""
         if self.value_unit == "token":
             return
-        screened = ("all", "random") if self.screen_share else ()
         reasons = {
             "keep_scope='sequence'": self.keep_scope == "sequence",
-            f"policy={self.policy!r}": self.policy not in ("top", "harmless", "bottom", *screened),
+            f"policy={self.policy!r}": self.policy not in ("top", "harmless", "bottom"),
             "interaction_weight": self.interaction_weight > 0,
             **self._packed(),
         }
@@ -197,19 +195,6 @@ class AlphaOptions(AlphaFields):
     def _packed(self) -> dict[str, bool]:
         """Options under which a row is no example, and whether they are on."""
         return {n: bool(getattr(self, n, False)) for n in ("packing", "padding_free")}
-
-    def _check_screen(self) -> None:
-        """See that there are rows to look at, each an example."""
-        if not 0 <= self.screen_share < 1:
-            raise ConfigError("screen_share must lie in [0, 1)", got=repr(self.screen_share))
-        if not self.screen_share:
-            return
-        _refuse(
-            {"preference pairs": self.FAMILY == "preference", "packing": self._packed()["packing"]},
-            "screen_share leaves out tokens or rows before training",
-            why="a pair is no example without its branch, and a packed row holds several",
-            remedy="SFT without packing, or screen_share=0",
-        )
 
     def _check_combinations(self) -> None:
         if self.objective == "stability" and self.retention == "none":
@@ -273,7 +258,6 @@ class AlphaOptions(AlphaFields):
             stability_units=self.stability_units,
             preconditioner=self.preconditioner,
             precondition_after=self.precondition_after,
-            score_bias=self.score_bias,
             parameters=self.value_parameters,
             uncovered=self.uncovered,
             max_relative_drift=self.max_relative_drift,

@@ -182,9 +182,7 @@ def _scored_part(model: nn.Module, scope: Scope, args: Any) -> dict[str, Any]:
         weight: Tensor = linear.weight
         return list(weight.mT.shape if linear.transposed else weight.shape)
 
-    scored = sum(
-        parameter.numel() for parameter in scope.parameters(biases=args.score_bias).values()
-    )
+    scored = sum(parameter.numel() for parameter in scope.parameters(biases=False).values())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "layers": list(scope.layers),

@@ -257,7 +257,6 @@ def _train_copy(
     plain: dict[str, Any] = {
         "policy": "all", "policy_options": None, "policy_reference": None, "policy_mode": "native",
         "policy_scope": None, "policy_rounding": None, "export_values": False, "report_to": [],
-        "screen_share": 0.0,  # its rows are those that the screen has left
         "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
         "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
         "logging_strategy": "no" if log is None else "steps", "logging_steps": 1,

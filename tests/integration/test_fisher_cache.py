@@ -102,7 +102,7 @@ def test_settings_are_those_of_the_options() -> None:
     import inspect
 
     own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts", "path"}
-    own |= {"responses"}
+    own |= {"responses", "score_bias"}
     assert set(settings) | own == set(inspect.signature(fit_fisher).parameters)
 
 
@@ -118,7 +118,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "labels": {"fisher_labels": "token"},
     "tokens": {"fisher_max_new_tokens": 7},
     "batch": {"fisher_batch_size": 2},
-    "bias": {"score_bias": True},
 }
 
 

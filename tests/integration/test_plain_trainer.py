@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.errors import UnsupportedError
 from alphatoken.train import AlphaConfig, AlphaSFTConfig, AlphaSFTTrainer, AlphaTrainer
 from tests.integration.tiny_training import (
     ALPHA,
@@ -187,9 +187,3 @@ def test_a_loss_with_a_part_that_nobody_knows_is_refused(tmp_path: Path) -> None
     trainer = ours(tmp_path, labelled(16), None, padded, model=start, policy="random")
     with pytest.raises(UnsupportedError, match="not the cross-entropy of its labels"):
         trainer.train()
-
-
-def test_a_screen_does_not_get_lost_in_a_transform(tmp_path: Path) -> None:
-    more = {"policy": "random", "screen_share": 0.2}
-    with pytest.raises(ConfigError, match="with a transform"):
-        ours(tmp_path, transformed(labelled(16)), None, padded, **more)

@@ -287,7 +287,6 @@ check_response_values | | (loops) | exact
 check_norms_are_of_direct_gradients | | (outer products per token) | exact
 check_standard_errors | | standard_errors, (values against all batches but one) | exact
 check_errors_are_unbiased | | (variance over draws) | approximate
-check_screen | | token_losses | exact
 check_harmless | | (loops, quantile by bisection) | exact
 check_top_threshold | | (select_top on all values at once) | exact
 check_kept_gradient | | (the same bits without a file) | exact

@@ -23,7 +23,6 @@ from tests.property import properties_mutants as besides
 from tests.property import properties_optimizers as real
 from tests.property import properties_options as options
 from tests.property import properties_scorer as scoring
-from tests.property import properties_screen as screening
 from tests.property import properties_sharded as sharding
 from tests.property import properties_weights as weighing
 from tests.property import test_fisher as fisher
@@ -96,7 +95,6 @@ AFTER_PADDING = small(train=("..rrpr", "pprrr."), validations=((".rpr", "rr.."),
 
 SEVERAL_BATCHES = small(validations=(("pprrr",), ("prr", "p.."), ("ppr",)))
 ERRORS = claim(doubting.check_standard_errors, SEVERAL_BATCHES, "direct", False)
-SCREENED = claim(screening.check_screen, st.integers(0, 99), 0.25, "response", examples=3)
 HARMLESS = claim(doubting.check_harmless, doubting.rule_cases(), 2, 0.95, examples=40)
 
 
@@ -1225,18 +1223,6 @@ OWN = (
             "values.double() - quantile",
         ),
         HARMLESS,
-    ),
-    mutant(
-        "screen-of-the-likeliest",
-        "the tokens go that the start model finds likeliest",
-        ("methods.screen._highest", "losses.argsort(", "(-losses).argsort("),
-        SCREENED,
-    ),
-    mutant(
-        "token-before-the-screened-one",
-        "the label before the one that is screened goes",
-        ("methods.screen._without", "places[gone]]", "places[gone] - 1]"),
-        claim(screening.check_screen, st.integers(0, 99), 0.25, "token", examples=3),
     ),
     mutant(
         "one-degree-of-freedom-too-many",

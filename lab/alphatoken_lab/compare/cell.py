@@ -162,7 +162,7 @@ def _built(spec: Mapping[str, Any], folder: CellFolder, build: Build) -> tuple[A
         ConfigError: adapters on sharded weights.
     """
     options = spec["resolved"]
-    by_name = options.get("policy") not in TRAINER_POLICIES or options.get("screen_share")
+    by_name = options.get("policy") not in TRAINER_POLICIES
     # Static passes of one policy in two cells would write the same files.
     building = folder.path / "building"
     if by_name and not _first():  # or a collective would wait for the first, with a limit
