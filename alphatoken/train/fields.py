@@ -72,21 +72,6 @@ class AlphaFields:
         when="set 'budget' to compare methods at one share of tokens",
         source="ours",
     )
-    policy_scope: str | None = option(
-        None,
-        "Tokens that a method ranks together: 'dataset' (static scores), 'batch' (micro-batch and "
-        "rank) or 'sequence'; null for what was published.",
-        within="null, 'dataset', 'batch' or 'sequence'",
-        when="leave at null unless the scope is what you study",
-        source="each method's paper",
-    )
-    policy_rounding: str | None = option(
-        None,
-        "Of keep_ratio times the tokens: 'ceil' or 'floor'; null for what was published.",
-        within="null, 'ceil' or 'floor'",
-        when="leave at null unless counts must match another code",
-        source="each method's paper",
-    )
     policy_options: dict[str, Any] | str | None = option(
         None,
         "The method's own arguments, as a mapping or JSON text.",

@@ -103,8 +103,6 @@ class AlphaOptions(AlphaFields):
         return PolicySettings(
             mode=self.policy_mode,
             keep_ratio=self.keep_ratio,
-            scope=self.policy_scope,
-            rounding=self.policy_rounding,
             seed=self.value_seed,
         )
 

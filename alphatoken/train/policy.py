@@ -85,8 +85,8 @@ class PolicySettings:
         """Check each once."""
         for name, given, allowed in (
             ("policy_mode", self.mode, MODES),
-            ("policy_scope", self.scope, (None, *SCOPES)),
-            ("policy_rounding", self.rounding, (None, *ROUNDINGS)),
+            ("scope", self.scope, (None, *SCOPES)),
+            ("rounding", self.rounding, (None, *ROUNDINGS)),
         ):
             require_choice(name, given, allowed)
         if not 0 < self.keep_ratio <= 1:

@@ -203,7 +203,7 @@ def _refuse(policy: TokenPolicy, options: Any, family: str) -> None:
             raise ConfigError(
                 f"{name} belongs to token values, and policy '{policy.name}' makes none",
                 got=f"{name}={getattr(options, name)!r}",
-                remedy="policy_scope and keep_ratio are the settings of such a policy"
+                remedy="leave it out: keep_ratio is the setting of such a policy"
                 if name in ("keep_scope", "keep_ratio_start")
                 else f"leave it out, or policy='top' in place of '{policy.name}'",
             )

@@ -256,7 +256,7 @@ def _train_copy(
     own_folder = cache_folder(trainer.args) / f"run-{secrets.token_hex(4)}"
     plain: dict[str, Any] = {
         "policy": "all", "policy_options": None, "policy_reference": None, "policy_mode": "native",
-        "policy_scope": None, "policy_rounding": None, "export_values": False, "report_to": [],
+        "export_values": False, "report_to": [],
         "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
         "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
         "logging_strategy": "no" if log is None else "steps", "logging_steps": 1,

@@ -670,9 +670,9 @@ def test_bad_input(tmp_path: Path, make: Any, match: str) -> None:
 def test_command_line_takes_options(tmp_path: Path) -> None:
     words = ["--model_name_or_path", "x", "--output_dir", str(tmp_path), "--use_cpu", "true",
              "--bf16", "false", "--policy", "talr", "--policy_options", '{"tau": 1.5}',
-             "--policy_mode", "budget", "--policy_scope", "sequence"]  # fmt: skip
+             "--policy_mode", "budget"]  # fmt: skip
     found = read_arguments("sft", words, AlphaSFTConfig).training
-    assert (found.policy, found.policy_mode, found.policy_scope) == ("talr", "budget", "sequence")
+    assert (found.policy, found.policy_mode) == ("talr", "budget")
     assert found.policy_options in ({"tau": 1.5}, json.dumps({"tau": 1.5}))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("policy: flow\npolicy_options:\n  tau: 2.0\nuse_cpu: true\nbf16: false\n")

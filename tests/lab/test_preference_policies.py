@@ -353,7 +353,6 @@ def test_attribution_is_the_gradient_at_given_embeddings(name: str) -> None:
         ({"policy": "confpo", "policy_options": {"threshold": 1}}, "these arguments"),
         ({"policy": "sepo"}, "SePO needs an oracle|second model|policy_reference"),
         ({"policy": "sepo", "policy_options": {"oracle": "/nowhere"}}, "cannot be loaded"),
-        ({"policy": "ti-dpo", "policy_scope": "dataset"}, "at most the tokens of a batch"),
         ({"policy": "ti-dpo", "precompute_ref_log_probs": True}, "sum over a response"),
         ({"policy": "confpo", "beta": 0.3}, "a beta of its own"),
         ({"policy": "confpo", "loss_type": ["ipo"]}, "loss_type does not change"),

@@ -202,7 +202,7 @@ def test_budget_and_scope(tmp_path: Path) -> None:
         (
             lambda: TokenCleaning(PolicySettings(mode="budget", scope="batch"), rounds=2),
             {},
-            "policy_scope='batch'",
+            "scope='batch'",
         ),
     ],
 )

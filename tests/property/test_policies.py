@@ -165,8 +165,8 @@ def test_weights_must_be_weights(bad: float) -> None:
         (lambda: policy("nowhere.at_all:Thing"), "cannot be imported"),
         (lambda: policy("alphatoken").scores(batch([[1.0]])), "trainers' own"),
         (lambda: PolicySettings(mode="soft"), "policy_mode"),
-        (lambda: PolicySettings(scope="row"), "policy_scope"),
-        (lambda: PolicySettings(rounding="up"), "policy_rounding"),
+        (lambda: PolicySettings(scope="row"), "scope"),
+        (lambda: PolicySettings(rounding="up"), "rounding"),
         (lambda: PolicySettings(keep_ratio=0.0), "keep_ratio"),
     ],
 )

@@ -175,7 +175,7 @@ class PreferencePolicy(TokenPolicy):
         if self.settings.scope == "dataset":
             raise ConfigError(
                 f"{self.name} ranks at most the tokens of a batch",
-                got="policy_scope='dataset'",
+                got="PolicySettings(scope='dataset')",
                 why="chosen and rejected tokens are ranked apart, batch by batch",
                 remedy="'batch' or 'sequence'",
             )

@@ -101,8 +101,8 @@ class TokenCleaning(StaticMask):
         ):
             raise ConfigError(
                 "the rounds of self-evolving Token Cleaning rank whole rows of a part together",
-                got="packed rows" if self.settings.scope != "batch" else "policy_scope='batch'",
-                remedy="packing=False; policy_scope 'dataset' or 'sequence'",
+                got="packed rows" if self.settings.scope != "batch" else "scope='batch'",
+                remedy="packing=False; PolicySettings(scope='dataset'), or 'sequence'",
             )
         found = RoundsBefore.run(
             stage, self.rounds, self._share(), self.settings.rounding or self.rounding, self._pool()
