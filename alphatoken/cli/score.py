@@ -113,9 +113,6 @@ class _Output:
     write_dataset: str | None = option(
         None, "folder for the rows as a data set: labels, which any trainer reads, and loss_weights"
     )
-    weighting: Literal["mask", "proportional"] = option(
-        "mask", "its loss_weights: 1 at kept tokens, or soft ones of the same total"
-    )
     offload: bool = option(
         False,
         "leave the Fisher on disk and read it one matrix at a time; the same values",

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken import Scorer
 from alphatoken.certificate.certify import Certificate
@@ -36,8 +34,6 @@ from alphatoken.report import (
 from alphatoken.report.dataset import DatasetCounts, write_dataset
 from alphatoken.report.files import read_totals, value_files
 from alphatoken.select.threshold import top_threshold
-from alphatoken.select.weights import token_weights
-from alphatoken.support.seeds import seed_of
 from alphatoken.support.storage import replacing, write_json
 
 __all__ = ["write_results"]
@@ -193,14 +189,8 @@ def _dataset(folder: Path, options: ScoreOptions) -> DatasetCounts | None:
     """The rows with their weights, for other trainers, where that is asked for."""
     if options.write_dataset is None:
         return None
-    together = {"batch": options.batch_size, "sequence": 1, "dataset": None}[options.scope]
     counts = write_dataset(
-        folder / "values",
-        Path(options.write_dataset),
-        partial(_weights, options),
-        # A mask was stored with each token; only soft weights need all that are ranked together.
-        together=1 if options.weighting == "mask" else together,
-        run=file_digest(folder / "run.json"),
+        folder / "values", Path(options.write_dataset), run=file_digest(folder / "run.json")
     )
     if not options.quiet:
         print(
@@ -210,24 +200,6 @@ def _dataset(folder: Path, options: ScoreOptions) -> DatasetCounts | None:
             file=sys.stderr,
         )
     return counts
-
-
-def _weights(options: ScoreOptions, examples: Sequence[ScoredExample]) -> list[Any]:
-    """Of sequences that are ranked together: the mask that was stored, or soft weights."""
-    if options.weighting == "mask":
-        return [np.asarray(example.kept, np.float32) for example in examples]
-    totals = [torch.from_numpy(example.values["total"]) for example in examples]
-    masks = [torch.from_numpy(example.response) for example in examples]
-    found = token_weights(
-        pad_sequence(totals, batch_first=True),
-        pad_sequence(masks, batch_first=True),
-        options.ratio,
-        weighting=options.weighting,
-        generator=torch.Generator().manual_seed(
-            seed_of("ranked together", options.seed, examples[0].row)
-        ),
-    )
-    return [line[: len(one)].float().numpy() for line, one in zip(found, totals, strict=True)]
 
 
 # --- certificate and last words -------------------------------------------------------------------

@@ -151,14 +151,8 @@ def _kind(options: ScoreOptions) -> Literal["parquet", "jsonl"]:
 
 
 def _check_dataset(options: ScoreOptions) -> None:
-    """See that the data set goes to a folder of its own, and that its options mean something."""
+    """See that the data set goes to a folder of its own."""
     if options.write_dataset is None:
-        if options.weighting != "mask":
-            raise ConfigError(
-                "--weighting is of the data set that is written",
-                got=f"--weighting {options.weighting}",
-                remedy="--write_dataset FOLDER",
-            )
         return
     folder, values = Path(options.write_dataset), Path(options.output_dir) / "values"
     if folder.resolve() in (values.resolve(), Path(options.output_dir).resolve()):

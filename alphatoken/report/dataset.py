@@ -1,9 +1,9 @@
-"""Scored sequences as a data set that any trainer reads: ids, labels with -100, float weights."""
+"""Scored sequences as a data set that any trainer reads: ids, labels with -100, weights."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,15 +16,12 @@ from alphatoken.report.examples import IGNORE, ScoredExample
 from alphatoken.report.files import pyarrow_modules, read_values, value_files
 from alphatoken.support.storage import replacing, write_json, write_text
 
-__all__ = ["CARD", "DatasetCounts", "Weigh", "write_dataset"]
+__all__ = ["CARD", "DatasetCounts", "write_dataset"]
 
 _ROWS = 256
 """Rows of a row group."""
 
 _Row = dict[str, NDArray[Any]]
-
-Weigh = Callable[[Sequence[ScoredExample]], list[NDArray[np.float32]]]
-"""Sequences that are ranked together -> the weight of each token's loss, (t,) for each of them."""
 
 CARD = """# Rows with token weights
 
@@ -56,16 +53,12 @@ class DatasetCounts:
     weight: float = 0.0
 
 
-def write_dataset(
-    values: Path, folder: Path, weigh: Weigh, *, together: int | None, run: str
-) -> DatasetCounts:
+def write_dataset(values: Path, folder: Path, *, run: str) -> DatasetCounts:
     """Write ``part-*.parquet``, ``README.md`` and ``dataset.json``; each whole or not at all.
 
     Args:
-        values: folder of value files; each becomes a file of the data set.
+        values: folder of value files, with a mask; each becomes a file of the data set.
         folder: is made; files of an earlier data set of the same name are replaced.
-        weigh: weights of sequences that are ranked together.
-        together: how many of a file's sequences are; None for all of all files.
         run: digest of the run that they are of, which ``dataset.json`` holds from the first.
 
     Raises:
@@ -75,11 +68,10 @@ def write_dataset(
     # First, so that what a killed process leaves is known for ours.
     write_json(folder / "dataset.json", {"finished": False, "run": run})
     counts, digest = DatasetCounts(), hashlib.sha256()
-    whole = None if together is not None else iter(weigh(list(read_values(values))))
     written = set()
     for path in value_files(values):
         part = folder / f"{path.stem}.parquet"
-        _write(part, _counted(_weighed(read_values(path), weigh, together, whole), counts, digest))
+        _write(part, _counted(read_values(path), counts, digest))
         written.add(part)
     for left in set(folder.glob("part-*.parquet")) - written:  # of an earlier, longer one
         left.unlink()
@@ -89,28 +81,12 @@ def write_dataset(
     return counts
 
 
-def _weighed(
-    examples: Iterable[ScoredExample],
-    weigh: Weigh,
-    together: int | None,
-    whole: Iterator[NDArray[np.float32]] | None,
-) -> Iterator[tuple[ScoredExample, NDArray[np.float32]]]:
-    """Each sequence of a file with its weights."""
-    if whole is not None:
-        for example in examples:
-            yield example, next(whole)
-        return
-    rest = iter(examples)
-    while batch := list(islice(rest, together)):
-        yield from zip(batch, weigh(batch), strict=True)
-
-
 def _counted(
-    weighed: Iterable[tuple[ScoredExample, NDArray[np.float32]]], counts: DatasetCounts, digest: Any
+    examples: Iterable[ScoredExample], counts: DatasetCounts, digest: Any
 ) -> Iterator[_Row]:
     """The rows that have a weight, counted."""
-    for example, given in weighed:
-        weights = np.where(example.response, given, 0).astype(np.float32)
+    for example in examples:
+        weights = np.where(example.response, example.kept, 0).astype(np.float32)
         counts.response_tokens += int(example.response.sum())
         if not weights.any():
             counts.rows_without_weight += 1

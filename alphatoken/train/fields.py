@@ -124,14 +124,6 @@ class AlphaFields:
         when="'response' where whole rows are bad rather than words in them",
         source="ours",
     )
-    weighting: str = option(
-        "mask",
-        "'mask' keeps or drops; 'proportional' weighs by value with the same total; 'unbiased' "
-        "keeps at random with probability by value and divides by it.",
-        within="'mask', 'proportional' or 'unbiased'",
-        when="'unbiased' where the expected update must stay that of all tokens",
-        source="eq. sft_masked_loss: 'mask'",
-    )
     kept_normalization: str = option(
         "response",
         "The loss is divided by: 'response' all response tokens, 'kept' the kept ones, 'sum' "
@@ -426,7 +418,7 @@ class AlphaFields:
     )
     value_seed: int = option(
         0,
-        "Seed of pool order, random policy and unbiased weights.",
+        "Seed of pool order and random policy.",
         within="any whole number",
         when="for another draw",
         source="ours",

@@ -106,7 +106,6 @@ def _steps_of_the_same_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -
     policy = now.get("policy", "all")  # TRL's own trainer
     ranked_apart = policy == "all" or (
         policy in ("top", "bottom")
-        and now.get("weighting") == "mask"
         and now.get("keep_scope") in ("global", "sequence")
         and not now.get("interaction_weight")
         and now.get("preconditioner") != "full"

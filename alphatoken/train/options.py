@@ -28,7 +28,6 @@ from alphatoken.train.refused_settings import refused_early
 __all__ = ["AlphaOptions"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "weighting": ("mask", "proportional", "unbiased"),
     "value_unit": ("token", "response"),
     "keep_scope": ("batch", "sequence", "global"),
     "kept_normalization": ("response", "kept", "sum"),
@@ -201,25 +200,10 @@ class AlphaOptions(AlphaFields):
                 got="retention='none'",
                 remedy="retention='diagonal', 'kronecker' or 'data'",
             )
-        if self.weighting != "mask" and self.policy != "top":
+        if self.interaction_weight > 0 and (self.policy != "top" or self.keep_scope == "global"):
             raise ConfigError(
-                "soft weights belong to policy='top'",
-                got=f"policy={self.policy!r}, weighting={self.weighting!r}",
-                why="random and bottom are controls of the hard mask, and 'all' weighs nothing",
-            )
-        if self.weighting == "unbiased" and self.kept_normalization == "kept":
-            raise ConfigError(
-                "weighting='unbiased' is not unbiased under kept_normalization='kept'",
-                why="dividing by the drawn weights makes it an estimate of a ratio",
-                remedy="kept_normalization='response'",
-            )
-        if self.interaction_weight > 0 and (
-            self.weighting != "mask" or self.policy != "top" or self.keep_scope == "global"
-        ):
-            raise ConfigError(
-                "interaction_weight needs policy='top', weighting='mask' and a batch or sequence "
-                "scope",
-                got=f"{self.policy!r}, {self.weighting!r}, {self.keep_scope!r}",
+                "interaction_weight needs policy='top' and a batch or sequence scope",
+                got=f"{self.policy!r}, {self.keep_scope!r}",
                 why="the pairwise products exist for one micro-batch at a time",
             )
         self._check_unit()

@@ -24,7 +24,6 @@ TRAINER_POLICIES = ("top", "harmless", "random", "bottom", "all")
 
 _ONLY_VALUES: Mapping[str, Any] = {
     "value_unit": "token",
-    "weighting": "mask",
     "keep_scope": "batch",
     "interaction_weight": 0.0,
     "keep_ratio_start": None,

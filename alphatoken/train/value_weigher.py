@@ -393,7 +393,6 @@ class ValueWeigher:
             mask,
             self._ratio,
             policy=options.policy,
-            weighting=options.weighting,
             scope="sequence" if options.keep_scope == "sequence" else "batch",
             generator=generator,
         )

@@ -72,15 +72,13 @@ def main_grid() -> Iterator[Cell]:
 # Interaction: weights are relative; 1 is the best step along the gradient of the top tokens (see
 # select_diverse).
 CAUSES: dict[str, Overrides] = {
-    "unbiased weights": {"weighting": "unbiased"},
-    "proportional weights": {"weighting": "proportional"},
     "interaction": {"interaction_weight": 1.0},
     "preconditioner frozen": {"preconditioner": "frozen", "precondition_after": 10},
     "preconditioner full": {"preconditioner": "full", "precondition_after": 10},
     "all parameters": {"score_layers": "all", "value_parameters": "all"},
     "ratio 1 to 0.5": {"keep_ratio_start": 1.0, "schedule_share": 1.0},
 }
-NOISY_CAUSES = ("unbiased weights", "proportional weights", "interaction", "preconditioner full")
+NOISY_CAUSES = ("interaction", "preconditioner full")
 
 # What the results depend on: one setting at a time, with the paper's estimator, and with others
 # where a table says so.

@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
         # Weights that have moved further from the Fisher's reference than a start would allow.
         "options": {"direction_steps": 2, "policy": "bottom", "max_relative_drift": 1.0},
     },
-    "dpo": {"kind": "dpo", "options": {"weighting": "unbiased", "max_relative_drift": None}},
+    "dpo": {"kind": "dpo", "options": {"max_relative_drift": None}},
     # Totals alone, components for the logs: of the first step since the last one.
     "totals": {"kind": "sft", "options": {"export_values": False, "logging_steps": 5}},
 }

@@ -14,7 +14,6 @@ from alphatoken import DataError
 from alphatoken.data import WeightedCollator
 from alphatoken.oracle.gradients import token_losses
 from alphatoken.report import read_values
-from alphatoken.select.weights import token_weights
 from tests.integration.small_world import World
 
 datasets = pytest.importorskip("datasets")
@@ -99,36 +98,6 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "d" / "dataset.json").read_text()) == counts
 
 
-@pytest.mark.parametrize("scope", ["batch", "sequence", "dataset"])
-def test_soft_weights_are_the_librarys(world: World, tmp_path: Path, scope: str) -> None:
-    words = (
-        "--write_dataset",
-        tmp_path / "d",
-        "--weighting",
-        "proportional",
-        "--keep_scope",
-        scope,
-    )
-    assert world.score(tmp_path / "v", *words) == 0
-    examples = list(read_values(tmp_path / "v" / "values"))
-    rows = {row["row"]: row for row in load(tmp_path / "d")}
-    size = {"batch": 4, "sequence": 1, "dataset": len(examples)}[scope]
-    for start in range(0, len(examples), size):
-        group = examples[start : start + size]
-        width = max(len(e.ids) for e in group)
-        values, mask = (
-            torch.zeros(len(group), width).double(),
-            torch.zeros(len(group), width).bool(),
-        )
-        for i, e in enumerate(group):
-            values[i, : len(e.ids)] = torch.from_numpy(e.values["total"])
-            mask[i, : len(e.ids)] = torch.from_numpy(e.response)
-        expected = token_weights(values, mask, 0.5, weighting="proportional")
-        for line, e in zip(expected, group, strict=True):
-            found = rows.get(e.row, {"loss_weights": [0.0] * len(e.ids)})["loss_weights"]
-            assert torch.allclose(torch.tensor(found), line[: len(e.ids)].float())
-
-
 def test_plain_trl_trains_on_the_mask(world: World, tmp_path: Path) -> None:
     assert world.score(tmp_path / "v", "--keep_ratio", 0.4, "--write_dataset", tmp_path / "d") == 0
     model, tokenizer = model_of(world)
@@ -155,9 +124,12 @@ def test_float_weights_reach_the_loss(
     packed: bool,
     accumulation: int,
 ) -> None:
-    words = ("--write_dataset", tmp_path / "d", "--weighting", "proportional")
-    assert world.score(tmp_path / "v", *words) == 0
-    rows = load(tmp_path / "d")
+    assert world.score(tmp_path / "v", "--write_dataset", tmp_path / "d") == 0
+    # Weights of one's own, in place of 0 and 1.
+    rows = datasets.Dataset.from_list([
+        {**row, "loss_weights": [w * (0.5 + i % 3) for i, w in enumerate(row["loss_weights"])]}
+        for row in load(tmp_path / "d")
+    ])  # fmt: skip
     lengths = [len(row["input_ids"]) for row in rows]
     limit = sorted(lengths)[len(lengths) // 2]  # half of the rows are cut
     cut = [
@@ -252,8 +224,6 @@ def test_a_folder_of_something_else_is_refused(
     assert world.score(tmp_path / "v", "--write_dataset", tmp_path / "d") == 2
     assert "holds something else" in capsys.readouterr().err
     assert not (tmp_path / "v").exists()
-    assert world.score(tmp_path / "v", "--weighting", "proportional") == 2
-    assert "--write_dataset" in capsys.readouterr().err
 
 
 def test_the_data_set_of_another_run_is_not_replaced_unasked(

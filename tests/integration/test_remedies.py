@@ -168,10 +168,6 @@ SFT: Cases = {
         {"value_unit": "response", "keep_scope": "sequence"},
         {"value_unit='token'": {"value_unit": "token"}},
     ),
-    "a divisor that is drawn": (
-        {"weighting": "unbiased", "kept_normalization": "kept"},
-        {"kept_normalization='response'": {"kept_normalization": "response"}},
-    ),
     "a published divisor": (
         {"policy": "rho-1", "second": tiny.model, "kept_normalization": "sum"},
         {

@@ -365,8 +365,6 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
 @pytest.mark.parametrize(
     "extra",
     [
-        {"weighting": "proportional"},
-        {"weighting": "unbiased"},
         {"interaction_weight": 0.5},
         {"value_unit": "response"},
         {"value_unit": "response", "keep_scope": "global", "gradient_accumulation_steps": 2},
@@ -555,7 +553,6 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"keep_ratio": 0.0}, "ratio"),
         ({"running_mean": 1.0}, "running_mean"),
         ({"objective": "stability", "retention": "none"}, "retention"),
-        ({"policy": "random", "weighting": "unbiased"}, "soft weights"),
         ({"estimator": "label", "path": "direct"}, "path"),
         ({"score_layers": "three"}, "score_layers"),
         ({"preconditioner": "fisher"}, "preconditioner"),

@@ -294,17 +294,9 @@ check_rows_from_any_place | | (the lines themselves) | exact
 check_corpus | | (split_pools on the whole list) | exact
 check_marked_turns | | (the marks themselves) | exact
 check_padding_never_ranks | | (the same without padding) | exact
-check_proportional_weights | | (loops) | exact
-check_probabilities | | (fractions) | exact
-check_unbiased_by_enumeration | | (enumeration of all draws) | unbiased
-check_unbiased_draw | | (chances by fractions) | unbiased
-check_unbiased_mean | | (z-test at fixed n) | unbiased
-check_random_is_unbiased | | (z-test at fixed n) | unbiased
-check_equal_chances_are_a_simple_random_sample | | (z-test at fixed n) | unbiased
 check_mask_weights_are_the_selection | | (select_top, select_bottom, select_random) | exact
-check_random_weights_lose_only_their_assignment | | (the weights of "top", sorted) | exact
 check_scope_is_row_by_row | | (one call a row) | exact
-check_only_ranks_and_ratios_of_values_count | | (scaled values) | exact
+check_only_ranks_of_values_count | | (scaled values) | exact
 check_all_gives_ones | | (ones) | exact
 check_schedule | | (fractions) | exact
 check_scheduled_ratio_keeps_the_exact_count | | (fractions) | exact

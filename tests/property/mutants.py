@@ -1457,12 +1457,6 @@ OWN = (
 
 # --- weights, schedules, interaction -------------------------------------------------------------
 
-LONG = weighing.weight_cases(length=9, hundredths=st.integers(30, 90))
-PROPORTIONAL = claim(weighing.check_proportional_weights, LONG, "batch", "top")
-CHANCES = claim(weighing.check_probabilities, LONG)
-ENUMERATION = claim(weighing.check_unbiased_by_enumeration, LONG, examples=5)
-MEAN = claim(weighing.check_unbiased_mean, 0, 0.5, "top", 400, examples=1)
-DRAW = claim(weighing.check_unbiased_draw, LONG, "batch", "top")
 SCHEDULE = claim(weighing.check_schedule, weighing.schedule_cases())
 GRAM_OF_INTEGERS = claim(
     weighing.check_gram_of_integers,
@@ -1482,87 +1476,6 @@ def gram_of(**pins: Any) -> Claim:
 
 
 WEIGHTS = (
-    mutant(
-        "cap-forgotten",
-        "one token takes any weight",
-        ("select.weights._fill", "if rest == 0 or total * size < cap * rest:", "if True:"),
-        PROPORTIONAL,
-        CHANCES,
-    ),
-    mutant(
-        "rounding-not-shared-out",
-        "the total of the weights is short by what was rounded off",
-        ("select.weights._fill", "part + (i < left)", "part"),
-        PROPORTIONAL,
-        CHANCES,
-    ),
-    mutant(
-        "size-of-a-value-for-its-positive-part",
-        "tokens that do harm weigh as much as those that help",
-        ("select.weights._shared", ".clamp(min=0)", ".abs()"),
-        PROPORTIONAL,
-        CHANCES,
-    ),
-    mutant(
-        "chances-without-floor",
-        "a token that is never kept, or weighs without bound",
-        ("select.weights._chances", "int(Fraction(total, len(values)) / Fraction(cap))", "0"),
-        CHANCES,
-    ),
-    mutant(
-        "chances-not-inverted",
-        "all kept tokens weigh n / m, whatever their chance",
-        (
-            "select.weights._unbiased",
-            "_CHANCE / chances.double()",
-            "len(values) / count + 0 * chances.double()",
-        ),
-        DRAW,
-        MEAN,
-    ),
-    mutant(
-        "start-not-drawn",
-        "systematic sampling from a fixed start",
-        (
-            "select.weights._unbiased",
-            "start = int(torch.randint(_CHANCE, (), generator=generator))",
-            "start = 0",
-        ),
-        MEAN,
-    ),
-    mutant(
-        "order-not-drawn",
-        "neighbours of equal value are never kept together",
-        (
-            "select.weights._unbiased",
-            "torch.randperm(len(values), generator=generator)",
-            "torch.arange(len(values))",
-        ),
-        claim(weighing.check_equal_chances_are_a_simple_random_sample, 4, 400, examples=1),
-    ),
-    mutant(
-        "hits-rounded-the-other-way",
-        "a token is hit by a start at its end instead of at its beginning",
-        ("select.weights._systematic", "start - x, _CHANCE", "start - 1 - x, _CHANCE"),
-        ENUMERATION,
-    ),
-    mutant(
-        "random-weights-by-value",
-        "the control of soft weights is the policy itself",
-        (
-            "select.weights.token_weights",
-            'if policy == "random":\n            group',
-            "if False:\n            group",
-        ),
-        claim(weighing.check_random_is_unbiased, 3, 400, examples=1),
-    ),
-    mutant(
-        "one-total-for-all-sequences",
-        'scope="sequence" weighs the batch as a whole',
-        ("select.weights._per_scope", 'if scope == "sequence" else', "if False else"),
-        claim(weighing.check_proportional_weights, LONG, "sequence", "top"),
-        claim(weighing.check_scope_is_row_by_row, LONG, "unbiased"),
-    ),
     mutant(
         "schedule-over-the-whole-run",
         "the share of the run over which a number moves is ignored",

@@ -42,7 +42,6 @@ PAPER, PAIRS = "the paper's, SFT", "the paper's, DPO"
 POOLED, OLD = "pool, running mean, micro-batches of validation", "direction for two steps"
 FULL, FULL_SUM = "clipping, full preconditioner", "full preconditioner of a sum"
 KEPT, GLOBAL = "kept normalisation", "kept normalisation over a global threshold"
-DRAWN = "unbiased weights"
 MASKED, SCHEDULED = "masked logit", "schedule"
 
 TRAINERS = (
@@ -294,22 +293,6 @@ TRAINERS = (
             "slice(0, int(mask[rows].sum()))",
         ),
         "tokens that repeat each other, DPO",
-    ),
-    _of(
-        "weighting-forgotten",
-        "a mask is taken where soft or drawn weights were asked for",
-        (f"{VALUES}._weigh", "weighting=options.weighting", 'weighting="mask"'),
-        DRAWN,
-    ),
-    _of(
-        "drawn-weights-without-their-chance",
-        "every token that was drawn weighs the same, whatever its chance was",
-        (
-            "select.weights._unbiased",
-            "_CHANCE / chances.double()",
-            "len(values) / count * torch.ones_like(values)",
-        ),
-        DRAWN,
     ),
     _of(
         "dft-values-of-plain-losses",

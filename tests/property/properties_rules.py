@@ -257,7 +257,7 @@ def check_values_along_full_steps_name_what_they_lack(name: str) -> None:
 
 
 RUN = {
-    "optim": "adamw_torch", "policy": "top", "weighting": "mask", "keep_scope": "global",
+    "optim": "adamw_torch", "policy": "top", "keep_scope": "global",
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3,
 }  # fmt: skip
 CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -276,7 +276,6 @@ RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
     "cut of a step, whole responses": ({"keep_scope": "sequence"}, CUT, 1, True),
     "cut of a step that is ranked by micro-batch": ({"keep_scope": "batch"}, CUT, 1, False),
     "cut of a step, drawn": ({"policy": "random"}, CUT, 1, False),
-    "cut of a step, soft": ({"weighting": "soft"}, CUT, 1, False),
     "cut of a step, repeats": ({"interaction_weight": 0.5}, CUT, 1, False),
     "cut of a step, full": ({"preconditioner": "full"}, CUT, 1, False),
     "cut of a step, sorted": ({"train_sampling_strategy": "group_by_length"}, CUT, 1, False),

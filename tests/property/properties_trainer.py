@@ -500,8 +500,7 @@ def _tell(trainer: Any, seen: Seen) -> None:
         for step, found in seen.drawn.items():
             validation[step] = found
     retention = [seen.kept_back.get(step, ()) for step in range(asked.steps)]
-    told = asked.policy == "random" or asked.weighting != "mask"
-    weights = tuple(map(tuple, seen.weights)) if told else ()
+    weights = tuple(map(tuple, seen.weights)) if asked.policy == "random" else ()
     micro = tuple(map(tuple, seen.micro))
     seen.told = Told(micro, tuple(validation), tuple(retention), held_out, weights)
     seen.all_rows = documents(range(len(rows))) if rows else ()
@@ -605,23 +604,8 @@ def _compare_weights(seen: Seen, replay: Replay, step: int) -> None:
                 assert set(found.tolist()) <= {0.0, 1.0}
                 assert float(found[pool].sum()) == math.ceil(replay.ratio(step) * len(pool))
         return
-    rounded = 0.0 if seen.asked.weighting == "mask" else 2.0**-17
-    if seen.asked.weighting == "unbiased":
-        _compare_draw(seen, replay, step, rounded)
-        return
     for found, weights in zip(seen.weights[step], replay.steps[step].chosen, strict=True):
-        close(found, weights, 1.0, rounded, name="weights")
-
-
-def _compare_draw(seen: Seen, replay: Replay, step: int, rounded: float) -> None:
-    """A draw keeps as many tokens as it may, and each at one over its chance."""
-    drawn = seen.weights[step]
-    for weights, chosen in zip(drawn, replay.steps[step].chosen, strict=True):
-        kept = weights > 0
-        close(weights[kept], chosen[kept], chosen[kept], rounded, name="drawn weights")
-    for group in replay.groups(step):
-        count = sum(float(drawn[i][t]) > 0 for i, t in group)
-        assert count == math.ceil(replay.ratio(step) * len(group))
+        close(found, weights, 1.0, 0.0, name="weights")
 
 
 def _compare_values(seen: Seen, step: int, expected: Any) -> None:

@@ -26,12 +26,6 @@ from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
 EXACT = 1e-12
-UNIT = 2.0**-20
-"""Proportional weights are multiples of this."""
-CHANCE = 2**40
-"""Probabilities are multiples of one over this."""
-Z = 4.8
-"""Two-sided 1.6e-6 a comparison; the seeds are pinned, so a pass stays a pass."""
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -46,7 +40,6 @@ class WeightCase:
     kind: str
     seed: int
     hundredths: int = 50
-    cap: float = 4.0
 
     @property
     def ratio(self) -> float:
@@ -73,7 +66,7 @@ class WeightCase:
         return -(-self.hundredths * n // 100)
 
     def weights(self, values: Tensor, mask: Tensor, scope: str = "batch", **options: Any) -> Tensor:
-        options = {"cap": self.cap, "generator": seeded(self.seed), **options}
+        options = {"generator": seeded(self.seed), **options}
         return weights.token_weights(values, mask, self.ratio, scope=scope, **options)
 
 
@@ -87,7 +80,6 @@ def weight_cases(**pins: Any) -> st.SearchStrategy[WeightCase]:
         "kind": st.sampled_from(KINDS),
         "seed": SEEDS,
         "hundredths": st.integers(1, 100),
-        "cap": st.sampled_from([4.0, 1.0, 1.5, 30.0]),
     }
     options |= {
         name: pin if isinstance(pin, st.SearchStrategy) else st.just(pin)
@@ -100,192 +92,8 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def groups(case: WeightCase, mask: Tensor, scope: str) -> list[Tensor]:
-    """Masks of the tokens that are weighed together."""
-    if scope == "batch":
-        return [mask]
-    rows = torch.arange(case.rows).unsqueeze(-1)
-    return [mask & (rows == row) for row in range(case.rows)]
-
-
-def level(sizes: list[float], total: float, cap: float) -> float:
-    """The s at which ``sum min(cap, s size)`` is the total, by bisection."""
-    low, high = 0.0, 2 * cap / min(size for size in sizes if size > 0)
-    for _ in range(200):
-        middle = (low + high) / 2
-        poor = math.fsum(min(cap, middle * size) for size in sizes) < total
-        low, high = (middle, high) if poor else (low, middle)
-    return high
-
-
-def filled(values: list[float], total: float, cap: float) -> list[float]:
-    """min(cap, s max(v, 0)) with that total; if all positive ones are full, the rest is shared."""
-    sizes = [max(value, 0.0) for value in values]
-    top = max(sizes)
-    sizes = [size / top for size in sizes] if top > 0 else sizes
-    full = sum(size > 0 for size in sizes)
-    if full * cap <= total:
-        rest = (total - full * cap) / max(len(sizes) - full, 1)
-        return [cap if size > 0 else rest for size in sizes]
-    s = level(sizes, total, cap)
-    return [min(cap, s * size) for size in sizes]
-
-
-def check_proportional_weights(case: WeightCase, scope: str, policy: str) -> None:
-    """w = min(cap, s max(v, 0)): total exactly ceil(ratio n), never above the cap, zero outside."""
-    values, mask = case.draw()
-    found = case.weights(values, mask, scope, policy=policy, weighting="proportional")
-    sign = -1.0 if policy == "bottom" else 1.0
-    assert not bool(found[~mask].any())
-    for group in groups(case, mask, scope):
-        mine = found[group]
-        count = case.count(len(mine))
-        assert float(mine.sum()) == count  # multiples of 2^-20: the sum is exact
-        assert float(mine.float().double().sum()) == count
-        assert bool((mine >= 0).all())
-        assert bool((mine <= case.cap).all())
-        if len(mine):
-            expected = filled((sign * values[group]).tolist(), count, case.cap)
-            near = torch.tensor(expected, dtype=torch.float64)
-            assert bool(((mine - near).abs() <= 2 * UNIT).all()), (mine, near)
-            require_order(sign * values[group], mine)
-
-
-def require_order(values: Tensor, found: Tensor) -> None:
-    """More value, no less weight; equal values differ by a unit at most, in favour of the first."""
-    tokens = sorted(zip((-values).tolist(), range(len(values)), found.tolist(), strict=True))
-    for (_, _, before), (_, _, after) in itertools.pairwise(tokens):
-        assert before >= after
-    for one, two in itertools.pairwise(tokens):
-        if one[0] == two[0]:
-            assert one[2] - two[2] <= UNIT
-
-
-def check_probabilities(case: WeightCase) -> None:
-    """p sums to m exactly, is monotone in the value, at least m / (n cap), and proportional."""
-    values, mask = case.draw()
-    values = values[mask]
-    n, m = len(values), case.count(len(values))
-    if n == 0:
-        return
-    p = weights.inclusion_probabilities(values, m, cap=case.cap)
-    assert bool(torch.isfinite(p).all())
-    exact = [Fraction(x) for x in p.tolist()]
-    assert sum(exact) == m
-    assert max(exact) <= 1
-    floor = Fraction(m, n) / Fraction(case.cap)
-    assert 0 <= floor - min(floor, *exact) < Fraction(1, CHANCE)
-    require_order(values, p)
-    above = filled(values.tolist(), m - n * float(floor), 1 - float(floor))
-    expected = torch.tensor(above, dtype=torch.float64)
-    # What rounding of the floors leaves over, up to n units, goes the way of the rest.
-    close(p - float(floor), expected, n + 2.0, 1 / CHANCE, name="inclusion probabilities")
-
-
-def starts_of(chances: Tensor) -> list[tuple[int, int]]:
-    """(start, number of starts) of the stretches of starts on which one and the same set is hit."""
-    ends = [0, *itertools.accumulate(chances.tolist())]
-    breaks = sorted({end % CHANCE for end in ends})
-    return [(a, b - a) for a, b in itertools.pairwise([*breaks, CHANCE])]
-
-
-def check_unbiased_by_enumeration(case: WeightCase) -> None:
-    """Over all starts of the draw, in every order: m kept each time, p_k exactly, E[w_k] = 1."""
-    values, mask = case.draw()
-    values = values[mask][:4]
-    n, m = len(values), case.count(len(values))
-    if n == 0:
-        return
-    chances = weights._chances(values, m, case.cap)
-    for order in map(list, itertools.permutations(range(n))):
-        kept = [0] * n
-        for start, width in starts_of(chances[order]):
-            hit = weights._systematic(chances[order], start)
-            assert int(hit.sum()) == m
-            assert torch.equal(hit, weights._systematic(chances[order], start + width - 1))
-            for place, token in enumerate(order):
-                kept[token] += width * bool(hit[place])
-        assert kept == chances.tolist()
-        means = [Fraction(k, int(c)) for k, c in zip(kept, chances, strict=True)]
-        assert means == [1] * n  # k / CHANCE times the weight CHANCE / c
-
-
-def check_unbiased_draw(case: WeightCase, scope: str, policy: str) -> None:
-    """Exactly m kept, each at 1 / p of its value; the same generator state, the same draw."""
-    values, mask = case.draw()
-    draw: Callable[[], Tensor] = lambda: case.weights(  # noqa: E731
-        values, mask, scope, policy=policy, weighting="unbiased"
-    )
-    found = draw()
-    assert torch.equal(found, draw())
-    assert not bool(found[~mask].any())
-    sign = -1.0 if policy == "bottom" else 1.0
-    for group in groups(case, mask, scope):
-        mine = found[group]
-        n, m = len(mine), case.count(len(mine))
-        assert int((mine > 0).sum()) == m
-        if n:
-            p = weights.inclusion_probabilities(sign * values[group], m, cap=case.cap)
-            kept = mine > 0
-            close(mine[kept] * p[kept], torch.ones(m).double(), 1.0, EXACT, name="1 / p")
-            assert bool((mine <= case.cap * n / m * (1 + 1e-6)).all())
-
-
-def draws_of(values: Tensor, ratio: float, number: int, seed: int, policy: str = "top") -> Tensor:
-    """(number, n) unbiased weights of one row of values, from one generator."""
-    generator = seeded(seed)
-    mask = torch.ones(1, len(values), dtype=torch.bool)
-    return torch.stack(
-        [
-            weights.token_weights(
-                values[None], mask, ratio, policy=policy, weighting="unbiased", generator=generator
-            )[0]
-            for _ in range(number)
-        ]
-    )
-
-
-def check_unbiased_mean(seed: int, ratio: float, policy: str, number: int = 1500) -> None:
-    """z-test at fixed n: E[w_k] = 1 for every token, and Var[w_k] = 1 / p_k - 1."""
-    n = 4  # few, so that a draw that forgets its random start shows
-    values = torch.randn(n, generator=seeded(seed), dtype=torch.float64)
-    sign = -1.0 if policy == "bottom" else 1.0
-    p = weights.inclusion_probabilities(sign * values, -(-int(100 * ratio) * n // 100))
-    drawn = draws_of(values, ratio, number, seed, policy)
-    deviation = (1 / p - 1).sqrt()
-    z = (drawn.mean(0) - 1) / deviation.clamp(min=1e-9) * math.sqrt(number)
-    assert bool((z.abs() < Z).all()), z
-    # (w - 1)^2 takes two values, so the variance of its mean is known too.
-    square = (drawn - 1) ** 2
-    spread = ((1 - p) * p).sqrt() * ((1 / p - 1) ** 2 - 1).abs()
-    z = (square.mean(0) - deviation**2) / spread.clamp(min=1e-9) * math.sqrt(number)
-    assert bool((z.abs() < Z).all()), z
-
-
-def check_random_is_unbiased(seed: int, number: int = 1500) -> None:
-    """Under "random" every token has the mean chance m / n, and E[w_k] = 1 still."""
-    values = torch.randn(8, generator=seeded(seed), dtype=torch.float64)
-    drawn = draws_of(values, 0.5, number, seed, "random")
-    p = weights.inclusion_probabilities(values, 4)
-    z = (drawn.mean(0) - 1) / math.sqrt(float((1 / p).mean()) - 1) * math.sqrt(number)
-    assert bool((z.abs() < Z).all()), z
-    z = ((drawn > 0).double().mean(0) - 0.5) / 0.5 * math.sqrt(number)
-    assert bool((z.abs() < Z).all()), z
-
-
-def check_equal_chances_are_a_simple_random_sample(seed: int, number: int = 1500) -> None:
-    """Equal values: every pair is kept with chance m (m - 1) / (n (n - 1)), neighbours too."""
-    n, m = 6, 3
-    kept = (draws_of(torch.zeros(n).double(), 0.5, number, seed) > 0).double()
-    pairs = kept.T @ kept / number
-    chance = m * (m - 1) / (n * (n - 1))
-    z = (pairs - chance) / math.sqrt(chance * (1 - chance) / number)
-    off = z[~torch.eye(n, dtype=torch.bool)]
-    assert bool((off.abs() < Z).all()), z
-
-
 def check_mask_weights_are_the_selection(case: WeightCase, scope: str, policy: str) -> None:
-    """ "mask" is select_top, select_bottom or select_random, as numbers."""
+    """Weights are select_top, select_bottom or select_random, as numbers."""
     values, mask = case.draw()
     found = case.weights(values, mask, scope, policy=policy)
     if policy == "random":
@@ -298,44 +106,31 @@ def check_mask_weights_are_the_selection(case: WeightCase, scope: str, policy: s
     assert torch.equal(found, expected.double())
 
 
-def check_random_weights_lose_only_their_assignment(case: WeightCase, scope: str) -> None:
-    """The control of soft weights: those of "top" in each group, in another order."""
-    values, mask = case.draw()
-    pair = [
-        case.weights(values, mask, scope, policy=policy, weighting="proportional")
-        for policy in ("top", "random")
-    ]
-    for group in groups(case, mask, scope):
-        one, two = (x[group].sort().values for x in pair)
-        assert torch.equal(one, two)
-
-
-def check_scope_is_row_by_row(case: WeightCase, weighting: str) -> None:
+def check_scope_is_row_by_row(case: WeightCase, policy: str) -> None:
     """scope="sequence" is one call a row, with the generator going on."""
     values, mask = case.draw()
-    together = case.weights(values, mask, "sequence", weighting=weighting)
+    together = case.weights(values, mask, "sequence", policy=policy)
     generator = seeded(case.seed)
     rows = [
-        case.weights(v[None], m[None], weighting=weighting, generator=generator)
+        case.weights(v[None], m[None], policy=policy, generator=generator)
         for v, m in zip(values, mask, strict=True)
     ]
     assert torch.equal(together, torch.cat(rows))
 
 
-def check_only_ranks_and_ratios_of_values_count(case: WeightCase, weighting: str) -> None:
+def check_only_ranks_of_values_count(case: WeightCase) -> None:
     """Neither the scale of the values nor what stands outside the mask changes a weight."""
     values, mask = case.draw()
-    expected = case.weights(values, mask, weighting=weighting)
+    expected = case.weights(values, mask)
     for other in (values * 64, values / 4, values.masked_fill(~mask, float("nan"))):
-        assert torch.equal(case.weights(other, mask, weighting=weighting), expected)
-    narrow = case.weights(values.float(), mask, weighting=weighting)
-    assert narrow.dtype == torch.float32
+        assert torch.equal(case.weights(other, mask), expected)
+    assert case.weights(values.float(), mask).dtype == torch.float32
 
 
-def check_all_gives_ones(case: WeightCase, weighting: str) -> None:
-    """policy="all": weight 1 at every response token, whatever else is asked for."""
+def check_all_gives_ones(case: WeightCase) -> None:
+    """policy="all": weight 1 at every response token, whatever the ratio."""
     values, mask = case.draw()
-    assert torch.equal(case.weights(values, mask, policy="all", weighting=weighting), mask.double())
+    assert torch.equal(case.weights(values, mask, policy="all"), mask.double())
 
 
 # --- schedules -----------------------------------------------------------------------------------

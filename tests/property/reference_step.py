@@ -53,7 +53,6 @@ class Asked:
     stability_units: str = "plain"
     window: int | None = 3
     policy: str = "top"
-    weighting: str = "mask"
     keep_ratio: float = 0.5
     confidence: float = 0.95
     keep_ratio_start: float | None = None
@@ -127,8 +126,7 @@ class Told:
 
     ``validation[s]`` and ``retention[s]`` are the documents that step s was measured against (of a
     pair the chosen and the rejected one, one after the other). ``weights``, by step and
-    micro-batch, are those of a random policy, and soft ones, which the trainer rounds to multiples
-    of 2^-20.
+    micro-batch, are those of a random policy.
     """
 
     micro: tuple[tuple[Micro, ...], ...]
@@ -212,31 +210,6 @@ def propagated_size(layer: propagation.PropagationLayer) -> Tensor:
     by_head = moved.repeat_interleave(heads // moved.shape[1], dim=1).abs()
     alpha, errors = layer.alpha[0].tril(-1), layer.errors[0].abs()
     return torch.einsum("hkt,hkv,thv->t", alpha, errors, by_head)
-
-
-def proportional(values: Sequence[float], budget: float, cap: float = 4.0) -> list[float]:
-    """``w_k = min(c, s max(v_k, 0))`` with the cap c and the s that makes the total the budget.
-
-    What the cap leaves over goes to the tokens without positive value, in equal parts.
-    """
-    gains = [max(v, 0.0) for v in values]
-    good = sum(g > 0 for g in gains)
-    if cap * good <= budget:
-        rest = (budget - cap * good) / max(len(values) - good, 1)
-        return [cap if g > 0 else rest for g in gains]
-    low, high = 0.0, cap / min(g for g in gains if g > 0)
-    for _ in range(200):
-        middle = (low + high) / 2
-        short = sum(min(cap, middle * g) for g in gains) < budget
-        low, high = (middle, high) if short else (low, middle)
-    return [min(cap, high * g) for g in gains]
-
-
-def inclusion(values: Sequence[float], budget: int) -> list[float]:
-    """Chance of each token to be kept: a floor ``f = m / (4 n)``, the rest by value up to 1."""
-    floor = budget / (4 * len(values))
-    rest = proportional(values, budget - floor * len(values), 1 - floor)
-    return [floor + share for share in rest]
 
 
 def diverse(values: Sequence[float], gram: Tensor, budget: int, weight: float) -> list[float]:
@@ -611,7 +584,7 @@ class Replay:
         return weights
 
     def select(self, step: int, totals: Sequence[Tensor], grams: Sequence[Tensor]) -> list[Tensor]:
-        """Weight of each token of each micro-batch of the step; of a draw, its weight if drawn."""
+        """Weight of each token of each micro-batch of the step."""
         micro = self.told.micro[step]
         weights = [torch.zeros(len(t)).double() for t in totals]
         ranked = [self.ranked(m, t) for m, t in zip(micro, totals, strict=True)]
@@ -631,10 +604,6 @@ class Replay:
     def weigh(self, values: list[float], ratio: Fraction) -> list[float]:
         """Weights of tokens that are ranked together, their sum ceil(rho n)."""
         budget = math.ceil(ratio * len(values))
-        if self.asked.weighting == "proportional":
-            return proportional(values, budget)
-        if self.asked.weighting == "unbiased":
-            return [1 / chance for chance in inclusion(values, budget)]
         sign = -1 if self.asked.policy == "bottom" else 1
         order = sorted(range(len(values)), key=lambda i: (-sign * values[i], i))
         return [float(i in order[:budget]) for i in range(len(values))]

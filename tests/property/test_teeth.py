@@ -144,15 +144,9 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
         losses, "masked_sft_loss",
         lambda: algebra.check_sft_loss(algebra.LossCase(2, 5, 4, 0), "sum"),
     ),
-    "proportional weights": (
+    "weights of a mask": (
         weights, "token_weights",
-        lambda: weighing.check_proportional_weights(WEIGHED, "batch", "top"),
-    ),
-    "unbiased weights": (
-        weights, "token_weights", lambda: weighing.check_unbiased_draw(WEIGHED, "batch", "top"),
-    ),
-    "inclusion probabilities": (
-        weights, "inclusion_probabilities", lambda: weighing.check_probabilities(WEIGHED)
+        lambda: weighing.check_mask_weights_are_the_selection(WEIGHED, "batch", "top"),
     ),
     "Gram of tokens": (
         interaction, "token_gram",

@@ -85,14 +85,6 @@ def crowded_out(seen: Seen, replay: Replay) -> bool:
     )
 
 
-def drawn(seen: Seen, replay: Replay) -> bool:
-    """Tokens were left out at every step, and kept ones weigh differently."""
-    return all(
-        any(not bool(w.all()) for w in of_step) and any(len(set(w.tolist())) > 2 for w in of_step)
-        for of_step in seen.weights
-    )
-
-
 def some_dropped(seen: Seen, replay: Replay) -> bool:
     """Some step dropped tokens, and none dropped most."""
     kept = [float(torch.cat(of_step).mean()) for of_step in seen.weights]
@@ -196,9 +188,6 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "random, schedule": (
         Asked(policy="random", kept_normalization="kept", keep_ratio_start=1.0), moved
     ),
-    "proportional weights": (Asked(weighting="proportional", kept_normalization="kept"), moved),
-    "unbiased weights": (Asked(weighting="unbiased", max_grad_norm=1e9), drawn),
-    "unbiased weights, DPO": (Asked("dpo", weighting="unbiased", keep_ratio=0.3), drawn),
     "tokens that repeat each other": (
         Asked(interaction_weight=1.5, estimator="path", layers=2), crowded_out
     ),
@@ -233,19 +222,17 @@ def runs(draw: st.DrawFn) -> Asked:
     objective = pick("both", "both", "adaptation", "stability")
     kinds = ("diagonal", "kronecker", "data")
     estimator = pick("label", "direct", "path", "alphatoken")
-    weighting = pick("mask", "mask", "mask", "proportional", "unbiased")
     divisors = ("response", "sum") if family != "dpo" else ("response",)
-    policy = pick("top", "top", "bottom") if weighting == "mask" else "top"
-    judged = weighting == "mask" and objective != "stability" and scope == "batch"
+    policy = pick("top", "top", "bottom")
+    judged = objective != "stability" and scope == "batch"
     policy = "harmless" if judged and pick(False, False, True) else policy
     harmless = policy == "harmless"
-    ranked = weighting == "mask" and policy == "top" and scope != "global"
+    ranked = policy == "top" and scope != "global"
     interacts = ranked and not whole and pick(False, True)
     skips = not dpo and not packing and pick(False, False, True)
     return Asked(
         family=family,
         loss=pick("nll", "dft") if family == "sft" and estimator == "label" else "nll",
-        weighting=weighting,
         lora=draw(st.booleans()),
         accumulation=accumulation,
         rows=rows,
@@ -261,9 +248,7 @@ def runs(draw: st.DrawFn) -> Asked:
         confidence=pick(0.5, 0.7, 0.95),
         keep_scope=scope,
         value_unit="response" if whole else "token",
-        kept_normalization=pick(
-            *divisors, *(() if weighting == "unbiased" or harmless else ("kept",))
-        ),
+        kept_normalization=pick(*divisors, *(() if harmless else ("kept",))),
         shared_threshold=dpo and not harmless and draw(st.booleans()),
         masked_logit=dpo and draw(st.booleans()),
         retention=pick(*kinds) if objective == "stability" else pick("none", *kinds),

@@ -15,7 +15,7 @@ __all__ = ["AlphaToken", "Label"]
 _ORDERS = ("top", "bottom", "random")
 _VARIANTS = (
     "objective", "path", "window", "stability_weight",
-    "score_layers", "weighting", "keep_scope", "kept_normalization", "retention",
+    "score_layers", "keep_scope", "kept_normalization", "retention",
     "interaction_weight", "preconditioner", "shared_threshold", "masked_logit", "value_unit",
 )  # fmt: skip
 
@@ -32,7 +32,7 @@ class AlphaToken(TokenPolicy):
         estimator: another one of the same family: "direct", "same_layer_hop", "path", "label",
             "paper_literal"
         any of objective, path, window, stability_weight,
-            score_layers, weighting, keep_scope, kept_normalization, retention,
+            score_layers, keep_scope, kept_normalization, retention,
             interaction_weight, preconditioner, shared_threshold, masked_logit, value_unit:
             ablation variants
 

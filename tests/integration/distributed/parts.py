@@ -185,8 +185,6 @@ POLICIES = (
     {"policy": "top"},
     {"policy": "bottom"},
     {"policy": "random"},
-    {"policy": "top", "weighting": "proportional"},
-    {"policy": "top", "weighting": "unbiased"},
 )
 
 
@@ -209,8 +207,7 @@ def selection(name: str, folder: Path) -> dict[str, Any]:
             assert torch.equal(expected, weights)
         total = sum(float(w.sum()) for w in alone)
         tokens = sum(int(m.sum()) for _, m in everything)
-        if policy.get("weighting") != "unbiased":
-            assert total == -(-3 * tokens // 10)
+        assert total == -(-3 * tokens // 10)
         found.append(total)
     # The last round of an epoch may not reach every rank.
     short = everything[: 4 * ranks.world - 1]
