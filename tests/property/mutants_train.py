@@ -550,7 +550,7 @@ TRAINERS = (
         "effective-share-without-its-square",
         "the effective share of the weights is not squared",
         ("train.statistics.summary", 'counts["weight"] ** 2', 'counts["weight"]'),
-        "proportional weights",
+        PAPER,
     ),
     _of(
         "statistics-never-cleared",
