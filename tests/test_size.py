@@ -18,10 +18,10 @@ ROOMS = {
     "demo": 865,
     "direction": 3_892,
     "estimate": 1_926,
-    "fidelity": 13_074,
+    "fidelity": 11_947,
     "model": 5_743,
     "oracle": 4_960,
-    "report": 1_650,
+    "report": 1_648,
     "scoring": 720,
     "select": 1_243,
     "support": 678,
@@ -34,7 +34,7 @@ LAB_ROOMS = {
     "commands": 2_486,
     "compare": 3_996,
     "methods": 4_586,
-    "paper": 832,
+    "paper": 814,
 }
 
 
@@ -63,6 +63,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_142), ("tests", 75_845)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_133), ("tests", 75_889)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -152,8 +152,8 @@ def _reason(error: Exception) -> str:
 
 def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
     print(f"{diagnosis.name} ({how_long}): {diagnosis.question}")
-    for sentence in diagnosis.answer:
-        print(f"  {sentence}")
+    for line in diagnosis.answer.lines():
+        print(f"  {line}")
     print(f"  files: {folder.path / diagnosis.name}", flush=True)
 
 

@@ -1,7 +1,6 @@
 """Diagnostics: how far values can be trusted on the user's own model.
 
-**The diagnostics** (``alphatoken diagnose NAME``; ``registry`` lists them): one file each, with its
-pictures in ``NAME_figures``.
+**The diagnostics** (``alphatoken diagnose NAME``; ``registry`` lists them): one file each.
 
 - ``estimators``: every estimator against exact values, at its price. ``utility``: predicted against
   actual change of the loss after one step (eq. local_utility_def). ``value_propagation``: how much
@@ -13,9 +12,9 @@ pictures in ``NAME_figures``.
 
 Each has ``Options`` and ``diagnose(subject, options)``, which returns a
 :class:`~alphatoken.fidelity.diagnosis.Diagnosis` of a model, rows and an objective (``subject``):
-an answer in computed sentences, tables, and figures. ``intervals`` says how far a number can be
-trusted, ``plots`` and ``drawing`` make the figures, ``page`` one HTML page of all; ``rounds`` keeps
-a diagnosis to a time. The other files compute: directions and decisions (``per_row``,
+an answer of four fields, tables, and figures, which ``figures`` draws as they are declared.
+``intervals`` says how far a number can be trusted, ``page`` makes one HTML page of all; ``rounds``
+keeps a diagnosis to a time. The other files compute: directions and decisions (``per_row``,
 ``resampling``, ``decisions``), tokens sent one by one (``tokenwise``), steps taken and taken back
 (``stepping``).
 

@@ -19,7 +19,6 @@ from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.clouds import entropy, picture_of
-from alphatoken.fidelity.coverage_figures import map_figure, numbers_figure, overlap_figure
 from alphatoken.fidelity.coverage_statistics import (
     STATISTICS,
     Band,
@@ -31,7 +30,8 @@ from alphatoken.fidelity.coverage_statistics import (
     band_of,
     measured,
 )
-from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.jackknife import jackknife
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -103,16 +103,14 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     union = kept_by_any(kept)
     drawn = union[draw(len(union), options.points, subject.seed)]
     places = picture_of(pool.points[drawn], seed=subject.seed, perplexity=options.perplexity)
+    measures = _numbers_table(pool, numbers, band)
+    figures = _figures(_map_table(pool, kept, drawn, places), measures, overlaps, options.policies)
     return Diagnosis(
         name="coverage",
         question=find("coverage").question,
-        answer=_answer(pool, kept, numbers, band),
-        tables=(_numbers_table(pool, numbers, band), overlaps, _clusters_table(pool, kept)),
-        figures=(
-            map_figure(pool, kept, numbers, drawn, places),
-            numbers_figure(numbers, band),
-            overlap_figure(overlaps, options.policies, subject.ratio),
-        ),
+        answer=_answer(numbers, band),
+        tables=(measures, overlaps, _clusters_table(pool, kept), *_causal_effect(pool, kept)),
+        figures=draw_all(figures),
         notes=_notes(subject, states, pool, len(union), len(drawn), rows),
         settings={
             **subject.settings(),
@@ -121,7 +119,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "t-SNE perplexity": min(options.perplexity, (len(drawn) - 1) / 3),
             "random selections": options.draws,
         },
-        verdict=_verdict(numbers, band),
     )
 
 
@@ -205,15 +202,77 @@ def _clusters_table(pool: Pool, kept: Mapping[str, Mask]) -> Table:
     )
 
 
+def _map_table(pool: Pool, kept: Mapping[str, Mask], drawn: Indices, places: Numbers) -> Table:
+    records = [
+        {
+            "row": int(pool.rows[token]),
+            "token_id": int(pool.ids[token]),
+            "x": float(x),
+            "y": float(y),
+            "loss": float(pool.losses[token]),
+            "cluster": int(pool.labels[token]),
+            **{name: bool(mask[token]) for name, mask in kept.items()},
+        }
+        for token, (x, y) in zip(drawn, places, strict=True)
+    ]
+    return Table.of("coverage-map", "Tokens in the picture, and who keeps them", records)
+
+
+def _figures(
+    points: Table, numbers: Table, overlaps: Table, policies: Sequence[str]
+) -> list[Figure]:
+    return [
+        Figure(
+            "cloud",
+            "coverage-map",
+            points,
+            "Where the kept tokens lie",
+            "One t-SNE of the contextual embeddings of every token that some policy keeps, the "
+            "same in every panel. Grey: tokens that others keep and this policy drops. Look for "
+            "whole regions left grey, and whether they are those where the loss (first panel, in "
+            "nats) is high or low; do not read distances.",
+            x="x",
+            y="y",
+            facets=tuple(policies),
+            colour="loss",
+        ),
+        Figure(
+            "bars",
+            "coverage-statistics",
+            numbers,
+            "Coverage against chance",
+            "The kept tokens of each policy, with 95 % intervals. Grey band: 95 % of random "
+            "selections of the same size. Look for marks outside the band: left of it the policy "
+            "covers less than chance does.",
+            x="value",
+            y="policy",
+            facets="statistic",
+            band="random",
+        ),
+        Figure(
+            "grid",
+            "coverage-common",
+            overlaps,
+            "Kept tokens in common",
+            "Share of kept tokens that two policies have in common. Unrelated policies share the "
+            "ratio: look for pairs far above (they do the same) and below (they contradict each "
+            "other).",
+            x="policy",
+            y="other",
+            colour="in_common",
+        ),
+    ]
+
+
 # --- words --------------------------------------------------------------------------------------
 
 
-def _verdict(numbers: Mapping[str, Mapping[str, Estimate]], band: Mapping[str, Band]) -> Verdict:
+def _answer(numbers: Mapping[str, Mapping[str, Estimate]], band: Mapping[str, Band]) -> Answer:
     """Of the first policy: evenness of what it keeps, beside random selections."""
     name = next((name for name in numbers if name != "random"), "random")
     found, (low, high) = numbers[name]["entropy"], band["entropy"]
     how = {"below": "less even than", "above": "more even than", "within": "as even as"}
-    return Verdict(
+    return Answer(
         f"What {name} keeps is {how[against(found, band['entropy'])]} a random choice.",
         str(found),
         f"entropy over clusters of contexts of what {name} keeps ({low:.3f} to {high:.3f} at "
@@ -223,49 +282,10 @@ def _verdict(numbers: Mapping[str, Mapping[str, Estimate]], band: Mapping[str, B
     )
 
 
-def _answer(
-    pool: Pool,
-    kept: Mapping[str, Mask],
-    numbers: Mapping[str, Mapping[str, Estimate]],
-    band: Mapping[str, Band],
-) -> tuple[str, ...]:
-    chosen = [name for name in numbers if name != "random"]
-
-    def who(key: str, said: str) -> str:
-        return ", ".join(
-            f"{name} {numbers[name][key]:.3f}"
-            for name in chosen
-            if against(numbers[name][key], band[key]) == said
-        )
-
-    sentences = []
-    for said, phrase in (
-        ("below", "Less even over the clusters of contexts than random tokens"),
-        ("above", "More even over the clusters of contexts than random tokens"),
-        ("within", "As even over the clusters of contexts as random tokens"),
-    ):
-        names = who("entropy", said)
-        sentences += [f"{phrase}: {names}."] if names else []
-    low, high = band["entropy"]
-    own = entropy(pool.labels, pool.clusters)
-    scale = (
-        f"All candidates have entropy {own:.3f} of the possible over {pool.clusters} clusters, "
-        f"random selections {low:.3f} to {high:.3f} (95 %)."
-    )
-    sentences[:1] = [f"{sentences[0]} {scale}" if sentences else scale]
-    narrow = who("spread", "below")
-    sentences.append(
-        f"Closer together than random tokens (spread of all candidates is 1): {narrow}."
-        if narrow
-        else "No policy keeps tokens that lie closer together than random ones."
-    )
-    if {"alphatoken", "direct"} <= set(kept):
-        sentences.append(_causal_effect(pool, kept))
-    return tuple(sentences)
-
-
-def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> str:
+def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> list[Table]:
     """Whether the causal part makes the kept tokens more diverse, as the paper's figure says."""
+    if not {"alphatoken", "direct"} <= set(kept):
+        return []
 
     def difference(among: Indices) -> float:
         ours, direct = (
@@ -275,15 +295,7 @@ def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> str:
         return ours - direct
 
     found = jackknife(difference, len(pool.ids), groups=pool.rows)
-    if not found.defined:
-        return f"Whether the causal part adds diversity is {found}."
-    clear = found.low > 0 or found.high < 0
-    said = "more" if found.value > 0 else "less"
-    verdict = f"{said} even with it" if clear else "no difference that these rows can show"
-    return (
-        "The causal part (alphatoken against direct only) changes the cluster entropy by "
-        f"{found:+.3f}: {verdict}."
-    )
+    return [Table.of_numbers({"cluster entropy of alphatoken minus that of direct": found})]
 
 
 def _notes(

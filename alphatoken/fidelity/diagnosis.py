@@ -1,4 +1,4 @@
-"""What a diagnostic returns: an answer in words, tables, figures; and the files it becomes."""
+"""What a diagnostic returns: an answer, tables, figures; and the files it becomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alphatoken.errors import DataError
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.support.storage import replacing
 
-__all__ = ["Cell", "Diagnosis", "Figure", "Table", "Verdict"]
+__all__ = ["Answer", "Cell", "Diagnosis", "Drawing", "Table"]
 
 Cell = str | int | float | bool | None
 _FILE = "diagnosis.json"
@@ -53,6 +53,12 @@ class Table:
         columns = tuple(dict.fromkeys(name for record in flat for name in record))
         rows = tuple(tuple(record.get(name) for name in columns) for record in flat)
         return cls(key, title, columns, rows, note)
+
+    @classmethod
+    def of_numbers(cls, numbers: Mapping[str, Any]) -> Table:
+        """Named numbers that stand in no other table of a diagnosis."""
+        records = [{"number": name, "value": value} for name, value in numbers.items()]
+        return cls.of("numbers", "Further numbers", records)
 
     def csv(self) -> str:
         """RFC 4180 text with a header; None and NaN are empty."""
@@ -94,7 +100,7 @@ def _plain(cell: Cell) -> str:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Drawing:
     """One picture with its data.
 
     Attributes:
@@ -117,20 +123,25 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Answer:
     """What a diagnosis comes to, for whoever reads one line of it.
 
     Attributes:
-        text: the finding, in a sentence.
+        verdict: the finding, in a sentence.
         number: the one number that it rests on, with its interval; "" where there is none.
         label: what that number is.
         advice: what to do about it.
     """
 
-    text: str
+    verdict: str
     number: str
     label: str
     advice: str
+
+    def lines(self) -> list[str]:
+        """As a terminal or a list shows it."""
+        number = [f"{self.number}: {self.label}"] if self.number else []
+        return [self.verdict, *number, f"What to do: {self.advice}"]
 
 
 @dataclass(frozen=True)
@@ -140,30 +151,28 @@ class Diagnosis:
     Attributes:
         name: of the diagnostic, as on the command line.
         question: what it answers.
-        answer: findings in plain sentences, most important first; computed, not canned.
+        answer: its verdict, the number that this rests on, and what to do.
         tables: numbers.
         figures: pictures.
         notes: what was sampled or left out, and warnings.
         settings: what the numbers depend on.
         html: extra HTML that is safe to show as it is (token heatmaps), or "".
-        verdict: the answer in one line, with its number.
     """
 
     name: str
     question: str
-    answer: tuple[str, ...]
+    answer: Answer
     tables: tuple[Table, ...] = ()
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[Drawing, ...] = ()
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     html: str = ""
-    verdict: Verdict | None = None
 
     def table(self, key: str) -> Table:
         """The table named ``key``; KeyError if there is none."""
         return {table.key: table for table in self.tables}[key]
 
-    def figure(self, key: str) -> Figure:
+    def figure(self, key: str) -> Drawing:
         """The figure named ``key``; KeyError if there is none."""
         return {figure.key: figure for figure in self.figures}[key]
 
@@ -188,7 +197,7 @@ class Diagnosis:
         record = {
             "name": self.name,
             "question": self.question,
-            "answer": self.answer,
+            "answer": asdict(self.answer),
             "tables": [_table_record(table) for table in self.tables],
             "figures": [
                 {name: getattr(figure, name) for name in _TEXTS}
@@ -198,7 +207,6 @@ class Diagnosis:
             "notes": self.notes,
             "settings": dict(self.settings),
             "html": self.html,
-            "verdict": None if self.verdict is None else asdict(self.verdict),
         }
         return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
@@ -218,7 +226,7 @@ class Diagnosis:
         try:
             record = json.loads((folder / _FILE).read_text(encoding="utf-8"))
             figures = tuple(
-                Figure(
+                Drawing(
                     **{name: entry[name] for name in _TEXTS},
                     data=_read_table(entry["data"]),
                     svg=(folder / f"{entry['key']}.svg").read_text(encoding="utf-8"),
@@ -229,13 +237,12 @@ class Diagnosis:
             return cls(
                 name=record["name"],
                 question=record["question"],
-                answer=tuple(record["answer"]),
+                answer=Answer(**record["answer"]),
                 tables=tuple(_read_table(entry) for entry in record["tables"]),
                 figures=figures,
                 notes=tuple(record["notes"]),
                 settings=record["settings"],
                 html=record["html"],
-                verdict=Verdict(**record["verdict"]) if record["verdict"] else None,
             )
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise DataError(

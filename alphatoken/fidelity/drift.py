@@ -22,8 +22,8 @@ from torch import nn
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.clouds import picture_of
-from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
-from alphatoken.fidelity.drift_figures import layers_figure, map_figure
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
@@ -213,15 +213,13 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         one: laid_out(cloud, seed=subject.seed, perplexity=options.perplexity)
         for one, cloud in clouds.items()
     }
+    layers = _layers_table(found)
     return Diagnosis(
         name="drift",
         question=find("drift").question,
-        answer=_answer(found, clouds),
-        tables=(_sets_table(found), _losses_table(found), _layers_table(found)),
-        figures=(
-            map_figure(places, found.sets),
-            layers_figure(_layers_of(found), next(iter(before.values())).places),
-        ),
+        answer=_answer(found),
+        tables=(_sets_table(found), _losses_table(found), layers, *_compared(found, clouds)),
+        figures=draw_all(_figures(_map_table(places), layers)),
         notes=_notes(subject, before, options, origin),
         settings={
             **subject.settings(),
@@ -231,7 +229,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "tuning_steps": subject.tuning_steps if tuned else None,
             "tuning_rate": subject.rate if tuned else None,
         },
-        verdict=_verdict(found),
     )
 
 
@@ -297,17 +294,6 @@ def laid_out(
     return dict(zip(clouds, np.split(places, ends), strict=True))
 
 
-def _layers_of(found: _Found) -> list[dict[str, Any]]:
-    """Records of all models; ``line`` is what a figure calls one set of one model."""
-    several = len(found.layers) > 1
-    return [
-        {"model": name, **record}
-        | {"line": f"{record['set']}, {name}" if several else record["set"]}
-        for name, records in found.layers.items()
-        for record in records
-    ]
-
-
 def _records(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     return [
         {"model": name, "set": one, **record}
@@ -350,10 +336,67 @@ def _layers_table(found: _Found) -> Table:
     )
 
 
+def _map_table(places: Mapping[str, Mapping[str, Numbers]]) -> Table:
+    """Places in the picture: set -> model -> (n, 2), the model before first."""
+    records = [
+        {"set": name, "model": model, "probe": probe, "x": float(x), "y": float(y)}
+        for name, clouds in places.items()
+        for model, cloud in clouds.items()
+        for probe, (x, y) in enumerate(cloud)
+    ]
+    return Table.of("drift-map", "Places of the probes in the picture", records)
+
+
+def _figures(points: Table, layers: Table) -> list[Figure]:
+    return [
+        Figure(
+            "cloud",
+            "drift-map",
+            points,
+            "Probes before and after",
+            "One t-SNE of the mean states of a set's probes under all models together. Ellipses "
+            "hold 95 % of a normal cloud with the same mean and covariance, curves are the "
+            "densities along each axis. Look for clouds whose ellipse and curves have left those "
+            "of the model before. Lengths in the picture are no distances; the mean shift, "
+            "measured in the states themselves, is in the table.",
+            x="x",
+            y="y",
+            facets="set",
+            series="model",
+            across=2,
+        ),
+        Figure(
+            "lines",
+            "drift-layers-cka",
+            layers,
+            "Where in the model the geometry changed",
+            "1 where the probes keep their geometry, up to turns and scale. Look for the layer "
+            "where the lines leave 1.",
+            x="place",
+            y="cka_debiased",
+            series=("set", "model"),
+            ylabel="debiased linear CKA",
+        ),
+        Figure(
+            "lines",
+            "drift-layers-shift",
+            layers,
+            "Where in the model it moved",
+            "How far a probe moved, turns included. Sets that move far with a CKA near 1 shifted "
+            "together, which the layers above may undo.",
+            x="place",
+            y="relative_shift",
+            series=("set", "model"),
+            ylabel="mean relative shift",
+            limits=(None, (0.0, None)),
+        ),
+    ]
+
+
 # --- words ---------------------------------------------------------------------------------------
 
 
-def _verdict(found: _Found) -> Verdict:
+def _answer(found: _Found) -> Answer:
     """The set and model that moved most."""
     moved = [
         (float(numbers["relative_shift"].value), name, model, numbers)
@@ -362,7 +405,7 @@ def _verdict(found: _Found) -> Verdict:
         if numbers["relative_shift"].defined
     ]
     _, name, model, numbers = max(moved, default=(0.0, "", "", {}), key=lambda one: one[0])
-    return Verdict(
+    return Answer(
         f"Most moved: {name} ({model})." if numbers else "How far states moved is not defined.",
         str(numbers["relative_shift"]) if numbers else "",
         f"shift of a probe of {name}, in lengths of its mean state" if numbers else "",
@@ -371,86 +414,21 @@ def _verdict(found: _Found) -> Verdict:
     )
 
 
-def _answer(found: _Found, clouds: Mapping[str, Mapping[str, Numbers]]) -> tuple[str, ...]:
-    several = len(found.sets) > 1
-    sentences = [*_compared(found, clouds)] if several else []
-    for name in found.sets:
-        said = _of_model(found.sets[name], found.losses[name], found.layers[name])
-        sentences += [f"{name}: {text}" for text in said] if several else said
-    return tuple(sentences)
-
-
-def _compared(found: _Found, clouds: Mapping[str, Mapping[str, Numbers]]) -> list[str]:
-    """For each set, how far each model moved, and the difference of the last from the first.
+def _compared(found: _Found, clouds: Mapping[str, Mapping[str, Numbers]]) -> list[Table]:
+    """For each set, how much farther the last model moved than the first; of one model nothing.
 
     Mean relative shift of a probe; both models on the same resampled probes.
     """
-    first, *_, last = found.sets
-    sentences = []
+    first, *_, last = [*found.sets, *found.sets]
+    if first == last:
+        return []
+    differences = {}
     for name, cloud in clouds.items():
         shifts = [relative_shift(cloud[BEFORE], cloud[model]) for model in (first, last)]
-        difference = bootstrap(lambda a, b: float(b.mean() - a.mean()), *shifts, what="probes")
-        own = ", ".join(f"{m} {found.sets[m][name]['relative_shift']}" for m in found.sets)
-        sentences.append(
-            f"Mean shift of a probe of {name}: {own}; {last} minus {first} {difference}."
+        differences[f"mean shift of a probe of {name}, {last} minus {first}"] = bootstrap(
+            lambda a, b: float(b.mean() - a.mean()), *shifts, what="probes"
         )
-    return sentences
-
-
-def _of_model(
-    numbers: Mapping[str, Mapping[str, Any]],
-    losses: Mapping[str, Mapping[str, Estimate]],
-    layers: Sequence[Mapping[str, Any]],
-) -> list[str]:
-    known = [name for name in numbers if numbers[name]["relative_shift"].defined]
-    if not known:
-        first = next(iter(numbers.values()))["relative_shift"]
-        return [f"How far the states moved is {first} in every set."]
-    most = max(known, key=lambda name: numbers[name]["relative_shift"].value)
-    found = numbers[most]
-    sentences = [
-        f"Most moved: {most}. A probe's mean state shifts by {found['relative_shift']} of its "
-        f"length, {found['shift_in_widths']} times the distance of a probe from the centre of its "
-        f"set; of the squared movement {found['shared']} is one shift that all its probes share."
-    ]
-    sentences.append(_rotation(most, found))
-    forgotten = [name for name in known if losses[name]["loss_change"].low > 0]
-    gained = [name for name in known if losses[name]["loss_change"].high < 0]
-    for names, said in ((forgotten, "Forgotten (loss rose)"), (gained, "Improved (loss fell)")):
-        if names:
-            changes = ", ".join(f"{n} {losses[n]['loss_change']:+.2f} nats" for n in names)
-            sentences.append(f"{said}: {changes} a token.")
-    if not forgotten and not gained:
-        sentences.append("No set's loss changed by more than its interval.")
-    return sentences + _where(layers, most)
-
-
-def _rotation(name: str, found: Mapping[str, Any]) -> str:
-    aligned: Estimate = found["cka_debiased"]
-    if not aligned.defined:
-        return f"Whether the geometry of {name} changed is {aligned}."
-    text = f"{aligned:.3f}"
-    if aligned.low > 0.95:
-        return (
-            f"Its geometry is kept: debiased CKA {text}; the probes moved together, or turned, "
-            "more than apart."
-        )
-    if aligned.high < 0.95:
-        return (
-            f"Its geometry changed: debiased CKA {text}, where 1 is the same up to turns and scale."
-        )
-    return f"Whether its geometry changed is open: debiased CKA {text} (1: up to turns and scale)."
-
-
-def _where(layers: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """The place that changed most, of one set."""
-    own = [r for r in layers if r["set"] == name and r["cka_debiased"].defined]
-    if not own:
-        return []
-    least = min(own, key=lambda record: record["cka_debiased"].value)
-    if least["cka_debiased"].high > 0.999:
-        return []
-    return [f"By CKA, {name} changed most at {least['place']}: {least['cka_debiased']:.3f}."]
+    return [Table.of_numbers(differences)]
 
 
 def _notes(

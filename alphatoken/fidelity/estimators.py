@@ -24,13 +24,8 @@ from alphatoken.data import Example
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.fidelity.advice import Advice, advise
 from alphatoken.fidelity.cost import Cost, direction_cost, measure, step_cost, values_cost
-from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table, Verdict
-from alphatoken.fidelity.estimators_figures import (
-    depth_figure,
-    noise_figure,
-    pareto_figure,
-    window_figure,
-)
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import Estimate, bootstrap, few_rows
 from alphatoken.fidelity.noise import Planted, calibration, plant
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -481,50 +476,118 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     truth = readings.values[plan.truth]
     advice = advise(readings.values, truth, costs, readings.row, options.draws)
     noise = _noise_table(subject, options, rows, plan, direction)
+    layers = _agreement_table("layers", "By number of scored layers", plan.by_depth, found, costs)
+    windows = _agreement_table("windows", "By window", plan.by_window, found, costs)
     tables = (
         _advice_table(advice, prices),
-        _agreement_table("layers", "By number of scored layers", plan.by_depth, found, costs),
-        _agreement_table("windows", "By window", plan.by_window, found, costs),
+        layers,
+        windows,
         _oracle_table(subject, options, readings, plan, oracle),
         _cost_table(prices, settings),
         noise,
+        _numbers(subject, _label_error(readings, plan, oracle)),
     )
-    error = _label_error(readings, plan, oracle)
-    answer = (
-        *_advice_sentences(advice, options.price),
-        _own_sentence(plan, found, prices, costs, advice, subject.ratio),
-        _exactness_sentence(error, len(oracle.places)),
-        *_noise_sentences(subject, plan, noise),
-    )
+    priced = _priced_table(found, costs, plan.own, {one.setting for one in advice})
     return Diagnosis(
         "estimators",
         find("estimators").question,
-        answer,
+        _answer(plan, found, costs, advice),
         tuple(table for table in tables if table.rows),
-        _figures(found, costs, advice, plan.own, noise, options.price),
+        draw_all(_figures(priced, layers, windows, noise, options.price)),
         _notes(subject, rows, refused, plan, oracle),
         subject.settings() | {"noise_share": options.noise_share, "draws": options.draws},
-        verdict=_verdict_of(plan, found, costs, advice),
     )
+
+
+def _priced_table(
+    found: Mapping[Setting, dict[str, Estimate]],
+    costs: Mapping[Setting, float],
+    own: Setting,
+    advised: set[Setting],
+) -> Table:
+    records = [
+        setting.columns
+        | {
+            "cost_in_training_steps": costs[setting],
+            "spearman": measures["spearman"],
+            "advised": setting in advised,
+            "yours": setting == own,
+        }
+        for setting, measures in found.items()
+    ]
+    return Table.of("pareto", "Cost against fidelity", records)
 
 
 def _figures(
-    found: Mapping[Setting, dict[str, Estimate]],
-    costs: Mapping[Setting, float],
-    advice: Sequence[Advice],
-    own: Setting,
-    noise: Table,
-    price: str,
-) -> tuple[Figure, ...]:
-    """All figures; one with nothing to draw is left out."""
-    ranked = {setting: measures["spearman"] for setting, measures in found.items()}
-    figures = (
-        pareto_figure(ranked, costs, advice, own, price),
-        depth_figure(ranked, own),
-        window_figure(ranked, own),
-        noise_figure(noise),
+    priced: Table, layers: Table, windows: Table, noise: Table, price: str
+) -> list[Figure]:
+    ranked: dict[str, Any] = {
+        "y": "spearman",
+        "series": "estimator",
+        "ylabel": "Spearman with the exact value",
+        "guides": (Guide(0.0, "y"),),
+    }
+    return [
+        Figure(
+            "scatter",
+            "pareto",
+            priced,
+            "Cost against fidelity",
+            "Up and to the left is better. Stars are the settings that are worth their price; the "
+            "ring is your setting: what lies above it and not to its right is better at no higher "
+            "cost. The exact value over all parameters is 1 by definition.",
+            x="cost_in_training_steps",
+            marked={"advised": "worth its price", "yours": "your setting"},
+            xlabel=f"cost of values and direction, in training steps ({price})",
+            **ranked,
+        ),
+        Figure(
+            "lines",
+            "depth",
+            layers,
+            "Rank agreement by number of scored layers",
+            "Look for lines that stop rising: more layers cost more and rank no better. Where "
+            "'label' is far above the others, the exact value is not what the estimators measure. "
+            "Bars are 95 % intervals.",
+            x="K",
+            xlabel="K, the last K layers are scored",
+            **ranked,
+        ),
+        Figure(
+            "lines",
+            "window",
+            windows,
+            "Rank agreement by window, your layers",
+            "In positions (T: no limit); W = 0 has no causal part. Look whether the line rises "
+            "with W: if it stays level or falls, Value-Propagation does not pay on this model.",
+            x="W",
+            **ranked,
+        ),
+        Figure(
+            "bars",
+            "noise-auc",
+            noise,
+            "Finding planted random tokens",
+            "To the right of the dashed line a score finds noise, to the left it prefers noise to "
+            "real text. Bars are 95 % intervals.",
+            x="auc",
+            y="score",
+            guides=(Guide(0.5),),
+            xlabel="AUC (0.5: knows nothing, 1: finds all)",
+            limits=((0.0, 1.0), None),
+        ),
+    ]
+
+
+def _numbers(subject: Subject, error: float) -> Table:
+    seen = calibration(subject, subject.validation)
+    return Table.of_numbers(
+        {
+            "label pass, largest distance from the oracle over the absolute terms": error,
+            "mean loss of the validation tokens": seen.loss,
+            "the same as the model expects it (entropy)": seen.entropy,
+        }
     )
-    return tuple(figure for figure in figures if figure is not None)
 
 
 def _agreement_table(
@@ -543,12 +606,12 @@ _ENOUGH = 0.9
 """Rank correlation of a setting that is advised, where one reaches it."""
 
 
-def _verdict_of(
+def _answer(
     plan: _Plan,
     found: Mapping[Setting, dict[str, Estimate]],
     costs: Mapping[Setting, float],
     advice: Sequence[Advice],
-) -> Verdict:
+) -> Answer:
     own = plan.own
     text, score = "No setting could be ranked: all values are equal.", ""
     if advice and own in found:
@@ -558,99 +621,13 @@ def _verdict_of(
             f"Use {best.setting}: it ranks at {best.spearman} and costs {best.cost:.1f} training "
             f"steps. Yours, {own}, ranks at {score} and costs {costs[own]:.1f}."
         )
-    return Verdict(
+    return Answer(
         text,
         score,
         f"rank correlation of your setting, {own}, with the exact first-order value",
         "take the cheapest setting whose rank correlation is enough for you; estimator='label' "
         "over all parameters is exact.",
     )
-
-
-def _advice_sentences(advice: Sequence[Advice], price: str) -> list[str]:
-    if not advice:
-        return ["No setting could be ranked: all values are equal."]
-    unit = "training steps" + ("" if price == "flops" else " (seconds)")
-    # The table has them all; a sentence of five can be read.
-    shown = sorted({round(i) for i in np.linspace(0, len(advice) - 1, min(5, len(advice)))})
-    parts = [(advice[i].cost, advice[i].setting, advice[i].spearman) for i in shown]
-    text = "; ".join(f"from {cost:.2f} on, {setting}: {score}" for cost, setting, score in parts)
-    return [
-        f"What to use, by what values and direction may cost a batch in {unit}, with the rank "
-        f"correlation with the exact first-order value over all parameters: {text}."
-    ]
-
-
-def _own_sentence(
-    plan: _Plan,
-    found: Mapping[Setting, dict[str, Estimate]],
-    prices: Prices,
-    costs: Mapping[Setting, float],
-    advice: Sequence[Advice],
-    ratio: float,
-) -> str:
-    own = plan.own
-    if own == plan.truth:
-        return "Your estimator is not defined on this model, so label values stand in for it."
-    measured = found[own]
-    text = (
-        f"Your setting, {own}, costs {prices.relative(own):.2f} of a training step in FLOPs "
-        f"({prices.relative(own, 'seconds'):.2f} in seconds here) and ranks at "
-        f"{measured['spearman']}; of the tokens it keeps, {measured['overlap']} would be kept by "
-        f"the exact value (chance: {ratio:g}), and its choice reaches {measured['gain_share']} of "
-        "what choosing can gain."
-    )
-    cheaper = [a for a in advice if a.cost <= costs[own] and a.setting != own]
-    if cheaper and cheaper[-1].spearman.value > measured["spearman"].value:
-        best = cheaper[-1]
-        clock = prices.relative(best.setting, "seconds")
-        text += (
-            f" For no more FLOPs, {best.setting} ranks at {best.spearman} "
-            f"({prices.relative(best.setting):.2f} in FLOPs, {clock:.2f} in seconds)."
-        )
-    return text
-
-
-def _exactness_sentence(error: float, tokens: int) -> str:
-    return (
-        f"The exact value itself was checked: on {tokens} tokens sent back one by one, the label "
-        f"pass is at most {error:.1e} of the absolute terms away from the oracle."
-    )
-
-
-def _noise_sentences(subject: Subject, plan: _Plan, noise: Table) -> list[str]:
-    scores = [record["score"] for record in noise.records()]
-    names = ("loss, high", f"{plan.truth}, low", f"{plan.own}, low")
-    loss, exact, own = (noise.estimate(scores.index(name), "auc") for name in names)
-    kept = noise.estimate(scores.index(names[1]), "noise_kept")
-    text = (
-        f"Planted random tokens are found by high loss with AUC {loss}, by a low exact value with "
-        f"{exact}, by a low value of {plan.own} with {own}."
-    )
-    return [text + " " + _verdict(subject, exact, kept)]
-
-
-def _verdict(subject: Subject, exact: Estimate, noise_kept: Estimate) -> str:
-    """What the AUC of the exact value means for a user."""
-    seen = calibration(subject, subject.validation)
-    if exact.high < 0.5:
-        reason = (
-            f"the model is overconfident here (mean loss {seen.loss:.2f}, its own expectation "
-            f"{seen.entropy:.2f}), so a random token, which flattens its predictions, lowers the "
-            "validation loss to first order"
-            if seen.overconfident
-            else "one step on them lowers the validation loss to first order"
-        )
-        return (
-            "Even exact values rank noise above real text: " + reason + ". A value is the utility "
-            "of one step, no detector of bad data: screen the data by loss or by eye."
-        )
-    if exact.low > 0.5:
-        return (
-            f"Keeping high values removes part of the noise: {noise_kept} of what "
-            "the exact value keeps is noise. It is still the utility of one step, no detector."
-        )
-    return "The exact value cannot tell noise from text here: screen the data by other means."
 
 
 def _notes(
@@ -673,6 +650,8 @@ def _notes(
         f"{subject.settings()['dtype']}.",
     ]
     notes += [f"{note} A larger --tokens draws more rows." for note in few_rows(len(rows))]
+    if plan.own == plan.truth:
+        notes.append("Your estimator is not defined on this model: label values stand in for it.")
     if subject.config.preconditioner is not None:
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
     notes += [f"{name} is left out on this model: {why}" for name, why in refused.items()]

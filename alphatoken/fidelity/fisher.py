@@ -12,11 +12,12 @@ all that the proxy models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import stats
@@ -27,14 +28,8 @@ from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity.curvature import BoundTerms, Curved, bound_terms, moved_parameters
-from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
-from alphatoken.fidelity.fisher_figures import (
-    agreement_figure,
-    bound_figure,
-    convergence_figure,
-    overlap_figure,
-    scatter_figure,
-)
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
@@ -269,47 +264,13 @@ def bound_records(terms: Mapping[str, BoundTerms]) -> list[dict[str, Any]]:
 # --- answer ------------------------------------------------------------------------------------
 
 
-def _answer(
-    agreement: Sequence[Mapping[str, Any]],
-    gains: Mapping[str, Estimate],
-    convergence: Sequence[Mapping[str, Any]],
-    terms: Mapping[str, BoundTerms],
-    ratio: float,
-) -> list[str]:
-    by = {(record["retention"], record["proxy"]): record for record in agreement}
-    main, change = by[POOLED, "diagonal"], by[CHANGE, "diagonal"]
-    start = by[POOLED, START]
-    said = [
-        f"The diagonal Fisher proxy ranks tokens with Spearman {main['spearman']} to the retention "
-        f"oracle; of the top {ratio:g} it keeps {main['overlap']} in common, where a random choice "
-        f"has {main['random_overlap']}.",
-        f"With the part of the oracle that the drift changed, which is all the proxy models, its "
-        f"Spearman is {change['spearman']}; the oracle of the untouched reference, which it cannot "
-        f"know, has {start['spearman']} to the oracle after.",
-        "Against the bare drift (F = 1) the Fisher adds "
-        + "; ".join(f"{gain} Spearman ({name})" for name, gain in gains.items())
-        + ".",
-    ]
-    if convergence:
-        said.append(
-            "Samples: "
-            + "; ".join(
-                f"{record['samples']} ({record['labels']} labels) give Spearman "
-                f"{record['with_main_fit']} to an independent full fit"
-                for record in _last_of_each(convergence)
-            )
-            + "."
-        )
-    return [*said, _said_of_bound(terms["diagonal"])]
-
-
-def _verdict(agreement: Sequence[Mapping[str, Any]]) -> Verdict:
+def _answer(agreement: Sequence[Mapping[str, Any]]) -> Answer:
     by = {(record["retention"], record["proxy"]): record for record in agreement}
     score: Estimate = by[POOLED, "diagonal"]["spearman"]
     how = "not clearly as real retention rows do"
     how = "as real retention rows do" if score.low > 0 else how
     how = "the wrong way round" if score.high < 0 else how
-    return Verdict(
+    return Answer(
         f"The Fisher proxy ranks tokens {how}.",
         str(score),
         "rank correlation of the diagonal Fisher proxy with real retention rows",
@@ -318,27 +279,14 @@ def _verdict(agreement: Sequence[Mapping[str, Any]]) -> Verdict:
     )
 
 
-def _last_of_each(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return list({record["labels"]: record for record in records}.values())
-
-
-def _said_of_bound(terms: BoundTerms) -> str:
-    at_least = "" if terms.right.exact else "at least "
+def _vacuous(terms: BoundTerms) -> str:
+    """Whether a proxy of zero would meet the bound too."""
     unknown = [part.how for part in terms.parts.values() if not part.known]
     if terms.vacuous:
-        verdict = "The bound is vacuous here: a proxy of zero would meet it too"
-    elif unknown:
-        verdict = f"Whether the bound is vacuous cannot be said ({unknown[0]})"
-    elif terms.right.exact:
-        verdict = "The bound is not vacuous here"
-    else:
-        verdict = "The bound is not shown to be vacuous here, though some terms are lower limits"
-    return (
-        f"{verdict}. The proxy gradient is off by {terms.left:.3g} where the retention gradient is "
-        f"{terms.ideal:.3g} long (cosine {terms.cosine:.2f}); the right side is "
-        f"{at_least}{terms.right.value:.3g}, of which ||r_0|| is {terms.residual:.3g}. These are "
-        "norms on the named rows, without sampling error of their own."
-    )
+        return "yes"
+    if unknown:
+        return f"cannot be said ({unknown[0]})"
+    return "no" if terms.right.exact else "not shown to be: some terms are lower limits"
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -376,17 +324,23 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     terms, bound_rows, bound_tokens = _bound(
         subject, (before, after), scored, fishers, retention, options
     )
+    tables = _tables(agreement, gains, convergence, terms)
     notes += _notes(subject, rows, retention, said, bound_rows, bound_tokens, scored)
     return Diagnosis(
         NAME,
         find(NAME).question,
-        tuple(_answer(agreement, gains, convergence, terms, subject.ratio)),
-        _tables(agreement, gains, convergence, terms),
-        _figures(scores, list(fishers), agreement, convergence, terms, row, options),
+        _answer(agreement),
+        (*tables, Table.of_numbers({"is the bound vacuous": _vacuous(terms["diagonal"])})),
+        draw_all(
+            (
+                *_scatters(scores["diagonal"], scores[POOLED]),
+                _overlap_figure(scores, list(fishers), row, options.draws),
+                *_figures(tables[0], tables[2], terms["diagonal"]),
+            )
+        ),
         tuple(notes),
         subject.settings()
         | {"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
-        verdict=_verdict(agreement),
     )
 
 
@@ -463,17 +417,38 @@ def _tables(
     )
 
 
-def _figures(
-    scores: Mapping[str, Numbers],
-    proxies: Sequence[str],
-    agreement: Sequence[Mapping[str, Any]],
-    convergence: Sequence[Mapping[str, Any]],
-    terms: Mapping[str, BoundTerms],
-    rows: Numbers,
-    options: Options,
-) -> tuple[Any, ...]:
-    ratios = [round(0.1 * i, 1) for i in range(1, 10)]
-    overlap = partial(bootstrap, groups=rows, draws=options.draws)
+def _scatters(proxy: Numbers, oracle: Numbers) -> Iterator[Figure]:
+    """Diagonal proxy against pooled oracle, token by token: values and ranks."""
+    scaled = [x / max(float(np.abs(x).max()), 1e-300) for x in (proxy, oracle)]
+    ranks = [stats.rankdata(x) / len(x) for x in (proxy, oracle)]
+    records = [
+        {"proxy": a, "oracle": b, "proxy_rank": c, "oracle_rank": d}
+        for a, b, c, d in zip(*scaled, *ranks, strict=True)
+    ]
+    data = Table.of("scatter", "Scores of the tokens", records)
+    for key, suffix, what, caption in (
+        ("scatter", "", "value / largest", "As the paper draws them: a few heavy tokens decide "
+         "the impression."),
+        ("scatter-ranks", "_rank", "rank / tokens", "Ranks alone decide what is kept."),
+    ):  # fmt: skip
+        yield Figure(
+            "scatter",
+            key,
+            data,
+            f"Proxy and oracle score of each token, {what}",
+            f"A useful proxy fills the diagonal from lower left to upper right. {caption}",
+            x=f"proxy{suffix}",
+            y=f"oracle{suffix}",
+            xlabel=f"proxy, {what}",
+            ylabel=f"oracle, {what}",
+        )
+
+
+def _overlap_figure(
+    scores: Mapping[str, Numbers], proxies: Sequence[str], rows: Numbers, draws: int
+) -> Figure:
+    """Overlap of the kept part with the oracle's, by ratio, beside a random choice."""
+    overlap = partial(bootstrap, groups=rows, draws=draws)
     curve = [
         {
             "proxy": proxy,
@@ -482,17 +457,84 @@ def _figures(
             "random": random_overlap(len(rows), ratio),
         }
         for proxy in proxies
-        for ratio in ratios
+        for ratio in (round(0.1 * i, 1) for i in range(1, 10))
     ]
-    figures = [
-        scatter_figure(scores["diagonal"], scores[POOLED]),
-        overlap_figure(curve),
-        agreement_figure([r for r in agreement if r["proxy"] in proxies]),
-        bound_figure(terms["diagonal"]),
+    return Figure(
+        "lines",
+        "overlap",
+        Table.of("overlap", "Overlap by ratio", curve),
+        "Kept tokens in common with the oracle",
+        "Share of the oracle's kept tokens that each proxy keeps too. Only what lies above the "
+        "grey band, 95 % of random choices, is better than chance.",
+        x="ratio",
+        y="overlap",
+        series="proxy",
+        band="random",
+        xlabel="kept ratio",
+        ylabel="overlap with the oracle's choice",
+    )
+
+
+_PARTS = {
+    "residual": "||r_0||",
+    "off_diagonal": "D_off ||dtheta||",
+    "calibration": "D_cal ||dtheta||",
+    "transfer": "D_transfer ||dtheta||",
+    "cross": "cross term",
+    "cubic": "M_3 / 2 ||dtheta||^2",
+}
+"""Summands of the bound's right side."""
+
+
+def _figures(agreement: Table, convergence: Table, one: BoundTerms) -> list[Figure]:
+    sides = {"right side": one.right.value, "left side": one.left, "||g_ideal||": one.ideal}
+    terms = {_PARTS[name]: part.value for name, part in one.parts.items() if part.known} | sides
+    records = [{"term": term, "value": max(value, 1e-12)} for term, value in terms.items()]
+    return [
+        Figure(
+            "bars",
+            "agreement",
+            agreement,
+            "Rank correlation with each retention set",
+            "Points to the right of zero rank tokens as real retention data would. Compare each "
+            "Fisher with 'none', the bare drift; and the first row with the second, which leaves "
+            "out what the reference's own gradient decides.",
+            x="spearman",
+            y="retention",
+            series="proxy",
+            guides=(Guide(0.0),),
+            xlabel="Spearman with the oracle",
+        ),
+        Figure(
+            "lines",
+            "convergence",
+            convergence,
+            "How many samples a Fisher needs",
+            "Lines to the full fit (independent draws) rise to 1 as noise goes; where they are "
+            "flat, more samples change no ranking. A flat line to the oracle says that samples are "
+            "not what is missing.",
+            x="samples",
+            y=("with_main_fit", "with_oracle"),
+            series="labels",
+            xlabel="samples of the Fisher",
+            ylabel="Spearman of the scores",
+            scales=("log", "linear"),
+        ),
+        Figure(
+            "bars",
+            "bound_terms",
+            Table.of("bound_terms", "Terms of the bound, diagonal Fisher", records),
+            "The proxy's bound, term by term",
+            "The right side is the sum of all terms above it. If it lies beyond the dashed line, "
+            "the bound is vacuous: a proxy of zero would meet it; the term farthest to the right "
+            "is the reason. Some are lower limits: the table of the bound says which.",
+            x="value",
+            y="term",
+            guides=(Guide(one.ideal, label="||g_ideal||"),),
+            xlabel="norm",
+            scales=("log", "linear"),
+        ),
     ]
-    if convergence:
-        figures.insert(3, convergence_figure(convergence))
-    return tuple(figures)
 
 
 def _notes(

@@ -19,8 +19,8 @@ from alphatoken.certificate.metrics import kept, overlap, sign_agreement, spearm
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
-from alphatoken.fidelity.heatmap_figures import kinds_figure, shares_figure
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
@@ -198,21 +198,21 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     agreement = {} if valued.other is None else agreement_of(valued)
     kinds = kinds_of(valued, own)
     tokens = _tokens_table(valued, own, shown)
+    tables = [_kinds_table(kinds, subject.ratio), _shares_table(shares)]
     figures = [
         heatmap_figure(text, _row_table(tokens, text.row), lines=options.lines) for text in texts
     ]
     return Diagnosis(
         name="heatmap",
         question=find("heatmap").question,
-        answer=_answer(subject, valued, options, shares, agreement, kinds),
+        answer=_answer(kinds, subject.ratio),
         tables=(
-            _kinds_table(kinds, subject.ratio),
-            _shares_table(shares),
+            *tables,
             *([_agreement_table(agreement, subject, options)] if agreement else []),
             tokens,
         ),
-        figures=(*figures, kinds_figure(kinds, subject.ratio), shares_figure(shares, _NAMES)),
-        notes=_notes(subject, valued, shown, where),
+        figures=(*figures, *draw_all(_figures(tables[0], tables[1], subject.ratio))),
+        notes=_notes(subject, valued, options, shown, where),
         settings={
             **subject.settings(),
             "rows shown": ", ".join(map(str, shown)),
@@ -221,7 +221,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "colours": options.colours,
         },
         html=heatmap_html(texts, most=options.page_tokens),
-        verdict=_verdict(kinds, subject.ratio),
     )
 
 
@@ -387,38 +386,44 @@ def _agreement_table(
     )
 
 
-def _answer(
-    subject: Subject,
-    valued: Valued,
-    options: Options,
-    shares: Mapping[str, Estimate],
-    agreement: Mapping[str, Estimate],
-    kinds: Sequence[Mapping[str, Any]],
-) -> tuple[str, ...]:
-    sentences = [_kinds_sentence(kinds, subject.ratio)]
-    known = {key: share for key, share in shares.items() if share.defined and share.value > 0}
-    order = sorted(known, key=lambda key: -known[key].value)
-    if order:
-        parts = ", ".join(f"{_NAMES[key].lower()} {known[key]}" for key in order)
-        sentences.append(f"Of the summed magnitudes, these are the shares: {parts}.")
-    if _still(valued):
-        sentences.append(_still_sentence(subject, options))
-    if agreement:
-        other = "the values before fine-tuning" if options.against == "before" else options.against
-        sentences.append(
-            f"Against {other}: rank correlation {agreement['spearman']}, same sign for "
-            f"{agreement['sign_agreement']} of the tokens, {agreement['kept_in_common']} of the "
-            f"kept ones in common ({subject.ratio:g} by chance)."
-        )
-    return tuple(sentences)
+def _figures(kinds: Table, shares: Table, ratio: float) -> list[Figure]:
+    return [
+        Figure(
+            "bars",
+            "heatmap-kinds-figure",
+            kinds,
+            "Which kinds of tokens are kept",
+            f"Share kept of each kind of token, with 95 % intervals; dashed: {ratio:g}, the share "
+            "of all tokens. Look for intervals that do not touch the line. A kind without a mark "
+            "has too few tokens.",
+            x="kept",
+            y="kind",
+            guides=(Guide(ratio),),
+            xlabel="share kept",
+            limits=((-0.02, 1.02), None),
+        ),
+        Figure(
+            "bars",
+            "heatmap-shares-figure",
+            shares,
+            "What the values are made of",
+            "Share of each component in the summed magnitudes over all tokens, with 95 % "
+            "intervals. Look for a component that is so small that the ranking would be the same "
+            "without it.",
+            x="share",
+            y="component",
+            xlabel="share of the summed magnitudes",
+            limits=((-0.02, 1.02), None),
+        ),
+    ]
 
 
-def _verdict(kinds: Sequence[Mapping[str, Any]], ratio: float) -> Verdict:
+def _answer(kinds: Sequence[Mapping[str, Any]], ratio: float) -> Answer:
     """The kind of token that is kept most clearly more, or less, often than all tokens are."""
     unlike = [k for k in kinds if k["kept"].low > ratio or k["kept"].high < ratio]
     most = max(unlike, key=lambda k: abs(float(k["kept"].value) - ratio), default=None)
     said = {True: "most", False: "least"}
-    return Verdict(
+    return Answer(
         "No kind of token is clearly kept more or less often than the others."
         if most is None
         else f"What is valued {said[most['kept'].value > ratio]}: {most['kind']}.",
@@ -426,21 +431,6 @@ def _verdict(kinds: Sequence[Mapping[str, Any]], ratio: float) -> Verdict:
         "" if most is None else f"share kept of {most['kind']}, where {ratio:g} of all are kept",
         "read a few rows: values that follow length or position rather than content are a warning.",
     )
-
-
-def _kinds_sentence(kinds: Sequence[Mapping[str, Any]], ratio: float) -> str:
-    more = [k for k in kinds if k["kept"].defined and k["kept"].low > ratio]
-    less = [k for k in kinds if k["kept"].defined and k["kept"].high < ratio]
-    said = [
-        f"kept {word} often than the {ratio:g} of all tokens: "
-        + ", ".join(f"{k['kind']} {k['kept']}" for k in found)
-        for word, found in (("more", more), ("less", less))
-        if found
-    ]
-    if not said:
-        return "No kind of token is clearly kept more or less often than the others."
-    text = "; ".join(said)
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _still(valued: Valued) -> bool:
@@ -462,11 +452,13 @@ def _still_sentence(subject: Subject, options: Options) -> str:
 def _notes(
     subject: Subject,
     valued: Valued,
+    options: Options,
     shown: Sequence[int],
     where: tuple[str, ...],
 ) -> tuple[str, ...]:
     notes = [
         *where,
+        *([_still_sentence(subject, options)] if _still(valued) else []),
         f"{len(shown)} rows are shown. Statistics, and the ranking that decides what is kept, are "
         f"over {subject.counted(valued.rows)}.",
         "Each panel has its own scale, given in its title: the same colour in two panels is not "

@@ -85,11 +85,6 @@ class Calibration:
     loss: float
     entropy: float
 
-    @property
-    def overconfident(self) -> bool:
-        """Whether it loses more than it expects to."""
-        return self.loss > self.entropy
-
 
 @torch.no_grad()
 def calibration(subject: Subject, rows: Sequence[Example]) -> Calibration:

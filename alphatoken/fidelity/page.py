@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.diagnosis import Cell, Diagnosis, Figure, Table
+from alphatoken.fidelity.diagnosis import Cell, Diagnosis, Drawing, Table
 from alphatoken.report import page
 from alphatoken.report.numbers import cell_text, interval
 
@@ -23,9 +23,9 @@ MOST_ROWS = 200
 """Rows of a table that the page shows; its file has all of them."""
 
 _LEAD = (
-    "Each answers one question about the values on this model and these rows; the answers are "
-    "computed from the numbers below them. A number in brackets is a 95\u00a0% interval over rows "
-    "drawn again and again; with few rows it is over single tokens and too narrow, as a note says."
+    "Each answers one question about the values on this model and these rows. A number in brackets "
+    "is a 95\u00a0% interval over rows drawn again and again; with few rows it is over single "
+    "tokens and too narrow, as a note says."
 )
 
 
@@ -110,7 +110,7 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
     if found is None:
         failure = f"Could not run: {section.failure}" if section.failure else "Not run yet."
         return page.Section(anchor, section.question, _spoken(section.name), failure)
-    verdict = found.verdict
+    answer = found.answer
     text = (
         '<h3>On the text</h3><div class="extra" tabindex="0" role="group" '
         f'aria-label="On the text">{found.html}</div>'
@@ -119,11 +119,10 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
         anchor,
         section.question,
         _spoken(section.name),
-        answers=found.answer,
-        verdict=verdict.text if verdict else "",
-        figure=verdict.number if verdict else "",
-        label=verdict.label if verdict else "",
-        advice=verdict.advice if verdict else "",
+        verdict=answer.verdict,
+        figure=answer.number,
+        label=answer.label,
+        advice=answer.advice,
         pictures=[_picture(section.name, figure) for figure in found.figures],
         html=text if found.html else "",
         tables=[_table(section.name, table) for table in found.tables],
@@ -132,9 +131,9 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
     )
 
 
-def _picture(name: str, figure: Figure) -> page.Picture:
+def _picture(name: str, figure: Drawing) -> page.Picture:
     return page.Picture(
-        page.anchor_of(f"{name}-{figure.key}"),
+        page.anchor_of(f"{name}-{figure.key}-figure"),
         figure.title,
         figure.caption,
         figure.svg,

@@ -15,6 +15,7 @@ assumed of it; s_t is the output of the key projection, W_K its rows that are re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ __all__ = [
     "PairValues",
     "SeenCall",
     "choose_positions",
+    "density",
     "measure_pairs",
     "pair_counts",
     "see_calls",
@@ -422,3 +424,27 @@ def _norms(
     factor = abs(call.scale) * pairs.slope * pairs.alpha * away
     value_norm = maps.value[n].repeat_interleave(heads // groups, 1)
     return deviation, factor * pulled, factor * most, pairs.alpha * value_norm
+
+
+def density(pairs: Sequence[PairValues], bins: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Counts (alpha, deviation) over all layers and heads, and both edges, in powers of ten.
+
+    Weights below 1e-8 and deviations below 1e-6 of the largest are counted in the lowest cells;
+    pairs that a head's mask hides (weight exactly 0) are left out.
+    """
+    alpha = np.concatenate([one.alpha.ravel() for one in pairs]).astype(np.float64)
+    deviation = np.concatenate([one.deviation.ravel() for one in pairs]).astype(np.float64)
+    seen = alpha > 0
+    alpha, deviation = np.maximum(alpha[seen], 1e-8), deviation[seen]
+    top = float(deviation.max()) if len(deviation) and deviation.max() > 0 else 1.0
+    deviation = np.maximum(deviation, 1e-6 * top)
+    low = math.floor(math.log10(alpha.min())) if len(alpha) else -1
+    bottom = math.floor(4 * math.log10(np.quantile(deviation, 0.001))) / 4 if len(alpha) else -1
+    edges_a = np.linspace(min(low, -1), 0.0, bins + 1)
+    edges_d = np.linspace(bottom, math.log10(top) + 1e-6, bins + 1)
+    counts, _, _ = np.histogram2d(
+        np.minimum(np.log10(alpha), 0.0),
+        np.clip(np.log10(deviation), edges_d[0], edges_d[-1]),
+        bins=(edges_a, edges_d),
+    )
+    return counts, edges_a, edges_d

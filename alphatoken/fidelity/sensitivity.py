@@ -21,7 +21,6 @@ from alphatoken.direction.algebra import Direction, norms
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.fidelity import sensitivity_figures as figures
 from alphatoken.fidelity.cost import (
     ScoringCost,
     direction_cost,
@@ -29,7 +28,8 @@ from alphatoken.fidelity.cost import (
     values_cost,
 )
 from alphatoken.fidelity.decisions import Agreement, agreement, percent
-from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
@@ -356,189 +356,162 @@ class _Findings:
     """By validation rows, without the stability side."""
 
     def diagnosis(self) -> Diagnosis:
-        subject, settings = self.run.subject, self.settings()
-        subsets = [r for r in self.found["validation rows"] if not r["default"]]
-        tables = [
-            Table.of(
-                "settings",
-                "Kept tokens and cost, one setting changed at a time",
-                [_without(record, _DISJOINT) for record in settings],
-                "Overlap: share of the run's kept tokens that are kept again. Validation rows: "
-                "mean over random subsets, intervals over subsets; for all else intervals are "
-                "over rows of tokens. Costs are shares of a training step on the same batch.",
-            ),
-            Table.of(
-                "ratios",
-                "What each ratio keeps",
-                self.ratios,
-                "Captured: sum of the kept values over the sum of all positive values. Kept sets "
-                "of different ratios are nested, so their overlap says nothing.",
-            ),
-            Table.of(
-                "subsets",
-                "Agreement of validation sets that have no row in common",
-                [
-                    {
-                        "rows": both["value"],
-                        "overlap": both[_DISJOINT],
-                        "overlap, adaptation alone": alone[_DISJOINT],
-                    }
-                    for both, alone in zip(subsets, self.alone, strict=True)
-                    if _DISJOINT in both
-                ],
-                "Overlap of the tokens that two disjoint random subsets keep.",
-            ),
-        ]
-        if "lambda" in self.found:
-            tables.append(
-                Table.of(
-                    "weights",
-                    "What lambda does",
-                    [
-                        {"lambda": r["value"], **{name: r[name] for name in _OF_WEIGHTS}}
-                        for r in self.found["lambda"]
-                    ],
-                    "Norms are over all scored weights; magnitudes are those of the values.",
-                )
-            )
+        subject = self.run.subject
+        settings, ratios = self.settings(), self.of_ratios()
         return Diagnosis(
             "sensitivity",
             find("sensitivity").question,
-            tuple(self.answer()),
-            tables=tuple(tables),
-            figures=(figures.masks(settings), figures.ratios(self.run.total, self.ratios)),
+            self.answer(),
+            tables=(settings, ratios, self.subsets(), *self.weights(), self.numbers()),
+            figures=draw_all(self.figures(settings, ratios)),
             notes=tuple(self.run.notes),
             settings={**subject.settings(), **asdict(self.options)},
-            verdict=self.verdict(),
         )
 
-    def settings(self) -> list[dict[str, Any]]:
+    def settings(self) -> Table:
         """All settings, with the columns that they share."""
-        return [
+        records = [
             {
                 "setting": setting,
                 "value": f"{record['value']:g}" if setting == "lambda" else str(record["value"]),
-                **_without(record, "value", "cost", *_OF_WEIGHTS),
+                **_without(record, "value", "cost", _DISJOINT, *_OF_WEIGHTS),
                 **(record["cost"].record() if "cost" in record else {}),
             }
             for setting, records in self.found.items()
             for record in records
         ]
-
-    # --- sentences -----------------------------------------------------------------------------
-
-    def answer(self) -> list[str]:
-        """Findings, most important first."""
-        said = [self._order(), self._ratio()]
-        if "lambda" in self.found:
-            said.append(self._weight())
-        return [*said, self._rows(), self._cost()]
-
-    def verdict(self) -> Verdict:
-        """The setting on which the kept tokens depend most."""
-        found = self._worst()
-        text, number, label = "No setting changes anything that was kept.", "", ""
-        if found:
-            setting, record = found[0]
-            text = f"The kept tokens depend most on {setting}."
-            number = percent(record["overlap"])
-            label = f"of the tokens that your run keeps are kept with {setting} {record['value']}"
-        return Verdict(
-            text,
-            number,
-            label,
-            "settings that change few decisions may be as cheap as you like; choose the others "
-            "with care.",
+        return Table.of(
+            "settings",
+            "Kept tokens and cost, one setting changed at a time",
+            records,
+            "Overlap: share of the run's kept tokens that are kept again. Validation rows: "
+            "mean over random subsets, intervals over subsets; for all else intervals are "
+            "over rows of tokens. Costs are shares of a training step on the same batch.",
         )
 
-    def _worst(self) -> list[tuple[str, dict[str, Any]]]:
-        """Settings by the least overlap that one of their values has with the run."""
+    def of_ratios(self) -> Table:
+        return Table.of(
+            "ratios",
+            "What each ratio keeps",
+            self.ratios,
+            "Captured: sum of the kept values over the sum of all positive values. Kept sets "
+            "of different ratios are nested, so their overlap says nothing.",
+        )
+
+    def subsets(self) -> Table:
+        subsets = [r for r in self.found["validation rows"] if not r["default"]]
+        return Table.of(
+            "subsets",
+            "Agreement of validation sets that have no row in common",
+            [
+                {
+                    "rows": both["value"],
+                    "overlap": both[_DISJOINT],
+                    "overlap, adaptation alone": alone[_DISJOINT],
+                }
+                for both, alone in zip(subsets, self.alone, strict=True)
+                if _DISJOINT in both
+            ],
+            "Overlap of the tokens that two disjoint random subsets keep.",
+        )
+
+    def weights(self) -> list[Table]:
+        """By lambda, where there is a retention term."""
+        if "lambda" not in self.found:
+            return []
+        records = [
+            {"lambda": r["value"], **{name: r[name] for name in _OF_WEIGHTS}}
+            for r in self.found["lambda"]
+        ]
+        note = "Norms are over all scored weights; magnitudes are those of the values."
+        return [Table.of("weights", "What lambda does", records, note)]
+
+    def numbers(self) -> Table:
+        run, changed = self.run, self.options.changed
+
+        def estimate(statistic: Any, *columns: Numbers, draws: int = 200) -> Estimate:
+            return bootstrap(
+                statistic, *columns, groups=run.groups, draws=draws, seed=run.subject.seed
+            )
+
+        found = {"share of tokens with a positive value": estimate(positive_share, run.total)}
+        found["captured by keeping every token"] = estimate(lambda v: captured(v, 1.0), run.total)
+        if "lambda" in self.found:
+            found[f"lambda that reverses {100 * changed:g} % of the decisions"] = estimate(
+                lambda a, b: weight_for_change(a, b, run.subject.ratio, changed),
+                run.values["adaptation"],
+                run.values["stability"],
+                draws=50,
+            )
+        return Table.of_numbers(found)
+
+    def figures(self, settings: Table, ratios: Table) -> list[Figure]:
+        chance = keep_count(self.run.subject.ratio, len(self.run.total)) / len(self.run.total)
+        own = {"default": "the run's own value"}
+        return [
+            Figure(
+                "bars",
+                "settings",
+                settings,
+                "Kept tokens, one setting at a time",
+                "Marks near 1 belong to a setting that hardly matters; at the dashed line tokens "
+                "are kept as if drawn at random.",
+                x="value",
+                y="overlap",
+                facets="setting",
+                marked=own,
+                guides=(Guide(chance, "y", "by chance"),),
+                ylabel="overlap with the run",
+                limits=(None, (0.0, 1.05)),
+            ),
+            Figure(
+                "bars",
+                "settings-cost",
+                settings,
+                "Cost, one setting at a time",
+                "In training steps. Where these rise and the overlap does not, there is something "
+                "to save. Lambda and the ratio cost nothing.",
+                x="value",
+                y=("validation FLOPs / step", "scoring FLOPs / step"),
+                facets="setting",
+                ylabel="FLOPs / those of a step",
+                limits=(None, (0.0, None)),
+            ),
+            Figure(
+                "lines",
+                "ratios",
+                ratios,
+                "How much value each ratio captures",
+                "A steep rise and a long flat top mean that few tokens carry the value and the "
+                "ratio may be small; where it falls again, tokens are kept that speak against the "
+                "objective.",
+                x="value",
+                y="captured",
+                marked=own,
+                xlabel="ratio kept",
+                ylabel="kept value over all positive value",
+            ),
+        ]
+
+    def answer(self) -> Answer:
+        """The setting on which the kept tokens depend most."""
         worst = {}
         for setting, records in self.found.items():
             others = [r for r in records if not r["default"] and r["overlap"].defined]
             if others:
                 worst[setting] = min(others, key=lambda record: float(record["overlap"].value))
-        return sorted(worst.items(), key=lambda item: float(item[1]["overlap"].value))
-
-    def _order(self) -> str:
-        ordered = self._worst()
-        chance = keep_count(self.run.subject.ratio, len(self.run.total)) / len(self.run.total)
-        said = [
-            f"{setting} ({record['value']} keeps {percent(record['overlap'])} of the run's tokens)"
-            for setting, record in ordered
-        ]
-        return (
-            "The kept tokens depend on the settings in this order, each at the tried value that "
-            f"changes most: {'; '.join(said)}. By chance it would be {100 * chance:.0f} %."
+        advice = (
+            "settings that change few decisions may be as cheap as you like; choose the others "
+            "with care."
         )
-
-    def _ratio(self) -> str:
-        run = self.run
-
-        def estimate(statistic: Any) -> Estimate:
-            return bootstrap(statistic, run.total, groups=run.groups, seed=run.subject.seed)
-
-        own = estimate(lambda values: captured(values, run.subject.ratio))
-        return (
-            f"{percent(estimate(positive_share))} of the tokens have a positive value: the kept "
-            "total is largest at that ratio. The run's ratio of "
-            f"{run.subject.ratio:g} captures {percent(own)} of all positive value, keeping every "
-            f"token {percent(estimate(lambda values: captured(values, 1.0)))}."
-        )
-
-    def _weight(self) -> str:
-        run, changed = self.run, self.options.changed
-        gain, keep = run.values["adaptation"], run.values["stability"]
-        found = bootstrap(
-            lambda a, b: weight_for_change(a, b, run.subject.ratio, changed),
-            gain,
-            keep,
-            groups=run.groups,
-            draws=50,
-            seed=run.subject.seed,
-        )
-        own = next(record for record in self.found["lambda"] if record["default"])
-        reached = (
-            f"lambda = {found.value:.3g} [{found.low:.3g}, {found.high:.3g}]"
-            if found.defined
-            else "no lambda that was tried"
-        )
-        return (
-            f"The stability side reverses {100 * changed:g} % of the decisions at {reached}. The "
-            f"run's {run.weight:g} makes ||lambda V|| / ||G|| {own['||lambda V|| / ||G||']:.2g} "
-            f"and reverses {percent(own['flips from adaptation alone'])}."
-        )
-
-    def _rows(self) -> str:
-        records = [r for r in self.found["validation rows"] if _DISJOINT in r]
-        said = [f"{r['value']} rows {percent(r[_DISJOINT])}" for r in (records[0], records[-1])]
-        sentence = (
-            "Of the tokens that one validation set keeps, another without a common row keeps: "
-            f"{'; '.join(said)}"
-        )
-        if "lambda" in self.found:
-            largest = [r for r in self.alone if _DISJOINT in r][-1]
-            sentence += (
-                f"; with {largest['value']} rows, but without the stability side: "
-                f"{percent(largest[_DISJOINT])}"
-            )
-        return sentence + "."
-
-    def _cost(self) -> str:
-        run, cost = self.run, self.run.cost
-        shares = {
-            str(record["value"]): record["cost"].values_share for record in self.found["estimator"]
-        }
-        named = ", ".join(
-            f"{name} {share:.2f}" for name, share in sorted(shares.items(), key=lambda x: x[1])
-        )
-        return (
-            f"Counted in FLOPs, scoring a batch in the forward of training adds "
-            f"{cost.values_share:.2f} of its step, and building M from all {len(run.validation)} "
-            f"validation rows {cost.direction_share:.2f}; the first by estimator: {named}. In "
-            f"seconds, measured here, it is {cost.values.seconds / cost.step.seconds:.2f} and "
-            f"{cost.direction.seconds / cost.step.seconds:.2f} (counts are exact; single timings "
-            "have no interval)."
+        if not worst:
+            return Answer("No setting changes anything that was kept.", "", "", advice)
+        setting = min(worst, key=lambda name: float(worst[name]["overlap"].value))
+        return Answer(
+            f"The kept tokens depend most on {setting}.",
+            percent(worst[setting]["overlap"]),
+            f"of the tokens that your run keeps are kept with {setting} {worst[setting]['value']}",
+            advice,
         )
 
 

@@ -8,7 +8,7 @@ more, that is a fault of the model's code or of its attention mask, and it is sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity import stability_figures as figures
 from alphatoken.fidelity.arrangement import (
     DTYPES,
     Rearranged,
@@ -29,7 +28,8 @@ from alphatoken.fidelity.arrangement import (
     thresholds,
 )
 from alphatoken.fidelity.decisions import DECISIONS, margins, noise_margin, percent
-from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
@@ -242,47 +242,102 @@ class _Findings:
     fisher: Resampled | None
 
     def diagnosis(self) -> Diagnosis:
-        base, subject = self.base, self.base.subject
-        tokens, sources = self.tokens(), self.sources()
+        subject = self.base.subject
+        tables = {table.key: table for table in self.tables()}
         return Diagnosis(
             "stability",
             find("stability").question,
-            tuple(self.answer()),
-            verdict=self.verdict(),
-            tables=(
-                self.decisions(),
-                Table.of(
-                    "sources",
-                    "What each change does to values and decisions",
-                    sources,
-                    "Flips: share of all tokens whose decision changes. Overlap: share of the kept "
-                    "tokens that are kept again. Noise: share of the decisions that more than "
-                    f"{100 * self.options.uncertain:g} % of the resamples reverse. Error: the "
-                    "largest difference over the largest sum of absolute terms of a value.",
-                ),
-                Table.of(
-                    "thresholds",
-                    "What a threshold for each batch adds",
-                    self.by_batch,
-                    "The same values; each batch keeps its own top share.",
-                ),
-                Table.of(
-                    "sizes",
-                    "Noise by the number of validation rows",
-                    self.sizes,
-                    "Subsets: of the rows there are. Drawn: more rows than there are, with "
-                    "replacement. Check: drawn from halves, to be compared with measured.",
-                ),
-                self.examples(),
-            ),
-            figures=(
-                figures.keep_probability(tokens, self.options.uncertain),
-                figures.sources(sources, self.by_batch, subject.ratio),
-                figures.sizes(self.sizes),
-            ),
-            notes=tuple(base.notes),
+            self.answer(),
+            tables=tuple(tables.values()),
+            figures=draw_all(self.figures(tables)),
+            notes=(*self.base.notes, *self.warnings()),
             settings={**subject.settings(), **asdict(self.options)},
         )
+
+    def tables(self) -> list[Table]:
+        return [
+            self.decisions(),
+            Table.of(
+                "sources",
+                "What each change does to values and decisions",
+                self.sources(),
+                "Flips: share of all tokens whose decision changes. Overlap: share of the kept "
+                "tokens that are kept again. Noise: share of the decisions that more than "
+                f"{100 * self.options.uncertain:g} % of the resamples reverse. Error: the "
+                "largest difference over the largest sum of absolute terms of a value.",
+            ),
+            Table.of(
+                "thresholds",
+                "What a threshold for each batch adds",
+                self.by_batch,
+                "The same values; each batch keeps its own top share.",
+            ),
+            Table.of(
+                "sizes",
+                "Noise by the number of validation rows",
+                self.sizes,
+                "Subsets: of the rows there are. Drawn: more rows than there are, with "
+                "replacement. Check: drawn from halves, to be compared with measured.",
+            ),
+            self.numbers(),
+            self.examples(),
+        ]
+
+    def figures(self, tables: Mapping[str, Table]) -> list[Figure]:
+        ratio, uncertain = self.base.subject.ratio, self.options.uncertain
+        return [
+            Figure(
+                "scatter",
+                "keep_probability",
+                Table.of("keep_probability", "Keep share of each token", self.tokens()),
+                "How sure each decision is under other validation rows",
+                "A sharp step at the threshold means sure decisions; a long slope means that which "
+                "tokens are kept there depends on which validation rows happened to be drawn. "
+                "Between the level lines a decision counts as noise.",
+                x="rank",
+                y="keep share",
+                series="decision",
+                # Every resample keeps as many tokens, which is the sum of the shares.
+                guides=(
+                    Guide(float(self.resampled.keep_share.sum()) - 0.5, label="threshold"),
+                    Guide(uncertain, "y"),
+                    Guide(1 - uncertain, "y"),
+                ),
+                xlabel="tokens, by falling value",
+                ylabel="share of resamples that keep it",
+                limits=(None, (-0.03, 1.03)),
+            ),
+            Figure(
+                "bars",
+                "sources",
+                tables["sources"],
+                "What reverses decisions",
+                "Each mark is a change that should not matter for a good decision. Look for marks "
+                "near the dashed line, where decisions are as if drawn at random. Padding and "
+                "neighbours in the batch belong at 0.",
+                x="flips",
+                y="variant",
+                series="source",
+                guides=(Guide(2 * ratio * (1 - ratio), label="by chance"),),
+                xlabel="share of keep or drop decisions reversed",
+                scales=("symlog", "linear"),
+                limits=((0.0, 1.0), None),
+            ),
+            Figure(
+                "lines",
+                "sizes",
+                tables["sizes"],
+                "How many validation rows sure decisions need",
+                "The share of noise falls with the rows; where it flattens, more rows buy little. "
+                "Believe what is drawn as far as the check agrees with the measured mark.",
+                x="validation rows",
+                y="noise",
+                series="how",
+                ylabel="share of noise decisions",
+                scales=("log", "linear"),
+                limits=(None, (0.0, None)),
+            ),
+        ]
 
     @property
     def state(self) -> NDArray[np.int64]:
@@ -390,16 +445,10 @@ class _Findings:
             )
         return Table.of("coins", "Decisions that a coin could have made", records)
 
-    # --- sentences -----------------------------------------------------------------------------
-
-    def answer(self) -> list[str]:
-        """Findings, most important first."""
-        return [self._noise(), self._size(), self._margin(), self._others(), self._rounding()]
-
-    def verdict(self) -> Verdict:
+    def answer(self) -> Answer:
         """How many decisions a redrawn validation set reverses."""
         noise = self.share(self.state == 1)
-        return Verdict(
+        return Answer(
             f"With {len(self.base.validation)} validation rows {percent(noise)} of the decisions "
             "to keep or drop a token are noise.",
             percent(noise),
@@ -409,88 +458,32 @@ class _Findings:
             "(policy='harmless').",
         )
 
-    def _noise(self) -> str:
-        noise, rows = self.share(self.state == 1), len(self.base.validation)
-        keep, drop = (int((self.state == number).sum()) for number in (0, 2))
-        return (
-            f"{percent(noise)} of the keep or drop decisions are noise at this validation size "
-            f"({rows} rows): more than {100 * self.options.uncertain:g} % of the redrawn "
-            f"validation sets reverse them. Of {len(self.state)} tokens, {keep} are surely kept "
-            f"and {drop} surely dropped."
-        )
-
-    def _size(self) -> str:
-        by = {(record["validation rows"], record["how"]): record["noise"] for record in self.sizes}
-        rows = len(self.base.validation)
-        said = []
-        if (rows // 2, "subsets") in by:
-            said.append(f"With {rows // 2} rows it is {percent(by[rows // 2, 'subsets'])}")
-        more = by[2 * rows, "drawn"]
-        said.append(f"with {2 * rows} it would be about {percent(more)}")
-        sentence = "; ".join(said)
-        if (rows, "check") in by:
-            sentence += (
-                f" (drawn from the {rows}; the same way, drawing {rows} from {rows // 2} gives "
-                f"{percent(by[rows, 'check'])} where {percent(by[rows, 'measured'])} was measured)"
-            )
-        return sentence[0].upper() + sentence[1:] + "."
-
-    def _margin(self) -> str:
+    def numbers(self) -> Table:
+        """Where the noise lies."""
         noise, distance = self.state == 1, np.abs(self.distance)
-        if not noise.any():
-            return "No decision is noise, however near to the threshold."
-        within = noise_margin(distance, noise, self.base.groups, seed=self.base.subject.seed)
-        if not within.defined:
-            return f"Where the noise lies is {within}."
-        near = bootstrap(
-            np.mean,
-            (distance[~noise] <= within.value).astype(np.float64),
-            groups=self.base.groups[~noise],
-            seed=self.base.subject.seed,
-        )
-        return (
-            f"95 % of the noise lies within {within} interquartile ranges of the threshold; "
-            f"{percent(near)} of the sure decisions lie there too."
-        )
+        groups, seed = self.base.groups, self.base.subject.seed
+        within = Estimate.undefined(0, "no decision is noise")
+        if noise.any():
+            within = noise_margin(distance, noise, groups, seed=seed)
+        found = {"distance from the threshold within which 95 % of the noise lies": within}
+        if within.defined:
+            near = (distance[~noise] <= within.value).astype(np.float64)
+            found["share of the sure decisions that lie there too"] = bootstrap(
+                np.mean, near, groups=groups[~noise], seed=seed
+            )
+        return Table.of_numbers(found)
 
-    def _others(self) -> str:
-        said = []
-        if self.fisher is not None:
-            noise = self.share(self.fisher.state(self.options.uncertain) == 1)
-            said.append(
-                f"the sampling of the Fisher makes {percent(noise)} of the decisions noise after "
-                "fine-tuning"
-            )
-        said += [
-            f"{one.variant} changes {percent(one.agreement.flips)}"
-            for one in self.rearranged
-            if one.source == "precision"
-        ]
-        shuffled = [r for r in self.by_batch if "flips between two orders" in r]
-        if shuffled:
-            record = shuffled[0]
-            said.append(
-                f"with a threshold for each batch of {record['rows a batch']} rows, two orders of "
-                f"the same rows differ in {percent(record['flips between two orders'])}"
-            )
-        sentence = "; ".join(said) or "no other source was looked at"
-        return "Other sources of chance: " + sentence + "."
-
-    def _rounding(self) -> str:
-        must = [one for one in self.rearranged if one.source in ("batch", "padding")]
-        bad = [one for one in must if not one.passed]
-        if not bad:
-            worst = max(must, key=lambda one: one.error)
-            return (
-                "Padding and neighbours in the batch change values by rounding only (largest error "
-                f"{worst.error:.1e} of the absolute terms, {worst.tolerance:.0e} allowed)."
-            )
+    def warnings(self) -> list[str]:
+        """What must change values by rounding only and does not."""
         named = "; ".join(
             f"{one.source}, {one.variant}: {one.error:.1e} of the absolute terms, "
             f"{percent(one.agreement.flips)} of the decisions"
-            for one in bad
+            for one in self.rearranged
+            if one.source in ("batch", "padding") and not one.passed
         )
-        return (
+        if not named:
+            return []
+        return [
             f"WARNING: values depend on what they must not depend on ({named}). Look at the "
             "model's attention mask and position ids, or score one row a batch."
-        )
+        ]

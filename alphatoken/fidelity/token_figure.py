@@ -6,10 +6,10 @@ import math
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.fidelity.diagnosis import Figure, Table
-from alphatoken.fidelity.drawing import canvas, finish
+from alphatoken.fidelity.diagnosis import Drawing, Table
+from alphatoken.fidelity.figures import drawing
 from alphatoken.fidelity.token_text import Panel, ValuedText, laid_out, printable
-from alphatoken.report.drawing import colour_of
+from alphatoken.report.drawing import canvas, colour_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ _RELATIVE = (
 )
 
 
-def heatmap_figure(text: ValuedText, data: Table, *, lines: int) -> Figure:
+def heatmap_figure(text: ValuedText, data: Table, *, lines: int) -> Drawing:
     """Every panel of one row, two beside each other.
 
     Args:
@@ -68,7 +68,7 @@ def heatmap_figure(text: ValuedText, data: Table, *, lines: int) -> Figure:
                 axes = _axes(fig, box, size, round(box[3] / _LINE))
                 _draw(axes, panel, tokens, prompt if row == 0 else "", lines)
             top -= height
-        return finish(
+        return drawing(
             fig,
             data.key,
             f"Values over the text of {text.place}",

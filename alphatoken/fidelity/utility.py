@@ -30,7 +30,8 @@ from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.estimate.matrices import Formed
-from alphatoken.fidelity.diagnosis import Diagnosis, Figure, Table, Verdict
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.prediction import (
@@ -44,7 +45,6 @@ from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw_short, token_gradients
-from alphatoken.fidelity.utility_figures import scatter_figure, selection_figure, sweep_figure
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import resolve_layers
 from alphatoken.oracle.evaluate import displaced
@@ -565,38 +565,75 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     return Diagnosis(
         "utility",
         find("utility").question,
-        (
-            *_prediction_sentences(bench, tables[0], tables[1], predictions),
-            *_selection_sentences(chosen, several[len(groups) :], after - before),
-            *_sweep_sentences(sweep, eta),
-        ),
-        tuple(table for table in tables if table.rows),
-        _figures(tables, predictions, sweep, eta),
+        _answer(bench, tables[0], predictions),
+        tuple(table for table in (*tables, _sweep_numbers(sweep, eta)) if table.rows),
+        draw_all(_figures(tables, predictions, sweep, eta)),
         (*_notes(bench, resolution, seen), *left_out),
         subject.settings()
         | {name: getattr(options, name) for name in ("optimizer", "learning_rate",
            "weight_decay", "momentum", "max_grad_norm", "normalization", "warmup")},
-        verdict=_verdict(bench, tables[0], predictions),
     )  # fmt: skip
 
 
 def _figures(
     tables: Sequence[Table], predictions: Sequence[Prediction], sweep: _Sweep, eta: float
-) -> tuple[Figure, ...]:
+) -> Iterator[Figure]:
+    """Two scatters at most (of the best prediction and of the user's own), sweep, selection."""
     _, _, selection, by_size, left_out = tables
     best = predictions[0]
-    figures = [
-        scatter_figure(left_out, [p for p in predictions if p.own or p is best]),
-        sweep_figure(sweep.etas, sweep.errors, eta, by_size),
-    ]
-    return (*figures, selection_figure(selection, best)) if selection.rows else tuple(figures)
+    for place, shown in enumerate(p for p in predictions if p.own or p is best):
+        yield Figure(
+            "scatter",
+            f"scatter-{place + 1}",
+            left_out,
+            f"Predicted against actual effect: {shown.name}{' (yours)' if shown.own else ''}",
+            "Each mark is one token, or one random group, left out of a real step. On the dashed "
+            "line the prediction is right; a cloud without slope means that the value says "
+            "nothing about what the step does. Without a dashed line the value is not in units "
+            "of the loss, and only the order counts. Axes are linear near 0 and logarithmic "
+            "beyond.",
+            x=shown.name,
+            y="actual",
+            series="left_out",
+            guides=(Guide(of="equal", label="right"),) if shown.calibrated else (),
+            xlabel="predicted" if shown.calibrated else "value, times the step size",
+            ylabel="actual change of the validation loss",
+            scales=("symlog", "symlog"),
+        )
+    yield Figure(
+        "lines",
+        "linearisation",
+        by_size,
+        "Where first order breaks: error of the prediction by step size",
+        "To the right lines rise because a step is not infinitesimal: read where they cross "
+        "10 % and 50 %. A line that rises to the left as well shows rounding: differences of "
+        "losses cancel. The lines with the true step leave only the curvature of the loss; "
+        "where they lie far below, the optimizer's own linearisation is what fails.",
+        x="step_size",
+        y=tuple(sweep.errors),
+        guides=(Guide(eta, label="your step size"), Guide(0.1, "y"), Guide(0.5, "y")),
+        ylabel="||predicted - actual|| / ||actual||",
+        scales=("log", "log"),
+    )
+    yield Figure(
+        "bars",
+        "selection-effect",
+        selection,
+        "What leaving a part of the tokens out does to the validation loss",
+        "A rule is good if leaving its lowest tokens out lies to the left of leaving random "
+        "ones out. The distance between the two marks is what first order misses.",
+        x=("actual", best.name),
+        y="left_out",
+        guides=(Guide(0.0),),
+        xlabel="change of the validation loss (right: worse without them)",
+    )
 
 
-def _verdict(bench: _Bench, one: Table, predictions: Sequence[Prediction]) -> Verdict:
+def _answer(bench: _Bench, one: Table, predictions: Sequence[Prediction]) -> Answer:
     row = next((i for i, p in enumerate(predictions) if p.own), 0)
     score, eta = one.estimate(row, "spearman"), bench.options.learning_rate
     says = "do rank" if score.low > 0 else "cannot be said to rank"
-    return Verdict(
+    return Answer(
         f"Values {says} tokens by what one {bench.options.optimizer} step of size {eta:g} does.",
         str(score),
         f"rank correlation of the value '{predictions[row].name}' with what leaving a token out of "
@@ -606,71 +643,20 @@ def _verdict(bench: _Bench, one: Table, predictions: Sequence[Prediction]) -> Ve
     )
 
 
-def _prediction_sentences(
-    bench: _Bench, one: Table, several: Table, predictions: Sequence[Prediction]
-) -> list[str]:
-    options = bench.options
-    # The tables' rows are the predictions, the best one first.
-    text = (
-        f"One {options.optimizer} step of size {options.learning_rate:g}, one token left out: the "
-        f"value '{predictions[0].name}' ranks the tokens' true effects at "
-        f"{one.estimate(0, 'spearman')} and is off by {one.estimate(0, 'relative_error')} of their "
-        f"size (slope {one.estimate(0, 'slope')}); random groups of {options.group_share:.0%} of "
-        f"the tokens: off by {several.estimate(0, 'relative_error')}."
-    )
-    others = [
-        f"'{p.name}'{' (your setting)' if p.own else ''} {one.estimate(row, 'spearman')}"
-        for row, p in enumerate(predictions[1:], start=1)
-    ]
-    return [text] + ([f"Rank correlation of the other values: {'; '.join(others)}."] * bool(others))
-
-
-def _selection_sentences(drops: Sequence[Drop], actual: Numbers, gained: float) -> list[str]:
-    if not drops:
-        return []
-    share = len(drops[0].tokens)
-    parts = [f"{drop.name}: {float(u):+.3g}" for drop, u in zip(drops, actual, strict=True)]
-    return [
-        f"The step with all tokens moves the validation loss by {gained:+.3g}. Leaving {share} of "
-        f"them out changes the loss after it by (positive: worse) {'; '.join(parts)}. These are "
-        "exact re-evaluations of one batch, so they carry no interval."
-    ]
-
-
-def _sweep_sentences(sweep: _Sweep, eta: float) -> list[str]:
-    found = []
+def _sweep_numbers(sweep: _Sweep, eta: float) -> Table:
+    """Errors at the user's step size, and from which size on they are too large."""
+    found: dict[str, float | str] = {}
     for name in (ONE, GROUP):
         errors = sweep.errors.get(name)
         if errors is None:
             continue
-        at = [_limit(breakdown(sweep.etas, errors, limit)) for limit in (0.1, 0.5)]
-        now = errors[sweep.etas.index(eta)]
-        found.append(
-            f"{name}: off by {now:.1%} at your step size {eta:g}, by more than 10 % {at[0]}, by "
-            f"more than 50 % {at[1]}"
-        )
-    text = "First order breaks with growing step size; " + "; ".join(found) + "."
-    if min(sweep.errors.get(GROUP, [0])) > 0.1 > min(sweep.errors.get(GROUP_AFTER, [1])):
-        text += (
-            " What is left of the groups' error at small steps is the optimizer's: its step is "
-            "not linear in the gradient."
-        )
-    narrow = next((name for name in sweep.errors if "evaluated in" in name), None)
-    if narrow is not None:
-        errors = sweep.errors[narrow]
-        least = sweep.etas[int(np.nanargmin(errors))]
-        text += (
-            f" Evaluated in the model's own {narrow.rsplit(' ', 1)[-1]} the error is "
-            f"{errors[sweep.etas.index(eta)]:.1%} at your step size and least ({min(errors):.1%}) "
-            f"at {least:.2g}: below it differences of losses cancel."
-        )
-    return [text]
-
-
-def _limit(eta: float | None) -> str:
-    if eta is None:
-        return "nowhere in the sizes tried"
-    return "at every size tried" if eta == 0 else f"from {eta:.2g} on"
+        found[f"{name}: relative error at your step size"] = errors[sweep.etas.index(eta)]
+        for limit in (0.1, 0.5):
+            at = breakdown(sweep.etas, errors, limit)
+            found[f"{name}: off by more than {limit:.0%} from this step size on"] = (
+                "no size tried" if at is None else "every size tried" if at == 0 else f"{at:.2g}"
+            )
+    return Table.of_numbers(found)
 
 
 def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:

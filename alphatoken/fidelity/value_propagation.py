@@ -11,7 +11,7 @@ in the paper, whose figure is of pairs during training.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,20 @@ from alphatoken.fidelity.causal_parts import (
     causal_scorer,
     share_records,
 )
-from alphatoken.fidelity.collected_pairs import CollectedPairs
-from alphatoken.fidelity.diagnosis import Diagnosis, Table, Verdict
+from alphatoken.fidelity.collected_pairs import ALPHA, DEVIATION, CollectedPairs
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.pairs import PairValues, choose_positions, measure_pairs, see_calls
+from alphatoken.fidelity.pairs import (
+    PairValues,
+    choose_positions,
+    density,
+    measure_pairs,
+    see_calls,
+)
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.value_propagation_figures import (
-    density_figure,
-    quantile,
-    residual_figure,
-    shares_figure,
-    steps_figure,
-    training_figure,
-)
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
 from alphatoken.model.capture import mixers_without_rule, resolve_layers
 
@@ -54,7 +53,6 @@ __all__ = [
     "head_records",
     "label_positions",
     "risk_records",
-    "said_of_training",
     "softmax_layers",
     "training_records",
     "violations",
@@ -62,6 +60,8 @@ __all__ = [
 
 NAME = "value-propagation"
 Numbers = NDArray[Any]
+
+_MOST_BARS = 48
 
 # How far a norm computed in this dtype may be off; a violation of the bound is more than that.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -274,65 +274,30 @@ def training_records(collected: CollectedPairs, levels: Sequence[float]) -> list
     ]
 
 
-def said_of_training(collected: CollectedPairs, records: Sequence[Mapping[str, Any]]) -> str:
-    """What the highest level says about the run."""
-    own = [record for record in records if record["level"] == records[-1]["level"]]
-    first, last, whole = own[0], own[-1], collected.total()
-    return (
-        f"While the run trained ({len(own)} looks from step {first['step']} to {last['step']}, "
-        f"{whole.pairs} pairs of a fixed probe), {whole.share_above(first['level']):.2%} of the "
-        f"pairs had weight times deviation of {first['level']:g} or more: {first['share']:.2%} at "
-        f"the first look, {last['share']:.2%} at the last. These are counts, without an interval."
-    )
-
-
 # --- answer ------------------------------------------------------------------------------------
 
 
-def _answer(
-    heads: Sequence[Mapping[str, Any]],
-    risks: Sequence[Mapping[str, Any]],
-    shares: Sequence[Mapping[str, Any]],
-    agreement: Sequence[Mapping[str, Any]],
-) -> list[str]:
-    said = []
-    whole = [record for record in shares if record["layer"] == "all"]
-    if whole:
-        window, beyond, score, longer = whole
-        said.append(
-            f"Of the exact causal value, Value-Propagation carries {window['signed']} (signed "
-            f"share, all scored layers); {beyond['signed']} flows along the same path beyond the "
-            f"window, {score['signed']} through the attention scores and {longer['signed']} "
-            "through longer hops, none of which it sees."
-        )
-        near, _, hop = [record for record in agreement if record["layer"] == "all"]
-        said.append(
-            f"Its distance from the exact causal value is {near['relative_error']} of that "
-            f"value's size, and it ranks tokens with Spearman {near['spearman']} to it; every "
-            f"same-layer hop together reaches {hop['relative_error']} and {hop['spearman']}."
-        )
-    wrong = sum(record["violations"] for record in heads)
-    checked = sum(record["pairs"] for record in heads)
-    said.append(
-        f"The measured residual exceeds its bound on {wrong} of {checked} pairs"
-        + (", as it must." if not wrong else ": this must not happen; please report it.")
-        + f" In the middle head it is {_middle(heads, 'tightness')} of the bound in the median, "
-        f"and in sum {_middle(heads, 'score_over_value')} times the value path, which is kept: "
-        "norms of what could flow; the shares above say what does."
-    )
-    highest = risks[-1]
-    said.append(
-        f"Pairs with weight times deviation above {highest['alpha_times_deviation_above']:g} are "
-        f"{highest['share_of_pairs']} of all, and carry {highest['share_of_residual']} of the "
-        "summed residual: judge by the second number, not the first."
-    )
-    return said
+def _numbers(
+    heads: Sequence[Mapping[str, Any]], collected: CollectedPairs | None, levels: Sequence[float]
+) -> Table:
+    """Counts over all heads, the head in their middle, and shares of a whole run's pairs."""
+    found: dict[str, Any] = {
+        "pairs checked against the bound": sum(record["pairs"] for record in heads),
+        "pairs beyond the bound": sum(record["violations"] for record in heads),
+        "residual over bound, middle head": _middle(heads, "tightness"),
+        "score path over value path, middle head": _middle(heads, "score_over_value"),
+    }
+    if collected is not None:
+        whole = collected.total()
+        found["pairs of the probe during training"] = whole.pairs
+        found |= {f"share of these of risk {x:g} and more": whole.share_above(x) for x in levels}
+    return Table.of_numbers(found)
 
 
-def _verdict(shares: Sequence[Mapping[str, Any]]) -> Verdict:
+def _answer(shares: Sequence[Mapping[str, Any]]) -> Answer:
     whole = [record for record in shares if record["layer"] == "all"]
     seen = str(whole[0]["signed"]) if whole else ""
-    return Verdict(
+    return Answer(
         f"Value-Propagation sees {seen} of the causal value." if seen else "No share was computed.",
         seen,
         "share of the exact causal value that Value-Propagation sees",
@@ -340,10 +305,149 @@ def _verdict(shares: Sequence[Mapping[str, Any]]) -> Verdict:
     )
 
 
-def _middle(heads: Sequence[Mapping[str, Any]], name: str) -> str:
+def _middle(heads: Sequence[Mapping[str, Any]], name: str) -> Estimate:
     """The head in the middle of the heads, with its interval."""
-    found = sorted((h[name] for h in heads if h[name].defined), key=lambda one: one.value)
-    return str(found[len(found) // 2]) if found else "not computed"
+    found = sorted((h[name] for h in heads if h[name].defined), key=lambda one: float(one.value))
+    return found[len(found) // 2] if found else Estimate.undefined(0, "not computed")
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+def cells_of(key: str, counts: Numbers, alpha: Numbers, deviation: Numbers) -> Table:
+    """Cells of a joint density that hold a pair; ``alpha`` and ``deviation`` are edges."""
+    cells = [
+        {
+            "alpha_from": float(alpha[i]),
+            "alpha_to": float(alpha[i + 1]),
+            "deviation_from": float(deviation[j]),
+            "deviation_to": float(deviation[j + 1]),
+            "pairs": int(counts[i, j]),
+        }
+        for i, j in zip(*np.nonzero(counts), strict=True)
+    ]
+    return Table.of(key, "Joint density of the pairs", cells)
+
+
+def density_figure(cells: Table, levels: Sequence[float], said: str) -> Figure:
+    """Joint density of weight and deviation; ``said``: of which pairs."""
+    return Figure(
+        "grid",
+        cells.key,
+        cells,
+        "Attention weight and value-output deviation",
+        f"{said}, all scored layers and heads together, counted on a logarithmic scale. Dashed "
+        "lines join pairs of equal risk (weight times deviation); above and beside are the "
+        "margins. The approximation is safest where the mass lies far to the lower left of the "
+        "lines; pairs to the upper right are those whose score path is left out at a cost.",
+        x="alpha",
+        y="deviation",
+        colour="pairs",
+        guides=tuple(Guide(level, "product", f"risk {level:g}") for level in sorted(levels)),
+        xlabel="attention weight",
+        ylabel="||v_t - o_k|| / sqrt(d_v)",
+        scales=("log", "log"),
+    )
+
+
+def training_figures(collected: CollectedPairs, levels: Sequence[float]) -> list[Figure]:
+    """Density of what a run collected while it trained, and the share above each level by step."""
+    steps = sorted(collected.steps)
+    said = f"The pairs of a fixed probe at {len(steps)} steps from {steps[0]} to {steps[-1]}"
+    cells = cells_of("density_training", collected.total().joint, 10.0**ALPHA, 10.0**DEVIATION)
+    return [
+        density_figure(cells, levels, said),
+        steps_figure(training_records(collected, levels)),
+    ]
+
+
+def steps_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
+    """Share of the probe's pairs above each level, by step."""
+    return Figure(
+        "lines",
+        "risk_training",
+        Table.of("risk_training", "Share of the probe's pairs above each level", records),
+        "Risky pairs as training goes on",
+        "Share of the fixed probe's pairs whose weight times deviation is at or above each level. "
+        "Look for lines that rise: what Value-Propagation leaves out then grows while the model "
+        "trains.",
+        x="step",
+        y="share",
+        series="level",
+        xlabel="optimizer step",
+        ylabel="share of the pairs",
+        limits=(None, (0.0, None)),
+    )
+
+
+def _residual_figure(pairs: Sequence[PairValues]) -> Figure:
+    """Residual, bound and value path of the pairs, by head."""
+    bars = _bars(pairs)
+    return Figure(
+        "bars",
+        "residual",
+        Table.of("residual_quantiles", "Quantiles of the drawn norms", bars),
+        "What is left out, its bound, and what is kept",
+        "Median and 5 % to 95 % of the pairs. The residual (score path) never lies above its "
+        "bound; how far below it says how loose the bound is. Where the residual is as high "
+        "as the value path, Value-Propagation drops as much as it keeps.",
+        x="place",
+        y=("bound", "residual", "value_path"),
+        ylabel="operator norm of a pair",
+        scales=("linear", "symlog"),
+    )
+
+
+def _bars(pairs: Sequence[PairValues]) -> list[dict[str, Any]]:
+    """Quantiles by head, or by layer where there are too many heads for one picture."""
+    by_head = sum(one.alpha.shape[1] for one in pairs) <= _MOST_BARS
+    return [
+        {
+            "place": f"{one.layer}.{head}" if by_head else str(one.layer),
+            **{
+                name: _spread(getattr(one, name)[:, head].ravel())
+                for name in ("bound", "residual", "value_path")
+            },
+        }
+        for one in pairs
+        for head in (range(one.alpha.shape[1]) if by_head else (slice(None),))
+    ]
+
+
+def _spread(values: Numbers) -> Estimate:
+    """Median of the numbers that are there, and the ends that hold 90 % of them."""
+    middle, low, high = (quantile(values, level) for level in (0.5, 0.05, 0.95))
+    return Estimate(middle, low, high, int(values.size))
+
+
+def quantile(values: Numbers, level: float) -> float:
+    """Of the numbers that are there; NaN of fewer than ``FEWEST``."""
+    values = values[~np.isnan(values)]
+    return float(np.quantile(values, level)) if len(values) >= FEWEST else math.nan
+
+
+def _shares_figures(shares: Table) -> Iterator[Figure]:
+    """Signed shares and sizes of the parts, by layer."""
+    for measure, title, said, guides in (
+        ("signed", "Where the exact causal value comes from", "Signed shares, which add up to 1 "
+         "in each layer; a mark below zero works against the exact value.",
+         (Guide(0.0, "y"), Guide(1.0, "y"))),
+        ("norm", "Sizes of the parts of the exact causal value", "Whatever their sign, over the "
+         "size of the exact value.", (Guide(0.0, "y"),)),
+    ):  # fmt: skip
+        yield Figure(
+            "bars",
+            "shares" if measure == "signed" else "shares-size",
+            shares,
+            title,
+            f"{said} The first mark is what Value-Propagation computes; a large 'longer hops' or "
+            "'score path' is what it cannot see. Bars are 95 % intervals.",
+            x="layer",
+            y=measure,
+            series="part",
+            guides=guides,
+            ylabel="signed share" if measure == "signed" else "size / exact",
+        )
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -378,35 +482,40 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     risks = risk_records(pairs, sorted(options.levels), options.draws)
     clear = _layers_with_self_rule(subject, layers)
     shares, agreement = _shares(subject, rows, clear, options.draws)
-    figures = [density_figure(pairs, options.bins, options.levels), residual_figure(pairs)]
+    counts, *edges = density(pairs, options.bins)
+    cells = cells_of("density", counts, *(10.0**edge for edge in edges))
+    figures = [
+        density_figure(cells, options.levels, "The causal-window pairs"),
+        _residual_figure(pairs),
+    ]
     tables = [
         Table.of("heads", "Residual and bound by layer and head", heads, _HEADS_NOTE),
         Table.of("risk", "Pairs above each contour", risks),
+        _numbers(heads, collected, sorted(options.levels)),
     ]
     if shares:
-        figures.insert(0, shares_figure(shares))
         tables.insert(0, Table.of("shares", "Parts of the exact causal value", shares))
         tables.insert(1, Table.of("agreement", "Approximations of it", agreement))
-    answer = _answer(heads, risks, shares, agreement)
+        figures = [*_shares_figures(tables[0]), *figures]
     notes = _notes(subject, rows, pairs, looked_at, others, set(layers) - set(clear))
+    if any(record["violations"] for record in heads):
+        notes.append("WARNING: pairs lie beyond the bound; this must not happen, please report it.")
     if collected is not None:
-        records = training_records(collected, sorted(options.levels))
-        answer.append(said_of_training(collected, records))
-        figures += [training_figure(collected, options.levels), steps_figure(records)]
+        figures += training_figures(collected, sorted(options.levels))
         notes.append(
             f"Pairs during training: {options.collected}, a probe of {collected.about['rows']} "
             f"rows with {collected.about['response_tokens']} response tokens, layers "
-            f"{', '.join(map(str, collected.layers))}, window {collected.about['window']}."
+            f"{', '.join(map(str, collected.layers))}, window {collected.about['window']}. Their "
+            "shares are counts, without an interval."
         )
     return Diagnosis(
         NAME,
         find(NAME).question,
-        tuple(answer),
+        _answer(shares),
         tuple(tables),
-        tuple(figures),
+        draw_all(figures),
         tuple(notes),
         subject.settings() | {"pairs": options.pairs, "head_reduction": "per_head"},
-        verdict=_verdict(shares),
     )
 
 

@@ -115,8 +115,7 @@ class Section:
         title: heading.
         name: short name over the heading.
         failure: why there is nothing in it.
-        answers: findings, the first one the main one.
-        verdict: the findings in one line; "" for the main one.
+        verdict: the finding in one line.
         figure: the one number of its verdict, as shown.
         label: what that number is.
         advice: what a reader should do about it.
@@ -132,7 +131,6 @@ class Section:
     title: str
     name: str = ""
     failure: str = ""
-    answers: Sequence[str] = ()
     verdict: str = ""
     figure: str = ""
     label: str = ""

@@ -29,7 +29,7 @@ def collect(subject: Subject, folder: Path) -> dict[str, Any]:
         "said": subject.said,
         "command": shlex.join(subject.command("out")).replace("'", ""),
         "minutes": round(sum(seconds) / 60, 1),
-        "answers": {name: list(one.answer) for name, one in done.items()},
+        "answers": {name: one.answer.lines() for name, one in done.items()},
         "notes": {name: list(one.notes) for name, one in done.items()},
         "facts": {
             table: {

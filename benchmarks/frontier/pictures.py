@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from alphatoken.fidelity.diagnosis import Table
+from alphatoken.fidelity.figures import Figure, Guide
+from alphatoken.fidelity.figures import draw as drawn
 from alphatoken.fidelity.intervals import Estimate
-from alphatoken.fidelity.plots import INK, Guide, Panel, Series, _legend
-from alphatoken.report.drawing import canvas, save
+from alphatoken.support.storage import write_text
 from benchmarks.frontier.figures import worth
 
 __all__ = ["draw"]
@@ -38,78 +40,67 @@ _ENDS = {
 def draw(models: Figures, folder: Path) -> list[tuple[str, str]]:
     """Write the pictures; (file name, caption) of each."""
     folder.mkdir(parents=True, exist_ok=True)
-    _picture(folder / "frontier.svg", [_frontier(one) for one in models.values()], 4.2)
-    _picture(folder / "layers.svg", [_layers(one) for one in models.values()], 3.2)
-    return [
-        (
-            "frontier.svg",
-            "Rank correlation with the exact value against price in training steps (bars: 95 % "
-            "over rows). The stepped line is the best of all measured settings for its price.",
-        ),
-        (
-            "layers.svg",
-            "Rank correlation of the linears of one layer alone with the exact value over all "
-            "parameters.",
-        ),
-    ]
+    figures = _frontier(models), _layers(models)
+    for one in figures:
+        lines = drawn(one).svg.splitlines()
+        write_text(folder / f"{one.key}.svg", "\n".join(map(str.rstrip, lines)) + "\n")
+    return [(f"{one.key}.svg", one.caption) for one in figures]
 
 
-def _picture(path: Path, panels: Sequence[Panel], height: float) -> None:
-    with canvas(3.4 * len(panels) + 0.4, height) as figure:
-        every = list(figure.subplots(1, len(panels), squeeze=False, sharey=True).flat)
-        for axes, panel in zip(every, panels, strict=True):
-            panel.draw(axes)
-        for axes in every[1:]:
-            axes.set_ylabel("")
-        _legend(figure, every)
-        save(figure, path)
-
-
-def _frontier(one: Figures) -> Panel:
-    by_name = {record["name"]: record for record in one["records"]}
-    series = [_best(one)]
-    for look, (family, label) in enumerate(_CURVES.items()):
-        found = [r for r in one["records"] if r["family"] == family]
-        found = sorted([*found, by_name[_ENDS[family]]], key=lambda r: float(r["price"]))
-        estimates = [Estimate(*r["spearman"], one["tokens"]) for r in found]
-        series.append(Series(label, [r["price"] for r in found], estimates, look=look, joined=True))
-    return Panel(
-        series,
-        [Guide(0.95, across=True, dashes=":"), Guide(0.6, dashes=":")],
-        title=one["name"],
+def _frontier(models: Figures) -> Figure:
+    """Curves of the families, and the best of all measured settings for each price."""
+    records: list[dict[str, Any]] = []
+    for one in models.values():
+        by_name = {record["name"]: record for record in one["records"]}
+        found = [("best of all measured", record) for record in worth(one["records"], gain=0.0)]
+        for family, label in _CURVES.items():
+            own = [r for r in one["records"] if r["family"] == family] + [by_name[_ENDS[family]]]
+            found += [(label, record) for record in sorted(own, key=lambda r: float(r["price"]))]
+        records += [
+            {
+                "model": one["name"],
+                "settings": label,
+                "price": record["price"],
+                "spearman": Estimate(*record["spearman"], one["tokens"]),
+            }
+            for label, record in found
+        ]
+    return Figure(
+        "lines",
+        "frontier",
+        Table.of("frontier", "Rank correlation by price", records),
+        "Rank correlation by price",
+        "Rank correlation with the exact value against price in training steps (bars: 95 % "
+        "over rows). The first line is the best of all measured settings for its price.",
+        x="price",
+        y="spearman",
+        series="settings",
+        facets="model",
+        guides=(Guide(0.95, "y"), Guide(0.6)),
         xlabel="price in training steps",
         ylabel="Spearman with the exact value",
-        xlim=(0.28, 1.04),
-        ylim=(0.0, 1.03),
+        limits=((0.28, 1.04), (0.0, 1.03)),
     )
 
 
-def _best(one: Figures) -> Series:
-    found = worth(one["records"], gain=0.0)
-    x, y = [], []
-    for place, record in enumerate(found):
-        value = float(record["spearman"][0])
-        end = found[place + 1]["price"] if place + 1 < len(found) else 1.03
-        x += [record["price"], end]
-        y += [value, value]
-    return Series(
-        "best of all measured", x, y, joined=True, marker="", color=INK, alpha=0.55, linewidth=2.2,
-        linestyle="-",
-    )  # fmt: skip
-
-
-def _layers(one: Figures) -> Panel:
-    series = [
-        Series(name, range(one["depth"]), ranks, joined=True, look=look, markersize=3)
-        for name, ranks, look in (
-            (name, one["singles"][name], look)
-            for name, look in (("label", 0), ("alphatoken", 3), ("direct", 4), ("path", 5))
-        )
+def _layers(models: Figures) -> Figure:
+    records = [
+        {"model": one["name"], "estimator": name, "layer": layer, "spearman": rank}
+        for one in models.values()
+        for name in ("label", "alphatoken", "direct", "path")
+        for layer, rank in enumerate(one["singles"][name])
     ]
-    return Panel(
-        series,
-        [Guide(0.0, across=True, dashes="-")],
-        title=one["name"],
-        xlabel="layer",
+    return Figure(
+        "lines",
+        "layers",
+        Table.of("layers", "Rank correlation of single layers", records),
+        "Rank correlation of single layers",
+        "Rank correlation of the linears of one layer alone with the exact value over all "
+        "parameters.",
+        x="layer",
+        y="spearman",
+        series="estimator",
+        facets="model",
+        guides=(Guide(0.0, "y"),),
         ylabel="Spearman, one layer's linears",
     )

@@ -120,7 +120,7 @@ def keep_figure(exhibit: Exhibit, work: Path) -> None:
     found = Diagnosis.load(folder)
     pictures = [f for f in found.figures if f.key.startswith(asked.figures)]
     content = {
-        "answer": list(found.answer),
+        "answer": found.answer.lines(),
         "figures": [{"key": f.key, "title": f.title} for f in pictures],
     }
     (RESULTS / f"{exhibit.name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -342,8 +342,8 @@ def test_one_diagnosis_is_written_and_said(
     assert world.run("coverage", tmp_path / "out", "--draws", 20) == 0
     out = capsys.readouterr()
     found = Diagnosis.load(tmp_path / "out" / "coverage")
-    for sentence in found.answer:
-        assert f"  {sentence}\n" in out.out
+    for line in found.answer.lines():
+        assert f"  {line}\n" in out.out
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out.out
     assert found.question in out.out
     run = json.loads((tmp_path / "out" / "run.json").read_text())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from alphatoken.fidelity import drift
@@ -27,7 +25,7 @@ def test_every_set_has_moved_and_says_how_far(found: Diagnosis):
         assert record["probes"] == 8
         assert 0 < record["relative_shift_low"] <= record["relative_shift"] < 2
         assert record["cka_debiased"] <= 1
-    assert "[" in found.answer[0]
+    assert "[" in found.answer.number
 
 
 def test_its_own_text_is_forgotten(found: Diagnosis):
@@ -35,7 +33,6 @@ def test_its_own_text_is_forgotten(found: Diagnosis):
     assert losses["topics"]["loss_before"] < 4  # read in training; a uniform guess has 6.2
     assert losses["functions"]["loss_change_high"] < 0  # what it is tuned on
     assert losses["topics"]["loss_change_low"] > 0
-    assert any("Forgotten" in sentence for sentence in found.answer)
 
 
 def test_all_layers_are_there_and_one_picture_holds_all(found: Diagnosis):
@@ -44,11 +41,6 @@ def test_all_layers_are_there_and_one_picture_holds_all(found: Diagnosis):
     drawn = found.figure("drift-map").data.records()
     assert len(drawn) == 2 * 8 * len(RETENTION)
     assert any("biased CKA" in note for note in found.notes)  # 8 probes, 64 dimensions
-
-
-def test_it_is_kept_whole(found: Diagnosis, tmp_path: Path):
-    found.save(tmp_path)
-    assert Diagnosis.load(tmp_path).answer == found.answer
 
 
 def test_the_model_beside_itself_has_not_moved():

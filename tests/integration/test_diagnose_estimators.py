@@ -56,9 +56,8 @@ def test_loss_finds_noise_in_the_models_own_text() -> None:
     assert len(records) == 2 + len(ESTIMATORS)
 
 
-def test_the_answer_is_in_words_and_numbers() -> None:
+def test_the_verdict_is_of_the_users_own_setting() -> None:
     diagnosis = found("near")
-    assert 2 <= len(diagnosis.answer) <= 5
-    assert "What to use" in diagnosis.answer[0]
-    assert "alphatoken, K=3, W=32" in diagnosis.answer[1]
+    assert diagnosis.answer.verdict.startswith("Use ")
+    assert "alphatoken, K=3, W=32" in diagnosis.answer.label
     assert all(figure.png for figure in diagnosis.figures)

@@ -23,11 +23,7 @@ def found() -> Diagnosis:
 
 def test_it_says_what_is_valued_with_intervals(found: Diagnosis):
     assert found.name == "heatmap"
-    without = ("zero for every token", "No kind of token")  # nothing is counted there
-    counted = [s for s in found.answer if not any(words in s for words in without)]
-    assert len(counted) >= 2
-    assert all("[" in sentence for sentence in counted)
-    assert any("Stability is zero" in sentence for sentence in found.answer)
+    assert any("Stability is zero" in note for note in found.notes)
     kinds = {record["kind"]: record for record in found.table("heatmap-kinds").records()}
     assert len(kinds) > 3
     several = [record for record in kinds.values() if record["tokens"] > 30]
@@ -54,18 +50,12 @@ def test_every_token_of_the_rows_is_in_table_and_page(found: Diagnosis):
         assert record["total"] == pytest.approx(parts, abs=1e-5 * scale + 1e-12)
 
 
-def test_it_is_kept_whole(found: Diagnosis, tmp_path: Path):
-    found.save(tmp_path)
-    again = Diagnosis.load(tmp_path)
-    assert again.html == found.html
-    assert [figure.svg for figure in again.figures] == [figure.svg for figure in found.figures]
-
-
 def test_the_same_run_is_the_same_diagnosis(found: Diagnosis):
     given = subject("far", tokens=400)
     again = heatmap.diagnose(given, heatmap.Options(examples=2))
     assert again.html == found.html
     assert again.answer == found.answer
+    assert again.tables == found.tables
 
 
 @pytest.mark.slow

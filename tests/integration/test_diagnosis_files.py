@@ -13,10 +13,11 @@ import matplotlib as mpl
 import pytest
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.drawing import COLOURS, DASHES, MARKERS, canvas, finish
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.figures import drawing
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
+from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, canvas
 
 pytestmark = pytest.mark.pictures
 
@@ -36,11 +37,11 @@ def example() -> Diagnosis:
         axes = figure.subplots()
         axes.plot([0, 1], [1, 2], color=COLOURS[0], linestyle=DASHES[1], marker=MARKERS[2])
         data = Table.of("line", "Line", [{"x": 0.0, "y": 1.0}, {"x": 1.0, "y": 2.0}])
-        drawn = finish(figure, "line", "Line", "Look for its slope.", data, alt="a rising line")
+        drawn = drawing(figure, "line", "Line", "Look for its slope.", data, alt="a rising line")
     return Diagnosis(
         "estimators",
         "Which?",
-        ("This one.",),
+        Answer("This one.", "0.5 [0.2, 0.7]", "rank", "take it."),
         (table,),
         (drawn,),
         ("12 of 99 tokens",),

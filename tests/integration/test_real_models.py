@@ -322,7 +322,7 @@ def test_a_diagnosis_cut_small(model: Any, tokenizer: Any, examples: list[Exampl
     for record in records:
         parts = record["adaptation_direct"] + record["adaptation_causal"]
         assert record["total"] == pytest.approx(parts, rel=1e-4, abs=1e-9)
-    assert any("Stability is zero" in sentence for sentence in found.answer)
+    assert any("Stability is zero" in note for note in found.notes)
 
 
 # --- progress -------------------------------------------------------------------------------------

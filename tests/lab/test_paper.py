@@ -646,11 +646,10 @@ def test_figures_of_a_grid_are_drawn(label: str) -> None:
     ]
     with pytest.raises(ConfigError, match="nothing to draw"):
         drawn(filled(exhibit, "laptop", []))
-    figure = drawn(filled(exhibit, "laptop", found))
-    assert figure.svg.count('<g id="axes_') == len(exhibit.columns["laptop"]) * (
-        len(exhibit.groups) if exhibit.picture == "lines" else 1
-    )
-    assert len(figure.data.rows) == sum(len(group.lines) for group in exhibit.groups)
+    figure, columns = drawn(filled(exhibit, "laptop", found)), len(exhibit.columns["laptop"])
+    groups = len(exhibit.groups) if exhibit.picture == "lines" else 1
+    assert figure.svg.count('<g id="axes_') == columns * groups
+    assert len(figure.data.rows) == columns * sum(len(group.lines) for group in exhibit.groups)
 
 
 def test_a_bar_is_the_mean_and_reaches_over_the_seeds() -> None:

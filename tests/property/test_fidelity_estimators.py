@@ -156,7 +156,8 @@ def test_label_values_rank_as_the_oracle_does() -> None:
         assert record["gain_share"] == pytest.approx(1.0, abs=1e-9)
     others = [r for r in table if r["estimator"] in CAPTURED]
     assert any(float(r["spearman"] or 0) < 0.95 for r in others)  # the test can fail
-    assert "pass is at most" in " ".join(diagnosed().answer)
+    away = diagnosed().table("numbers").records()[0]["value"]
+    assert float(away or 1) < 1e-9
 
 
 def test_the_oracle_is_per_token_autograd() -> None:
@@ -197,8 +198,6 @@ def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
         assert figure.data.rows
         assert figure.svg.startswith("<svg")
         assert figure.png.startswith(b"\x89PNG")
-    keys = [table.key for table in found.tables] + [figure.data.key for figure in found.figures]
-    assert len(keys) == len(set(keys))
 
 
 @pytest.mark.slow
@@ -326,14 +325,16 @@ def test_calibration_of_a_model_that_knows_nothing() -> None:
     found = calibration(subject_of(model), rows_of([9, 8]))
     assert found.loss == pytest.approx(math.log(11), abs=1e-12)
     assert found.entropy == pytest.approx(math.log(11), abs=1e-12)
-    assert not calibration(subject_of(model), rows_of([9])).overconfident
+    found = calibration(subject_of(model), rows_of([9]))
+    assert found.loss <= found.entropy
 
 
 def test_a_sure_and_wrong_model_is_overconfident() -> None:
     model = decoder_of()
     with torch.no_grad():
         model.head.weight.mul_(50)
-    assert calibration(subject_of(model), rows_of([9, 8])).overconfident
+    found = calibration(subject_of(model), rows_of([9, 8]))
+    assert found.loss > found.entropy
 
 
 def test_noise_table_names_the_loss_and_every_estimator() -> None:
@@ -354,7 +355,7 @@ def test_a_model_with_another_mixer_keeps_what_is_exact_there() -> None:
     named = {r["estimator"] for r in found.table("layers").records()}
     assert named == {"label", "path"}
     assert sum("left out on this model" in note for note in found.notes) == 4
-    assert any("not defined on this model" in sentence for sentence in found.answer)
+    assert any("not defined on this model" in note for note in found.notes)
 
 
 @pytest.mark.slow

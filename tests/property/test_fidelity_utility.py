@@ -373,7 +373,6 @@ def test_a_narrow_model_shows_cancellation() -> None:
     (tiny, _) = found.table("step-size").records()
     assert float(tiny["one token"] or 0) < 1e-2
     assert float(tiny["one token, evaluated in float32"] or 0) > 0.1
-    assert any("cancel" in sentence for sentence in found.answer)
 
 
 # --- the diagnosis -------------------------------------------------------------------------------
@@ -407,11 +406,11 @@ def test_tables_and_figures() -> None:
     }  # fmt: skip
     low, high = selection[f"lowest by {best}"], selection[f"highest by {best}"]
     assert low[best] <= selection["random"][best] <= high[best]  # type: ignore[operator]
-    for name in ("scatter", "linearisation", "selection-effect"):
+    for name in ("scatter-1", "scatter-2", "linearisation", "selection-effect"):
         assert found.figure(name).data.rows
         assert found.figure(name).svg.startswith("<svg")
-    keys = [table.key for table in found.tables] + [figure.data.key for figure in found.figures]
-    assert len(keys) == len(set(keys))
+    numbers = {r["number"]: r["value"] for r in found.table("numbers").records()}
+    assert numbers["one token: relative error at your step size"] > 0  # type: ignore[operator]
 
 
 @pytest.mark.slow

@@ -18,16 +18,17 @@ from alphatoken.data import Example
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.fidelity import causal_parts
 from alphatoken.fidelity import value_propagation as diagnostic
+from alphatoken.fidelity.figures import draw
 from alphatoken.fidelity.pairs import (
     PairValues,
     choose_positions,
+    density,
     measure_pairs,
     pair_counts,
     see_calls,
     weigh_pairs,
 )
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.value_propagation_figures import density, density_figure
 from alphatoken.model.batch import LabelledBatch, read_batch, to_token_index
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import influence, jacobian
@@ -458,7 +459,9 @@ def test_the_margins_of_the_density_repeat_no_label_of_the_map() -> None:
         subject_of(model, rows_of(model.config, [9, 8])), rows_of(model.config, [9, 8]), [0], 10**6
     )
     near = np.linspace(0.2, 0.9, one.alpha.size).reshape(one.alpha.shape)
-    drawn = density_figure([replace(one, alpha=near, deviation=5 * near)], 6, (0.1,))
+    counts, *edges = density([replace(one, alpha=near, deviation=5 * near)], 6)
+    cells = diagnostic.cells_of("density", counts, *(10.0**edge for edge in edges))
+    drawn = draw(diagnostic.density_figure(cells, (0.1,), "The pairs"))
     labels = re.findall(r"<!-- (\$.*?\$) -->", drawn.svg)
     between = [label for label in labels if r"\times" in label]
     assert len(set(between)) > 2

@@ -1,0 +1,487 @@
+"""Figures as declarations: which columns of a table are drawn, and in which of five kinds.
+
+    bars      a mark with its interval in each row of the table, beside the row's name
+    lines     marks with intervals, joined within a series
+    scatter   many small marks
+    grid      a coloured cell in each row of the table
+    cloud     points whose places mean nothing but neighbourhood, each series with its ellipse
+
+One rule serves the first three: a number that is an estimate in the table (``NAME``, ``NAME_low``,
+``NAME_high``) has a bar, and an axis whose entries are words has names. Text in coloured boxes is
+drawn by ``token_figure``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.errors import require_choice
+from alphatoken.fidelity.clouds import density_of, ellipse_of
+from alphatoken.fidelity.diagnosis import Drawing, Table
+from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, SEQUENTIAL, canvas, svg_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+__all__ = ["Figure", "Guide", "draw", "draw_all", "drawing"]
+
+Numbers = NDArray[np.float64]
+Record = Mapping[str, Any]
+
+_INK = "#3c3c3c"  # of what belongs to no series
+_MOST_NAMES = 48  # along an axis; of more, some have no name
+_POINT: dict[str, Any] = {"markersize": 3, "markeredgewidth": 0, "rasterized": True, "alpha": 0.5}
+_WAYS: tuple[Any, ...] = ("vertical", "horizontal")
+_MARKED: tuple[dict[str, Any], ...] = (
+    {"marker": "*", "markersize": 12, "color": "#000000"},
+    {"marker": "o", "markersize": 12, "markerfacecolor": "none", "color": "#d55e00"},
+)
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A line that the numbers are compared with.
+
+    Attributes:
+        at: where it is.
+        of: "x" or "y", whose level it is; "equal": y = x; "product": x y = at.
+        label: its name in the legend; "" for none.
+    """
+
+    at: float = 0.0
+    of: str = "x"
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One picture over the rows of one table.
+
+    Attributes:
+        kind: see the head of this file.
+        key: name of its files, without suffix.
+        table: what is drawn.
+        title: heading.
+        caption: what to look for.
+        x: column along it; several have a series each.
+        y: the same upwards. In a grid ``NAME_from`` and ``NAME_to`` may give the cells' edges.
+        series: column, or columns, by whose entries marks have their colour and shape.
+        facets: column whose entries have a panel each; in a cloud, several columns that are True
+            or False: a panel each, with the points that are False in grey.
+        colour: column of the colour of a cell of a grid, or of the points of a cloud's first panel.
+        band: column whose ``_low`` and ``_high`` are drawn as a grey band, "random" for instance.
+        marked: columns that are True in rows to be pointed at, and what these are called.
+        guides: lines to compare with.
+        xlabel: of the axis; by default the column's name.
+        ylabel: the same.
+        scales: of x and y: linear, log, or symlog (linear for the smaller quarter of sizes).
+        limits: of x and y, as (low, high); None where the numbers decide.
+        across: most panels in a line.
+    """
+
+    kind: str
+    key: str
+    table: Table
+    title: str
+    caption: str
+    x: str | tuple[str, ...] = ""
+    y: str | tuple[str, ...] = ""
+    series: str | tuple[str, ...] = ()
+    facets: str | tuple[str, ...] = ""
+    colour: str = ""
+    band: str = ""
+    marked: Mapping[str, str] = field(default_factory=dict)
+    guides: tuple[Guide, ...] = ()
+    xlabel: str = ""
+    ylabel: str = ""
+    scales: tuple[str, str] = ("linear", "linear")
+    limits: tuple[Any, Any] = (None, None)
+    across: int = 3
+
+
+def draw_all(figures: Iterable[Figure]) -> tuple[Drawing, ...]:
+    """The figures in their order, but for those over empty tables; see :func:`draw`."""
+    return tuple(draw(figure) for figure in figures if figure.table.rows)
+
+
+def draw(figure: Figure) -> Drawing:
+    """The figure as SVG and PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or there is no such kind.
+    """
+    require_choice("the kind of a figure", figure.kind, _KINDS)
+    panels = list(_panels(figure))
+    across = min(figure.across, len(panels)) or 1
+    lines = math.ceil(len(panels) / across)
+    with canvas(*_size(figure, panels, across, lines)) as picture:
+        every = list(picture.subplots(lines, across, squeeze=False).flat)
+        for axes, (title, records) in zip(every, panels, strict=False):
+            axes.set_title(title, fontsize=9)
+            _KINDS[figure.kind](axes, figure, records)
+        for axes in every[len(panels) :]:
+            axes.set_visible(False)
+        _legend(picture, every)
+        x, y = (_said(name, label) for name, label in _axes_of(figure))
+        names = ", ".join(dict.fromkeys(label for axes in every for label in _labels(axes)))
+        alt = f"{figure.title}: {y} against {x}" + (f" ({names})" if names else "")
+        return drawing(picture, figure.key, figure.title, figure.caption, figure.table, alt=alt)
+
+
+def drawing(
+    picture: Canvas, key: str, title: str, caption: str, data: Table, *, alt: str
+) -> Drawing:
+    """What was drawn, as a diagnosis keeps it; call it inside ``canvas``, whose style holds."""
+    png = io.BytesIO()
+    svg = svg_text(picture)
+    picture.savefig(png, format="png", dpi=150)
+    return Drawing(key, title, caption, data, svg, png.getvalue(), alt)
+
+
+# --- panels ---------------------------------------------------------------------------------------
+
+
+def _panels(figure: Figure) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Title and rows of each panel; rows without a number along y or x are left out."""
+    records = [record for record in figure.table.records() if _drawable(figure, record)]
+    if isinstance(figure.facets, tuple):
+        if figure.colour:
+            yield figure.colour, records
+        for name in figure.facets:
+            yield name, [{**record, "facet": record[name]} for record in records]
+    elif figure.facets:
+        for entry in dict.fromkeys(record[figure.facets] for record in records):
+            yield str(entry), [record for record in records if record[figure.facets] == entry]
+    else:
+        yield "", records
+
+
+def _drawable(figure: Figure, record: Record) -> bool:
+    if figure.kind == "grid":
+        return True
+    columns = _tuple(figure.x), _tuple(figure.y)
+    return all(any(record.get(name) is not None for name in names) for names in columns)
+
+
+def _size(
+    figure: Figure, panels: Sequence[tuple[str, list[dict[str, Any]]]], across: int, lines: int
+) -> tuple[float, float]:
+    """Width and height in inches; each name along y has room for a letter."""
+    width = 6.4 if across == 1 else 3.2 * across
+    names = max(len(_names(records, figure.y)) for _, records in panels)
+    height = 1.2 + 0.34 * max(names, 2) if names else 4.0 if lines * across == 1 else 3.1
+    return width, height * lines
+
+
+def _axes_of(figure: Figure) -> tuple[tuple[Any, str], tuple[Any, str]]:
+    return (figure.x, figure.xlabel), (figure.y, figure.ylabel)
+
+
+def _said(names: str | tuple[str, ...], label: str) -> str:
+    """The name of an axis."""
+    return label or ("" if isinstance(names, tuple) else names.replace("_", " "))
+
+
+def _names(records: Sequence[Record], column: str | tuple[str, ...]) -> list[str]:
+    """The words along an axis, in their order; none where it has numbers only."""
+    if isinstance(column, tuple):
+        return []
+    found = [record.get(column) for record in records]
+    worded = any(isinstance(one, str) for one in found)
+    return list(dict.fromkeys(map(str, found))) if worded else []
+
+
+def _labels(axes: Axes) -> list[str]:
+    return list(axes.get_legend_handles_labels()[1])
+
+
+def _legend(picture: Canvas, every: Sequence[Axes]) -> None:
+    """Each label once; as many columns as its longest entry leaves room for."""
+    pairs = [axes.get_legend_handles_labels() for axes in every]
+    named = {label: one for ones, labels in pairs for one, label in zip(ones, labels, strict=True)}
+    if named:
+        columns = int(picture.get_figwidth() / (0.6 + 0.065 * max(map(len, named))))
+        picture.legend(
+            named.values(), named.keys(), loc="outside lower center", frameon=False, fontsize=8,
+            ncols=max(1, min(columns, len(named))),
+        )  # fmt: skip
+
+
+# --- marks with intervals -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Series:
+    """Rows of one colour and shape; ``look`` is its place among all series of the table."""
+
+    label: str
+    look: int
+    x: str
+    y: str
+    records: Sequence[Record]
+
+
+def _series(figure: Figure, records: Sequence[Record]) -> list[_Series]:
+    """One for each entry of the column ``series`` and each pair of columns."""
+    columns = [(x, y) for x in _tuple(figure.x) for y in _tuple(figure.y)]
+    named = _tuple(figure.series)
+    entries = dict.fromkeys(tuple(one[n] for n in named) for one in figure.table.records())
+    found = []
+    for look, (entry, (x, y)) in enumerate((e, c) for e in entries for c in columns):
+        own = [record for record in records if tuple(record[n] for n in named) == entry]
+        said = [f"{one:g}" if isinstance(one, float) else str(one) for one in entry]
+        if len(columns) > 1:
+            said.append((x if isinstance(figure.x, tuple) else y).replace("_", " "))
+        if own:
+            found.append(_Series(", ".join(said), look, x, y, own))
+    return found
+
+
+def _tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return names if isinstance(names, tuple) else (names,)
+
+
+def _places(
+    records: Sequence[Record], column: str, names: Sequence[str]
+) -> tuple[Numbers, Numbers | None]:
+    """Places (n,) along an axis, and bars (2, n) to both sides where there are intervals."""
+    if names:
+        return np.array([float(names.index(str(record[column]))) for record in records]), None
+    ends = [
+        [math.nan if record.get(name) is None else float(record[name]) for record in records]
+        for name in (column, f"{column}_low", f"{column}_high")
+    ]
+    value, low, high = np.array(ends)
+    if np.isnan(low).all():
+        return value, None
+    # A mean over draws may lie beyond their quantiles; the bar then ends at it.
+    return value, np.maximum([value - low, high - value], 0.0)
+
+
+def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
+    """Bars, lines and scatter."""
+    names = [_names(records, column) for column in (figure.x, figure.y)]
+    _draw_band(axes, figure, records)
+    every = _series(figure, records)
+    crowded = sum(len(one.records) for one in every) > len(names[0] or names[1])
+    for place, one in enumerate(every):
+        x, x_bars = _places(one.records, one.x, names[0])
+        y, y_bars = _places(one.records, one.y, names[1])
+        if (
+            figure.kind == "bars" and crowded
+        ):  # marks of one name stand apart, so that no bar hides another
+            apart = 0.6 * (place - (len(every) - 1) / 2) / len(every)
+            x, y = (x, y + apart) if names[1] else (x + apart, y)
+        look = one.look % len(COLOURS)
+        style: dict[str, Any] = {
+            "color": COLOURS[look],
+            "marker": MARKERS[look],
+            "linestyle": DASHES[look] if figure.kind == "lines" else "none",
+            **(_POINT if figure.kind == "scatter" and len(x) > 60 else {"markersize": 4}),
+        }
+        axes.errorbar(
+            x, y, xerr=x_bars, yerr=y_bars, label=one.label or None, elinewidth=1.0, **style
+        )
+    _point_at(axes, figure, every, names)
+    _finish_axes(axes, figure, records, names)
+
+
+def _point_at(
+    axes: Axes, figure: Figure, every: Sequence[_Series], names: Sequence[Sequence[str]]
+) -> None:
+    for (column, label), style in zip(figure.marked.items(), _MARKED, strict=False):
+        for one in every:
+            own = [record for record in one.records if record.get(column)]
+            x, y = (
+                _places(own, name, known)[0]
+                for name, known in zip((one.x, one.y), names, strict=True)
+            )
+            axes.plot(x, y, linestyle="none", label=label if len(own) else None, **style)
+
+
+def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
+    """Of the first series: along x where that has numbers, else over all of the panel."""
+    if not figure.band:
+        return
+    low, high = f"{figure.band}_low", f"{figure.band}_high"
+    style: dict[str, Any] = {"color": _INK, "alpha": 0.2, "linewidth": 0, "label": figure.band}
+    if figure.kind == "bars":
+        axes.axvspan(records[0][low], records[0][high], **style)
+        return
+    first = _series(figure, records)[0]
+    x, bottom, top = ([float(r[name]) for r in first.records] for name in (first.x, low, high))
+    axes.fill_between(x, bottom, top, **style)
+
+
+def _finish_axes(
+    axes: Axes, figure: Figure, records: Sequence[Record], names: Sequence[Sequence[str]]
+) -> None:
+    """Scales, limits, guides, names and labels."""
+    for axis, (column, label), scale, limits, known in zip(
+        "xy", _axes_of(figure), figure.scales, figure.limits, names, strict=True
+    ):
+        axes.set(**{f"{axis}label": "" if known else _said(column, label)})
+        if scale != "linear":
+            more = {"linthresh": _near_zero(records, column)} if scale == "symlog" else {}
+            getattr(axes, f"set_{axis}scale")(scale, **more)
+        if limits is not None:
+            getattr(axes, f"set_{axis}lim")(*limits)
+    if names[1]:
+        said = [name.replace("_", " ") for name in names[1]]
+        axes.set_yticks(range(len(said)), said, fontsize=8)
+        axes.set_ylim(len(names[1]) - 0.5, -0.5)
+    if names[0]:
+        _name_columns(axes, names[0])
+    _draw_guides(axes, figure)
+
+
+def _near_zero(records: Sequence[Record], column: str | tuple[str, ...]) -> float:
+    """The lower quartile of the sizes that are not 0: nearer to 0 the axis is linear."""
+    sizes = [abs(float(r[name] or 0)) for r in records for name in _tuple(column)]
+    sizes = sorted(size for size in sizes if size > 0)
+    return sizes[len(sizes) // 4] if sizes else 1.0
+
+
+def _name_columns(axes: Axes, names: Sequence[str]) -> None:
+    turned = sum(len(name) + 2 for name in names) > 36  # letters that fit beside each other
+    step = math.ceil(len(names) / _MOST_NAMES)
+    axes.set_xticks(
+        range(0, len(names), step), names[::step], fontsize=8, rotation=60 if turned else 0,
+        ha="right" if turned else "center", rotation_mode="anchor",
+    )  # fmt: skip
+    axes.set_xlim(-0.5, len(names) - 0.5)
+
+
+def _draw_guides(axes: Axes, figure: Figure) -> None:
+    limits = axes.get_xlim(), axes.get_ylim()
+    for guide in figure.guides:
+        style: dict[str, Any] = {"color": _INK, "linestyle": "--", "linewidth": 1}
+        style["label"] = guide.label or None
+        if guide.of in ("x", "y"):
+            (axes.axvline if guide.of == "x" else axes.axhline)(guide.at, **style)
+        else:
+            x = np.geomspace(*limits[0]) if guide.of == "product" else np.array(limits[0])
+            axes.plot(x, guide.at / x if guide.of == "product" else x, **style)
+            axes.set(xlim=limits[0], ylim=limits[1])
+
+
+# --- grids ----------------------------------------------------------------------------------------
+
+
+def _draw_grid(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
+    """Cells between their edges on a logarithmic scale of colours, or named and with numbers."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.patches import Rectangle
+
+    names = [_names(records, column) for column in (figure.x, figure.y)]
+    sides = [_edges(records, str(c), n) for c, n in zip((figure.x, figure.y), names, strict=True)]
+    colours = np.array([float(record[figure.colour] or math.nan) for record in records])
+    cells = [
+        Rectangle((left, low), right - left, high - low)
+        for left, right, low, high in zip(*sides[0], *sides[1], strict=True)
+    ]
+    counted = not any(names)
+    norm = LogNorm(1, max(colours.max(initial=0), 2)) if counted else Normalize(0, 1)
+    drawn = PatchCollection(cells, cmap=SEQUENTIAL, norm=norm, rasterized=True, linewidths=0)
+    drawn.set_array(colours)
+    axes.add_collection(drawn)
+    axes.grid(visible=False)
+    for axis, (start, end) in zip("xy", sides, strict=True):
+        getattr(axes, f"set_{axis}lim")(min(start, default=0), max(end, default=1))
+    axes.figure.colorbar(drawn, ax=axes, label=figure.colour.replace("_", " "), shrink=0.8)
+    if counted:
+        _draw_margins(axes, sides, colours)
+    else:
+        for record, left, low in zip(records, sides[0][0], sides[1][0], strict=True):
+            ink = "black" if record[figure.colour] > 0.45 else "white"
+            text = f"{record[figure.colour]:.2f}"
+            axes.text(left + 0.5, low + 0.5, text, ha="center", va="center", color=ink)
+    _finish_axes(axes, figure, records, names)
+
+
+def _draw_margins(
+    axes: Axes, sides: Sequence[tuple[Sequence[float], Sequence[float]]], counts: Numbers
+) -> None:
+    """Sums over the columns above the grid, and over its lines beside it."""
+    above = axes.inset_axes((0.0, 1.03, 1.0, 0.2), sharex=axes)
+    beside = axes.inset_axes((1.03, 0.0, 0.2, 1.0), sharey=axes)
+    for margin, (start, end), way in zip((above, beside), sides, _WAYS, strict=True):
+        bins = sorted({*start, *end})
+        margin.hist(start, bins=bins, weights=counts, orientation=way, color=COLOURS[0], alpha=0.5)
+        names = margin is beside, margin is above  # of its own axis: the other is the grid's
+        margin.tick_params(which="both", labelsize=7, labelbottom=names[0], labelleft=names[1])
+
+
+def _edges(
+    records: Sequence[Record], column: str, names: Sequence[str]
+) -> tuple[list[float], list[float]]:
+    """Both ends of each cell along one axis."""
+    if names:
+        places = [names.index(str(record[column])) for record in records]
+        return [place - 0.5 for place in places], [place + 0.5 for place in places]
+    return [r[f"{column}_from"] for r in records], [r[f"{column}_to"] for r in records]
+
+
+# --- clouds ---------------------------------------------------------------------------------------
+
+
+def _draw_cloud(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
+    """Points by series with their ellipses and densities; or by loss, or by who keeps them."""
+    axes.set(xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    if isinstance(figure.facets, tuple):
+        _draw_parts(axes, figure, records)
+        return
+    above = axes.inset_axes((0.0, 1.02, 1.0, 0.16), sharex=axes)
+    beside = axes.inset_axes((1.02, 0.0, 0.16, 1.0), sharey=axes)
+    axes.set_title(axes.get_title(), fontsize=9, y=-0.1)
+    for one in _series(figure, records):
+        points = _points(figure, one.records)
+        look = one.look % len(COLOURS)
+        axes.plot(*points.T, MARKERS[look], color=COLOURS[look], label=one.label, **_POINT)
+        style: dict[str, Any] = {"color": COLOURS[look], "linestyle": DASHES[look]}
+        axes.plot(*ellipse_of(points).T, linewidth=1.2, **style)
+        above.plot(*density_of(points[:, 0]), **style)
+        beside.plot(*reversed(density_of(points[:, 1])), **style)
+    for margin in (above, beside):
+        margin.set_axis_off()
+
+
+def _draw_parts(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
+    points = _points(figure, records)
+    if "facet" in records[0]:
+        inside = np.array([bool(record["facet"]) for record in records])
+        axes.plot(*points[~inside].T, "o", color="#d0d0d0", **_POINT)
+        axes.plot(*points[inside].T, "o", color=COLOURS[0], **_POINT)
+        return
+    colours = np.array([float(record[figure.colour]) for record in records])
+    x, y = points.T
+    top = float(np.quantile(colours, 0.98))
+    drawn = axes.scatter(
+        x, y, s=7, c=colours, cmap=SEQUENTIAL, vmax=top, linewidths=0, rasterized=True
+    )
+    axes.figure.colorbar(drawn, ax=axes, shrink=0.8, extend="max")
+
+
+def _points(figure: Figure, records: Sequence[Record]) -> Numbers:
+    places = [[float(record[str(name)]) for name in (figure.x, figure.y)] for record in records]
+    return np.array(places).reshape(-1, 2)
+
+
+_KINDS = {
+    "bars": _draw_marks,
+    "lines": _draw_marks,
+    "scatter": _draw_marks,
+    "grid": _draw_grid,
+    "cloud": _draw_cloud,
+}

@@ -1,0 +1,178 @@
+"""Figures told as data: what is declared is what is drawn. Options that know their limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+
+from alphatoken.errors import ConfigError
+from alphatoken.fidelity import figures
+from alphatoken.fidelity.diagnosis import Drawing, Table
+from alphatoken.fidelity.figures import Figure, Guide, draw, draw_all
+from alphatoken.fidelity.intervals import Estimate
+from alphatoken.fidelity.options import CheckedOptions, option
+
+pytestmark = pytest.mark.pictures
+
+UNKNOWN = Estimate.undefined(3, "3 tokens, 8 needed")
+
+
+def about(value: float) -> Estimate:
+    return Estimate(value, value - 0.1, value + 0.2, 90)
+
+
+def figure(kind: str, records: list[dict[str, Any]], **more: Any) -> Figure:
+    return Figure(kind, "key", Table.of("t", "T", records), "Title", "Caption.", **more)
+
+
+def drawn(one: Figure, monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """Its axes, as matplotlib has them when the picture is kept."""
+    seen: list[Axes] = []
+
+    def kept(picture: Any, *given: Any, alt: str) -> Drawing:
+        seen.extend(picture.axes)
+        return Drawing(*given, "", b"", alt)
+
+    monkeypatch.setattr(figures, "drawing", kept)
+    draw(one)
+    return seen
+
+
+def marks(axes: Axes) -> list[tuple[Any, Any, Any]]:
+    """(x, y, ends of the bars) of each series."""
+    found = []
+    for container in axes.containers:
+        line, _, bars = container.lines
+        found.append((*line.get_data(), [bar.get_segments() for bar in bars]))
+    return found
+
+
+def test_rows_stand_from_above_with_their_intervals_and_without_what_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = [{"name": "first", "kept": UNKNOWN}, {"name": "second", "kept": about(0.5)}]
+    (axes,) = drawn(figure("bars", records, x="kept", y="name"), monkeypatch)
+    ((x, y, [bars]),) = marks(axes)
+    assert y.tolist() == [0.0, 1.0]
+    assert math.isnan(x[0])
+    assert np.allclose(bars[1], [[0.4, 1.0], [0.7, 1.0]])
+    assert [one.get_text() for one in axes.get_yticklabels()] == ["first", "second"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]
+
+
+def test_an_interval_may_lie_beside_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean over draws need not lie between their quantiles: the bar ends at the number."""
+    records = [{"x": 1, "y": Estimate(0.5, 0.6, 0.7, 90)}]
+    (axes,) = drawn(figure("lines", records, x="x", y="y"), monkeypatch)
+    ((_, _, [bars]),) = marks(axes)
+    assert np.allclose(bars[0], [[1.0, 0.5], [1.0, 0.7]])
+
+
+def test_marks_of_one_name_stand_apart_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"by": by, "name": name, "y": about(0.5)} for by in "ab" for name in ("m", "n")]
+    (axes,) = drawn(figure("bars", records, x="name", y="y", series="by"), monkeypatch)
+    assert [x.tolist() for x, *_ in marks(axes)] == [[-0.15, 0.85], [0.15, 1.15]]
+    alone = [{**record, "name": f"{record['by']}{place}"} for place, record in enumerate(records)]
+    (axes,) = drawn(figure("bars", alone, x="name", y="y", series="by"), monkeypatch)
+    assert [x.tolist() for x, *_ in marks(axes)] == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_a_series_keeps_its_colour_in_every_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"by": "a", "panel": "p", "x": 1, "y": 1.0}] + [
+        {"by": "b", "panel": panel, "x": 1, "y": 1.0} for panel in "pq"
+    ]
+    more = {"x": "x", "y": "y", "series": "by", "facets": "panel"}
+    first, second = drawn(figure("lines", records, **more), monkeypatch)
+    assert (first.get_title(), second.get_title()) == ("p", "q")
+    assert second.containers[0].lines[0].get_color() == first.containers[1].lines[0].get_color()
+
+
+def test_panels_without_numbers_are_left_out_and_empty_tables_not_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = [{"p": "a", "x": "m", "y": 1.0}, {"p": "b", "x": "m", "y": None}]
+    assert len(drawn(figure("bars", records, x="x", y="y", facets="p"), monkeypatch)) == 1
+    assert draw_all([figure("bars", [], x="x", y="y")]) == ()
+
+
+def test_what_is_pointed_at_and_compared_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"x": x, "y": about(0.5), "own": x == 2, "chance": about(0.3)} for x in (1, 2)]
+    one = figure(
+        "lines", records, x="x", y="y", band="chance", marked={"own": "yours"},
+        guides=(Guide(0.5, "y", "half"), Guide(of="equal", label="right")),
+    )  # fmt: skip
+    (axes,) = drawn(one, monkeypatch)
+    assert set(axes.get_legend_handles_labels()[1]) == {"chance", "yours", "half", "right"}
+
+
+def test_cells_of_a_grid_fill_their_edges_or_stand_at_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell = {"a_from": 0.1, "a_to": 1.0, "b_from": 1.0, "b_to": 10.0, "pairs": 7}
+    scales = ("log", "log")
+    grid = figure("grid", [cell], x="a", y="b", colour="pairs", scales=scales)
+    axes, *others = drawn(grid, monkeypatch)
+    (box,) = axes.collections[0].get_paths()
+    assert box.get_extents().bounds == pytest.approx((0.1, 1.0, 0.9, 9.0))
+    assert len(others) == 1  # the scale of colours; margins are axes within the grid's own
+    assert len(axes.child_axes) == 2
+    named = figure("grid", [{"a": "m", "b": "n", "share": 0.25}], x="a", y="b", colour="share")
+    assert [text.get_text() for text in drawn(named, monkeypatch)[0].texts] == ["0.25"]
+
+
+def test_clouds_are_by_series_with_ellipses_or_by_who_keeps_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = np.random.default_rng(0).normal(size=(20, 2))
+    records = [
+        {"x": float(x), "y": float(y), "model": "ab"[i % 2], "loss": 1.0, "kept": i < 5}
+        for i, (x, y) in enumerate(points)
+    ]
+    (axes,) = drawn(figure("cloud", records, x="x", y="y", series="model"), monkeypatch)
+    assert len(axes.lines) == 4  # points and an ellipse each
+    parts = figure("cloud", records, x="x", y="y", facets=("kept",), colour="loss")
+    loss, kept, _ = drawn(parts, monkeypatch)
+    assert (loss.get_title(), kept.get_title()) == ("loss", "kept")
+    assert [len(line.get_xdata()) for line in kept.lines] == [15, 5]
+
+
+def test_a_picture_says_what_it_shows_to_those_who_do_not_see_it() -> None:
+    records = [{"K": k, "spearman": 0.1 * k, "estimator": "direct"} for k in (1, 2)]
+    found = draw(figure("lines", records, x="K", y="spearman", series="estimator"))
+    assert found.alt == "Title: spearman against K (direct)"
+    assert found.svg.startswith("<svg")
+    assert found.png.startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="kind of a figure"):
+        draw(figure("pie", records))
+
+
+@dataclass(frozen=True)
+class Made(CheckedOptions):
+    share: float = option(0.5, "a share", above=0, most=1)
+    sizes: tuple[int, ...] = option((1, 2), "sizes", least=1, below=10)
+    names: tuple[str, ...] = option(("a",), "names", choices=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"share": 0.0}, "share must be above 0 and at most 1"),
+        ({"share": 1.1}, "share must be above 0 and at most 1"),
+        ({"share": math.nan}, "share must be above 0 and at most 1"),
+        ({"sizes": (3, 0)}, "sizes must be at least 1 and below 10"),
+        ({"sizes": (10,)}, "sizes must be at least 1 and below 10"),
+        ({"names": ("a", "c")}, "names must be one of a, b"),
+    ],
+)
+def test_options_beyond_their_limits_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Made(**wrong)
+
+
+def test_options_within_their_limits_are_kept() -> None:
+    assert Made(share=1.0, sizes=(), names=("b",)).sizes == ()
