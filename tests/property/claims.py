@@ -400,10 +400,6 @@ test_triplet_losses_are_the_loop | TI-DPO | (loops) | exact
 test_hand_computed_losses | DPO, SimPO | (by hand) | exact
 test_by_hand_with_and_without_fisher | WiSE-FT | (by hand) | exact
 # how models are compared
-check_against_bisection | | (nested bisection) | exact
-check_without_covariance_it_is_plain | | (the plain win rate) | exact
-check_length_alone_is_even | | (an even rate, up to the ridge) | exact
-check_exchange_of_models | | (the rate of the other model) | exact
 """
 
 
