@@ -24,7 +24,7 @@ from alphatoken.estimate.columns import Columns, Side, contract_columns
 from alphatoken.estimate.estimators import (
     SWITCHED,
 )
-from alphatoken.estimate.proofs import CoverageReport, Witness
+from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
 from alphatoken.model.batch import (
     LabelledBatch,
     PreferenceBatch,
@@ -44,7 +44,7 @@ from alphatoken.values import TokenValues
 if TYPE_CHECKING:
     from alphatoken.certificate.certify import Certificate
 
-__all__ = ["AlphaTokenWarning", "CoverageReport", "Given", "Observed", "Scorer"]
+__all__ = ["AlphaTokenWarning", "CoverageReport", "HandedOver", "Observed", "Scorer"]
 
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -52,7 +52,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Given:
+class HandedOver:
     """What the user handed to a scorer, untouched: all that the certificate takes from one.
 
     Attributes:
@@ -153,7 +153,7 @@ class Scorer:
         if isinstance(validation, Iterator):
             validation = list(validation)
         whole = reduce is None and sharding is None
-        self.given = Given(model, validation, retention, config, optimizer, adapter, whole)
+        self.given = HandedOver(model, validation, retention, config, optimizer, adapter, whole)
         self._spread = reduce, sharding, masters
         self._trained: object = None
         self._settings: object = None
@@ -174,7 +174,7 @@ class Scorer:
             masters=masters,
         )
         scope = self.builder.scope
-        witness = Witness(
+        witness = CaptureCheck(
             self.adapter,
             scope,
             self.builder.parameters,

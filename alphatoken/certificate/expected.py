@@ -22,7 +22,7 @@ from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
 from alphatoken.oracle import composite, readouts, scope
 
 if TYPE_CHECKING:
-    from alphatoken.scorer import Given
+    from alphatoken.scorer import HandedOver
 
 __all__ = ["SIDES", "Expected", "Oracle"]
 
@@ -83,7 +83,7 @@ class Oracle:
         tick: called after each forward and backward.
     """
 
-    given: Given
+    given: HandedOver
     batch: Mapping[str, Any]
     token_weights: Tensor | None
     step_weights: Tensor | None

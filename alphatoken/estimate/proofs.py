@@ -36,8 +36,8 @@ from alphatoken.model.sharding import Sharding
 from alphatoken.support.finite import refuse_first
 
 __all__ = [
+    "CaptureCheck",
     "CoverageReport",
-    "Witness",
     "prove_coverage",
     "prove_documents",
     "prove_isolation",
@@ -431,7 +431,7 @@ _SHARDED = "no process has whole weights, so autograd's gradient of one cannot b
 _SHARDED_ALONE = "it needs forwards of its own, which the processes may not run together"
 
 
-class Witness:
+class CaptureCheck:
     """Runs each proof once, on the first recorded forward that can show it.
 
     ``Valuer.prepare`` shows it a slice of the first batch that M is built from, and under sharded

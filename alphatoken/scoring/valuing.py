@@ -23,7 +23,7 @@ from alphatoken.errors import AlphaTokenWarning, InputError, NumericalError, war
 from alphatoken.estimate.columns import ColumnSums, Side, contract_columns, total_side
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.estimate.proofs import Witness
+from alphatoken.estimate.proofs import CaptureCheck
 from alphatoken.estimate.token_values import assign_columns, combine
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
@@ -55,7 +55,7 @@ class Valuer:
     """
 
     def __init__(
-        self, adapter: DecoderAdapter, builder: DirectionBuilder, witness: Witness
+        self, adapter: DecoderAdapter, builder: DirectionBuilder, witness: CaptureCheck
     ) -> None:
         self.adapter, self.builder, self.witness = adapter, builder, witness
         self.warn = True

@@ -9,12 +9,13 @@ response tokens, the room is read from a step of training:
    validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
 2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;
    ``compute_loss`` hands it each micro-batch (:mod:`~alphatoken.train.micro_batch`).
-   :mod:`~alphatoken.train.host` is the trainer as these parts see it, a protocol.
+   :mod:`~alphatoken.train.trainer_protocol` is the trainer as these parts see it, a protocol.
 3. :mod:`~alphatoken.train.value_weigher`: values, and weights of them. Which validation rows,
    direction and schedule hold at a step is in ``valuation``, ``pool`` and ``running``.
    :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method
    (``policy``, ``policy_names``, ``policy_stage``, ``token_table``).
-4. :mod:`~alphatoken.train.gate`: weights act on the update and not on the loss that is reported.
+4. :mod:`~alphatoken.train.gradient_weights`: weights act on the update and not on the loss that
+   is reported.
 5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` and
    ``statistics`` for logs, ``ledger`` and ``documents`` for values over the run, ``value_export``
    and ``report`` for what is left at the end.

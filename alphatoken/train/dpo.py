@@ -28,9 +28,9 @@ from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_preference_rows, cut_pair
 from alphatoken.train.fields import PairFields
-from alphatoken.train.gate import TokenGate, by_token
 from alphatoken.train.given import choose_bf16, model_name
 from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form, uses_template
+from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -322,7 +322,11 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         return 1.0
 
     def final_coefficients(
-        self, gate: TokenGate, coefficients: Tensor, weights: Tensor, inputs: Mapping[str, Any]
+        self,
+        gate: GradientWeightedModel,
+        coefficients: Tensor,
+        weights: Tensor,
+        inputs: Mapping[str, Any],
     ) -> Tensor:
         """Under ``masked_logit``, omega is taken from the kept tokens' log-ratios.
 

@@ -19,7 +19,7 @@ from alphatoken.support.seeds import seed_of
 from alphatoken.values import TokenValues
 
 if TYPE_CHECKING:
-    from alphatoken.train.host import TokenTrainer
+    from alphatoken.train.trainer_protocol import TrainerParts
 
 __all__ = [
     "CARRIED",
@@ -142,7 +142,7 @@ def normalised(
     return weights * (batch.mask.sum() / weights.sum().clamp(min=1e-12))
 
 
-def draw_seed(trainer: TokenTrainer, batch: MicroBatch) -> int:
+def draw_seed(trainer: TrainerParts, batch: MicroBatch) -> int:
     """A seed that is a function of (run seed, step, micro-batch, rank)."""
     return seed_of(
         "micro-batch",

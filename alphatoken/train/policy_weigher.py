@@ -32,14 +32,19 @@ from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.support.storage import write_json
 from alphatoken.train.distributed import Ranks
-from alphatoken.train.gate import TokenGate, by_token, gated_loss, require_finite
-from alphatoken.train.host import TokenTrainer
+from alphatoken.train.gradient_weights import (
+    GradientWeightedModel,
+    by_token,
+    gated_loss,
+    require_finite,
+)
 from alphatoken.train.micro_batch import Carried, MicroBatch, draw_seed, normalised
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 from alphatoken.train.records import RunRecords
 from alphatoken.train.selection_cost import selecting
+from alphatoken.train.trainer_protocol import TrainerParts
 
 if TYPE_CHECKING:
     from alphatoken.train.token_table import TokenTable
@@ -77,7 +82,7 @@ class PolicyWeigher:
 
     def __init__(
         self,
-        trainer: TokenTrainer,
+        trainer: TrainerParts,
         records: RunRecords,
         policy: TokenPolicy,
         validation: Any,
@@ -222,7 +227,7 @@ class PolicyWeigher:
         """
         policy = self.policy
         inputs, reference = self._trainer.reference_log_probs(batch.inputs)
-        gate = TokenGate(model)
+        gate = GradientWeightedModel(model)
         with self._last_attention() as attention:
             loss = gated_loss(self._trainer, gate, replace(batch, inputs=inputs))
         policy_batch = self._batch_after_forward(batch, gate, reference, attention)
@@ -242,7 +247,9 @@ class PolicyWeigher:
             )
         return gate.surrogate(loss, gate.coefficients(loss), self._divided(weights, batch))
 
-    def _loss_of_policy(self, gate: TokenGate, loss: Tensor, log_probs: Tensor) -> Tensor:
+    def _loss_of_policy(
+        self, gate: GradientWeightedModel, loss: Tensor, log_probs: Tensor
+    ) -> Tensor:
         """A loss that the policy computed, as a surrogate on the model's graph.
 
         Its own graph stays: a term that reaches the model through another forward has its gradient
@@ -269,7 +276,7 @@ class PolicyWeigher:
     def _batch_after_forward(
         self,
         batch: MicroBatch,
-        gate: TokenGate,
+        gate: GradientWeightedModel,
         reference: Tensor | None,
         attention: Sequence[AttentionStatistics],
     ) -> PolicyBatch:

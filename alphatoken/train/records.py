@@ -16,7 +16,6 @@ from alphatoken.estimate.matrices import Formed
 from alphatoken.report.page import missing_libraries
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
-from alphatoken.train.host import TokenTrainer
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.ledger_unit import ledger_unit
 from alphatoken.train.manifest import RESULTS
@@ -24,6 +23,7 @@ from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor, weight_drift
 from alphatoken.train.report import write_run_report
+from alphatoken.train.trainer_protocol import TrainerParts
 
 __all__ = ["RunRecords"]
 
@@ -41,7 +41,7 @@ class RunRecords(TrainerCallback):
         listener: is called with mask and weights of each micro-batch; None for nobody.
     """
 
-    def __init__(self, trainer: TokenTrainer) -> None:
+    def __init__(self, trainer: TrainerParts) -> None:
         self._trainer = trainer
         self.monitor = TrainMonitor(trainer, drift=self._drift)
         self.ledger = ValueLedger()

@@ -26,13 +26,13 @@ from alphatoken.train.checks import check_lengths, check_pool
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks, sharding_of
 from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
-from alphatoken.train.host import TokenTrainer
 from alphatoken.train.layouts import layout, needs_own_forward
 from alphatoken.train.masters import masters_of
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy_stage import kept_random_state
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.prepared import check_tokens, refusals_named
+from alphatoken.train.trainer_protocol import TrainerParts
 from alphatoken.train.valuation import Batches, Valuation
 
 __all__ = ["RunRows", "build_valuation", "prepare_run_rows"]
@@ -56,7 +56,7 @@ class RunRows:
 
 
 def prepare_run_rows(
-    trainer: TokenTrainer,
+    trainer: TrainerParts,
     validation: Any,
     retention: Any,
     fisher: FisherDrift | None,
@@ -103,7 +103,7 @@ def prepare_run_rows(
     return RunRows(validation_rows, retention_rows, fisher, reference)
 
 
-def _value_one_row(trainer: TokenTrainer, row: dict[str, Any]) -> None:
+def _value_one_row(trainer: TrainerParts, row: dict[str, Any]) -> None:
     """Value one row as a step would, so that what refuses a step refuses before a Fisher is fitted.
 
     Only where each process has whole weights and the training forward is the scored one.
@@ -135,7 +135,7 @@ def _value_one_row(trainer: TokenTrainer, row: dict[str, Any]) -> None:
             model.train(training)
 
 
-def _scored_weights(trainer: TokenTrainer) -> dict[str, Tensor]:
+def _scored_weights(trainer: TrainerParts) -> dict[str, Tensor]:
     """Weights of the scored layers' trainable linears before training.
 
     Raises:
@@ -149,7 +149,7 @@ def _scored_weights(trainer: TokenTrainer) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrift:
+def fit_or_load_fisher(trainer: TrainerParts, dataset: Any = None) -> FisherDrift:
     """A Fisher fitted on these rows (training rows for None), or taken from the cache.
 
     With ``fisher_labels="sequence"`` on responses to their prompts, with "token" on labels
@@ -182,7 +182,7 @@ def fit_or_load_fisher(trainer: TokenTrainer, dataset: Any = None) -> FisherDrif
     )
 
 
-def _require_fisher_covers(trainer: TokenTrainer) -> None:
+def _require_fisher_covers(trainer: TrainerParts) -> None:
     """See that what is valued has a Fisher, before it is fitted: 'label' values more than it."""
     options, adapter = trainer.args, find_adapter(trainer.model)
     choice = ParameterChoice.read(options.value_parameters, "value_parameters")
@@ -197,7 +197,7 @@ def _require_fisher_covers(trainer: TokenTrainer) -> None:
         )
 
 
-def build_valuation(trainer: TokenTrainer, rows: RunRows) -> Valuation:
+def build_valuation(trainer: TrainerParts, rows: RunRows) -> Valuation:
     """The valuation of a run; called when its model and optimizer are wrapped."""
     options, ranks = trainer.args, Ranks(trainer.accelerator)
     pool = None
@@ -228,5 +228,5 @@ def build_valuation(trainer: TokenTrainer, rows: RunRows) -> Valuation:
     )
 
 
-def _batch(trainer: TokenTrainer, rows: list[dict[str, Any]], chosen: Any) -> Any:
+def _batch(trainer: TrainerParts, rows: list[dict[str, Any]], chosen: Any) -> Any:
     return trainer.row_batch([rows[i] for i in chosen])

@@ -21,9 +21,9 @@ from alphatoken.errors import (
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_sft_rows, plain_rows
-from alphatoken.train.gate import by_token
 from alphatoken.train.given import choose_bf16, model_name
 from alphatoken.train.given_rows import as_dataset, rows_in_trl_form
+from alphatoken.train.gradient_weights import by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 

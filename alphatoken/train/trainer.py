@@ -14,7 +14,7 @@ from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask, token_losses
 from alphatoken.model.capture import evaluation_mode
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.gate import KeptOutputs, TokenGate
+from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import LabelledRows, fused_losses, refuse_losses
 
@@ -78,7 +78,7 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Cross-entropy over the response tokens, divided as transformers divides it."""
-        assert isinstance(model, TokenGate)
+        assert isinstance(model, GradientWeightedModel)
         labels = inputs["labels"]
         rest = {k: v for k, v in inputs.items() if k != "labels"}
         if not self._loss_seen:
@@ -113,7 +113,9 @@ class AlphaTrainer(LabelledRows, Trainer):
         return float(getattr(config, "router_aux_loss_coef", 0.0))
 
     @torch.no_grad()
-    def _see_the_models_loss(self, gate: TokenGate, inputs: dict[str, Any], num_items: Any) -> None:
+    def _see_the_models_loss(
+        self, gate: GradientWeightedModel, inputs: dict[str, Any], num_items: Any
+    ) -> None:
         """See once, in a forward without dropout, that the loss built here is the model's own.
 
         Raises:

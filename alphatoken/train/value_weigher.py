@@ -36,8 +36,7 @@ from alphatoken.select.weights import token_weights
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import Ranks, global_selection, needs_own_forward
 from alphatoken.train.fused_head import errors_only
-from alphatoken.train.gate import TokenGate, by_token, gated_loss
-from alphatoken.train.host import TokenTrainer
+from alphatoken.train.gradient_weights import GradientWeightedModel, by_token, gated_loss
 from alphatoken.train.micro_batch import (
     Carried,
     MicroBatch,
@@ -49,6 +48,7 @@ from alphatoken.train.micro_batch import (
 )
 from alphatoken.train.records import RunRecords
 from alphatoken.train.selection_cost import selecting
+from alphatoken.train.trainer_protocol import TrainerParts
 from alphatoken.train.valuation import Valuation
 from alphatoken.values import standard_error
 
@@ -85,7 +85,7 @@ class ValueWeigher:
     """
 
     def __init__(
-        self, trainer: TokenTrainer, records: RunRecords, build: Callable[[], Valuation]
+        self, trainer: TrainerParts, records: RunRecords, build: Callable[[], Valuation]
     ) -> None:
         self._trainer, self._records, self._build = trainer, records, build
         self._valuation: Valuation | None = None
@@ -186,7 +186,7 @@ class ValueWeigher:
 
     def _score_and_train(self, model: Any, batch: MicroBatch) -> Tensor:
         """Score and train on one forward."""
-        gate = TokenGate(model)
+        gate = GradientWeightedModel(model)
         with self._observing() as observed:
             loss = gated_loss(self._trainer, gate, batch)
             coefficients = gate.coefficients(loss)
@@ -200,7 +200,7 @@ class ValueWeigher:
         self, model: Any, batch: MicroBatch, scored: Scored | None, weights: Tensor
     ) -> Tensor:
         """Train with weights that are known before the forward."""
-        gate = TokenGate(model)
+        gate = GradientWeightedModel(model)
         rows = self._kept_rows(batch, weights)
         loss = gated_loss(self._trainer, gate, batch if rows is None else of_rows(batch, rows))
         total = self._surrogate(gate, loss, gate.coefficients(loss), batch, scored, weights, rows)
@@ -226,7 +226,7 @@ class ValueWeigher:
 
     def _surrogate(
         self,
-        gate: TokenGate,
+        gate: GradientWeightedModel,
         loss: Tensor,
         coefficients: Tensor,
         batch: MicroBatch,
@@ -266,7 +266,11 @@ class ValueWeigher:
 
     @selecting()
     def _score(
-        self, observed: Observed, gate: TokenGate, coefficients: Tensor, batch: MicroBatch
+        self,
+        observed: Observed,
+        gate: GradientWeightedModel,
+        coefficients: Tensor,
+        batch: MicroBatch,
     ) -> Scored:
         """Values of the micro-batch whose forward ``observed`` saw."""
         started = time.perf_counter()
@@ -300,7 +304,7 @@ class ValueWeigher:
     def _own_pass(self, batch: MicroBatch) -> Scored:
         """Score one micro-batch without training on it (dropout off)."""
         builder = self.valuation.scorer.builder
-        gate = TokenGate(self._trainer.model)
+        gate = GradientWeightedModel(self._trainer.model)
         with _untouched_metrics(self._trainer), self._observing() as observed:
             with scoring_forward(self.valuation.adapter, builder.first):
                 loss = gated_loss(self._trainer, gate, batch)

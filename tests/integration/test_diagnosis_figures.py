@@ -47,7 +47,7 @@ def marks(axes: Axes) -> list[tuple[Any, Any, Any]]:
     """(x, y, ends of the bars) of each series."""
     found = []
     for container in axes.containers:
-        line, _, bars = container.lines
+        line, _, bars = vars(container)["lines"]
         found.append((*line.get_data(), [bar.get_segments() for bar in bars]))
     return found
 

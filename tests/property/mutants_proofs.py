@@ -210,7 +210,7 @@ PROOFS = (
     _proof(
         "coverage-not-asked-for",
         "nothing is proved on the first forward",
-        ("Witness.see", "if self.pending and self._sharding is None:", "if False:"),
+        ("CaptureCheck.see", "if self.pending and self._sharding is None:", "if False:"),
         HIDDEN_USE,
         ISOLATED,
     ),
@@ -225,7 +225,7 @@ PROOFS = (
         "refused-documents-taken-for-proved",
         "a packed batch that was refused once is taken the second time",
         (
-            "Witness._see_documents",
+            "CaptureCheck._see_documents",
             "or arguments not in self._documents:",
             "or (arguments not in self._documents and not self._documents.add(arguments)):",
         ),
@@ -234,7 +234,7 @@ PROOFS = (
     _proof(
         "documents-of-another-forward",
         "packed rows of an observed forward are proved on one of the scorer's own",
-        ("Witness._see_documents", "running=as_observed if observed else", "running="),
+        ("CaptureCheck._see_documents", "running=as_observed if observed else", "running="),
         AGAIN,
     ),
     mutant(

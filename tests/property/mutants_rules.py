@@ -115,7 +115,7 @@ MUTANTS = (
     mutant(
         "routers-loss-without-its-gradient",
         "the routers' loss is reported and not trained",
-        ("train.gate.TokenGate.surrogate", "loss if self.auxiliary else", ""),
+        ("train.gate.GradientWeightedModel.surrogate", "loss if self.auxiliary else", ""),
         ROUTED,
     ),
     mutant(

@@ -355,7 +355,7 @@ TRAINERS = (
     _of(
         "weights-shifted-by-one",
         "a token's weight acts on the token before it",
-        ("train.gate.TokenGate.surrogate", "weights[:, 1:]", "weights[:, :-1]"),
+        ("train.gate.GradientWeightedModel.surrogate", "weights[:, 1:]", "weights[:, :-1]"),
         PAPER,
     ),
     _of(

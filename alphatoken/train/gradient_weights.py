@@ -20,10 +20,10 @@ from alphatoken.model.head import take_as_of, watched_head
 from alphatoken.train.fused_head import head_entropy, shared_log_probs, top_entropy
 
 if TYPE_CHECKING:
-    from alphatoken.train.host import TokenTrainer
     from alphatoken.train.micro_batch import MicroBatch
+    from alphatoken.train.trainer_protocol import TrainerParts
 
-__all__ = ["KeptOutputs", "TokenGate", "by_token", "gated_loss", "require_finite"]
+__all__ = ["GradientWeightedModel", "KeptOutputs", "by_token", "gated_loss", "require_finite"]
 
 
 class KeptOutputs:
@@ -42,7 +42,7 @@ class KeptOutputs:
         return self.outputs
 
 
-class TokenGate:
+class GradientWeightedModel:
     """Callable in the place of ``model`` that keeps the token log-probabilities of its forward.
 
     With all weights 1 the surrogate's gradient is the loss's own, bit for bit, and its value always
@@ -180,7 +180,7 @@ def by_token(by_prediction: Tensor) -> Tensor:
     return F.pad(by_prediction, (1, 0))
 
 
-def gated_loss(trainer: TokenTrainer, gate: TokenGate, batch: MicroBatch) -> Tensor:
+def gated_loss(trainer: TrainerParts, gate: GradientWeightedModel, batch: MicroBatch) -> Tensor:
     """The trainer's own loss of one micro-batch, of the gate's log-probabilities.
 
     Raises:

@@ -27,7 +27,7 @@ from alphatoken.train.fused_head import (
     shared_log_probs,
     top_entropy,
 )
-from alphatoken.train.gate import TokenGate
+from alphatoken.train.gradient_weights import GradientWeightedModel
 from tests.integration import tiny_training as tiny
 from tests.integration.snapshot import bits
 from tests.integration.test_trainers import dpo, sft
@@ -61,13 +61,13 @@ def _of(name: str) -> Any:
 HEADS = ("plain", "soft-capped", "scaled", "biased")
 
 
-def _forward(model: Any) -> tuple[TokenGate, Tensor]:
+def _forward(model: Any) -> tuple[GradientWeightedModel, Tensor]:
     """A gated forward, and the hidden states that its head read."""
     seen: list[Tensor] = []
     handle = model.base_model.register_forward_hook(
         lambda *found: seen.append(found[2].last_hidden_state)
     )
-    gate = TokenGate(model)
+    gate = GradientWeightedModel(model)
     gate(**BATCH, fused_lm_head=True, use_cache=False)
     handle.remove()
     return gate, seen[0]
@@ -86,7 +86,7 @@ class _Accumulated(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _errors(gate: TokenGate, hidden: Tensor, weights: Tensor) -> Tensor:
+def _errors(gate: GradientWeightedModel, hidden: Tensor, weights: Tensor) -> Tensor:
     assert gate.log_probs is not None
     loss = (gate.log_probs * weights).sum()
     return torch.autograd.grad(loss, hidden, retain_graph=True)[0]
@@ -138,7 +138,7 @@ def test_the_training_backward_afterwards_is_whole(name: str) -> None:
 
 
 def test_logits_of_another_head_are_left_alone() -> None:
-    gate = TokenGate(BY_NAME["llama"].build(1).train())
+    gate = GradientWeightedModel(BY_NAME["llama"].build(1).train())
     with errors_only(gate.log_probs) as found:
         assert not found, "no forward yet"
     gate.logits({k: v for k, v in BATCH.items() if k != "labels"}, BATCH["labels"])
@@ -151,7 +151,7 @@ def test_logits_of_another_head_are_left_alone() -> None:
 # --- one error of the head for values and update ------------------------------------------------
 
 
-def _drawn_weights(gate: TokenGate, seed: int) -> Tensor:
+def _drawn_weights(gate: GradientWeightedModel, seed: int) -> Tensor:
     """(b, t), half of them 0, as of a hard mask that is scaled."""
     assert gate.log_probs is not None
     rows, length = gate.log_probs.shape
@@ -229,7 +229,7 @@ def test_label_values_share_the_error_with_the_update(name: str, parameters: str
     formed = mock.Mock(side_effect=head_losses)
     with scorer.observe() as seen:
         if name == "of logits":
-            gate = TokenGate(model)
+            gate = GradientWeightedModel(model)
             gate.logits(INPUTS, BATCH["labels"])
         else:
             gate, _ = _forward(model)
@@ -253,7 +253,7 @@ def test_entropy_of_the_training_forward(
     monkeypatch.setattr(fused_head, "_WORKSPACE", rows_at_once)
     model = _of("plain" if name == "of logits" else name)
     if name == "of logits":
-        gate = TokenGate(model)
+        gate = GradientWeightedModel(model)
         gate.logits(INPUTS, BATCH["labels"])
     else:
         gate, _ = _forward(model)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from alphatoken.train.gate import TokenGate
+    from alphatoken.train.gradient_weights import GradientWeightedModel
     from alphatoken.train.micro_batch import Carried, MicroBatch
     from alphatoken.train.policy import TokenPolicy
 
-__all__ = ["TokenTrainer"]
+__all__ = ["TrainerParts"]
 
 
-class TokenTrainer(Protocol):
+class TrainerParts(Protocol):
     """A transformers trainer that can say how its loss is made of response tokens.
 
     The attributes are transformers' own. The methods are what one kind of trainer (plain language
@@ -49,7 +49,11 @@ class TokenTrainer(Protocol):
         """From a micro-batch's gradient to an estimate of the whole step's."""
 
     def final_coefficients(
-        self, gate: TokenGate, coefficients: Tensor, weights: Tensor, inputs: Mapping[str, Any]
+        self,
+        gate: GradientWeightedModel,
+        coefficients: Tensor,
+        weights: Tensor,
+        inputs: Mapping[str, Any],
     ) -> Tensor:
         """Coefficients of the update once the weights are known, before they are normalised."""
 
