@@ -18,7 +18,7 @@ ROOMS = {
     "demo": 865,
     "direction": 3_892,
     "estimate": 1_926,
-    "fidelity": 11_947,
+    "fidelity": 11_954,
     "model": 5_743,
     "oracle": 4_960,
     "report": 1_624,
@@ -32,7 +32,7 @@ ROOMS = {
 LAB_ROOMS = {
     ".": 11,
     "commands": 2_486,
-    "compare": 3_996,
+    "compare": 4_016,
     "methods": 4_472,
     "paper": 814,
 }
@@ -63,6 +63,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_124), ("tests", 74_985)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_124), ("tests", 75_024)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

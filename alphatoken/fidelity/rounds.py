@@ -6,7 +6,7 @@ by one; windows; samples. The sizes grow one after the other, the most important
 twice its number at most. Time is measured, never forecast from shapes: twice the number takes at
 most twice the time, so the next round is as many such steps ahead as the time left allows, by
 what the last round took. A round that goes on past the time all the same is dropped at its next
-report of progress, and the one before it stands.
+report of progress, or when memory is full, and the one before it stands.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+import torch
 
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.estimators import spread, windows_of
@@ -144,6 +146,11 @@ def diagnosed_within(
         try:
             found = diagnose(*_resized(_until(subject, late, clock), options, path[place]))
         except _TimeIsUpError:
+            break
+        except (torch.OutOfMemoryError, MemoryError):
+            if found is None:
+                raise
+            said = f"{said}: a larger round ran out of memory"
             break
         reached, took, left = place, clock() - began, start + seconds - clock()
         ahead = math.floor(math.log2(left / max(took, 1e-3))) if left > 0 else 0

@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
-from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
 from alphatoken.fidelity.rounds import diagnosed_within, number, sizes_of, steps, thinned
 from alphatoken.fidelity.subject import Subject
@@ -16,6 +17,7 @@ from alphatoken.support.progress import Progress
 from tests.integration.subjects import subject
 
 NAMES = [entry.name for entry in DIAGNOSTICS]
+ANSWER = Answer("It is so.", "", "", "go on.")
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Clock:
 
 def found(subject: Subject, options: Any) -> Diagnosis:
     """A diagnosis that holds the sizes it was made with."""
-    return Diagnosis("heatmap", "?", (), settings={"size": subject.tokens, "options": options})
+    return Diagnosis("heatmap", "?", ANSWER, settings={"size": subject.tokens, "options": options})
 
 
 def within(
@@ -64,6 +66,24 @@ def test_a_budget_of_almost_nothing_gives_the_least_and_says_so() -> None:
         f"Read {begun[0]} of 3000 response tokens (stopped by the budget of 10s)."
     )
     assert told.settings["read"] == f"{begun[0]} of 3000 response tokens"
+
+
+def test_a_round_that_memory_does_not_hold_leaves_the_one_before_it() -> None:
+    whole, most = subject(train_rows=60, tokens=3000), 0
+
+    def one(subject: Subject, options: Any) -> Diagnosis:
+        if subject.tokens > most:
+            raise torch.OutOfMemoryError("too much")
+        return found(subject, options)
+
+    given = frozenset({"objective_rows"})
+    options = find("heatmap").load().Options()
+    with pytest.raises(torch.OutOfMemoryError):
+        diagnosed_within(1e6, "heatmap", whole, options, given, one, said="1h")
+    most = 2000
+    told = diagnosed_within(1e6, "heatmap", whole, options, given, one, said="1h")
+    assert told.settings["size"] <= most
+    assert "(stopped by the budget of 1h: a larger round ran out of memory)." in told.notes[0]
 
 
 def test_without_a_budget_everything_is_read_at_once() -> None:

@@ -596,6 +596,25 @@ def test_unknown_tasks_of_all_cells_are_named_at_once(
     assert not list(tmp_path.glob("out/*"))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("task", ["humaneval", "own.yaml"])
+def test_tasks_that_execute_code_want_a_container_before_any_cell(
+    task: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
+    )
+    own = tmp_path / "own.yaml"
+    own.write_text("task: own\nunsafe_code: true\n")
+    task = str(own) if task == own.name else task
+    grid = grid_file(
+        tmp_path, model, tasks={"t": {"command": "sft", "measures": {"target_tasks": [task]}}}
+    )
+    assert main(["compare", "--config", str(grid), "--output_dir", str(tmp_path / "out")]) == 2
+    assert f"{task}, without --code_container" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/*"))
+
+
 def test_tasks_that_nothing_can_look_up_are_said(
     grid_of_tasks: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

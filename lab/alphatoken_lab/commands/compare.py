@@ -88,7 +88,7 @@ def run(words: Sequence[str]) -> int:
         return _show(cells, folder)
     if not options.only_report:
         require_writable(folder.path)
-        check_named_files(cells)
+        check_named_files(cells, options.code_container)
         run_cells(options, cells, folder)
     return _report(grid, cells, folder)
 
@@ -138,7 +138,7 @@ def _measures(cells: Sequence[Cell]) -> dict[str, Measures]:
     return {c.task: Measures(**c.measures) for c in cells if c.measures is not None}
 
 
-def check_named_files(cells: Sequence[Cell]) -> None:
+def check_named_files(cells: Sequence[Cell], code_container: str | None) -> None:
     """See that whatever is named by a path is there, before any cell runs.
 
     Rows that are measured are read, and what judges are asked; tasks are looked up.
@@ -156,7 +156,7 @@ def check_named_files(cells: Sequence[Cell]) -> None:
             if path and not value.startswith("@") and not Path(value).is_file():
                 raise ConfigError(f"{name} is not there", got=f"{value} ({cell.task})")
     measured, commands = _measures(cells), {cell.task: cell.command for cell in cells}
-    check_tasks(measured.values())
+    check_tasks(measured.values(), code_container=code_container)
     for task, measures in measured.items():
         check_rows(measures, commands[task])
         read_sets(measures)

@@ -199,7 +199,7 @@ def _prepare_rows(work: Work) -> None:
 def _run_cells(work: Work) -> None:
     from alphatoken_lab.commands.compare import CompareOptions, check_named_files, run_cells
 
-    check_named_files(work.cells)
+    check_named_files(work.cells, work.options.code_container)
 
     options = work.options
     compare = CompareOptions(

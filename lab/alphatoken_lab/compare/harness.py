@@ -9,6 +9,7 @@ that execute what a model writes, humaneval and mbpp, are scored in a container 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -195,18 +196,22 @@ def _answers(evaluate: Callable[..., Any], task: Any) -> list[tuple[str, list[st
 # --- finding them -------------------------------------------------------------------------------
 
 
-def check_tasks(asked: Iterable[Measures], *, required: bool = True) -> list[str]:
+def check_tasks(
+    asked: Iterable[Measures], *, required: bool = True, code_container: str | None = None
+) -> list[str]:
     """Look up every task in lm-eval's index, as a grid does before it trains: no data are read.
 
     Args:
         asked: what models are measured by.
-        required: refuse where lm-eval is not installed, too.
+        required: refuse also where lm-eval, or a container for generated code, is missing.
+        code_container: image in which generated code is executed.
 
     Returns:
         Names that could not be looked up, since lm-eval is not installed.
 
     Raises:
-        ConfigError: there are no such tasks; all of them are named.
+        ConfigError: there are no such tasks; all of them are named. Or some execute code, and
+            there is no container for it.
     """
     named: dict[str | None, list[str]] = {}
     for measures in asked:
@@ -218,7 +223,22 @@ def check_tasks(asked: Iterable[Measures], *, required: bool = True) -> list[str
     if every:
         _require_installed()
         _refuse([name for place, names in named.items() for name in _unknown(names, place)])
+    coded = [n for place, names in named.items() for n in names if _executes_code(n, place)]
+    if coded and required:
+        require_container(list(dict.fromkeys(coded)), code_container)
     return []
+
+
+def _executes_code(name: str, include_path: str | None) -> bool:
+    """Whether a task's own file says so; of a group's tasks it is seen when they are loaded."""
+    if _is_file(name):
+        return bool(_UNSAFE.search(Path(name).read_text("utf-8")))
+    managers = [_local(include_path), _all_tasks()] if include_path is not None else [_all_tasks()]
+    found = next((m.task_index[name] for m in managers if name in m.task_index), None)
+    return bool(found is not None and (found.cfg or {}).get("unsafe_code"))
+
+
+_UNSAFE = re.compile(r"^unsafe_code:\s*true\s*$", re.MULTILINE | re.IGNORECASE)
 
 
 def _require_installed() -> None:
