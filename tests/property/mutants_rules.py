@@ -115,7 +115,11 @@ MUTANTS = (
     mutant(
         "routers-loss-without-its-gradient",
         "the routers' loss is reported and not trained",
-        ("train.gate.GradientWeightedModel.surrogate", "loss if self.auxiliary else", ""),
+        (
+            "train.gradient_weights.GradientWeightedModel.surrogate",
+            "loss if self.auxiliary else",
+            "",
+        ),
         ROUTED,
     ),
     mutant(

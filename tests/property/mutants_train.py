@@ -355,13 +355,17 @@ TRAINERS = (
     _of(
         "weights-shifted-by-one",
         "a token's weight acts on the token before it",
-        ("train.gate.GradientWeightedModel.surrogate", "weights[:, 1:]", "weights[:, :-1]"),
+        (
+            "train.gradient_weights.GradientWeightedModel.surrogate",
+            "weights[:, 1:]",
+            "weights[:, :-1]",
+        ),
         PAPER,
     ),
     _of(
         "coefficients-shifted-by-one",
         "log-probabilities are laid out as if the last token had none",
-        ("train.gate.by_token", "(1, 0)", "(0, 1)"),
+        ("train.gradient_weights.by_token", "(1, 0)", "(0, 1)"),
         PAIRS,
     ),
     _of(
