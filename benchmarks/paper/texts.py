@@ -104,7 +104,8 @@ executes what the model writes ([evaluate.md](evaluate.md) has it in four lines)
     alphatoken-lab paper tab:main_rq1_sft --devices 0,1,2,3 --devices_per_cell 4 \\
         --code_container code-eval
 
-What is not here is named before anything runs. Cells are processes of their own and are resumed;
-tables share cells. The layout (FSDP2, or ZeRO-2 for label values) and the paper's global batches
-come from the recipes of each backbone.
+What is not here is named before anything runs, and so are tasks that lm-eval does not know
+(`--dry_run` does that much). Cells are processes of their own and are resumed; tables share cells.
+The layout (FSDP2, or ZeRO-2 for label values) and the paper's global batches come from the recipes
+of each backbone.
 """
