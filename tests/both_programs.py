@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import alphatoken.cli
 import alphatoken_lab.commands
 
-LAB = ("policies", "compare", "evaluate", "merge", "paper")
-
 
 def main(words: Sequence[str]) -> int:
     """Run the command by its name; its exit status."""
-    program = alphatoken_lab.commands if words[0] in LAB else alphatoken.cli
+    program = (
+        alphatoken_lab.commands if words[0] in alphatoken_lab.commands.COMMANDS else alphatoken.cli
+    )
     return program.main(words)

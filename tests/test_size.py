@@ -25,14 +25,14 @@ ROOMS = {
     "scoring": 720,
     "select": 1_051,
     "support": 678,
-    "train": 14_028,
+    "train": 14_036,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_486,
-    "compare": 4_016,
+    "commands": 2_506,
+    "compare": 4_022,
     "methods": 4_472,
     "paper": 814,
 }

@@ -19,6 +19,8 @@ methods that people compare with.
 from __future__ import annotations
 
 import difflib
+import sys
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -51,6 +53,12 @@ def policy_names() -> tuple[str, ...]:
 
 def _of_other_packages() -> dict[str, str]:
     """Name to "module:Class"."""
+    return _named_on(tuple(sys.path))
+
+
+@cache
+def _named_on(path: tuple[str, ...]) -> dict[str, str]:
+    """Of the packages on a search path, each of which is looked through once."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 

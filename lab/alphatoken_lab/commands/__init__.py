@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from alphatoken.cli.program import Command, Program
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
-_COMMANDS = {
+COMMANDS = {
     "policies": Command(
         "list the methods that can choose or weigh tokens", "alphatoken_lab.commands.policies:run"
     ),
@@ -33,7 +33,8 @@ _COMMANDS = {
     ),
     "paper": Command(
         "make a table or figure of the paper, in full or on a laptop",
-        "alphatoken_lab.commands.paper:run",
+        "alphatoken_lab.commands.paper_run:run",
+        "alphatoken_lab.commands.paper:read",
     ),
 }
 
@@ -54,5 +55,5 @@ main = Program(
     "alphatoken-lab",
     "Published token selection methods, grids, evaluation, and the AlphaToken paper.",
     _EXAMPLES,
-    _COMMANDS,
+    COMMANDS,
 ).main

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from alphatoken.cli.common import CellOptions
 from alphatoken.cli.options import CommandParser, add_options, option
 from alphatoken.errors import ConfigError
 
-__all__ = ["PaperOptions", "parse", "run"]
+if TYPE_CHECKING:
+    from alphatoken_lab.paper.exhibits import Exhibit
+
+__all__ = ["Asked", "PaperOptions", "parse", "read"]
 
 _ABOUT = """\
 Make a table or figure of the paper: train what it compares, measure it, and lay it out as there,
@@ -82,17 +84,31 @@ class PaperOptions(_What, _Inputs, _Running):
     """Everything that ``alphatoken-lab paper`` itself is told."""
 
 
-def run(words: Sequence[str]) -> int:
-    """Do what ``words``, the arguments after ``alphatoken-lab paper``, ask for; the exit status.
+@dataclass(frozen=True)
+class Asked:
+    """What is to be made.
 
-    1 where cells have no result, and the table says which.
+    Attributes:
+        exhibit: a table or figure; None for the list of all.
+        options: of the command.
+        more: words that are options of the trainer.
+    """
+
+    exhibit: Exhibit | None
+    options: PaperOptions
+    more: tuple[str, ...] = ()
+
+
+def read(words: Sequence[str]) -> Asked | None:
+    """What ``words``, the arguments after ``alphatoken-lab paper``, ask for.
+
+    None where it is answered here: of what the paper has no numbers of.
 
     Raises:
-        AlphaTokenError: wrong arguments; models, rows or files that are not there.
+        ConfigError: words that cannot be read, no name, or that of nothing in the paper.
     """
     if list(words) == ["--list"]:
-        print("\n".join(import_module("alphatoken_lab.commands.paper_list").lines()))
-        return 0
+        return Asked(None, PaperOptions())
     name, options, more = parse(words)
     if name is None:
         raise ConfigError(
@@ -105,9 +121,8 @@ def run(words: Sequence[str]) -> int:
     exhibit = find(name)
     if exhibit.kind == "none":
         print(f"{exhibit.label}: {exhibit.title}. {exhibit.note}")
-        return 0
-    status: int = import_module("alphatoken_lab.commands.paper_run").run(exhibit, options, more)
-    return status
+        return None
+    return Asked(exhibit, options, tuple(more))
 
 
 def parse(words: Sequence[str]) -> tuple[str | None, PaperOptions, list[str]]:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import read_json, write_json, write_text
-from alphatoken_lab.commands.paper import PaperOptions
+from alphatoken_lab.commands.paper import Asked
+from alphatoken_lab.commands.paper_list import lines
 from alphatoken_lab.commands.paper_plan import Planned, Work, planned, require_names
 from alphatoken_lab.compare.grid import Cell
-from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit
+from alphatoken_lab.paper.exhibits import LAPTOP
 
 __all__ = ["run"]
 
 
-def run(exhibit: Exhibit, options: PaperOptions, more: Sequence[str]) -> int:
-    """Make the exhibit; the exit status, 1 where cells have no result.
+def run(asked: Asked) -> int:
+    """Make the exhibit, or list all; the exit status, 1 where cells have no result.
 
     Raises:
         AlphaTokenError: models, rows or files that are not there; cells that could not run.
     """
-    work = Work(exhibit, options, tuple(more))
+    if asked.exhibit is None:
+        print("\n".join(lines()))
+        return 0
+    exhibit, options = asked.exhibit, asked.options
+    work = Work(exhibit, options, asked.more)
     if options.dry_run:
         return _show(work)
     from alphatoken.cli.folder import require_writable

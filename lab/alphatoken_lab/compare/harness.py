@@ -223,19 +223,25 @@ def check_tasks(
     if every:
         _require_installed()
         _refuse([name for place, names in named.items() for name in _unknown(names, place)])
-    coded = [n for place, names in named.items() for n in names if _executes_code(n, place)]
-    if coded and required:
-        require_container(list(dict.fromkeys(coded)), code_container)
+    if every and required:
+        coded = [name for place, names in named.items() for name in _executing(names, place)]
+        if coded:
+            require_container(list(dict.fromkeys(coded)), code_container)
     return []
 
 
-def _executes_code(name: str, include_path: str | None) -> bool:
-    """Whether a task's own file says so; of a group's tasks it is seen when they are loaded."""
-    if _is_file(name):
-        return bool(_UNSAFE.search(Path(name).read_text("utf-8")))
-    managers = [_local(include_path), _all_tasks()] if include_path is not None else [_all_tasks()]
-    found = next((m.task_index[name] for m in managers if name in m.task_index), None)
-    return bool(found is not None and (found.cfg or {}).get("unsafe_code"))
+def _executing(names: Sequence[str], include_path: str | None) -> list[str]:
+    """Tasks whose own file says that they execute code; those of a group show when it is loaded."""
+    local = {} if include_path is None else _local(include_path).task_index
+
+    def executes(name: str) -> bool:
+        if _is_file(name):
+            return bool(_UNSAFE.search(Path(name).read_text("utf-8")))
+        # lm-eval's own are read only where a task is none of the folder's: they take long.
+        found = local.get(name) or _all_tasks().task_index.get(name)
+        return bool(found is not None and (found.cfg or {}).get("unsafe_code"))
+
+    return [name for name in names if executes(name)]
 
 
 _UNSAFE = re.compile(r"^unsafe_code:\s*true\s*$", re.MULTILINE | re.IGNORECASE)
