@@ -32,7 +32,7 @@ help:
 	@echo "make test         lint, types, imports and the fast tests (under ten minutes on two cores)"
 	@echo "make test-all     the same, then make slow: processes, kills, memory, peers, long diagnostics"
 	@echo "make card         the property tests in an environment that has hardly more than torch"
-	@echo "make coverage     lines and branches that the fast tests run; writes docs/coverage.md"
+	@echo "make coverage     lines and branches that the fast tests run, by module"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make tutorials    run the recorded tutorials again (TUTORIALS=docs/tutorials/2-choose.ipynb: one)"
 	@echo "make bench        the ratios with a target, about 25 minutes; writes docs/benchmarks.md"
@@ -148,7 +148,7 @@ coverage: $(READY) models-if-reachable
 	$(BIN)/coverage erase
 	$(BIN)/coverage run $(PYTEST) -m "not slow" tests
 	$(BIN)/coverage combine --quiet
-	$(RUN) -m tests.coverage_page docs/coverage.md
+	$(BIN)/coverage report --skip-covered --sort=cover
 
 random: $(READY)
 	@echo "== random: properties on new examples; make random SEED=$(SEED) repeats them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -10,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-from sphinx.errors import ConfigError
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -114,21 +113,20 @@ def write_generated_pages() -> None:
         subprocess.run([sys.executable, "-m", *words], cwd=HERE.parent, check=True)
 
 
-def check_tree() -> None:
-    """The annotated tree names every module, or there is no documentation."""
-    tree = (HERE / "architecture.md").read_text(encoding="utf-8")
-    entries = {
-        path.name + ("/" if path.is_dir() else "")
-        for path in PACKAGE.iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    missing = sorted(
-        name
-        for name in entries
-        if f"\n  {name} " not in tree and f"\nalphatoken/{name}\n" not in tree
-    )
-    if missing:
-        raise ConfigError(f"docs/architecture.md does not name {', '.join(missing)}")
+def write_list_of_files() -> None:
+    """Every module with the first line of its docstring, room by room."""
+    lines = ["# Every file\n"]
+    room = None
+    for path in sorted([*PACKAGE.rglob("*.py"), *LAB.rglob("*.py")], key=lambda p: (p.parent, p)):
+        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if said is None:
+            continue
+        if path.parent != room:
+            room = path.parent
+            top = LAB.parent if room.is_relative_to(LAB) else PACKAGE.parent
+            lines += ["", f"## {room.relative_to(top)}", ""]
+        lines.append(f"* `{path.name}`: {said.splitlines()[0]}")
+    (HERE / "files.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 NOT_RECORDED = '"recorded": false'
@@ -156,7 +154,7 @@ def say_what_was_not_run(app: Any, name: str, source: list[str]) -> None:
 
 
 def _prepare(app: Any, config: Any) -> None:
-    check_tree()
+    write_list_of_files()
     write_module_pages()
     write_generated_pages()
 
