@@ -27,7 +27,6 @@ from alphatoken.certificate.metrics import kendall, spearman, top_overlap
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.fidelity.curvature import BoundTerms, Curved, bound_terms, moved_parameters
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
@@ -43,8 +42,6 @@ from alphatoken.fidelity.retention_scores import (
     variants,
 )
 from alphatoken.fidelity.subject import Subject
-from alphatoken.model.protocol import find_adapter
-from alphatoken.oracle.retention import retention_gradient, retention_loss
 from alphatoken.select.masks import keep_count
 
 __all__ = [
@@ -52,7 +49,6 @@ __all__ = [
     "POOLED",
     "Options",
     "agreement_records",
-    "bound_records",
     "convergence_records",
     "diagnose",
     "random_overlap",
@@ -80,15 +76,6 @@ class Options(CheckedOptions):
     )
     both: bool = option(True, "also fit a diagonal Fisher by the other kind of labels")
     max_new_tokens: int = option(48, "longest sampled response", least=1)
-    bound_tokens: int = option(
-        300, "response tokens of retention rows that the bound is on", least=1
-    )
-    bound_parameters: int = option(
-        20_000_000, "most moving parameters for which Hessian-vector products are taken", least=0
-    )
-    steps: int = option(8, "Lanczos steps of each operator norm", least=1)
-    block: int = option(16, "Hessian columns formed for the bound's diagonal terms", least=1)
-    points: int = option(2, "points between both models for the third derivative", least=2)
     draws: int = option(60, "bootstrap samples of each interval", least=10)
 
     def __post_init__(self) -> None:
@@ -171,96 +158,6 @@ def convergence_records(
     ]
 
 
-# --- the bound ---------------------------------------------------------------------------------
-
-
-def _bound(
-    subject: Subject,
-    models: tuple[nn.Module, nn.Module],
-    scored: Sequence[str],
-    fishers: Mapping[str, FisherDrift],
-    retention: Mapping[str, Sequence[Example]],
-    options: Options,
-) -> tuple[dict[str, BoundTerms], int, int]:
-    """Terms for each Fisher; rows and response tokens that they are on."""
-    before, after = models
-    rows = _within(retention, options.bound_tokens)
-    batches = subject.batches(rows)
-    adapter = find_adapter(before)
-    tuned = dict(after.named_parameters(remove_duplicate=False))
-    ideal = retention_gradient(
-        after, find_adapter(after).forward, batches, {name: tuned[name] for name in scored}
-    )
-    curved = Curved(
-        before,
-        lambda: retention_loss(adapter.forward, batches),
-        tuple(scored),
-        moved_parameters(before, after, scored),
-        ideal,
-        options.steps,
-        options.block,
-        options.points,
-        options.bound_parameters,
-    )
-    each = -(-subject.fisher_samples // (2 * len(rows)))
-    dagger = subject.fit_fisher(rows, samples=each * len(rows), seed=subject.seed + 2_000_003)
-    terms = bound_terms(curved, fishers, dagger.fisher)
-    return terms, len(rows), sum(row.response_tokens for row in rows)
-
-
-def _within(retention: Mapping[str, Sequence[Example]], tokens: int) -> list[Example]:
-    """The shortest rows of each set, all sets in turn, until the tokens are spent; at least one."""
-    sets = [sorted(rows, key=lambda row: row.response_tokens) for rows in retention.values()]
-    turns = [rows[i] for i in range(max(map(len, sets))) for rows in sets if i < len(rows)]
-    found: list[Example] = []
-    for row in turns:
-        spent = sum(one.response_tokens for one in found)
-        if not found or spent + row.response_tokens <= tokens:
-            found.append(row)
-    return found
-
-
-TERMS = {
-    "ideal": ("||g_ideal||", "retention gradient at the model after"),
-    "proxy": ("||F dtheta||", "proxy gradient"),
-    "left": ("||g_ideal - F dtheta||", "what is bounded"),
-    "cosine": ("cos(g_ideal, F dtheta)", "direction alone"),
-    "residual": ("||r_0||", "retention gradient at the reference: unknown to the proxy"),
-    "drift": ("||dtheta_S||", "drift of the scored weights"),
-    "other_drift": ("||dtheta_rest||", "drift of all other weights"),
-    "mismatch": ("||H - F||", "Fisher-Hessian mismatch in one piece"),
-    "mismatch_along": ("||(H - F) dtheta_S||", "what it does on this drift"),
-    "off_diagonal": ("D_off", "||H - Diag H||"),
-    "calibration": ("D_cal", "||Diag H - F_dagger||"),
-    "transfer": ("D_transfer", "||F_dagger - F||"),
-    "cross": ("||H_S,rest||", "curvature between scored and other weights; not in the paper"),
-    "cross_along": ("||H_S,rest dtheta_rest||", "what it does on this drift"),
-    "third": ("M_3", "third derivative along the drift"),
-    "remainder": ("||remainder||", "in integral form"),
-    "right": ("right side", "the bound, cross term included"),
-    "right_along": ("right side along the drift", "the same with this drift in every term"),
-}
-"""Terms of the bound: symbol and meaning."""
-
-
-def bound_records(terms: Mapping[str, BoundTerms]) -> list[dict[str, Any]]:
-    """One record a Fisher and term, with how it was found."""
-    records = []
-    for fisher, one in terms.items():
-        for name, (symbol, meaning) in TERMS.items():
-            value = getattr(one, name)
-            records.append(
-                {
-                    "fisher": fisher,
-                    "term": symbol,
-                    "value": value if isinstance(value, float) else value.value,
-                    "how": "exact" if isinstance(value, float) else value.how,
-                    "meaning": meaning,
-                }
-            )
-    return records
-
-
 # --- answer ------------------------------------------------------------------------------------
 
 
@@ -277,16 +174,6 @@ def _answer(agreement: Sequence[Mapping[str, Any]]) -> Answer:
         "where the proxy does not rank as real retention rows do, give such rows "
         "(retention='data'), or leave stability out (objective='adaptation').",
     )
-
-
-def _vacuous(terms: BoundTerms) -> str:
-    """Whether a proxy of zero would meet the bound too."""
-    unknown = [part.how for part in terms.parts.values() if not part.known]
-    if terms.vacuous:
-        return "yes"
-    if unknown:
-        return f"cannot be said ({unknown[0]})"
-    return "no" if terms.right.exact else "not shown to be: some terms are lower limits"
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -321,21 +208,18 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         name: _gain(scores, name, "none", row, options.draws) for name in fishers if name != "none"
     }
     convergence = convergence_records(scores, grown, row, options.draws)
-    terms, bound_rows, bound_tokens = _bound(
-        subject, (before, after), scored, fishers, retention, options
-    )
-    tables = _tables(agreement, gains, convergence, terms)
-    notes += _notes(subject, rows, retention, said, bound_rows, bound_tokens, scored)
+    tables = _tables(agreement, gains, convergence)
+    notes += _notes(subject, rows, retention, said, scored)
     return Diagnosis(
         NAME,
         find(NAME).question,
         _answer(agreement),
-        (*tables, Table.of_numbers({"is the bound vacuous": _vacuous(terms["diagonal"])})),
+        tables,
         draw_all(
             (
                 *_scatters(scores["diagonal"], scores[POOLED]),
                 _overlap_figure(scores, list(fishers), row, options.draws),
-                *_figures(tables[0], tables[2], terms["diagonal"]),
+                *_figures(tables[0], tables[2]),
             )
         ),
         tuple(notes),
@@ -397,7 +281,6 @@ def _tables(
     agreement: Sequence[Mapping[str, Any]],
     gains: Mapping[str, Estimate],
     convergence: Sequence[Mapping[str, Any]],
-    terms: Mapping[str, BoundTerms],
 ) -> tuple[Table, ...]:
     return (
         Table.of("agreement", "Proxy against oracle", agreement),
@@ -407,13 +290,6 @@ def _tables(
             [{"proxy": name, "gain": gain} for name, gain in gains.items()],
         ),
         Table.of("convergence", "Fishers of few samples", convergence),
-        Table.of(
-            "bound",
-            "Terms of the proxy bound",
-            bound_records(terms),
-            "Norms on the retention rows named in the notes, per sequence. 'at least': the true "
-            "norm is this or larger. An empty value was not computed; 'how' says why.",
-        ),
     )
 
 
@@ -475,21 +351,7 @@ def _overlap_figure(
     )
 
 
-_PARTS = {
-    "residual": "||r_0||",
-    "off_diagonal": "D_off ||dtheta||",
-    "calibration": "D_cal ||dtheta||",
-    "transfer": "D_transfer ||dtheta||",
-    "cross": "cross term",
-    "cubic": "M_3 / 2 ||dtheta||^2",
-}
-"""Summands of the bound's right side."""
-
-
-def _figures(agreement: Table, convergence: Table, one: BoundTerms) -> list[Figure]:
-    sides = {"right side": one.right.value, "left side": one.left, "||g_ideal||": one.ideal}
-    terms = {_PARTS[name]: part.value for name, part in one.parts.items() if part.known} | sides
-    records = [{"term": term, "value": max(value, 1e-12)} for term, value in terms.items()]
+def _figures(agreement: Table, convergence: Table) -> list[Figure]:
     return [
         Figure(
             "bars",
@@ -520,20 +382,6 @@ def _figures(agreement: Table, convergence: Table, one: BoundTerms) -> list[Figu
             ylabel="Spearman of the scores",
             scales=("log", "linear"),
         ),
-        Figure(
-            "bars",
-            "bound_terms",
-            Table.of("bound_terms", "Terms of the bound, diagonal Fisher", records),
-            "The proxy's bound, term by term",
-            "The right side is the sum of all terms above it. If it lies beyond the dashed line, "
-            "the bound is vacuous: a proxy of zero would meet it; the term farthest to the right "
-            "is the reason. Some are lower limits: the table of the bound says which.",
-            x="value",
-            y="term",
-            guides=(Guide(one.ideal, label="||g_ideal||"),),
-            xlabel="norm",
-            scales=("log", "linear"),
-        ),
     ]
 
 
@@ -542,8 +390,6 @@ def _notes(
     rows: Sequence[Example],
     retention: Mapping[str, Sequence[Example]],
     said: str,
-    bound_rows: int,
-    bound_tokens: int,
     scored: Sequence[str],
 ) -> list[str]:
     sets = ", ".join(f"{len(found)} of {name}" for name, found in retention.items())
@@ -552,8 +398,6 @@ def _notes(
         f"{subject.counted(rows)} are scored, by '{subject.config.estimator}' on {len(scored)} "
         "weights.",
         f"Held-out retention rows: {sets}.",
-        f"The bound is on {bound_rows} of them, the shortest of each set, with {bound_tokens} "
-        "response tokens; F_dagger is fitted on them with labels drawn on the given text.",
         f"Everything is computed in the model's {subject.settings()['dtype']}.",
     ]
     held = len(subject.fisher_rows)
