@@ -16,13 +16,13 @@ from torch import nn
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
+from alphatoken.fidelity.pairs import softmax_layers
 from alphatoken.model.capture import Scope
 from alphatoken.model.layer_choice import layers_within, read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.train.layouts import SHARDED, check_layout, layout
 from alphatoken.train.loading import limits_of
-from alphatoken.train.pair_watch import softmax_layers
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.pool import ValidationPool
 
@@ -163,7 +163,8 @@ def check_watch(model: nn.Module, accelerator: Any, args: Any) -> None:
             why="one process looks, and a forward there needs all of them",
             remedy="collect_value_propagation=0, or DDP, ZeRO-1 or 2",
         )
-    softmax_layers(find_adapter(model), read_layers(args.score_layers))
+    layers = read_layers(args.score_layers)
+    softmax_layers(find_adapter(model), layers, "collect_value_propagation=0")
 
 
 def refuse_scope(scope: Scope, args: Any) -> None:

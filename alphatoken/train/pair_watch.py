@@ -24,42 +24,26 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.errors import ConfigError
 from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
-from alphatoken.fidelity.pairs import choose_positions, see_calls, weigh_pairs
+from alphatoken.fidelity.pairs import (
+    choose_positions,
+    see_calls,
+    softmax_layers,
+    weigh_pairs,
+)
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
-from alphatoken.model.capture import resolve_layers
 from alphatoken.model.layer_choice import read_layers
-from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.protocol import find_adapter
 from alphatoken.train.manifest import RESULTS
 
-__all__ = ["FILE", "PROBE", "PairWatch", "pair_watch", "softmax_layers"]
+__all__ = ["FILE", "PROBE", "PairWatch", "pair_watch"]
 
 FILE = "value-propagation.safetensors"
 """Where our trainers write it, in ``output_dir/_alphatoken``."""
 PROBE = 8
 """Training rows that our trainers look at: the first ones."""
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
-
-
-def softmax_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> tuple[int, ...]:
-    """The scored layers that mix positions by softmax attention alone.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    chosen = resolve_layers(adapter, layers)
-    mixers = {layer: adapter.other_mixers([layer]) for layer in chosen}
-    found = tuple(layer for layer in chosen if not mixers[layer])
-    if not found:
-        name, kind = next(iter(mixers[chosen[0]].items()))
-        raise UnsupportedError(
-            "Value-Propagation has no attention weights to collect",
-            got=f"{name} ({kind})",
-            why="no scored layer mixes positions by softmax attention alone",
-            remedy="layers with softmax attention, or collect_value_propagation=0",
-        )
-    return found
 
 
 class PairWatch(TrainerCallback):
@@ -159,8 +143,9 @@ class PairWatch(TrainerCallback):
         batch = LabelledBatch(inputs, self._batch.labels.to(device), self._batch.mask.to(device))
         used, chosen = self._used.to(device), self._chosen.to(device)
         found: dict[int, PairCounts] = {}
+        layers, _ = softmax_layers(adapter, self._layers, "collect_value_propagation=0")
         with self._context():
-            calls = see_calls(adapter, softmax_layers(adapter, self._layers), batch, graph=False)
+            calls = see_calls(adapter, layers, batch)
         for seen in calls:
             counts = PairCounts.of(*weigh_pairs(seen, used, chosen, self._window))
             found[seen.layer] = found[seen.layer] + counts if seen.layer in found else counts

@@ -7,6 +7,7 @@ import torch
 
 from alphatoken.fidelity import collected_pairs, pairs
 from alphatoken.model.batch import to_label_position
+from alphatoken.model.capture import hidden_of
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import jacobian
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
@@ -40,24 +41,29 @@ def check_weights_and_deviations_of_pairs(
 ) -> None:
     """What a callback collects are alpha_{t->k} and ||v_t - o_k||_2 / sqrt(d_v) of each pair.
 
-    Of the pairs t < k <= t + W of response tokens, each once, in the same forward without a graph.
+    Of the pairs t < k <= t + W of response tokens, each once, in a forward without a graph.
     """
     model = ReferenceDecoder(config, seed)
     subject = subject_of(model, rows_of(config, [6, 4]))
     batch = batch_of(subject, subject.train)
     used = to_label_position(batch.mask)
-    graph = pairs.see_calls(find_adapter(model), [0, 1], batch)
-    for seen, alone in zip(
-        graph, pairs.see_calls(find_adapter(model), [0, 1], batch, graph=False), strict=True
-    ):
-        assert not alone.output.requires_grad
-        assert seen.hidden is not None
-        alpha, deviation = pairs.weigh_pairs(alone, used, used, window)
+    read: list[torch.Tensor] = []
+    hooks = [
+        block.attention.register_forward_pre_hook(
+            lambda module, args, kwargs: read.append(hidden_of(args, kwargs)), with_kwargs=True
+        )
+        for block in model.layers
+    ]
+    seen_calls = pairs.see_calls(find_adapter(model), [0, 1], batch)
+    for hook in hooks:
+        hook.remove()
+    assert [seen.layer for seen in seen_calls] == [0, 1]
+    for seen, hidden in zip(seen_calls, read, strict=True):
+        assert not seen.output.requires_grad
+        alpha, deviation = pairs.weigh_pairs(seen, used, used, window)
         wanted = []
         for row, length in enumerate((6, 4)):
-            state = jacobian.attend(
-                spec_of(model, seen.layer, length), seen.hidden[row, :length].detach()
-            )
+            state = jacobian.attend(spec_of(model, seen.layer, length), hidden[row, :length])
             last = length - 2  # predicts the last token
             value = state.value.repeat_interleave(len(state.alpha) // len(state.value), 0)
             for k in range(last + 1):

@@ -84,13 +84,13 @@ def test_a_file_of_another_kind_and_a_damaged_one_are_refused(tmp_path: Path) ->
 
 def test_the_picture_shows_every_pair_and_the_shares_of_each_step() -> None:
     whole = collected()
-    records = diagnostic.training_records(whole, (0.01, 0.1))
+    records = diagnostic.training_records(whole)
     assert [(r["step"], r["level"]) for r in records] == [
-        (step, level) for step in (0, 50, 100) for level in (0.01, 0.1)
+        (step, level) for step in (0, 50, 100) for level in diagnostic.LEVELS
     ]
     for record in records:
         assert record["share"] == whole.total([record["step"]]).share_above(record["level"])
-    density, steps = (one.table for one in diagnostic.training_figures(whole, (0.01, 0.1)))
+    density, steps = (one.table for one in diagnostic.training_figures(whole))
     cells = density.records()
     assert sum(c["pairs"] for c in cells) == whole.total().pairs
     heavy = sum(c["pairs"] for c in cells if c["alpha_from"] * c["deviation_from"] >= 0.1)
@@ -103,11 +103,11 @@ def test_the_diagnostic_draws_a_file_beside_the_models_own_pairs(tmp_path: Path)
     collected().save(path)
     model = ReferenceDecoder(DecoderConfig(layers=2, heads=4, kv_heads=2), 5)
     subject = subject_of(model, rows_of(model.config, [7, 6]))
-    options = diagnostic.Options(pairs=500, bins=6, draws=10, collected=str(path))
+    options = diagnostic.Options(pairs=500, draws=10, collected=str(path))
     found = diagnostic.diagnose(subject, options)
     assert {"density", "density_training", "risk_training"} <= {f.key for f in found.figures}
-    numbers = {r["number"]: r["value"] for r in found.table("numbers").records()}
-    assert numbers["pairs of the probe during training"] == collected().total().pairs
+    trained = [r for r in found.table("risk").records() if r["pairs_of"] == "training"]
+    assert {r["pairs"] for r in trained} == {collected().total().pairs}
     assert any("a probe of 2 rows with 9 response tokens" in note for note in found.notes)
     plain = diagnostic.diagnose(subject, TINY)
     assert not {"density_training", "risk_training"} & {f.key for f in plain.figures}
