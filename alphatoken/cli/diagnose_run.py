@@ -23,7 +23,7 @@ from alphatoken.cli.diagnose_options import (
     read_request,
 )
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
-from alphatoken.cli.folder import (
+from alphatoken.corpus.folder import (
     collected_warnings,
     read_manifest,
     refuse_foreign,
@@ -171,7 +171,12 @@ def _check_out(path: Path, options: DiagnoseOptions) -> None:
     """See that the folder can be written, and holds nothing that would be mixed up."""
     require_writable(path)
     path.mkdir(parents=True, exist_ok=True)
-    refuse_foreign(path / _MANIFEST, options, [path / entry.name for entry in DIAGNOSTICS])
+    refuse_foreign(
+        path / _MANIFEST,
+        [path / entry.name for entry in DIAGNOSTICS],
+        resume=options.resume,
+        overwrite=options.overwrite_output,
+    )
 
 
 # --- the folder -----------------------------------------------------------------------------------

@@ -13,10 +13,7 @@ from torch import nn
 
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions
-from alphatoken.cli.folder import examples_digest, file_digest
-from alphatoken.cli.notes import about_encoding, about_pools
 from alphatoken.cli.reading import (
-    encode_some,
     encoding,
     read_file,
     read_held_out,
@@ -24,6 +21,9 @@ from alphatoken.cli.reading import (
     read_tokenizer,
     scorer_config,
 )
+from alphatoken.corpus.folder import examples_digest, file_digest
+from alphatoken.corpus.notes import about_encoding, about_pools
+from alphatoken.corpus.rows import encode_some
 from alphatoken.data import (
     EncodeOptions,
     Example,

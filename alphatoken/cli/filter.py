@@ -31,8 +31,9 @@ output
     value          mean of the values of its response tokens; null where it was not valued
     value_error    standard error of that over the draw of the validation rows
     verdict        "keep"; "drop": its value is below zero beyond doubt, or with --keep_ratio, it is
-                   not among the best; or why it was not valued: "held out", "leak", "empty",
-                   "too long", "cannot be read" (with --on_bad_rows skip)
+                   not among the best; or why it was not valued: "held out", "leak", "too long",
+                   "empty" (no response within the length), "cannot be read" (with --on_bad_rows
+                   skip)
 
   Without --keep_ratio a row is dropped only where value + t * value_error < 0, one-sided at
   --confidence; with it the best rows by value are kept until they hold this share of the response

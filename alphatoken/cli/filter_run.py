@@ -6,32 +6,26 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from alphatoken import FisherDrift, Scorer
+from alphatoken import Scorer
 from alphatoken.cli.filter import FilterOptions
-from alphatoken.cli.folder import (
+from alphatoken.cli.reading import job_spec
+from alphatoken.corpus.folder import (
     check_output_file,
     examples_digest,
     file_digest,
     same_settings,
 )
-from alphatoken.cli.reading import (
-    encode_some,
-    encoded_row,
-    encoding,
-    on_device,
-    read_file,
-    read_model,
-    read_pools,
-    read_tokenizer,
-    scorer_config,
-)
-from alphatoken.data import EncodeOptions, Example, Pools, Row, batches
-from alphatoken.data.source import find_source
+from alphatoken.corpus.job import prepare_rows
+from alphatoken.corpus.rows import Corpus, encode_some
+from alphatoken.corpus.spec import on_device
+from alphatoken.data import Example, batches
+from alphatoken.data.source import RowSource
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.select.confidence import select_harmless
 from alphatoken.select.masks import keep_count, response_values
@@ -42,8 +36,15 @@ from alphatoken.values import standard_error
 __all__ = ["run"]
 
 FIELDS = ("value", "value_error", "verdict")
-UNREADABLE = "cannot be read"
-"""Verdict on a row that cannot be read, or written as tokens."""
+_OTHERS = {
+    "drawn_validation": "held out",
+    "removed_same_as_validation": "leak",
+    "removed_same_as_fisher": "leak",
+    "bad_rows": "cannot be read",
+    "too_long": "too long",
+    "without_response": "empty",
+}
+"""Verdicts on rows that are not valued, by what becomes of them."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,12 @@ def run(options: FilterOptions) -> None:
     """
     out = Path(options.output_file)
     _check(options, out)
-    records, broken = _records(options)
-    tokenizer, how = read_tokenizer(options), encoding(options)
-    rows = read_file(options.train_file, options, limit=options.limit)
-    fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
-    pools = read_pools(rows, fisher, options)
-    examples, others = _encoded(pools.train, tokenizer, how)
-    validation, _ = encode_some(pools.validation, tokenizer, how, "validation")
+    spec = job_spec(options, output_dir=str(out.parent), standard_errors=True)
+    prepared = prepare_rows(spec)
+    corpus = prepared.corpus
+    _check_records(corpus.source, options)
+    count = corpus.survey().counts["train"]
+    validation, _ = encode_some(prepared.held, corpus.tokenizer, corpus.how, "validation")
     parts = min(options.validation_batches, len(validation))
     if parts < 2:
         raise DataError(
@@ -78,38 +78,30 @@ def run(options: FilterOptions) -> None:
             got=f"{len(validation)} with a response",
             remedy="more rows in --validation_file, or a larger --validation_rows",
         )
-    config = scorer_config(options, standard_errors=True)
-    model = read_model(options)
+    model = spec.model.model()
     held = [
         on_device(batch, model)
         for k in range(parts)
         for batch in batches(validation[k::parts], len(validation))
     ]
-    scorer = Scorer(model, validation=held, retention=fisher, config=config)
+    scorer = Scorer(model, validation=held, retention=prepared.fisher, config=spec.config)
     scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
     settings = {
-        "config": repr(config),
+        "config": repr(spec.config),
         "model": weights_digest(model),
-        "train": examples_digest(examples),
+        "train": corpus.source.sha256,
+        "rows_read": repr((corpus.fields, corpus.how, corpus.leak_key)),
         "validation": examples_digest(validation),
         "fisher": "none" if options.fisher_file is None else file_digest(options.fisher_file),
         "parts": parts,
         "batch_size": options.batch_size,
     }
     journal = Journal(
-        _journal(out),
-        settings,
-        resume=options.resume,
-        overwrite=options.overwrite_output,
+        _journal(out), settings, resume=options.resume, overwrite=options.overwrite_output
     )
-    found = _valued(scorer, examples, journal, options)
-    verdicts = _verdicts(found, parts, options)
-    # A record that gave no row cannot be read; what is said of rows takes its place.
-    others = dict.fromkeys(records, UNREADABLE) | others | _left_out(rows, pools)
-    others = {number: why for number, why in others.items() if number not in verdicts}
-    _write(out, records, {one.row: one for one in found}, verdicts, others, options)
+    found = _valued(scorer, corpus, journal, options, count)
+    _write(out, corpus, found, _kept(found, parts, options), options)
     journal.path.unlink()
-    _say(out, verdicts, others, broken)
 
 
 # --- before the work ------------------------------------------------------------------------------
@@ -133,22 +125,15 @@ def _check(options: FilterOptions, out: Path) -> None:
     check_output_file(out, inputs, replace=options.overwrite_output or goes_on)
 
 
-def _records(options: FilterOptions) -> tuple[dict[int, Mapping[str, Any]], int]:
-    """The rows as they are in the file, by number; and how many lines are no records."""
-    found: dict[int, Mapping[str, Any]] = {}
-    broken = 0
-    for one in find_source(options.train_file).limited(options.limit).read():
-        place, record = one.place, one.record
-        if isinstance(record, DataError):
-            if options.on_bad_rows == "error":
-                raise record
-            broken += 1
-            continue
+def _check_records(source: RowSource, options: FilterOptions) -> None:
+    """See that every record can be written again, with our fields beside its own."""
+    for one in source.read():
+        record = {} if isinstance(one.record, DataError) else one.record
         taken = [name for name in FIELDS if name in record]
         if taken and not options.kept_only:
             raise DataError(
                 "a row has a field of ours already",
-                got=f"{place}: {', '.join(taken)}",
+                got=f"{one.place}: {', '.join(taken)}",
                 why="it would be overwritten",
                 remedy="rename it, or --kept_only",
             )
@@ -157,35 +142,9 @@ def _records(options: FilterOptions) -> tuple[dict[int, Mapping[str, Any]], int]
         except TypeError as error:
             raise DataError(
                 "a row cannot be written as JSON",
-                got=f"{place}: {error}",
+                got=f"{one.place}: {error}",
                 remedy="turn dates, decimals and bytes into text first",
             ) from None
-        found[one.index] = record
-    return found, broken
-
-
-def _encoded(
-    rows: Sequence[Row], tokenizer: Any, how: EncodeOptions
-) -> tuple[list[Example], dict[int, str]]:
-    """Rows as tokens; and by row, why one is none.
-
-    Raises:
-        DataError: no row is left, or one that is to stop the run.
-    """
-    examples: list[Example] = []
-    others: dict[int, str] = {}
-    for row in rows:
-        found, report = encoded_row(row, tokenizer, how)
-        if isinstance(found, Example):
-            examples.append(found)
-        elif found is not None:
-            others[row.index] = UNREADABLE
-        else:
-            long = report.skipped_long or row.response.strip()
-            others[row.index] = "too long" if long else "empty"
-    if not examples:
-        encode_some(rows, tokenizer, how, "training")  # says why
-    return examples, others
 
 
 def _journal(out: Path) -> Path:
@@ -243,19 +202,20 @@ class Journal:
 
 
 def _valued(
-    scorer: Scorer, examples: Sequence[Example], journal: Journal, options: FilterOptions
+    scorer: Scorer, corpus: Corpus, journal: Journal, options: FilterOptions, count: int
 ) -> list[_Judged]:
-    """Every example, those that the journal holds first."""
-    tracker = Tracker("Valuing rows", len(examples), not options.quiet)
+    """All ``count`` rows that can be valued, those that the journal holds first."""
+    tracker = Tracker("Valuing rows", count, not options.quiet)
     tracker.resume(len(journal.found))
+    valued = (row.example for row in corpus.rows() if row.example is not None)
+    left = islice(valued, len(journal.found), None)
     try:
-        for start in range(len(journal.found), len(examples), options.batch_size):
-            some = examples[start : start + options.batch_size]
+        while some := list(islice(left, options.batch_size)):
             journal.add(list(_of_batch(scorer, some)))
             tracker.report(len(journal.found))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"{len(journal.found)} of {len(examples)} rows are valued and kept; the same command "
+            f"{len(journal.found)} of {count} rows are valued and kept; the same command "
             "with --resume goes on after them"
         ) from None
     return journal.found
@@ -280,21 +240,22 @@ def _of_batch(scorer: Scorer, examples: Sequence[Example]) -> Iterator[_Judged]:
 # --- verdicts -------------------------------------------------------------------------------------
 
 
-def _verdicts(found: Sequence[_Judged], parts: int, options: FilterOptions) -> dict[int, str]:
-    """By row: keep or drop."""
+def _kept(found: Sequence[_Judged], parts: int, options: FilterOptions) -> set[int]:
+    """Rows that are kept, by their numbers."""
     if options.ratio is not None:
-        kept = _best(found, options.ratio)
-    else:
-        values, errors = (
-            torch.tensor([[getattr(one, name) for one in found]], dtype=torch.float64)
-            for name in ("value", "error")
-        )
-        everywhere = torch.ones_like(values, dtype=torch.bool)
-        harmless = select_harmless(
-            values, errors, everywhere, parts=parts, confidence=options.confidence
-        )
-        kept = {one.row for one, keep in zip(found, harmless[0].tolist(), strict=True) if keep}
-    return {one.row: "keep" if one.row in kept else "drop" for one in found}
+        return _best(found, options.ratio)
+    values, errors = (
+        torch.tensor([[getattr(one, name) for one in found]], dtype=torch.float64)
+        for name in ("value", "error")
+    )
+    harmless = select_harmless(
+        values,
+        errors,
+        torch.ones_like(values, dtype=torch.bool),
+        parts=parts,
+        confidence=options.confidence,
+    )
+    return {one.row for one, keep in zip(found, harmless[0].tolist(), strict=True) if keep}
 
 
 def _best(found: Sequence[_Judged], ratio: float) -> set[int]:
@@ -309,40 +270,35 @@ def _best(found: Sequence[_Judged], ratio: float) -> set[int]:
     return kept
 
 
-def _left_out(rows: Sequence[Row], pools: Pools) -> dict[int, str]:
-    """By row: why it was no training row."""
-    left = {row.index for row in pools.train}
-    # Rows of a validation file have numbers of their own; drawn ones are the very rows.
-    drawn = {id(row) for row in pools.validation}
-    return {
-        row.index: "held out" if id(row) in drawn else "leak"
-        for row in rows
-        if row.index not in left
-    }
-
-
 def _write(
-    out: Path,
-    records: Mapping[int, Mapping[str, Any]],
-    found: Mapping[int, _Judged],
-    verdicts: Mapping[int, str],
-    others: Mapping[int, str],
-    options: FilterOptions,
+    out: Path, corpus: Corpus, found: Sequence[_Judged], kept: set[int], options: FilterOptions
 ) -> None:
+    """Write every row with its verdict, and say in one line what became of all of them."""
+    judged, others, broken = {one.row: one for one in found}, Counter[str](), 0
     with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for number, record in records.items():
-            verdict = verdicts.get(number) or others[number]
-            one = found.get(number)
-            if options.kept_only and verdict != "keep":
+        for row, source in zip(corpus.rows(), corpus.source.read(), strict=True):
+            if isinstance(source.record, DataError):  # not a record, so that none can be written
+                broken += 1
                 continue
-            more: dict[str, Any] = {}
+            one = judged.get(row.index)
+            verdict = "keep" if row.index in kept else "drop"
+            if one is None:
+                verdict = _OTHERS[row.outcome]
+                others[verdict] += 1
             if not options.kept_only:
-                more = {
-                    "value": None if one is None else one.value,
-                    "value_error": None if one is None else one.error,
-                    "verdict": verdict,
-                }
-            file.write(_line({**record, **more}))
+                value, error = (None, None) if one is None else (one.value, one.error)
+                more = dict(zip(FIELDS, (value, error, verdict), strict=True))
+                file.write(_line({**source.record, **more}))
+            elif verdict == "keep":
+                file.write(_line(source.record))
+    total = len(judged) + others.total() + broken
+    said = [f"{total} rows: {len(judged)} valued, {len(kept)} to keep"]
+    if others:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in others.items())
+        said.append(f"{kinds}: not valued")
+    if broken:
+        said.append(f"{broken} without a record: not written")
+    print(f"{'; '.join(said)}: {out}")
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -350,16 +306,3 @@ def _line(record: Mapping[str, Any]) -> str:
     text = json.dumps(record, ensure_ascii=False)
     whole = not any("\ud800" <= character <= "\udfff" for character in text)
     return (text if whole else json.dumps(record)) + "\n"
-
-
-def _say(out: Path, verdicts: Mapping[int, str], others: Mapping[int, str], broken: int) -> None:
-    """One line, in which every line of the file is counted."""
-    kept = sum(verdict == "keep" for verdict in verdicts.values())
-    total = len(verdicts) + len(others) + broken
-    said = [f"{total} rows: {len(verdicts)} valued, {kept} to keep"]
-    if others:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(others.values()).items())
-        said.append(f"{kinds}: not valued")
-    if broken:
-        said.append(f"{broken} without a record: not written")
-    print(f"{'; '.join(said)}: {out}")

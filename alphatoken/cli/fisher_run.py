@@ -13,9 +13,10 @@ import torch
 
 from alphatoken import fit_fisher
 from alphatoken.cli.fisher import FisherOptions
-from alphatoken.cli.folder import check_output_file, require_writable
-from alphatoken.cli.notes import about_encoding
-from alphatoken.cli.reading import encode_some, encoding, read_file, read_model, read_tokenizer
+from alphatoken.cli.reading import encoding, read_file, read_model, read_tokenizer
+from alphatoken.corpus.folder import check_output_file, require_writable
+from alphatoken.corpus.notes import about_encoding
+from alphatoken.corpus.rows import encode_some
 from alphatoken.data import (
     EncodeOptions,
     Row,

@@ -2,109 +2,66 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from alphatoken.cli.common import (
-    ModelOptions,
-    TrainingRowOptions,
-    ValuationOptions,
-)
+from alphatoken.cli.common import ModelOptions, TrainingRowOptions, ValuationOptions
 from alphatoken.config import ScorerConfig
-from alphatoken.data import (
-    EncodeOptions,
-    EncodeReport,
-    Example,
-    Fields,
-    Pools,
-    Reading,
-    Row,
-    encode_rows,
-    row_of,
-    split_pools,
-)
-from alphatoken.data.corpus import BadRow
-from alphatoken.data.source import find_source
-from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ColumnsError, DataError
-from alphatoken.model.layer_choice import layers_within, read_layers
-from alphatoken.train.loading import find_limits, find_parts, load_causal_model, load_tokenizer
+from alphatoken.corpus.rows import read_rows
+from alphatoken.corpus.spec import JobSpec, ModelSpec
+from alphatoken.data import EncodeOptions, Fields, Row
+from alphatoken.model.layer_choice import read_layers
 
 __all__ = [
-    "encode_some",
-    "encoded_row",
     "encoding",
     "fields_of",
-    "on_device",
+    "job_spec",
+    "model_spec",
     "read_file",
     "read_held_out",
     "read_model",
-    "read_pools",
     "read_tokenizer",
     "scorer_config",
     "unread_columns",
 ]
 
 
-def read_model(options: ModelOptions) -> nn.Module:
-    """The model in evaluation mode on its device, with its LoRA adapter if one is named.
-
-    Raises:
-        ModelError: it is missing or unreadable. ConfigError: no such device.
-    """
-    parts = find_parts(options.model_name_or_path, options.adapter)
-    return load_causal_model(
-        parts.model,
-        adapter=parts.adapter,
-        device=options.device,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
+def model_spec(options: ModelOptions) -> ModelSpec:
+    """The model that the command line names."""
+    return ModelSpec(
+        options.model_name_or_path,
+        options.adapter,
+        options.dtype,
+        options.device,
+        options.trust_remote_code,
     )
 
 
-def read_tokenizer(options: ModelOptions) -> Any:
-    """The tokenizer that belongs to the model: the adapter's own where it has one.
+def read_model(options: ModelOptions) -> nn.Module:
+    """Load the model; see :meth:`ModelSpec.model`."""
+    return model_spec(options).model()
 
-    Raises:
-        ModelError: it is missing or unreadable.
-    """
-    parts = find_parts(options.model_name_or_path, options.adapter)
-    return load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
+
+def read_tokenizer(options: ModelOptions) -> Any:
+    """Load the tokenizer; see :meth:`ModelSpec.tokenizer`."""
+    return model_spec(options).tokenizer()
 
 
 def read_file(path: str, options: Any, *, limit: int | None, **more: Any) -> list[Row]:
     """Rows of ``path`` with the columns that the command line names; ``more`` is of ``Fields``.
 
-    Rows that cannot be read are counted on stderr under ``on_bad_rows="skip"``.
-
     Raises:
-        DataError: a row that cannot be read, under "error"; or no row can.
+        DataError: as of :func:`alphatoken.corpus.rows.read_rows`.
     """
-    fields, reading = fields_of(options, **more), Reading(Path(path).name)
-    source = find_source(path).limited(limit)
-    rows, first, bad = list[Row](), None, 0
-    for found in source.read():
-        try:
-            if isinstance(found.record, DataError):
-                raise found.record
-            rows.append(row_of(found.record, found.index, found.place, fields, reading))
-        except ColumnsError:
-            raise
-        except DataError as error:
-            first, bad = first or error, bad + 1
-            if options.on_bad_rows == "error":
-                break
-    reading.say()
-    if first is not None and (options.on_bad_rows == "error" or not rows):
-        raise first
-    if first is not None and not options.quiet:
-        text = f"note: {bad} rows of {path} cannot be read and are left out; the first: {first}"
-        print(text, file=sys.stderr)
-    return rows
+    return read_rows(
+        path,
+        fields_of(options, **more),
+        on_bad_rows=options.on_bad_rows,
+        limit=limit,
+        quiet=options.quiet,
+    )
 
 
 def read_held_out(path: str, options: Any) -> list[Row]:
@@ -128,57 +85,28 @@ def unread_columns(options: Any) -> tuple[str, ...]:
     return tuple(filter(None, (options.unread_columns or "").split(",")))
 
 
-def encoding(options: Any) -> EncodeOptions:
-    """How rows become tokens: as long as the model allows, or shorter where that is asked for.
-
-    The model itself need not be loaded. ``options`` are of a model, its layers, and reading.
-
-    Raises:
-        ConfigError: sequences longer than the model allows, or scored layers that it lacks.
-        ModelError: no configuration.
-    """
-    parts = find_parts(options.model_name_or_path, options.adapter)
-    limits = find_limits(parts, trust_remote_code=options.trust_remote_code)
-    length = limits.length(options.max_length)
-    if limits.layers is not None:
-        layers_within(read_layers(options.layers, "--score_layers"), limits.layers)
+def _how(options: Any) -> EncodeOptions:
+    """How rows become tokens by the command line alone."""
     rows = options if isinstance(options, TrainingRowOptions) else TrainingRowOptions()
     return EncodeOptions(
-        max_length=length,
+        max_length=options.max_length,
         on_long=rows.on_long,
         on_empty=rows.on_empty,
         turns=rows.turns,
         chat_template=options.chat_template,
         end_token=rows.end_token,
-        vocabulary=limits.tokens,
         on_bad_rows=options.on_bad_rows,
     )
 
 
-def read_pools(rows: Sequence[Row], fisher: FisherDrift | None, options: Any) -> Pools:
-    """Training and validation rows that share nothing with each other or with the Fisher.
+def encoding(options: Any) -> EncodeOptions:
+    """How rows become tokens that the model takes; ``options`` are of a model, layers, reading.
 
     Raises:
-        DataError: as of :func:`alphatoken.data.split_pools`, or a file that cannot be read.
+        ConfigError, ModelError: as of :meth:`ModelSpec.within`.
     """
-    held = None
-    if options.validation_file is not None:
-        held = read_held_out(options.validation_file, options)
-    return split_pools(
-        rows,
-        validation=held,
-        validation_rows=options.validation_rows or 0,
-        fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
-        on_leak=options.on_leak,
-        leak_key=options.leak_key,
-        seed=options.seed,
-    )
-
-
-def on_device(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The batch where the model is."""
-    device = next(model.parameters()).device
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+    layers = read_layers(options.layers, "--score_layers")
+    return model_spec(options).within(_how(options), layers)
 
 
 def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
@@ -196,37 +124,27 @@ def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
     )
 
 
-def encoded_row(
-    row: Row, tokenizer: Any, how: EncodeOptions
-) -> tuple[Example | BadRow | None, EncodeReport]:
-    """The row as tokens, or what is wrong with it; None where it is too long or has no response.
+def job_spec(options: Any, **more: Any) -> JobSpec:
+    """The job of ``score`` or ``filter``; ``more`` are fields of a job, or of the scorer.
 
     Raises:
-        DataError: what the options say is to stop the run.
+        ConfigError: options without a meaning.
     """
-    examples, report = encode_rows([row], tokenizer, how)
-    if report.skipped_bad:
-        reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
-        return BadRow(row.index, row.place, reason), report
-    return (examples[0] if examples else None), report
-
-
-def encode_some(
-    rows: Sequence[Row], tokenizer: Any, how: EncodeOptions, what: str
-) -> tuple[list[Example], EncodeReport]:
-    """Rows to examples, of which there must be some.
-
-    Raises:
-        DataError: none is left; the message says of what.
-    """
-    examples, report = encode_rows(rows, tokenizer, how)
-    if not examples:
-        raise DataError(
-            f"no {what} row is left",
-            got=f"{len(rows)} rows, {report.skipped_long} too long, "
-            f"{report.skipped_empty} without response within the length, "
-            f"{report.skipped_bad} that cannot be written as tokens",
-            remedy="look at --response_column, --max_length, --on_long, --on_empty and "
-            "--on_bad_rows, or give other rows",
-        )
-    return examples, report
+    own = {one.name for one in fields(JobSpec)}
+    return JobSpec(
+        model=model_spec(options),
+        train_file=options.train_file,
+        config=scorer_config(options, **{k: v for k, v in more.items() if k not in own}),
+        validation_file=options.validation_file,
+        validation_rows=options.validation_rows or 0,
+        fisher_file=options.fisher_file,
+        fields=fields_of(options),
+        how=_how(options),
+        limit=options.limit,
+        on_leak=options.on_leak,
+        leak_key=options.leak_key,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        quiet=options.quiet,
+        **{k: v for k, v in more.items() if k in own},
+    )

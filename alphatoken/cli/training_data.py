@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments, DataArguments
-from alphatoken.cli.notes import about_pools
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
+from alphatoken.corpus.notes import about_pools
 from alphatoken.data import Row, leak_keys, split_pools
 from alphatoken.data.source import find_source
 from alphatoken.data.split import check_draw

@@ -71,7 +71,7 @@ def test_nothing_is_overwritten_unasked(command: str, rows: str, tmp_path: Path,
 def test_what_cannot_be_written_is_said_first(
     command: str, rows: str, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from alphatoken.cli import folder
+    from alphatoken.corpus import folder
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -100,9 +100,9 @@ def test_layers_that_the_model_lacks_are_said_before_its_weights_are_loaded(
 def test_an_earlier_run_is_refused_before_rows_are_read(
     rows: str, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from alphatoken.cli import score_run
+    from alphatoken.corpus import run
 
-    monkeypatch.setattr(score_run, "prepare_job", lambda _: pytest.fail("read"))
+    monkeypatch.setattr(run, "prepare_job", lambda _: pytest.fail("read"))
     out = tmp_path / "out"
     out.mkdir()
     (out / "run.json").write_text("{}")

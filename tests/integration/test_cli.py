@@ -487,11 +487,11 @@ def test_missing_extra_is_said_before_the_work(
     package: str,
     more: tuple[str, ...],
 ) -> None:
-    from alphatoken.cli import score_run
+    from alphatoken.corpus import run
     from alphatoken.report import page
 
-    find = score_run.find_spec
-    for module in (score_run, page):
+    find = run.find_spec
+    for module in (run, page):
         monkeypatch.setattr(
             module, "find_spec", lambda name: None if name == package else find(name)
         )

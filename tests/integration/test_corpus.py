@@ -18,8 +18,8 @@ import pytest
 
 from alphatoken import ConfigError, DataError, Scorer
 from alphatoken.cli import main
-from alphatoken.data import Fields, read_records
-from alphatoken.data.corpus import Corpus, draw_rows
+from alphatoken.corpus.rows import Corpus, draw_rows
+from alphatoken.data import EncodeOptions, Fields, read_records
 from alphatoken.data.source import find_source, source_of
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.report import value_files
@@ -198,7 +198,8 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
 
 def test_validation_rows_are_drawn_among_the_good(tmp_path: Path) -> None:
     rows: list[Any] = [row if n % 3 else "{oops" for n, row in enumerate(ROWS)]
-    corpus = Corpus(find_source(jsonl(tmp_path / "r.jsonl", rows)), Fields(), on_bad_rows="skip")
+    source, how = find_source(jsonl(tmp_path / "r.jsonl", rows)), EncodeOptions(on_bad_rows="skip")
+    corpus = Corpus(source, Fields(), None, how)
     counts = Counter[int]()
     for seed in range(60):
         found = [row.index for row in draw_rows(corpus, 40, seed)]
@@ -295,12 +296,12 @@ def test_parts_of_values_are_left_out_on_request(world: World, tmp_path: Path) -
 def test_engines_are_refused_before_any_work(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from alphatoken.cli import score_engines
+    from alphatoken.corpus import engines
 
     assert world.score(tmp_path / "out", "--workers", 2) == 2
     assert "--workers is of --engine ray" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(score_engines, "find_spec", lambda _: None)
+        patch.setattr(engines, "find_spec", lambda _: None)
         assert world.score(tmp_path / "out", "--engine", "ray") == 2
     assert "pip install 'alphatoken[ray]'" in capsys.readouterr().err
     with monkeypatch.context() as patch:

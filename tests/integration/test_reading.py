@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import (
+    EncodeOptions,
     Fields,
     PairFields,
     Reading,
@@ -21,7 +24,6 @@ from alphatoken.data import (
     row_of,
     split_pools,
 )
-from alphatoken.data.corpus import Corpus, draw_rows
 from alphatoken.data.source import find_source
 from alphatoken.errors import ColumnsError, DataError
 from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text
@@ -310,14 +312,14 @@ def test_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
 def test_the_first_bad_row_of_the_file_is_named(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"frage": str(i), "response": "x"} for i in range(40)])
     with pytest.raises(DataError, match=r"line 1 has 'frage'"):
-        draw_rows(Corpus(find_source(path), Fields()), 4, seed=3)
+        draw_rows(Corpus(find_source(path), Fields(), None), 4, seed=3)
 
 
 def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> None:
     rows = [{"text": "Which planet?", "summary": text} for text in ("Mars", "It is Mars.", "Mars")]
     path = jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
-        Corpus(find_source(path), Fields(), on_bad_rows="skip").survey()
+        Corpus(find_source(path), Fields(), None, EncodeOptions(on_bad_rows="skip")).survey()
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.common import ReadingOptions
     from alphatoken.cli.reading import read_file
@@ -348,13 +350,13 @@ def test_rows_of_one_prompt_are_compared_as_wholes(tmp_path: Path) -> None:
     pools = split_pools(rows, validation_rows=2, leak_key="conversation")
     assert not {row.response for row in pools.train} & {row.response for row in pools.validation}
     assert pools.counts["removed_same_as_validation"] == 2
-    corpus = Corpus(find_source(path), Fields())
+    corpus = Corpus(find_source(path), Fields(), byte_tokenizer())
     held = frozenset(key for row in pools.validation for key in _keys(row))
     drawn = frozenset(row.index for row in pools.validation)
     with pytest.raises(DataError, match="--leak_key conversation"):
-        Corpus(corpus.source, Fields(), drawn, held).survey()
-    counts = Corpus(corpus.source, Fields(), drawn, held, leak_key="conversation").survey()
-    assert counts["train"] == len(pools.train) == 8
+        replace(corpus, drawn=drawn, held=held).survey()
+    whole = replace(corpus, drawn=drawn, held=held, leak_key="conversation")
+    assert whole.survey().counts["train"] == len(pools.train) == 8
 
 
 def _keys(row: Row) -> set[str]:

@@ -57,7 +57,7 @@ MARKED = claim(
 
 _TOP = "select.threshold"
 _SOURCE = "data.source.JsonLines._read"
-_ROW = "data.corpus.Corpus"
+_ROW = "corpus.rows.Corpus"
 
 MUTANTS = (
     _corpus(
@@ -125,7 +125,7 @@ MUTANTS = (
     _corpus(
         "repeats-of-the-fisher-stay",
         "rows that the Fisher was fitted on are valued",
-        f"{_ROW}._checked", '("fisher", self.fisher)', '("fisher", frozenset())', SPLIT,
+        f"{_ROW}._become", '("fisher", self.fisher)', '("fisher", frozenset())', SPLIT,
     ),
     _corpus(
         "marked-turns-are-learned",

@@ -15,9 +15,9 @@ import torch
 from hypothesis import strategies as st
 
 from alphatoken import ConfigError, DataError, Scorer, ScorerConfig, select_top
+from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
-from alphatoken.data.corpus import Corpus, draw_rows
 from alphatoken.data.split import leak_keys
 from alphatoken.select.threshold import top_threshold
 from tests.property.decoder import ReferenceAdapter
@@ -129,15 +129,15 @@ def check_corpus(
             return pools.train, pools.validation, pools.counts
 
         def stream() -> tuple[list[Row], list[Row], dict[str, int]]:
-            corpus = Corpus(sources.find_source(path), Fields(), fisher=keys)
+            corpus = Corpus(sources.find_source(path), Fields(), _Letters(), fisher=keys)
             held = draw_rows(corpus, drawn, seed)
             out = frozenset(row.index for row in held)
             held_keys = frozenset(key for row in held for key in leak_keys(row))
             corpus = replace(corpus, drawn=out, held=held_keys)
-            counts = corpus.survey()
+            counts = corpus.survey().counts
             starts = range(0, corpus.source.rows, cut)
             rows = [row for first in starts for row in corpus.rows(first, first + cut)]
-            return [row for row in rows if isinstance(row, Row)], held, counts
+            return [row.example.row for row in rows if row.example is not None], held, counts
 
         due, found = _outcome(split), _outcome(stream)
     if isinstance(due, type):

@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.folder import require_writable
 from alphatoken.cli.reading import fields_of
+from alphatoken.corpus.folder import require_writable
 from alphatoken.data import read_records
 from alphatoken.data.pairs import CHOSEN, REJECTED
 from alphatoken.errors import ConfigError

@@ -107,8 +107,8 @@ def run(words: Sequence[str]) -> int:
 
 def _check(options: MergeOptions, out: Path) -> Encoded:
     """What can be said before a model is loaded; the rows to be measured, as tokens."""
-    from alphatoken.cli.folder import require_writable
     from alphatoken.cli.reading import fields_of
+    from alphatoken.corpus.folder import require_writable
     from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
     from alphatoken_lab.compare.evaluate import check_rows, encode_files
     from alphatoken_lab.compare.measures import Measures

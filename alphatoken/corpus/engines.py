@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from alphatoken import Scorer
-from alphatoken.cli.score import ScoreOptions
-from alphatoken.cli.score_blocks import BlockValuer
-from alphatoken.cli.score_job import Job, gradient_file, open_job
+from alphatoken.corpus.blocks import BlockValuer
+from alphatoken.corpus.job import Job, open_job
+from alphatoken.corpus.spec import EngineSpec, JobSpec
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.support.progress import Tracker
 
@@ -60,13 +59,13 @@ class Launched:
         """The blocks of this process: dealt by number, whatever is missing."""
         return [number for number in numbers if number % self.world == self.rank]
 
-    def on_device(self, options: ScoreOptions) -> ScoreOptions:
-        """With a GPU of its own for each process, and one that speaks."""
+    def share_of(self, spec: JobSpec) -> JobSpec:
+        """The job of this process: with a GPU of its own, and one process that speaks."""
         if self.world == 1:
-            return options
-        if options.device in ("auto", "cuda") and torch.cuda.is_available():
-            options = replace(options, device=f"cuda:{self.local_rank}")
-        return options if self.rank == 0 else replace(options, quiet=True)
+            return spec
+        if spec.model.device in ("auto", "cuda") and torch.cuda.is_available():
+            spec = replace(spec, model=replace(spec.model, device=f"cuda:{self.local_rank}"))
+        return spec if self.rank == 0 else replace(spec, quiet=True)
 
 
 def launched() -> Launched:
@@ -77,17 +76,17 @@ def launched() -> Launched:
     return Launched(*(int(str(number)) for number in known.values()))
 
 
-def check_engine(options: ScoreOptions, here: Launched) -> None:
+def check_engine(engine: EngineSpec, here: Launched) -> None:
     """See that the engine is there, before any work.
 
     Raises:
         ConfigError: it is not, or two of them were asked for.
     """
-    if options.engine == "local":
-        if options.workers is not None:
+    if engine.name == "local":
+        if engine.workers is not None:
             raise ConfigError(
                 "--workers is of --engine ray",
-                got=f"--workers {options.workers}",
+                got=f"--workers {engine.workers}",
                 remedy="--engine ray, or torchrun --nproc-per-node N -m alphatoken.cli score ...",
             )
         return
@@ -101,63 +100,61 @@ def check_engine(options: ScoreOptions, here: Launched) -> None:
         raise ConfigError("--engine ray needs Ray", remedy="pip install 'alphatoken[ray]'")
 
 
+class _Done:
+    """Rows that are finished, as progress says them and as an interrupted run is told."""
+
+    def __init__(self, job: Job, left: Sequence[int]) -> None:
+        self._job, self._rows = job, job.corpus.source.rows
+        out = 0 if job.survey is None else self._rows - job.survey.counts["train"]
+        label = f"Scoring ({out} rows are left out)" if out else "Scoring"
+        self._tracker = Tracker(label, self._rows, not job.spec.quiet)
+        self._done = self._rows - sum(map(self._size, left))
+        self._tracker.resume(self._done)
+
+    def _size(self, number: int) -> int:
+        first = number * self._job.block
+        return min(first + self._job.block, self._rows) - first
+
+    def within(self, rows: int) -> None:
+        """So many rows of the block at work are done."""
+        self._tracker.report(self._done + rows)
+
+    def finish(self, number: int) -> None:
+        """A block is done."""
+        self._done += self._size(number)
+        self.within(0)
+
+    def interrupted(self) -> KeyboardInterrupt:
+        """What is kept, and how to go on."""
+        done = self._rows - sum(map(self._size, self._job.missing()))
+        return KeyboardInterrupt(
+            f"{done} of {self._rows} rows are finished and kept; the same command with --resume "
+            "continues after them"
+        )
+
+
 def value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
     """Value these blocks in this process, one after the other.
 
     Raises:
         KeyboardInterrupt: says how to go on. DataError, ModelError: of :class:`BlockValuer`.
     """
-    valuer = BlockValuer(job, scorer)
-    tracker, done = _begun(job, numbers)
+    valuer, done = BlockValuer(job, scorer), _Done(job, numbers)
     try:
         for number in numbers:
-            valuer.run(number, partial(_tell, tracker, done))
-            done += _size(job, number)
-        tracker.report(done)
+            valuer.run(number, done.within)
+            done.finish(number)
     except KeyboardInterrupt:
-        done = _done(job, job.missing())
-        raise _interrupted(job, done) from None
-
-
-def _begun(job: Job, left: Sequence[int]) -> tuple[Tracker, int]:
-    """Progress over all rows, and how many of them are valued already."""
-    rows = job.corpus.source.rows
-    out = rows - job.counts.get("train", rows)
-    label = f"Scoring ({out} rows are left out)" if out else "Scoring"
-    tracker = Tracker(label, rows, not job.options.quiet)
-    done = _done(job, left)
-    tracker.resume(done)
-    return tracker, done
-
-
-def _done(job: Job, left: Sequence[int]) -> int:
-    """Rows of all other blocks."""
-    return job.corpus.source.rows - sum(_size(job, number) for number in left)
-
-
-def _interrupted(job: Job, done: int) -> KeyboardInterrupt:
-    return KeyboardInterrupt(
-        f"{done} of {job.corpus.source.rows} rows are finished and kept; the same command with "
-        "--resume continues after them"
-    )
-
-
-def _tell(tracker: Tracker, before: int, rows: int) -> None:
-    tracker.report(before + rows)
-
-
-def _size(job: Job, number: int) -> int:
-    first = number * job.block
-    return min(first + job.block, job.corpus.source.rows) - first
+        raise done.interrupted() from None
 
 
 class _Actor:
     """One of Ray's workers: a model of its own, which values the blocks that it is handed."""
 
-    def __init__(self, options: ScoreOptions) -> None:
-        job = open_job(options)
+    def __init__(self, spec: JobSpec) -> None:
+        job = open_job(spec)
         scorer = job.scorer()
-        scorer.load_gradient(gradient_file(job.folder))
+        scorer.load_gradient(job.gradient)
         self._valuer = BlockValuer(job, scorer)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +163,7 @@ class _Actor:
         return {"block": batch["block"]}
 
 
-def value_with_ray(job: Job, numbers: Sequence[int]) -> None:
+def value_with_ray(job: Job, engine: EngineSpec, numbers: Sequence[int]) -> None:
     """Value these blocks with a pool of Ray's actors.
 
     A lost actor's block is handed to another one. Where this process dies, finished blocks stay.
@@ -177,28 +174,26 @@ def value_with_ray(job: Job, numbers: Sequence[int]) -> None:
     import ray
     import ray.data
 
-    options = job.options
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    tracker, done = _begun(job, numbers)
-    gpus = options.gpus_per_worker
+    done, gpus = _Done(job, numbers), engine.gpus
+    model = replace(job.spec.model, device="cuda" if gpus else "cpu")
     # Each block is an item of its own, so that all workers have some and little is lost with one.
     rows = ray.data.from_items([{"block": n} for n in numbers], override_num_blocks=len(numbers))
     valued = rows.map_batches(
         _Actor,
-        fn_constructor_args=(replace(options, quiet=True, device="cuda" if gpus else "cpu"),),
+        fn_constructor_args=(replace(job.spec, quiet=True, model=model),),
         batch_size=1,
-        concurrency=options.workers or 1,
+        concurrency=engine.workers or 1,
         num_gpus=gpus,
-        num_cpus=None if gpus else options.cpus_per_worker,
+        num_cpus=None if gpus else engine.cpus,
     )
     try:
         for finished in valued.iter_rows():
-            done += _size(job, int(finished["block"]))
-            tracker.report(done)
+            done.finish(int(finished["block"]))
     except KeyboardInterrupt:
-        raise _interrupted(job, done) from None
+        raise done.interrupted() from None
     except ray.exceptions.RayError as error:
         raise ModelError(
             "Ray gave up", got=str(error).strip().splitlines()[-1][:300],

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.common import EarlierOptions
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.scorer import AlphaTokenWarning
@@ -113,13 +112,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def refuse_foreign(manifest: Path, options: EarlierOptions, made: Iterable[Path]) -> None:
+def refuse_foreign(manifest: Path, made: Iterable[Path], *, resume: bool, overwrite: bool) -> None:
     """See that an output folder holds nothing that a new run would be mixed up with.
 
     Args:
         manifest: of an earlier run, if there was one.
-        options: what to do with it.
         made: what a run makes in the folder.
+        resume: continue an earlier run.
+        overwrite: replace it.
 
     Raises:
         ConfigError: an earlier run and no word on it, or files of something else.
@@ -130,7 +130,7 @@ def refuse_foreign(manifest: Path, options: EarlierOptions, made: Iterable[Path]
         if foreign:
             what = "the output folder holds something else"
             raise ConfigError(what, got=str(foreign[0]), remedy=f"give {remedy}")
-    elif not (options.resume or options.overwrite_output):
+    elif not (resume or overwrite):
         raise ConfigError(
             "the output folder holds an earlier run",
             got=str(manifest.parent),

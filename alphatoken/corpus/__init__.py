@@ -1,0 +1,12 @@
+"""Value files of rows, of any size, in one process or in many; the command ``score`` is made of it.
+
+* ``spec``: :class:`JobSpec` says what is valued, :class:`ResultSpec` what is made of the values,
+  :class:`EngineSpec` who values;
+* ``rows``: what becomes of each row, in any process and from any row on;
+* ``job``: all that the values depend on, read and checked, and sealed in the output folder;
+* ``blocks``: a stretch of rows to one value file; ``engines``: who values which of them;
+* ``results``: selection over all files, data set, summary, page; ``notes``: their sentences;
+* ``run``: :func:`score_corpus` does all of this; ``folder``: what a folder of results holds.
+
+It knows no command line. **Tests**: ``tests/integration/test_corpus.py``.
+"""

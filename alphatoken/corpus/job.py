@@ -1,0 +1,287 @@
+"""What values depend on: read and checked once, sealed in the output folder, opened by any process.
+
+OUT/run.json                 settings; the same at a resumed run
+OUT/job/job.json             where the rows are, which of them are held out
+OUT/job/gradient.safetensors G
+OUT/job/blocks/00000.json    what became of the rows of each finished part
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from alphatoken import FisherDrift, Scorer
+from alphatoken.corpus.folder import examples_digest, file_digest, read_manifest
+from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some, read_rows
+from alphatoken.corpus.spec import JobSpec, on_device
+from alphatoken.data import EncodeReport, Example, Row, batches, leak_keys
+from alphatoken.data.source import find_source, source_of
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import weights_digest, write_json
+
+__all__ = ["Job", "Prepared", "open_job", "prepare_job", "prepare_rows", "seal_job"]
+
+_FILES = 1024
+"""Files that the rows are spread over where nothing else is asked for."""
+
+_LEAST = 64
+"""Rows of a file, at least, where nothing else is asked for."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All rows of a job, before the model is loaded.
+
+    Attributes:
+        corpus: the rows to value.
+        held: the validation rows.
+        fisher: of the stability term.
+    """
+
+    corpus: Corpus
+    held: list[Row]
+    fisher: FisherDrift | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the values depend on, read and checked.
+
+    Attributes:
+        spec: what was asked for.
+        corpus: the rows to value.
+        validation: encoded validation rows; ``encoded`` says what happened to them.
+        fisher: of the stability term.
+        model: on its device.
+        settings: what the values depend on, by name.
+        survey: of the corpus; None in a process that only values.
+    """
+
+    spec: JobSpec
+    corpus: Corpus
+    validation: list[Example]
+    encoded: EncodeReport
+    fisher: FisherDrift | None
+    model: nn.Module
+    settings: dict[str, Any]
+    survey: Survey | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the results."""
+        return self.spec.folder
+
+    @property
+    def digest(self) -> str:
+        """Digest of the settings."""
+        text = json.dumps(self.settings, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def block(self) -> int:
+        """Rows of a value file, those that are left out included."""
+        return self.spec.shard_size or _block(self.corpus.source.rows)
+
+    @property
+    def blocks(self) -> range:
+        """Numbers of the value files."""
+        return range(-(-self.corpus.source.rows // self.block))
+
+    @property
+    def gradient(self) -> Path:
+        """The file of G, once the job is sealed."""
+        return self.folder / "job" / "gradient.safetensors"
+
+    def part(self, number: int) -> Path:
+        """The value file of a block."""
+        return self.folder / "values" / f"part-{number:05d}.{self.spec.format}"
+
+    def facts(self, number: int) -> Path:
+        """What became of the rows of a block; written after its value file."""
+        return self.folder / "job" / "blocks" / f"{number:05d}.json"
+
+    def missing(self) -> list[int]:
+        """Blocks that are not finished."""
+        paths = ((n, self.part(n), self.facts(n)) for n in self.blocks)
+        return [number for number, part, facts in paths if not (part.exists() and facts.exists())]
+
+    def scorer(self) -> Scorer:
+        """A scorer of its own validation rows; it builds G when it is first used."""
+        held = [on_device(b, self.model) for b in batches(self.validation, self.spec.batch_size)]
+        scorer = Scorer(self.model, held, retention=self.fisher, config=self.spec.config)
+        scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
+        return scorer
+
+
+def prepare_job(spec: JobSpec) -> Job:
+    """Read everything, and see that it can be used; nothing is written.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where.
+    """
+    Tracker("Counting rows", 0, False)  # what the heartbeat says meanwhile
+    prepared = prepare_rows(spec)
+    corpus = prepared.corpus
+    reading = Tracker("Reading rows", corpus.source.rows, not spec.quiet)
+    survey = corpus.survey(reading.report)
+    survey.counts["validation"] = len(prepared.held)
+    _say_left_out(survey.counts, spec)
+    return replace(_job(spec, prepared), survey=survey)
+
+
+def prepare_rows(spec: JobSpec) -> Prepared:
+    """The rows of a job: training rows, and validation rows of their own file or drawn from them.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where.
+    """
+    corpus, fisher = _corpus(spec, find_source(spec.train_file).limited(spec.limit))
+    if spec.validation_file is not None:
+        held, drawn = _validation_rows(spec), frozenset[int]()
+    else:
+        held = draw_rows(corpus, spec.validation_rows, spec.seed)
+        drawn = frozenset(row.index for row in held)
+    keys = frozenset(key for row in held for key in leak_keys(row))
+    return Prepared(replace(corpus, drawn=drawn, held=keys), held, fisher)
+
+
+def _corpus(spec: JobSpec, source: Any) -> tuple[Corpus, FisherDrift | None]:
+    """All rows, of which nothing is held out yet, and the Fisher that some may be of."""
+    tokenizer, fisher = spec.model.tokenizer(), spec.fisher()
+    corpus = Corpus(
+        source,
+        spec.fields,
+        tokenizer,
+        spec.model.within(spec.how, spec.config.layers),
+        fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
+        on_leak=spec.on_leak,
+        leak_key=spec.leak_key,
+    )
+    return corpus, fisher
+
+
+def _validation_rows(spec: JobSpec) -> list[Row]:
+    """Rows of the validation file: by the named columns where a row has them."""
+    assert spec.validation_file is not None
+    fields = replace(spec.fields, optional=True)
+    return read_rows(
+        spec.validation_file, fields, on_bad_rows=spec.how.on_bad_rows, quiet=spec.quiet
+    )
+
+
+def _say_left_out(counts: Mapping[str, int], spec: JobSpec) -> None:
+    """How many rows will not be valued for what they are, before the model is loaded."""
+    said = {
+        "bad_rows": "cannot be read or written as tokens",
+        "too_long": "are longer than allowed",
+        "without_response": "have no response within the length",
+    }
+    for kind, what in said.items():
+        if counts.get(kind) and not spec.quiet:
+            print(f"note: {counts[kind]} training rows {what}: left out", file=sys.stderr)
+
+
+def _job(spec: JobSpec, prepared: Prepared) -> Job:
+    corpus, fisher = prepared.corpus, prepared.fisher
+    how = corpus.how
+    validation, encoded = encode_some(prepared.held, corpus.tokenizer, how, "validation")
+    job = Job(spec, corpus, validation, encoded, fisher, spec.model.model(), {})
+    return replace(job, settings=_settings(job))
+
+
+def _block(rows: int) -> int:
+    """Rows a file: a multiple of 64, so that there are about a thousand files.
+
+    >>> [_block(rows) for rows in (20, 100_000, 10_000_000)]
+    [64, 128, 9792]
+    """
+    return max(_LEAST, -(-rows // _FILES // _LEAST) * _LEAST)
+
+
+def _settings(job: Job) -> dict[str, Any]:
+    """What the values depend on, by the name of its flag; a resumed run must have the same."""
+    spec, how = job.spec, asdict(job.corpus.how)
+    valued = asdict(spec.config)
+    del valued["preconditioner"], valued["offload"]  # of no consequence for the values
+    del valued["stability_units"]  # always "plain" here
+    layers = valued.pop("layers")
+    del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them
+    return {
+        "model_name_or_path": spec.model.name,
+        "adapter": spec.model.adapter,
+        "train_file": spec.train_file,
+        "validation_file": spec.validation_file
+        or f"{spec.validation_rows} rows of the training file",
+        "fisher_file": spec.fisher_file or "none",
+        "score_layers": layers if isinstance(layers, (int, str)) else list(layers),
+        "value_parameters": valued.pop("parameters"),
+        **valued,
+        "keep_ratio": spec.ratio,
+        "keep_scope": spec.scope,
+        "per_device_train_batch_size": spec.batch_size,
+        "shard_size": job.block,
+        "max_length": how.pop("max_length"),
+        "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),
+        "format": spec.format,
+        "components": spec.components,
+        "leak_key": spec.leak_key,
+        "seed": spec.seed,
+        "row_format": job.encoded.format,
+        "rows_read": asdict(job.corpus.fields) | how,
+        "model_sha256": weights_digest(job.model),
+        "fisher_sha256": "none" if spec.fisher_file is None else file_digest(spec.fisher_file),
+        "train_sha256": job.corpus.source.sha256,
+        "validation_sha256": examples_digest(job.validation),
+    }
+
+
+def seal_job(job: Job) -> None:
+    """Write down what another process needs to value the same rows the same way."""
+    document = {
+        "settings": job.settings,
+        "source": job.corpus.source.as_dict(),
+        "drawn": sorted(job.corpus.drawn),
+        "held": sorted(job.corpus.held),
+    }
+    job.facts(0).parent.mkdir(parents=True, exist_ok=True)
+    write_json(job.folder / "job" / "job.json", document, default=str)
+
+
+def open_job(spec: JobSpec) -> Job:
+    """The job that was sealed in the output folder, in another process.
+
+    Raises:
+        DataError: there is none, or its files changed. ConfigError: it is another one.
+    """
+    path = spec.folder / "job" / "job.json"
+    document = read_manifest(path)
+    source = source_of(document["source"])
+    if not source.rows:
+        raise DataError("the job has no rows", got=str(path))
+    corpus, fisher = _corpus(spec, source)
+    drawn = document["drawn"]
+    corpus = replace(corpus, drawn=frozenset(drawn), held=frozenset(document["held"]))
+    if spec.validation_file is not None:
+        held = _validation_rows(spec)
+    else:
+        held = [corpus.read(one) for i in drawn for one in source.read(i, i + 1)]
+    job = _job(spec, Prepared(corpus, held, fisher))
+    due, found = document["settings"], json.loads(json.dumps(job.settings, default=str))
+    differing = [key for key in due if due[key] != found.get(key)]
+    if differing:
+        raise ConfigError(
+            "this process does not have what the job was made with",
+            got=f"{differing[0]}: {found.get(differing[0])!r}, not {due[differing[0]]!r}",
+            why="its values would not be those of the other processes",
+            remedy="the same model, files and options on every machine",
+        )
+    return replace(job, settings=due)

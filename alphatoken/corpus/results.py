@@ -1,0 +1,216 @@
+"""From value files to everything else that a run leaves: selection, data set, summary, page."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alphatoken import Scorer
+from alphatoken.certificate.certify import Certificate
+from alphatoken.corpus.blocks import example_digest, read_facts
+from alphatoken.corpus.folder import file_digest
+from alphatoken.corpus.job import Job
+from alphatoken.corpus.notes import about_encoding, balance_by_layer, write_notes
+from alphatoken.corpus.spec import ResultSpec, on_device
+from alphatoken.data import collate, token_texts
+from alphatoken.errors import DataError, ModelError
+from alphatoken.report import (
+    ScoredExample,
+    ValueSummary,
+    read_values,
+    summarise,
+    write_report,
+    write_values,
+)
+from alphatoken.report.dataset import DatasetCounts, write_dataset
+from alphatoken.report.files import read_totals, value_files
+from alphatoken.select.threshold import top_threshold
+from alphatoken.support.storage import write_json, write_jsonl
+
+__all__ = ["write_results"]
+
+
+def write_results(
+    job: Job, scorer: Scorer, wanted: ResultSpec, warned: Sequence[str], start: float
+) -> None:
+    """Write selection, data set, summary and page, all from the value files.
+
+    Args:
+        job: prepared; each of its blocks has a value file.
+        scorer: of the job; for the certificate and the sizes of the two directions.
+        wanted: what is to be made.
+        warned: warnings that were collected.
+        start: of the run, by the monotonic clock.
+
+    Raises:
+        DataError: value files are missing, or do not hold the rows of the job.
+        ModelError: the certificate did not pass.
+    """
+    spec, folder, survey = job.spec, job.folder, job.survey
+    assert survey is not None
+    _write_bad_rows(job)
+    certificate = _certificate(scorer, job, wanted)
+    balance = balance_by_layer(scorer)
+    if spec.scope == "dataset":
+        _keep_over_all(folder, spec.ratio)
+    dataset = _dataset(job, wanted)
+    summary = summarise(
+        _checked(job),
+        stability_weight=spec.config.stability_weight,
+        sample=wanted.report_rows,
+        seed=spec.seed,
+        texts=partial(_texts, job.corpus.tokenizer),
+    )
+    encoded = {"train": survey.encoded, "validation": job.encoded}
+    notes = write_notes(survey.counts, encoded, job.fisher, spec.config, summary, warned)
+    document = {
+        "settings": job.settings,
+        "pools": survey.counts,
+        "encoded": {name: report.as_dict() for name, report in encoded.items()},
+        "values": summary.as_dict(),
+        "balance": balance,
+        "certificate": None if certificate is None else str(certificate),
+        "dataset": None if dataset is None else vars(dataset),
+        "notes": notes,
+        "seconds": round(time.monotonic() - start, 3),
+    }
+    write_json(folder / "summary.json", document, default=str)
+    if wanted.report:
+        certified = {} if certificate is None else {"certificate": str(certificate)}
+        write_report(
+            folder / "report.html",
+            summary,
+            title=f"Token values of {Path(spec.train_file).name}",
+            settings=job.settings | certified,
+            notes=[note for note in notes if note not in warned],
+            warnings=warned,
+            balance=balance,
+        )
+    # Rows that are left out were counted aloud before the work.
+    told = about_encoding("train", replace(survey.encoded, truncated_rows=0))
+    _say(job, wanted, summary, certificate, [note for note in notes if note not in told])
+
+
+def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    return [piece.text for piece in token_texts(tokenizer, ids)]
+
+
+def _write_bad_rows(job: Job) -> None:
+    """The bad rows of all blocks in a file of their own, once every block is finished."""
+    missing = job.missing()
+    if missing:
+        raise DataError(
+            "value files are missing",
+            got=f"{len(missing)} in {job.folder / 'values'}, the first {job.part(missing[0]).name}",
+            remedy="--resume values their rows",
+        )
+    bad = (row for number in job.blocks for row in read_facts(job, number).bad)
+    path = job.folder / "bad_rows.jsonl"
+    write_jsonl(path, bad)
+    if not path.stat().st_size:
+        path.unlink()
+
+
+def _checked(job: Job) -> Iterator[ScoredExample]:
+    """Read everything back, and see that each file holds what was valued for it."""
+    for number in job.blocks:
+        digest, facts = hashlib.sha256(), read_facts(job, number)
+        for example in read_values(job.part(number)):
+            example_digest(digest, example)
+            yield example
+        if digest.hexdigest() != facts.values_sha256:
+            raise DataError(
+                "the value files do not hold the training rows",
+                got=str(job.part(number)),
+                why="it was exchanged or changed since it was written",
+                remedy="remove it and go on with --resume",
+            )
+
+
+# --- selection ------------------------------------------------------------------------------------
+
+
+def _keep_over_all(folder: Path, ratio: float) -> None:
+    """Rank all tokens of all files together and write the files again, each whole or not."""
+    keeper = top_threshold(lambda: read_totals(folder / "values"), ratio).keeper()
+
+    def kept(path: Path) -> Iterator[ScoredExample]:
+        for example in read_values(path):
+            response = example.response
+            mask = np.zeros(len(example.ids), dtype=bool)
+            mask[response] = keeper(example.values["total"][response])
+            yield replace(example, kept=mask)
+
+    for path in value_files(folder / "values"):
+        write_values(path, kept(path))
+
+
+def _dataset(job: Job, wanted: ResultSpec) -> DatasetCounts | None:
+    """The rows with their weights, for other trainers, where that is asked for."""
+    if wanted.dataset is None:
+        return None
+    run = file_digest(job.folder / "run.json")
+    counts = write_dataset(job.folder / "values", Path(wanted.dataset), run=run)
+    if not job.spec.quiet:
+        print(
+            f"{counts.rows} rows with {counts.trained_tokens} of {counts.response_tokens} response "
+            f"tokens; {counts.rows_without_weight} rows without weight left out: "
+            f"{wanted.dataset}",
+            file=sys.stderr,
+        )
+    return counts
+
+
+# --- certificate and last words -------------------------------------------------------------------
+
+
+def _certificate(scorer: Scorer, job: Job, wanted: ResultSpec) -> Certificate | None:
+    """Of the first rows that have values."""
+    spec = job.spec
+    if wanted.verify is None:
+        return None
+    valued = (row.example for row in job.corpus.rows() if row.example is not None)
+    return scorer.verify(
+        on_device(collate(list(islice(valued, min(spec.batch_size, 2)))), job.model),
+        tokens=wanted.verify,
+        seed=spec.seed,
+        fisher_file=spec.fisher_file,
+        progress=not spec.quiet,
+    )
+
+
+def _say(
+    job: Job,
+    wanted: ResultSpec,
+    summary: ValueSummary,
+    certificate: Certificate | None,
+    notes: Sequence[str],
+) -> None:
+    """Say what was made, and refuse values that the oracle does not agree with."""
+    folder = job.folder
+    if certificate is not None:
+        print(certificate)
+    for note in () if job.spec.quiet else notes:
+        print(f"note: {note}", file=sys.stderr)
+    report = f"; report: {folder / 'report.html'}" if wanted.report else ""
+    print(
+        f"{summary.response_tokens} response tokens valued, {summary.kept_tokens} kept; "
+        f"values: {folder / 'values'}{report}"
+    )
+    if certificate is not None and not certificate.passed:
+        raise ModelError(
+            "the values do not agree with the oracle",
+            got="; ".join(str(check) for check in certificate.failures),
+            why="what is wrong for the verified tokens is wrong for others too",
+            remedy="do not use these values; report the certificate above, which is in "
+            f"{folder / 'summary.json'} as well",
+        )

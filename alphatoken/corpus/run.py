@@ -1,0 +1,218 @@
+"""A run over a corpus: read and seal the job, have its blocks valued, write what follows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from alphatoken import Scorer
+from alphatoken.corpus.engines import (
+    Launched,
+    check_engine,
+    launched,
+    value_blocks,
+    value_with_ray,
+)
+from alphatoken.corpus.folder import (
+    collected_warnings,
+    file_digest,
+    read_manifest,
+    refuse_foreign,
+    require_writable,
+    same_settings,
+)
+from alphatoken.corpus.job import Job, open_job, prepare_job, seal_job
+from alphatoken.corpus.results import write_results
+from alphatoken.corpus.spec import EngineSpec, JobSpec, ResultSpec
+from alphatoken.errors import ConfigError
+from alphatoken.report.page import missing_libraries
+from alphatoken.select.masks import keep_count
+from alphatoken.support.locks import try_lock
+from alphatoken.support.storage import read_json, write_json
+
+__all__ = ["score_corpus"]
+
+
+def score_corpus(
+    spec: JobSpec,
+    wanted: ResultSpec | None = None,
+    engine: EngineSpec | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Value the rows of ``spec`` and write everything to its folder.
+
+    Every process of a launcher calls it, with the same arguments.
+
+    Args:
+        spec: what is valued.
+        wanted: what is made of the values.
+        engine: who values.
+        resume: keep what an earlier run in the folder has finished, and do the rest.
+        overwrite: replace an earlier run.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
+    """
+    wanted, engine = wanted or ResultSpec(), engine or EngineSpec()
+    here = launched()
+    keep_count(spec.ratio, 1, name="--keep_ratio")  # its error now, not after the first batch
+    require_writable(spec.output_dir)
+    _check_dataset(spec, wanted, resume=resume, overwrite=overwrite)
+    check_engine(engine, here)
+    spec = here.share_of(replace(spec, format=_format(spec, wanted)))
+    with here.together():
+        if here.rank == 0:
+            _lead(spec, wanted, engine, here, resume=resume, overwrite=overwrite)
+        else:
+            _follow(spec, here)
+
+
+def _lead(
+    spec: JobSpec,
+    wanted: ResultSpec,
+    engine: EngineSpec,
+    here: Launched,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    """The first process: all but the blocks of others."""
+    start, folder = time.monotonic(), spec.folder
+    with _alone(folder), collected_warnings() as warned:
+        made = [folder / "values", folder / "job"]
+        refuse_foreign(folder / "run.json", made, resume=resume, overwrite=overwrite)
+        job = prepare_job(spec)
+        _open(job, overwrite=overwrite)
+        scorer = job.scorer()
+        numbers = job.missing()
+        if numbers:
+            _seal(job, scorer)
+        here.wait()
+        if engine.name == "ray" and numbers:
+            value_with_ray(job, engine, numbers)
+        else:
+            value_blocks(job, scorer, here.share(numbers))
+        here.wait()
+        write_results(job, scorer, wanted, warned, start)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """See that no other run is at work in the output folder, for as long as this one is.
+
+    Raises:
+        ConfigError: one is.
+    """
+    there = folder.exists()
+    handle = try_lock(folder / "lock")
+    if handle is None:
+        raise ConfigError(
+            "another run is at work in this folder",
+            got=str(folder),
+            why="values of two runs would be mixed in it",
+            remedy="wait for it, or another --output_dir; several processes of one run are started "
+            "by torchrun or accelerate",
+        )
+    try:
+        yield
+    finally:
+        if [path.name for path in folder.iterdir()] == ["lock"]:  # nothing was written
+            (folder / "lock").unlink()
+            if not there:
+                folder.rmdir()
+        os.close(handle)
+
+
+def _follow(spec: JobSpec, here: Launched) -> None:
+    """Any other process that a launcher started."""
+    here.wait()  # until the job is sealed
+    job = open_job(spec)
+    scorer = job.scorer()
+    if numbers := here.share(job.missing()):
+        scorer.load_gradient(job.gradient)
+        value_blocks(job, scorer, numbers)
+    here.wait()
+
+
+def _seal(job: Job, scorer: Scorer) -> None:
+    """The job in the folder, with G; an earlier run's G is used again."""
+    seal_job(job)
+    if job.gradient.exists():
+        scorer.load_gradient(job.gradient)
+    else:
+        scorer.save_gradient(job.gradient)
+
+
+def _format(spec: JobSpec, wanted: ResultSpec) -> str:
+    """The format of the value files; what is not installed is missed now, not after the work."""
+    arrow = find_spec("pyarrow") is not None
+    if (spec.format == "parquet" or wanted.dataset) and not arrow:
+        raise ConfigError("Parquet needs pyarrow", remedy="pip install pyarrow, or --format jsonl")
+    if wanted.report and (missing := missing_libraries()):
+        raise ConfigError(
+            f"the HTML report needs {' and '.join(missing)}",
+            remedy="pip install 'alphatoken[report]', or leave it out: --no_report",
+        )
+    return spec.format or ("parquet" if arrow else "jsonl")
+
+
+def _check_dataset(spec: JobSpec, wanted: ResultSpec, *, resume: bool, overwrite: bool) -> None:
+    """See that the data set goes to a folder of its own."""
+    if wanted.dataset is None:
+        return
+    require_writable(wanted.dataset, "--write_dataset")
+    folder, values = Path(wanted.dataset), spec.folder / "values"
+    if folder.resolve() in (values.resolve(), spec.folder.resolve()):
+        raise ConfigError(
+            "the data set needs a folder of its own",
+            got=f"--write_dataset {folder}",
+            why="the values of --output_dir lie there",
+            remedy="another folder for --write_dataset",
+        )
+    foreign = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if foreign and not (folder / "dataset.json").is_file():
+        raise ConfigError(
+            "the data set's folder holds something else",
+            got=str(folder),
+            remedy="another folder for --write_dataset",
+        )
+    if foreign and not (overwrite or (resume and _wrote(spec, folder))):
+        raise ConfigError(
+            "the data set's folder holds an earlier data set",
+            got=f"--write_dataset {folder}",
+            remedy="--overwrite_output to replace it and the run in --output_dir, or another "
+            "folder for --write_dataset",
+        )
+
+
+def _wrote(spec: JobSpec, folder: Path) -> bool:
+    """Whether a data set, or what a killed process left of one, is of the run in ``output_dir``."""
+    found, own = read_json(folder / "dataset.json") or {}, spec.folder / "run.json"
+    return own.is_file() and found.get("run") == file_digest(own)
+
+
+def _open(job: Job, *, overwrite: bool) -> None:
+    """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
+    folder = job.folder
+    manifest = folder / "run.json"
+    if overwrite and manifest.exists():
+        manifest.unlink()
+        for name in ("values", "job"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in ("summary.json", "report.html", "bad_rows.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+    if manifest.exists():
+        same_settings(read_manifest(manifest)["settings"], job.settings)
+    (folder / "values").mkdir(parents=True, exist_ok=True)
+    for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
+        leftover.unlink()
+    if not manifest.exists():
+        write_json(manifest, {"settings": job.settings}, default=str)
