@@ -26,6 +26,7 @@ ROOMS = {
     "compare": "Comparisons of methods",
     "config": "Options of the scorer",
     "data": "Rows and their files",
+    "corpus": "Scoring a corpus",
     "demo": "The demo and its models",
     "direction": "Validation gradient, Fisher and optimizer",
     "errors": "Options with a list of choices",

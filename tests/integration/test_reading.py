@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from alphatoken.corpus import rows as corpus_rows
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import (
     EncodeOptions,
@@ -321,14 +322,11 @@ def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> No
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
         Corpus(find_source(path), Fields(), None, EncodeOptions(on_bad_rows="skip")).survey()
     from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.common import ReadingOptions
-    from alphatoken.cli.reading import read_file
     from alphatoken.cli.training_rows import RowReader
     from alphatoken.train import AlphaSFTConfig
 
-    options = ReadingOptions(on_bad_rows="skip")
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
-        read_file(str(path), options, limit=None)
+        corpus_rows.read_rows(path, Fields(), on_bad_rows="skip")
     train = ["--model_name_or_path", "unread", "--train_file", str(path), "--validation_rows", "1"]
     words = [*train, "--output_dir", str(tmp_path / "out"), "--use_cpu"]
     arguments = read_arguments("sft", words, AlphaSFTConfig)
