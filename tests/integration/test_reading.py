@@ -319,8 +319,9 @@ def test_the_first_bad_row_of_the_file_is_named(tmp_path: Path) -> None:
 def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> None:
     rows = [{"text": "Which planet?", "summary": text} for text in ("Mars", "It is Mars.", "Mars")]
     path = jsonl(tmp_path / "a.jsonl", rows)
+    how = EncodeOptions(on_bad_rows="skip")
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
-        Corpus(find_source(path), Fields(), None, EncodeOptions(on_bad_rows="skip")).survey()
+        Corpus(find_source(path), Fields(), byte_tokenizer(), how).survey()
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training_rows import RowReader
     from alphatoken.train import AlphaSFTConfig
