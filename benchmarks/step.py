@@ -44,7 +44,7 @@ class Size:
 SIZE = Size()
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "train_step_fixed": (2, {"validation_mode": "fixed"}),
-    "train_step_pool": (8, {"validation_mode": "pool", "running_mean": 0.9}),
+    "train_step_pool": (8, {"validation_mode": "pool"}),
 }
 """Training rows a validation row, and options; the paper's setting, and the cheap one."""
 

@@ -7,7 +7,6 @@
   products of token gradients;
 * :mod:`~alphatoken.select.losses`: the SFT and DPO losses of what was kept, and their
   normalisations;
-* :mod:`~alphatoken.select.schedule`: a ratio that moves during a run.
 
 All but ``interaction`` are functions of plain tensors and numbers.
 

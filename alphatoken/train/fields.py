@@ -132,20 +132,6 @@ class AlphaFields:
         when="'kept' for a step as long as TRL's; 'sum' to follow the paper's formula",
         source="eq. sft_masked_loss: 'sum'",
     )
-    keep_ratio_start: float | None = option(
-        None,
-        "Start the ratio here and move to keep_ratio.",
-        within="null, or above 0, to 1",
-        when="start at 1 to train on everything first",
-        source="ours",
-    )
-    schedule_share: float = option(
-        0.5,
-        "Share of the training steps over which it moves.",
-        within="above 0, to 1",
-        when="only with keep_ratio_start",
-        source="ours",
-    )
     interaction_weight: float = option(
         0.0,
         "Greedy selection with a penalty on tokens whose gradients repeat those already kept: 0 "
@@ -276,14 +262,6 @@ class AlphaFields:
         when="lower it where a validation forward does not fit",
         source="ours",
     )
-    running_mean: float = option(
-        0.0,
-        "Decay of a running mean of the validation gradient over the steps that took one; 0 "
-        "switches it off.",
-        within="from 0, below 1",
-        when="0.9 smooths a pool of small batches; it did not pay in our runs",
-        source="ours",
-    )
     held_out_share: float = option(
         0.2,
         "Share of the validation rows that is only watched: the gap is an overfitting alarm.",
@@ -379,16 +357,6 @@ class AlphaFields:
         "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
         within="'auto', 'shared' or 'own'",
         when="'own' where a wrapped forward is in the way",
-        source="ours",
-    )
-    skip_dropped_rows: bool = option(
-        False,
-        "Rows of which no token is kept are left out of the training forward: with "
-        "value_unit='response' a batch is then a draw of which only the kept rows cost a step. "
-        "The loss that is logged is the scoring pass's, of all rows. Needs scoring_forward='own'; "
-        "SFT.",
-        within="true or false",
-        when="to save the forward of rows that are dropped",
         source="ours",
     )
     on_empty: str = option(

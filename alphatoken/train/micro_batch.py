@@ -10,7 +10,7 @@ made. Labels do not travel: they are read in ``compute_loss``, from the inputs o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -28,7 +28,6 @@ __all__ = [
     "Scored",
     "draw_seed",
     "normalised",
-    "of_rows",
     "undivided",
 ]
 
@@ -94,7 +93,6 @@ class Scored:
         totals: (b, t) value of each response token.
         values: as the scorer gave them; None where there is no response to value.
         gram: inner products of the token gradients, where the policy asks for them.
-        loss: the trainer's loss in a scoring pass of its own.
         seconds: spent on scoring, the shared forward not included.
     """
 
@@ -102,20 +100,6 @@ class Scored:
     values: TokenValues | None = None
     gram: Tensor | None = None
     seconds: float = 0.0
-    loss: Tensor | None = None
-
-
-def of_rows(batch: MicroBatch, rows: Tensor) -> MicroBatch:
-    """Some rows of a batch whose rows are examples; what has no entry a row stays as it is."""
-    count = len(batch.mask)
-    inputs = {
-        name: value[rows.to(value.device)]
-        if isinstance(value, Tensor) and value.dim() and len(value) == count
-        else value
-        for name, value in batch.inputs.items()
-    }
-    labels, mask = batch.labels[rows], batch.mask[rows]
-    return replace(batch, inputs=inputs, labels=labels, mask=mask, pools=[slice(0, len(rows))])
 
 
 def undivided(batch: MicroBatch, kind: str) -> float:

@@ -384,7 +384,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def valuation(self) -> Valuation:
         """Built at the first training step, when model and optimizer are wrapped."""
         assert isinstance(self.weigher, ValueWeigher)
-        return self.weigher.valuation
+        return self.weigher.values.valuation
 
     @property
     def needs_values(self) -> bool:
@@ -507,7 +507,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """As in transformers; a weigher of values is handed the norm before the cut."""
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if isinstance(self.weigher, ValueWeigher):
-            self.weigher.gradient_cut(norm)
+            self.weigher.values.gradient_cut(norm)
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -534,25 +534,16 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     # --- the checkpoint's part --------------------------------------------------------------------
 
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Running mean, ledger and statistics since the last log."""
-        running: dict[str, Tensor] = {}
-        norm = None
-        if isinstance(self.weigher, ValueWeigher):
-            running, norm = self.weigher.state()
+        """Ledger, statistics since the last log, and the norm of the last gradient."""
+        norm = self.weigher.values.state() if isinstance(self.weigher, ValueWeigher) else None
         ledger, monitor = self.records.state()
-        tensors = {f"running/{name}": tensor for name, tensor in running.items()}
-        tensors |= {f"ledger/{name}": tensor for name, tensor in ledger.items()}
-        return tensors, {"monitor": monitor, "norm": norm}
+        return ledger, {"monitor": monitor, "norm": norm}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take back what ``alpha_state`` gave."""
-        parts: dict[str, dict[str, Tensor]] = {"running": {}, "ledger": {}}
-        for name, tensor in tensors.items():
-            part, _, rest = name.partition("/")
-            parts[part][rest] = tensor
-        self.records.load(parts["ledger"], values["monitor"])
+        self.records.load(tensors, values["monitor"])
         if isinstance(self.weigher, ValueWeigher):
-            self.weigher.load(parts["running"], values.get("norm"))
+            self.weigher.values.load(values["norm"])
 
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""

@@ -14,7 +14,6 @@ from typing import ClassVar
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.layer_choice import read_layers
-from alphatoken.select.schedule import scheduled
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policy import PolicySettings
 from alphatoken.train.policy_names import (
@@ -57,14 +56,12 @@ class AlphaOptions(AlphaFields):
         self._resolve_policy()
         for name, allowed in _CHOICES.items():
             require_choice(name, getattr(self, name), allowed)
-        for name in ("keep_ratio", "keep_ratio_start"):
-            ratio = getattr(self, name)
-            if ratio is not None and not 0 < ratio <= 1:
-                raise ConfigError(
-                    f"{name} must lie in (0, 1]",
-                    got=repr(ratio),
-                    why="0 would keep nothing, more than 1 has no meaning",
-                )
+        if not 0 < self.keep_ratio <= 1:
+            raise ConfigError(
+                "keep_ratio must lie in (0, 1]",
+                got=repr(self.keep_ratio),
+                why="0 would keep nothing, more than 1 has no meaning",
+            )
         self._check_numbers()
         self._check_combinations()
         self.scorer_config()
@@ -119,11 +116,8 @@ class AlphaOptions(AlphaFields):
                 "validation_micro_batch_size must be at least 1",
                 got=repr(self.validation_micro_batch_size),
             )
-        for name, high in (("running_mean", 1.0), ("held_out_share", 1.0)):
-            if not 0 <= getattr(self, name) < high:
-                raise ConfigError(f"{name} must lie in [0, 1)", got=repr(getattr(self, name)))
-        if not 0 < self.schedule_share <= 1:
-            raise ConfigError("schedule_share must lie in (0, 1]", got=repr(self.schedule_share))
+        if not 0 <= self.held_out_share < 1:
+            raise ConfigError("held_out_share must lie in [0, 1)", got=repr(self.held_out_share))
 
     def _check_harmless(self) -> None:
         """See that nothing else asks for what a rule without a ratio does not have."""
@@ -135,15 +129,12 @@ class AlphaOptions(AlphaFields):
             "objective='stability'": self.objective == "stability",
             f"keep_scope={self.keep_scope!r}": self.keep_scope != "batch",
             "kept_normalization='kept'": self.kept_normalization == "kept",
-            "keep_ratio_start": self.keep_ratio_start is not None,
-            "running_mean": self.running_mean > 0,
             "shared_threshold": self.shared_threshold,
         }
         _refuse(
             reasons,
             "policy='harmless' has no ratio: each token is judged by its own value and error",
-            why="these rank tokens, count the kept ones ahead, or take values whose error over "
-            "the validation rows is not known",
+            why="these rank tokens, count the kept ones ahead, or have no validation rows",
             remedy="leave them out, or policy='top'",
         )
 
@@ -155,23 +146,6 @@ class AlphaOptions(AlphaFields):
                 why="the errors of values are taken from the spread between them",
                 remedy="a larger validation_batch_size, or a smaller validation_micro_batch_size",
             )
-
-    def _check_rows(self) -> None:
-        """See that rows are examples, and known to be dropped before their forward."""
-        if not self.skip_dropped_rows:
-            return
-        reasons = {
-            "preference pairs": self.FAMILY == "preference",
-            f"scoring_forward={self.scoring_forward!r}": self.scoring_forward != "own",
-            **self._packed(),
-        }
-        _refuse(
-            reasons,
-            "skip_dropped_rows leaves rows out of a forward that follows the scoring",
-            why="both branches of a pair are needed, a packed row holds several examples, and "
-            "a shared forward has run them all",
-            remedy="scoring_forward='own' in SFT without packing, or skip_dropped_rows=False",
-        )
 
     def _check_unit(self) -> None:
         """See that responses can be ranked whole."""
@@ -208,7 +182,6 @@ class AlphaOptions(AlphaFields):
             )
         self._check_unit()
         self._check_harmless()
-        self._check_rows()
         if self.fisher_offload and self.retention == "data" and self.objective != "adaptation":
             raise ConfigError(
                 "fisher_offload is about a Fisher",
@@ -245,14 +218,6 @@ class AlphaOptions(AlphaFields):
             max_relative_drift=self.max_relative_drift,
             standard_errors=self.policy == "harmless",
             offload="stream" if self.fisher_offload else "none",
-        )
-
-    def ratio_at(self, step: int, total: int) -> float:
-        """``keep_ratio`` at a step, on its way from ``keep_ratio_start``."""
-        if self.keep_ratio_start is None:
-            return float(self.keep_ratio)
-        return scheduled(
-            self.keep_ratio_start, self.keep_ratio, step, total, share=self.schedule_share
         )
 
     @property

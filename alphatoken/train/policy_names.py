@@ -26,7 +26,6 @@ _ONLY_VALUES: Mapping[str, Any] = {
     "value_unit": "token",
     "keep_scope": "batch",
     "interaction_weight": 0.0,
-    "keep_ratio_start": None,
     "shared_threshold": False,
     "masked_logit": False,
 }
@@ -203,6 +202,6 @@ def _refuse(policy: TokenPolicy, options: Any, family: str) -> None:
                 f"{name} belongs to token values, and policy '{policy.name}' makes none",
                 got=f"{name}={getattr(options, name)!r}",
                 remedy="leave it out: keep_ratio is the setting of such a policy"
-                if name in ("keep_scope", "keep_ratio_start")
+                if name == "keep_scope"
                 else f"leave it out, or policy='top' in place of '{policy.name}'",
             )

@@ -93,17 +93,7 @@ class AlphaTrainer(LabelledRows, Trainer):
         return loss
 
     def outputs_beside(self, seen: KeptOutputs, inputs: Mapping[str, Any], loss: Tensor) -> Any:
-        """Of the training forward itself, in its graph: terms of them train as they would there.
-
-        Raises:
-            UnsupportedError: rows were left out of that forward.
-        """
-        if self.args.skip_dropped_rows:
-            raise UnsupportedError(
-                "outputs of a training forward without its dropped rows are of other rows",
-                got="compute_loss(return_outputs=True), skip_dropped_rows=True",
-                remedy="skip_dropped_rows=False",
-            )
+        """Of the training forward itself, in its graph: terms of them train as they would there."""
         return type(seen.outputs)(**{**seen.outputs, "loss": loss})
 
     @property

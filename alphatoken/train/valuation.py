@@ -19,7 +19,6 @@ from alphatoken.train.distributed import Ranks, even_micro_batches
 from alphatoken.train.masters import Masters
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.pool import ValidationPool
-from alphatoken.train.running import RunningMean
 
 __all__ = ["Valuation"]
 
@@ -30,7 +29,7 @@ Batches = Callable[[Sequence[int]], Any]
 class Valuation:
     """A scorer that follows a run: new validation rows and direction at each step.
 
-    Everything that it draws is a function of (seed, step); its only state is the running mean.
+    Everything that it draws is a function of (seed, step): a checkpoint holds nothing of it.
 
     Args:
         model: the unwrapped model.
@@ -64,7 +63,6 @@ class Valuation:
         self._sharded, self._size = sharding is not None, options.validation_rows_at_once
         # Parts of G are summed over processes one by one: each process must have equally many.
         self._even = self._sharded or options.policy == "harmless"
-        self.running = RunningMean(options.running_mean) if options.running_mean > 0 else None
         self._step: int | None = None
         self._built: int | None = None
         self.scorer = Scorer(
@@ -100,12 +98,9 @@ class Valuation:
         return [batches(own[i : i + size]) for i in range(0, len(own), size)]
 
     def _reduce(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
-        """Mean over all ranks; of the validation gradient, the running mean over steps too."""
+        """Mean over all ranks."""
         sums, count = self.ranks.sum_gradients(sums, count, sharded=self._sharded)
-        mean = {name: total / count for name, total in sums.items()}
-        if role == "validation" and self.running is not None:
-            return self.running.update(mean)
-        return mean
+        return {name: total / count for name, total in sums.items()}
 
     def begin(self, step: int) -> None:
         """Enter optimizer step ``step``: a new direction when due."""

@@ -23,7 +23,6 @@ BETA = 0.1
 OPTIONS: dict[str, Any] = {
     "validation_mode": "pool",
     "validation_batch_size": 16,
-    "running_mean": 0.0,
     "held_out_steps": 0,
     "max_relative_drift": None,
     "export_values": False,

@@ -47,7 +47,6 @@ RUNS: dict[str, dict[str, Any]] = {
             "gradient_accumulation_steps": 2,
             "keep_scope": "global",
             "validation_mode": "pool",
-            "running_mean": 0.5,
             "per_device_train_batch_size": 2,
         },
     },

@@ -195,7 +195,7 @@ def test_logged_statistics_are_of_all_processes(runs: Callable[[str], Ranks], la
 def test_sft_with_the_threshold_of_each_micro_batch(
     runs: Callable[[str], Ranks], layout: str
 ) -> None:
-    """A pool, a running mean; scoring shares the training forward where the layout allows it."""
+    """A pool; scoring shares the training forward where the layout allows it."""
     one, ranks = runs("single"), runs(layout)
     same_decisions(decided(one, "sft_batch"), decided(ranks, "sft_batch"))
     same_weights(one[0]["sft_batch"], ranks, "sft_batch", model())

@@ -265,13 +265,13 @@ def test_joined_arguments_can_be_written_and_read(tmp_path: Path) -> None:
 # --- parsers of command lines -------------------------------------------------------------------
 
 WORDS = {
-    "policy": "bottom", "keep_ratio": "0.25", "keep_ratio_start": "0.75", "score_layers": "0,2",
+    "policy": "bottom", "keep_ratio": "0.25", "score_layers": "0,2",
     "window": "8", "stability_weight": "0.5", "preconditioner": "null", "fisher_cache": "none",
     "shared_threshold": "true", "export_values": "false", "retention": "none", "use_cpu": "true",
     "objective": "adaptation", "learning_rate": "2e-3", "bf16": "false",
 }  # fmt: skip
 READ = {
-    "policy": "bottom", "keep_ratio": 0.25, "keep_ratio_start": 0.75, "score_layers": "0,2",
+    "policy": "bottom", "keep_ratio": 0.25, "score_layers": "0,2",
     "window": 8, "stability_weight": 0.5, "preconditioner": None, "fisher_cache": None,
     "shared_threshold": True, "export_values": False, "retention": "none", "use_cpu": True,
     "objective": "adaptation", "learning_rate": 2e-3, "bf16": False,
@@ -306,9 +306,9 @@ def test_a_recipe_goes_through_trls_parser(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"output_dir: {tmp_path}\npolicy: eaft\npolicy_options: {{k: 7}}\n"
-        "keep_ratio_start: null\nuse_cpu: true\nbf16: false\n"
+        "policy_reference: null\nuse_cpu: true\nbf16: false\n"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         found = TrlParser((AlphaSFTConfig,)).parse_args_and_config(["--config", str(recipe)])[0]
-    assert (found.policy_options, found.keep_ratio_start) == ({"k": 7}, None)
+    assert (found.policy_options, found.policy_reference) == ({"k": 7}, None)

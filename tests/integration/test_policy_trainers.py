@@ -642,7 +642,6 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, args_policy="label", policy_options={"order": "up"}), "order"),
         (lambda d: sft(d, args_policy="talr", policy_mode="soft"), "policy_mode"),
         (lambda d: sft(d, args_policy="talr", keep_scope="global"), "keep_scope"),
-        (lambda d: sft(d, args_policy="talr", keep_ratio_start=0.9), "keep_ratio_start"),
         (
             lambda d: sft(d, args_policy="talr", kept_normalization="kept"),
             "divides by the response",

@@ -157,13 +157,6 @@ SFT: Cases = {
         {"scoring_forward='auto'": {"scoring_forward": "auto"}},
     ),
     "too long for the model": ({"max_length": 200}, {"max_length=128": {"max_length": 128}}),
-    "dropped rows of a shared forward": (
-        {"skip_dropped_rows": True},
-        {
-            "scoring_forward='own'": {"scoring_forward": "own"},
-            "skip_dropped_rows=False": {"skip_dropped_rows": False},
-        },
-    ),
     "responses of a sequence": (
         {"value_unit": "response", "keep_scope": "sequence"},
         {"value_unit='token'": {"value_unit": "token"}},

@@ -135,12 +135,9 @@ def test_direct_calls_draw_anew(tmp_path: Path) -> None:
     assert not torch.equal(*chosen)
 
 
-@pytest.mark.parametrize("more", [{"running_mean": 0.9}, {"preconditioner": "frozen"}], ids=str)
-def test_one_trainer_that_trains_again_from_its_checkpoint(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
+def test_one_trainer_that_trains_again_from_its_checkpoint(tmp_path: Path) -> None:
     """What the first call left in the trainer is not taken for the checkpoint's state."""
-    more = {**more, "precondition_after": 1, "export_values": False}
+    more = {"preconditioner": "frozen", "precondition_after": 1, "export_values": False}
     saving = {"save_strategy": "steps", "save_steps": 2}
     trainer = sft(AlphaSFTTrainer, tmp_path, retention="none", **{**saving, **more, "max_steps": 4})
     trainer.train()

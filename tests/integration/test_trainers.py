@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -370,10 +369,9 @@ def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: 
         {"value_unit": "response", "keep_scope": "global", "gradient_accumulation_steps": 2},
         {"policy": "harmless", "confidence": 0.9},
         {"policy": "harmless", "value_unit": "response", "preconditioner": "full"},
-        {"keep_ratio_start": 1.0, "keep_ratio": 0.3},
         {"kept_normalization": "kept"},
         {"direction_steps": 2, "num_train_epochs": 2},
-        {"validation_mode": "pool", "validation_batch_size": 2, "running_mean": 0.9},
+        {"validation_mode": "pool", "validation_batch_size": 2},
         {"preconditioner": "frozen", "precondition_after": 2},
         {"preconditioner": "full", "precondition_after": 2},
         {"objective": "stability"},
@@ -443,41 +441,6 @@ def test_responses_are_kept_whole(tmp_path: Path, kind: str, scope: str) -> None
                 assert kept == min(count, budget)
                 budget -= kept
             assert budget == 0
-
-
-def test_dropped_rows_take_no_part_in_the_training_forward(tmp_path: Path) -> None:
-    """Eight rows are scored a step, and a quarter of their tokens trained on: of two or three."""
-    trainer = sft(
-        tmp_path, max_steps=3, per_device_train_batch_size=8, value_unit="response",
-        keep_ratio=0.25, scoring_forward="own", skip_dropped_rows=True, retention="none",
-        estimator="direct",
-    )  # fmt: skip
-    rows: list[tuple[bool, int]] = []
-
-    def see(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids")
-        if ids is not None:
-            rows.append((module.training, len(ids)))
-
-    trainer.model.register_forward_pre_hook(see, with_kwargs=True)
-    trainer.train()
-    trained = [count for training, count in rows if training]
-    assert len(trained) == 3
-    assert all(1 <= count <= 4 for count in trained)
-    assert [count for training, count in rows if not training].count(8) >= 3
-
-
-@pytest.mark.slow
-def test_ratio_schedule_reaches_the_masks(tmp_path: Path) -> None:
-    trainer = sft(
-        tmp_path, max_steps=8, keep_ratio_start=1.0, keep_ratio=0.25, schedule_share=0.5,
-        retention="none",
-    )  # fmt: skip
-    trainer.train()
-    shares = [e["alpha/kept_share"] for e in trainer.state.log_history if "alpha/kept_share" in e]
-    assert shares[0] == 1.0
-    assert all(after < before + 0.01 for before, after in itertools.pairwise(shares))
-    assert shares[-1] == pytest.approx(0.25, abs=0.01)
 
 
 def test_kept_normalisation_scales_the_gradient(tmp_path: Path) -> None:
@@ -551,7 +514,6 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
     [
         ({"policy": "best"}, "policy"),
         ({"keep_ratio": 0.0}, "ratio"),
-        ({"running_mean": 1.0}, "running_mean"),
         ({"objective": "stability", "retention": "none"}, "retention"),
         ({"estimator": "label", "path": "direct"}, "path"),
         ({"score_layers": "three"}, "score_layers"),
@@ -564,10 +526,7 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"policy": "harmless", "confidence": 1.0}, "confidence must lie"),
         ({"policy": "harmless", "kept_normalization": "kept"}, "kept_normalization='kept'"),
         ({"policy": "harmless", "keep_scope": "global"}, "keep_scope='global'"),
-        ({"policy": "harmless", "running_mean": 0.5}, "running_mean"),
         ({"policy": "harmless", "validation_micro_batch_size": 99}, "two validation forwards"),
-        ({"skip_dropped_rows": True}, "scoring_forward='auto'"),
-        ({"skip_dropped_rows": True, "scoring_forward": "own", "packing": True}, "packing"),
         ({"retention": "data"}, "retention dataset"),
         ({"score_layers": "9"}, "layers"),
     ],
@@ -716,13 +675,13 @@ def test_clipping_does_not_wait_for_the_device(
     trainer = sft(tmp_path, retention="none", max_grad_norm=0.5, preconditioner=preconditioner)
     norm = torch.tensor(2.0).as_subclass(Unread)
     monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda *_: norm)
-    assert trainer.weigher.clip_factor == 1.0
+    assert trainer.weigher.values.clip_factor == 1.0
     assert trainer._clip_grad_norm(trainer.model) is norm
     if preconditioner == "full":
         with pytest.raises(AssertionError, match="waited"):
-            trainer.weigher.clip_factor  # noqa: B018
-        trainer.weigher.gradient_cut(torch.tensor(2.0))
-        assert trainer.weigher.clip_factor == pytest.approx(0.25, rel=1e-5)
+            trainer.weigher.values.clip_factor  # noqa: B018
+        trainer.weigher.values.gradient_cut(torch.tensor(2.0))
+        assert trainer.weigher.values.clip_factor == pytest.approx(0.25, rel=1e-5)
     assert trainer.alpha_state()[1]["norm"] == (2.0 if preconditioner == "full" else None)
 
 

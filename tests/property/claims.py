@@ -298,8 +298,6 @@ check_mask_weights_are_the_selection | | (select_top, select_bottom, select_rand
 check_scope_is_row_by_row | | (one call a row) | exact
 check_only_ranks_of_values_count | | (scaled values) | exact
 check_all_gives_ones | | (ones) | exact
-check_schedule | | (fractions) | exact
-check_scheduled_ratio_keeps_the_exact_count | | (fractions) | exact
 check_gram_of_integers | | (loops) | exact
 check_gram_is_the_product_of_direct_gradients | | (autograd) | exact
 check_gram_of_one_position | | (autograd) | exact

@@ -1457,7 +1457,6 @@ OWN = (
 
 # --- weights, schedules, interaction -------------------------------------------------------------
 
-SCHEDULE = claim(weighing.check_schedule, weighing.schedule_cases())
 GRAM_OF_INTEGERS = claim(
     weighing.check_gram_of_integers,
     weighing.gram_cases().map(lambda case: replace(case, rows=2, length=6)),
@@ -1476,18 +1475,6 @@ def gram_of(**pins: Any) -> Claim:
 
 
 WEIGHTS = (
-    mutant(
-        "schedule-over-the-whole-run",
-        "the share of the run over which a number moves is ignored",
-        ("select.schedule.scheduled", "(_decimal(share) * total)", "total"),
-        SCHEDULE,
-    ),
-    mutant(
-        "schedule-in-floating-point",
-        "half of the way from 1.0 to 0.2 is 0.6000000000000001",
-        ("select.schedule._decimal", "Fraction(str(float(number)))", "Fraction(number)"),
-        claim(weighing.check_scheduled_ratio_keeps_the_exact_count, weighing.schedule_cases()),
-    ),
     mutant(
         "products-between-uses-forgotten",
         "a weight used twice counts as two weights",

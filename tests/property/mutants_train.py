@@ -15,7 +15,9 @@ from tests.property.test_trainer_oracle import PINNED
 
 NEEDS = ("trl", "peft")
 MIXIN = "train.mixin.AlphaTrainerMixin"
-VALUES = "train.value_weigher.ValueWeigher"
+WEIGHER = "train.value_weigher.ValueWeigher"
+VALUES = "train.micro_batch_values.MicroBatchValues"
+RULES = "train.token_rules"
 RECORDS = "train.records.RunRecords.micro_batch"
 DPO = "train.dpo.AlphaDPOTrainer"
 LEDGER = "train.ledger.ValueLedger"
@@ -39,10 +41,10 @@ def _of(name: str, sentence: str, edit: Words, *claims: str | Claim) -> Mutant:
 
 
 PAPER, PAIRS = "the paper's, SFT", "the paper's, DPO"
-POOLED, OLD = "pool, running mean, micro-batches of validation", "direction for two steps"
+POOLED, OLD = "pool, micro-batches of validation", "direction for two steps"
 FULL, FULL_SUM = "clipping, full preconditioner", "full preconditioner of a sum"
 KEPT, GLOBAL = "kept normalisation", "kept normalisation over a global threshold"
-MASKED, SCHEDULED = "masked logit", "schedule"
+MASKED = "masked logit"
 
 TRAINERS = (
     _of(
@@ -175,7 +177,7 @@ TRAINERS = (
         "masked-logit-of-divided-weights",
         "what divides the loss enters the masked logit",
         (
-            f"{VALUES}._surrogate",
+            f"{WEIGHER}._surrogate",
             "(gate, coefficients, weights, batch.inputs)",
             "(gate, coefficients, divided, batch.inputs)",
         ),
@@ -196,13 +198,13 @@ TRAINERS = (
     _of(
         "budget-over-both-branches",
         "the kept tokens are counted with one rounding for both branches",
-        (f"{VALUES}._budget", "else batch.pools", "else [slice(None)]"),
+        (f"{RULES}.Ranked.kept", "else batch.pools", "else [slice(None)]"),
         "kept normalisation, DPO",
     ),
     _of(
         "global-budget-by-micro-batch",
         "the kept tokens of a global threshold are counted micro-batch by micro-batch",
-        (f"{VALUES}._kept_share", 'if self._options.keep_scope == "global":', "if False:"),
+        (f"{WEIGHER}._kept_share", 'if self._trainer.args.keep_scope == "global":', "if False:"),
         GLOBAL,
     ),
     _of(
@@ -236,13 +238,6 @@ TRAINERS = (
         PAPER,
     ),
     _of(
-        "ratio-of-the-next-step",
-        "the scheduled ratio is one step ahead",
-        (f"{VALUES}._ratio", "self._step, self", "self._step + 1, self"),
-        SCHEDULED,
-        "random, schedule",
-    ),
-    _of(
         "units-of-lambda-forgotten",
         "the trainer multiplies V by lambda whatever its units",
         ("train.options.AlphaOptions.scorer_config", "stability_units=self.stability_units,", ""),
@@ -269,7 +264,7 @@ TRAINERS = (
     _of(
         "global-threshold-by-micro-batch",
         "a global threshold is taken micro-batch by micro-batch",
-        (f"{VALUES}.plan", 'options.keep_scope == "global"', "False"),
+        (f"{WEIGHER}.plan", 'options.keep_scope == "global"', "False"),
         "global threshold, DPO",
     ),
     _of(
@@ -281,14 +276,14 @@ TRAINERS = (
     _of(
         "responses-ranked-by-token",
         "whole responses were asked for, and tokens are ranked",
-        (f"{VALUES}._ranked", 'self._options.value_unit == "response"', "False"),
+        (f"{RULES}.Ranked.ranks", 'self._options.value_unit == "response"', "False"),
         "whole responses, the worst",
     ),
     _of(
         "products-of-the-other-branch",
         "rejected tokens are weighed against the inner products of the chosen ones",
         (
-            f"{VALUES}.choose",
+            f"{RULES}.Diverse.weights",
             "slice(used, used := used + int(mask[rows].sum()))",
             "slice(0, int(mask[rows].sum()))",
         ),
@@ -303,7 +298,7 @@ TRAINERS = (
     _of(
         "metrics-counted-twice",
         "a scoring pass of its own moves the trainer's running metrics",
-        ("train.value_weigher._untouched_metrics", "setattr(trainer, name, value)", "pass"),
+        ("train.micro_batch_values._untouched_metrics", "setattr(trainer, name, value)", "pass"),
         "packing, own forward",
     ),
     _of(
@@ -327,19 +322,9 @@ TRAINERS = (
         PAIRS,
     ),
     _of(
-        "weights-of-other-rows",
-        "where rows are skipped, the kept ones get the weights of the first",
-        (
-            f"{VALUES}._surrogate",
-            "divided, weights, batch = divided[rows]",
-            "divided, weights, batch = divided[: len(rows)]",
-        ),
-        "dropped rows are skipped",
-    ),
-    _of(
         "errors-of-tokens-for-those-of-responses",
         "whole responses are judged by the errors of their tokens",
-        (f"{VALUES}._harmless", 'if self._options.value_unit == "response":', "if False:"),
+        (f"{RULES}.Harmless.weights", 'if self._options.value_unit == "response":', "if False:"),
         "all but harmful responses, LoRA",
     ),
     _of(
@@ -430,12 +415,6 @@ TRAINERS = (
         "retention by rows",
     ),
     _of(
-        "running-mean-of-retention-too",
-        "the retention gradient enters the running mean of the validation gradient",
-        ("train.valuation.Valuation._reduce", 'role == "validation" and ', ""),
-        "retention by rows",
-    ),
-    _of(
         "validation-rows-dropped",
         "of the validation rows only the first micro-batch is used",
         ("train.valuation.Valuation._batches", "range(0, len(own), size)", "range(0, size, size)"),
@@ -487,22 +466,6 @@ TRAINERS = (
         "pool-overlaps",
         "a step takes rows that the step before has taken",
         (f"{POOL}.rows", "first = step * self.batch_size", "first = step * (self.batch_size - 1)"),
-        POOLED,
-    ),
-    _of(
-        "running-mean-uncorrected",
-        "the running mean begins at zero and is not corrected for it",
-        ("train.running.RunningMean._weight", "/ -math.expm1(count * math.log(self.decay))", ""),
-        POOLED,
-    ),
-    _of(
-        "running-mean-forgets-the-wrong-end",
-        "the newest gradient gets the decay, the mean the rest",
-        (
-            "train.running.RunningMean.update",
-            "torch.lerp(self._mean.get(name, new).to(new), new, weight)",
-            "torch.lerp(new, self._mean.get(name, new).to(new), weight)",
-        ),
         POOLED,
     ),
     _of(

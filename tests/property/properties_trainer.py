@@ -412,7 +412,7 @@ def _listen(trainer: Any, seen: Seen) -> None:
     from transformers import TrainerCallback
 
     compute, records, weigher = trainer.compute_loss, trainer.records, trainer.weigher
-    record, build = records.micro_batch, getattr(weigher, "_build", None)
+    record, values = records.micro_batch, getattr(weigher, "values", None)
 
     def heard_loss(model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> Any:
         _of_step(seen.micro, trainer.state.global_step).append(documents_of(inputs))
@@ -446,8 +446,8 @@ def _listen(trainer: Any, seen: Seen) -> None:
 
     trainer.compute_loss, records.micro_batch = heard_loss, heard_record
     records.write_results = lambda: None
-    if build is not None:
-        weigher._build = heard_build
+    if values is not None:
+        build, values.build = values.build, heard_build
     trainer.add_callback(Ears())
 
 
@@ -602,7 +602,7 @@ def _compare_weights(seen: Seen, replay: Replay, step: int) -> None:
         for micro, found in zip(replay.told.micro[step], seen.weights[step], strict=True):
             for pool in replay.pools(micro):
                 assert set(found.tolist()) <= {0.0, 1.0}
-                assert float(found[pool].sum()) == math.ceil(replay.ratio(step) * len(pool))
+                assert float(found[pool].sum()) == math.ceil(replay.ratio * len(pool))
         return
     for found, weights in zip(seen.weights[step], replay.steps[step].chosen, strict=True):
         close(found, weights, 1.0, 0.0, name="weights")

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from alphatoken.model import batch as batches
 from alphatoken.model import capture
 from alphatoken.model.protocol import ScoredLinear
 from alphatoken.oracle import gradients, influence
-from alphatoken.select import interaction, schedule, weights
+from alphatoken.select import interaction, weights
 from alphatoken.select import masks as selection
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder, TransposedLinear
 from tests.property.properties import MODEL, Setup, forward_of, response_mask, scored
@@ -131,61 +130,6 @@ def check_all_gives_ones(case: WeightCase) -> None:
     """policy="all": weight 1 at every response token, whatever the ratio."""
     values, mask = case.draw()
     assert torch.equal(case.weights(values, mask, policy="all"), mask.double())
-
-
-# --- schedules -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ScheduleCase:
-    """Ends in hundredths, so that the oracle can count in whole numbers."""
-
-    start: int
-    end: int
-    step: int
-    total: int
-    share: int
-
-    def value(self, step: int | None = None) -> float:
-        return schedule.scheduled(
-            self.start / 100, self.end / 100, self.step if step is None else step, self.total,
-            share=self.share / 100,
-        )  # fmt: skip
-
-
-def schedule_cases() -> st.SearchStrategy[ScheduleCase]:
-    return st.builds(
-        ScheduleCase,
-        start=st.integers(-200, 200),
-        end=st.integers(-200, 200),
-        step=st.integers(0, 60),
-        total=st.integers(1, 50),
-        share=st.integers(1, 100),
-    )
-
-
-def check_schedule(case: ScheduleCase) -> None:
-    """The line in exact arithmetic, within its ends."""
-    gone = min(Fraction(1), Fraction(100 * case.step, case.share * case.total))
-    line = Fraction(case.start, 100) + Fraction(case.end - case.start, 100) * gone
-    assert case.value() == float(line)
-    assert case.value(0) == case.start / 100
-    assert case.value(case.total) == case.end / 100
-    before, after = case.value(), case.value(case.step + 1)
-    low, high = sorted((case.start / 100, case.end / 100))
-    assert low <= before <= high
-    assert (after - before) * (case.end - case.start) >= 0
-
-
-def check_scheduled_ratio_keeps_the_exact_count(case: ScheduleCase) -> None:
-    """A ratio on its way is the decimal of the exact line, and keeps as many tokens of 100."""
-    first, last = abs(case.start) % 100 + 1, abs(case.end) % 100 + 1
-    steps = abs(last - first)
-    for step in range(steps + 1):
-        ratio = schedule.scheduled(first / 100, last / 100, step, max(steps, 1), share=1.0)
-        hundredths = first + (step if last > first else -step)
-        assert ratio == hundredths / 100
-        assert selection.keep_count(ratio, 100) == hundredths
 
 
 # --- Gram matrix of token gradients --------------------------------------------------------------

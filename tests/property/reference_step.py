@@ -55,8 +55,6 @@ class Asked:
     policy: str = "top"
     keep_ratio: float = 0.5
     confidence: float = 0.95
-    keep_ratio_start: float | None = None
-    schedule_share: float = 1.0
     keep_scope: str = "batch"
     value_unit: str = "token"
     interaction_weight: float = 0.0
@@ -70,12 +68,10 @@ class Asked:
     validation_mode: str = "fixed"
     validation_batch_size: int = 3
     validation_micro_batch_size: int | None = None
-    running_mean: float = 0.0
     held_out_share: float = 0.2
     held_out_steps: int = 2
     direction_steps: int = 1
     scoring_forward: str = "auto"
-    skip_dropped_rows: bool = False
     packing: bool = False
     max_grad_norm: float = 1.0
     learning_rate: float = 1e-2
@@ -271,7 +267,6 @@ class Replay:
         if asked.family == "dpo":
             for document in everyone:
                 self.base[document] = -self.losses(document).detach()
-        self.past: list[dict[str, Tensor]] = []  # validation gradients, for the running mean
         self.left_out: list[dict[str, Tensor]] = []  # of all validation rows but one
         self.ledger: dict[Any, tuple[Any, Any]] = {}  # tables, and sums of absolute terms
         self.visits: dict[Any, int] = {}
@@ -381,7 +376,7 @@ class Replay:
         """G and V, once for each that is due, when the first micro-batch has to be valued."""
         if not self.stale:
             return
-        self.stale, rows, decay = False, self.built, self.asked.running_mean
+        self.stale, rows = False, self.built
         assert rows is not None
         here = {n: self.parameters[n].detach().double() for n in self.names}
         self.gain = {n: torch.zeros_like(w) for n, w in here.items()}
@@ -389,11 +384,7 @@ class Replay:
         self.keep = {n: torch.zeros_like(w) for n, w in here.items()}
         if self.asked.objective != "stability":
             found = self.objective_gradient(self.told.validation[rows])
-            self.past.append({n: found[n].double() for n in self.names})
-            powers = [decay**age for age in reversed(range(len(self.past)))]
-            for name in self.names:
-                mean = sum(p * g[name] for p, g in zip(powers, self.past, strict=True))
-                self.gain[name] = mean / sum(powers)
+            self.gain = {n: found[n].double() for n in self.names}
         if self.asked.policy == "harmless":  # each validation row, or pair, is a forward of its own
             rows_ = self.told.validation[rows]
             size = 2 if self.asked.family == "dpo" else 1
@@ -593,10 +584,10 @@ class Replay:
             if self.asked.interaction_weight:
                 places = [t for _, t in group]
                 gram = grams[group[0][0]][places][:, places]
-                budget = math.ceil(self.ratio(step) * len(values))
+                budget = math.ceil(self.ratio * len(values))
                 found = diverse(values, gram, budget, self.asked.interaction_weight)
             else:
-                found = self.weigh(values, self.ratio(step))
+                found = self.weigh(values, self.ratio)
             for (i, t), weight in zip(group, found, strict=True):
                 weights[i][t] = weight
         return weights
@@ -608,14 +599,10 @@ class Replay:
         order = sorted(range(len(values)), key=lambda i: (-sign * values[i], i))
         return [float(i in order[:budget]) for i in range(len(values))]
 
-    def ratio(self, step: int) -> Fraction:
-        """rho of the step: in a straight line over the first part of the run, in decimals."""
-        start, end = self.asked.keep_ratio_start, self.asked.keep_ratio
-        if self.asked.policy == "all":
-            return Fraction(1)
-        first, last = (Fraction(str(end if x is None else x)) for x in (start, end))
-        share = Fraction(str(self.asked.schedule_share)) * self.asked.steps
-        return first + (last - first) * min(Fraction(1), step / share)
+    @property
+    def ratio(self) -> Fraction:
+        """rho, in decimals."""
+        return Fraction(1 if self.asked.policy == "all" else str(self.asked.keep_ratio))
 
     # --- the loss -------------------------------------------------------------------------------
 
@@ -750,15 +737,6 @@ class Replay:
         out.gradient, out.gradient_scale = self.clip * total, self.clip * scale
         out.parameters = self.step_along(step, out.gradient)
 
-    def trained_on(self, micro: Micro, weights: Tensor) -> Sequence[Document]:
-        """Documents of the training forward: all, or where rows are skipped those with a weight,
-        and the first if there is none."""
-        if not self.asked.skip_dropped_rows:
-            return micro
-        of_each = weights.split([len(d.places) for d in micro])
-        kept = [d for d, w in zip(micro, of_each, strict=True) if bool(w.any())]
-        return kept or micro[:1]
-
     def rate(self, step: int) -> float:
         """The learning rate falls in a straight line to zero."""
         return self.asked.learning_rate * (self.asked.steps - step) / self.asked.steps
@@ -840,8 +818,7 @@ class Replay:
             effective = float(weights.sum() ** 2 / (weights**2).sum())
             found["alpha/effective_share"] = effective / count
         if self.asked.family == "sft":  # TRL's count, which a pass of our own must not move
-            for micro, weights in zip(self.told.micro[step], out.weights, strict=True):
-                self.seen += sum(len(d.ids) for d in self.trained_on(micro, weights))
+            self.seen += sum(len(d.ids) for micro in self.told.micro[step] for d in micro)
             found["num_tokens"] = float(self.seen)
         if out.values:
             table = {n: torch.cat([v[n] for v in out.values]) for n in out.values[0]}

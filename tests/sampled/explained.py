@@ -40,9 +40,6 @@ EXPLAINED: dict[str, str] = {
         "A hole: no row ended at its third token, the shortest that can show a leak. Now "
         "`check_isolation_is_claimed_only_where_it_was_shown` takes that row."
     ),
-    "select.schedule._check:body1/test/values1:0": (
-        "Not measured: `test_schedule.py` refuses it, run by hand afterwards."
-    ),
     "scorer.Scorer.score:body7/body2:0": (
         "Not measured: `check_full_values_are_the_steps_derivative` fails, run by hand afterwards."
     ),

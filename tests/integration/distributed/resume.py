@@ -25,7 +25,7 @@ def trainer(layout: str, folder: Path) -> AlphaSFTTrainer:
     common = tiny.options(
         folder / "out", max_steps=4, save_strategy="steps", save_steps=2,
         per_device_train_batch_size=2, **{**tiny.ALPHA, "retention": "none", "score_layers": "1"},
-        objective="adaptation", running_mean=0.5, gradient_checkpointing=False,
+        objective="adaptation", gradient_checkpointing=False,
     )  # fmt: skip
     common.update(device_options(layout))
     return AlphaSFTTrainer(

@@ -145,7 +145,7 @@ def dpo_global(layout: str, folder: Path) -> dict[str, Any]:
 
 
 def sft_batch(layout: str, folder: Path) -> dict[str, Any]:
-    """The threshold of each micro-batch and rank; a pool, and a running mean of G."""
+    """The threshold of each micro-batch and rank; a pool."""
     return run(
         sft(
             layout,
@@ -153,7 +153,6 @@ def sft_batch(layout: str, folder: Path) -> dict[str, Any]:
             validation_mode="pool",
             validation_batch_size=4,
             validation_micro_batch_size=1,
-            running_mean=0.5,
             retention="none",
         )
     )
@@ -209,14 +208,13 @@ def empty_batch(layout: str, folder: Path) -> dict[str, Any]:
 
 
 def resumed(layout: str, folder: Path) -> dict[str, Any]:
-    """Four steps at once, and two and two: the same, with a running mean kept in parts."""
+    """Four steps at once, and two and two: the same."""
     more = {
         "max_steps": 4,
         "save_strategy": "steps",
         "save_steps": 2,
         "validation_mode": "pool",
         "validation_batch_size": 4,
-        "running_mean": 0.5,
     }
     whole = run(sft(layout, folder / "whole", **more))
     trainer = sft(layout, folder / "whole", **more)

@@ -1,0 +1,121 @@
+"""From values of tokens to weights, one class a rule; a run has one of them.
+
+``Ranked`` keeps a share (top, bottom, random, all), ``Diverse`` a share of tokens that do not
+repeat each other, ``Harmless`` all but those that are harmful beyond doubt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.select.confidence import select_harmless
+from alphatoken.select.interaction import select_diverse
+from alphatoken.select.masks import keep_count, response_values
+from alphatoken.select.weights import token_weights
+from alphatoken.train.micro_batch import MicroBatch, Scored
+from alphatoken.values import standard_error
+
+__all__ = ["Ranked", "rule_of"]
+
+
+class Ranked:
+    """The share ``keep_ratio`` of the tokens that are ranked together.
+
+    Args:
+        options: of the run.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+
+    def weights(
+        self, batch: MicroBatch, scored: Scored | None, generator: torch.Generator
+    ) -> Tensor:
+        """Weights (b, t) of one micro-batch; 0 off the response."""
+        mask, totals = batch.mask, self.ranks(batch, scored)
+        return torch.cat([self.of_pool(totals[r], mask[r], generator) for r in batch.pools])
+
+    def ranks(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
+        """(b, t) by which tokens are ranked."""
+        if scored is None:
+            return torch.zeros(batch.mask.shape, device=batch.mask.device)
+        by_response = self._options.value_unit == "response"
+        return response_values(scored.totals, batch.mask) if by_response else scored.totals
+
+    def of_pool(self, totals: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+        """Weights of tokens that are ranked together."""
+        return token_weights(
+            totals,
+            mask,
+            self._options.keep_ratio,
+            policy=self._options.policy,
+            scope="sequence" if self._options.keep_scope == "sequence" else "batch",
+            generator=generator,
+        )
+
+    def kept(self, batch: MicroBatch) -> int:
+        """Summed weights of one micro-batch that is ranked by itself, known before its values."""
+        mask = batch.mask
+        if self._options.policy == "all":
+            return int(mask.sum())
+        rows = [slice(i, i + 1) for i in range(len(mask))]
+        pools = rows if self._options.keep_scope == "sequence" else batch.pools
+        return sum(keep_count(self._options.keep_ratio, int(mask[pool].sum())) for pool in pools)
+
+
+class Diverse(Ranked):
+    """The same share, where what a kept token repeats of others counts less."""
+
+    def weights(
+        self, batch: MicroBatch, scored: Scored | None, generator: torch.Generator
+    ) -> Tensor:
+        """Weights (b, t) of one micro-batch; without a token to value, the plain rule's."""
+        if scored is None or scored.gram is None:
+            return super().weights(batch, scored, generator)
+        mask, totals = batch.mask, self.ranks(batch, scored)
+        parts: list[Tensor] = []
+        used = 0
+        for rows in batch.pools:
+            tokens = slice(used, used := used + int(mask[rows].sum()))
+            kept = select_diverse(
+                totals[rows],
+                mask[rows],
+                self._options.keep_ratio,
+                scored.gram[tokens, tokens],
+                self._options.interaction_weight,
+                scope=self._options.keep_scope,
+                units="relative",
+            )
+            parts.append(kept.to(totals.dtype))
+        return torch.cat(parts)
+
+
+class Harmless(Ranked):
+    """All tokens (of responses, by their mean) but those that are harmful beyond doubt."""
+
+    def weights(
+        self, batch: MicroBatch, scored: Scored | None, generator: torch.Generator
+    ) -> Tensor:
+        """Weights (b, t) of one micro-batch."""
+        values = None if scored is None else scored.values
+        if values is None:  # no response here
+            return torch.zeros(batch.mask.shape, device=batch.mask.device)
+        assert values.parts is not None
+        assert values.part_shares is not None
+        totals, parts = self.ranks(batch, scored), values.parts
+        if self._options.value_unit == "response":
+            parts = torch.stack([response_values(p, batch.mask) for p in parts.unbind(-1)], -1)
+        errors = standard_error(parts, values.part_shares)
+        level, count = self._options.confidence, parts.shape[-1]
+        keep = select_harmless(totals, errors, batch.mask, parts=count, confidence=level)
+        return keep.to(totals.dtype)
+
+
+def rule_of(options: Any) -> Ranked:
+    """The rule that a run's options mean."""
+    if options.policy == "harmless":
+        return Harmless(options)
+    return Diverse(options) if options.interaction_weight > 0 else Ranked(options)
