@@ -24,7 +24,7 @@ from alphatoken.data import (
 from alphatoken.data.encode import require_shown
 from alphatoken.data.source import find_source
 from alphatoken.errors import ColumnsError, ConfigError, DataError, InputError
-from alphatoken.train.datasets import preference_problems, preference_records
+from alphatoken.train.datasets import is_longer, preference_problems, preference_records
 from alphatoken.train.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
@@ -242,13 +242,15 @@ class RowReader:
             if limit is not None and not replace(item, labels=item.labels[:limit]).response_tokens:
                 return f"the prompt is longer than {limit - 1} tokens"
             return None
-        options = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
-        if args.cuts_prompts and self.data.long_prompts == "cut":
-            options = {}
-        return next(
-            iter(preference_problems([self._record(item)], tokenizer=self.tokenizer, **options)),
-            None,
-        )
+        record = self._record(item)
+        problem = next(iter(preference_problems([record])), None)
+        limits = [n for n in (args.max_prompt_length, args.max_length and args.max_length - 1) if n]
+        cut = args.cuts_prompts and self.data.long_prompts == "cut"
+        if problem or cut or not limits:
+            return problem
+        if is_longer(record["prompt"], self.tokenizer, limit := min(limits)):
+            return f"the prompt is longer than {limit} tokens"
+        return None
 
 
 def _in_file(path: str) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:

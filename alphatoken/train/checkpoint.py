@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -56,15 +55,11 @@ __all__ = ["CheckpointMixin", "RunCheckpoints"]
 
 STAGING = "_alphatoken-saving"
 """Where a checkpoint grows. The underscore keeps it out of uploads to the hub."""
-PUSHING = "_alphatoken-pushing"
-"""Where what may be uploaded of a checkpoint is put together."""
 _OWN = "alphatoken-rank{}.safetensors"
 _ROOM = 2**20
 """Bytes that a disk has left when it is full: less than the next block of a file."""
-
-_WRITING = re.compile(
-    r"os error \d+|PytorchStreamWriter|inline_container|No space left|unexpected pos|iostream error"
-)
+_OF_WRITING = (OSError, RuntimeError, SafetensorError, DataError)
+"""Errors by which the libraries that write a checkpoint tell those of the file system."""
 
 
 class RunCheckpoints(TrainerCallback):
@@ -275,9 +270,7 @@ class RunCheckpoints(TrainerCallback):
         problem: AlphaTokenError | None = None
         try:
             work()
-        except Exception as cause:
-            if not _is_about_writing(cause):
-                raise
+        except _OF_WRITING as cause:
             told = _of_system(cause, final.parent)
             problem = _not_saved(final, told)
             problem.__cause__ = told
@@ -441,64 +434,14 @@ class CheckpointMixin(_Base):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As in transformers, but for own state: it names tokens of the training rows.
 
-        ``hub_strategy="checkpoint"`` uploads a whole folder, at some later time; it is given one of
-        hard links to the rest of the checkpoint.
-        """
-        if self.is_world_process_zero():
-            place = Path(str(self.args.output_dir)) / PUSHING
-            going_on = getattr(self, "push_in_progress", None)
-            if going_on is None or going_on.is_done():
-                shutil.rmtree(place, ignore_errors=True)
-            view = place / Path(checkpoint_folder).name
-            _link_without(Path(checkpoint_folder), view, _OWN.format("*"))
-            checkpoint_folder = str(view)
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def _finish_current_push(self) -> None:
-        """As in transformers; what was put together for uploads goes."""
-        super()._finish_current_push()
-        if self.is_world_process_zero():
-            shutil.rmtree(Path(str(self.args.output_dir)) / PUSHING, ignore_errors=True)
-
-
-def _link_without(folder: Path, view: Path, pattern: str) -> None:
-    """``view`` becomes ``folder`` without the files of that name; linked, or copied where not."""
-    shutil.rmtree(view, ignore_errors=True)
-    for path in folder.rglob("*"):
-        if path.is_dir() or path.match(pattern):
-            continue
-        linked = view / path.relative_to(folder)
-        linked.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            linked.hardlink_to(path)
-        except OSError:  # a file system without hard links
-            shutil.copy2(path, linked)
-
-
-def _is_about_writing(problem: BaseException | None) -> bool:
-    """Whether some cause is the file system's: each library wraps it in an error of its own."""
-    while problem is not None:
-        if isinstance(problem, (OSError, SafetensorError, DataError)) or _WRITING.search(
-            str(problem)
-        ):
-            return True
-        problem = problem.__cause__ or problem.__context__
-    return False
-
-
-def _of_system(cause: BaseException, folder: Path) -> OSError:
+def _of_system(cause: Exception, folder: Path) -> OSError:
     """The file system's own error, or one that says what another library was told.
 
     A full disk shows in torch and safetensors by a position in a file that is not the one due.
     """
-    problem: BaseException | None = cause
-    while problem is not None:
-        if isinstance(problem, OSError):
-            return problem
-        problem = problem.__cause__ or problem.__context__
+    if isinstance(cause, OSError):
+        return cause
     full = shutil.disk_usage(folder).free < _ROOM
     told = OSError(("no space left on the disk: " if full else "") + str(cause))
     told.__cause__ = cause

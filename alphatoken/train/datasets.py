@@ -18,10 +18,10 @@ __all__ = [
     "check_preference_rows",
     "check_sft_rows",
     "cut_pair",
+    "is_longer",
     "plain_rows",
     "preference_problems",
     "preference_records",
-    "sft_problems",
 ]
 
 Problems = dict[str, list[int]]
@@ -30,6 +30,7 @@ Problems = dict[str, list[int]]
 _SFT_COLUMNS = (
     "input_ids", "messages", "conversations", "prompt and completion",
 )  # fmt: skip
+_EMPTY = "the response is empty"
 _BYTES_ASIDE = 64
 """Tokens that a template may add: no prompt of ``limit - 64`` bytes is longer than ``limit``."""
 
@@ -79,13 +80,7 @@ def plain_rows(dataset: Any) -> Any:
 
 
 def check_sft_rows(
-    dataset: Any,
-    *,
-    name: str = "training",
-    text_field: str = "text",
-    tokenizer: Any = None,
-    max_length: int | None = None,
-    on_empty: str = "error",
+    dataset: Any, *, name: str = "training", text_field: str = "text", on_empty: str = "error"
 ) -> Any:
     """The data set without rows that SFT cannot train on; or an error that names them.
 
@@ -94,57 +89,30 @@ def check_sft_rows(
             only the columns of its first row are looked at).
         name: of the data set, for messages.
         text_field: TRL's ``dataset_text_field``.
-        tokenizer: to measure prompts; without it lengths are not checked.
-        max_length: TRL's.
         on_empty: "error", or "skip" to leave them out with a warning.
 
     Raises:
         InputError: no rows; a needed column is missing; rows with an empty response (a call of a
-            tool is one), or with a prompt that leaves no room for one. The message holds count and
-            row numbers.
+            tool is one). The message holds count and row numbers.
     """
-    problems = sft_problems(
-        plain_rows(dataset),
-        name=name,
-        text_field=text_field,
-        tokenizer=tokenizer,
-        max_length=max_length,
-    )
+    problems = _sft_problems(plain_rows(dataset), name, text_field)
     return _usable(problems, dataset, name, on_empty)
 
 
-def check_preference_rows(
-    dataset: Any,
-    *,
-    name: str = "training",
-    tokenizer: Any = None,
-    max_length: int | None = None,
-    max_prompt_length: int | None = None,
-    on_empty: str = "error",
-) -> Any:
+def check_preference_rows(dataset: Any, *, name: str = "training", on_empty: str = "error") -> Any:
     """The data set without pairs that DPO cannot train on; or an error that names them.
 
     Args:
         dataset: a ``datasets.Dataset`` in any form that TRL's ``DPOTrainer`` takes.
         name: of the data set, for messages.
-        tokenizer: to measure prompts; without it lengths are not checked.
-        max_length: TRL's, of prompt and response together.
-        max_prompt_length: longest prompt in tokens.
         on_empty: "error", or "skip" to leave them out with a warning.
 
     Raises:
         InputError: no rows; a needed column is missing; pairs with an empty response on either
-            side, with two equal responses (their gradients cancel, and a mask would make noise of
-            them), or with a prompt longer than allowed. The message holds count and row numbers.
+            side, or with two equal responses (their gradients cancel, and a mask would make noise
+            of them). The message holds count and row numbers.
     """
-    problems = preference_problems(
-        plain_rows(dataset),
-        name=name,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        max_prompt_length=max_prompt_length,
-    )
-    return _usable(problems, dataset, name, on_empty)
+    return _usable(preference_problems(plain_rows(dataset), name), dataset, name, on_empty)
 
 
 def cut_pair(
@@ -165,47 +133,26 @@ def cut_pair(
     return {**row, "prompt_ids": prompt, **responses}
 
 
-def sft_problems(
-    dataset: Any,
-    *,
-    name: str = "training",
-    text_field: str = "text",
-    tokenizer: Any = None,
-    max_length: int | None = None,
-) -> Problems:
-    """What is wrong with which rows; see :func:`check_sft_rows`.
-
-    Raises:
-        InputError: no rows, or a needed column is missing.
-    """
+def _sft_problems(dataset: Any, name: str, text_field: str) -> Problems:
+    """What is wrong with which rows; see :func:`check_sft_rows`."""
     columns = _columns(dataset, name)
     if {"prompt", "completion"} <= columns:
-        parts = _prompt_and_completion
-    elif "messages" in columns or "conversations" in columns:
-        parts = _conversation
-    elif "input_ids" in columns:
-        return _find(dataset, {"the response is empty": _no_label})
-    elif text_field in columns:
+        return _find(dataset, {_EMPTY: lambda row: not _text(row["completion"])})
+    chat = next((name for name in ("messages", "conversations") if name in columns), None)
+    if chat is not None:
+        return _find(dataset, {_EMPTY: lambda row: not _text(row[chat])})
+    if "input_ids" in columns:
+        return _find(dataset, {_EMPTY: _no_label})
+    if text_field in columns:
         return _find(dataset, {"the text is empty": lambda row: not _text(row[text_field])})
-    else:
-        raise InputError(
-            f"the {name} data set has none of the columns that SFT needs",
-            got=", ".join(sorted(columns)),
-            remedy=f"{', '.join(_SFT_COLUMNS)}, or {text_field} (dataset_text_field)",
-        )
-    tests = {"the response is empty": lambda row: not _text(parts(row)[1])}
-    limit = None if max_length is None else max_length - 1
-    return _find(dataset, tests | _too_long(lambda row: parts(row)[0], tokenizer, limit))
+    raise InputError(
+        f"the {name} data set has none of the columns that SFT needs",
+        got=", ".join(sorted(columns)),
+        remedy=f"{', '.join(_SFT_COLUMNS)}, or {text_field} (dataset_text_field)",
+    )
 
 
-def preference_problems(
-    dataset: Any,
-    *,
-    name: str = "training",
-    tokenizer: Any = None,
-    max_length: int | None = None,
-    max_prompt_length: int | None = None,
-) -> Problems:
+def preference_problems(dataset: Any, name: str = "training") -> Problems:
     """What is wrong with which pairs; see :func:`check_preference_rows`.
 
     Raises:
@@ -220,14 +167,10 @@ def preference_problems(
             why="DPO compares two responses to one prompt",
             remedy="give prompt, chosen and rejected",
         )
-    limits = [n for n in (max_prompt_length, max_length and max_length - 1) if n]
     tests = {
         "a response is empty": lambda row: not (_text(row["chosen"]) and _text(row["rejected"])),
         "chosen and rejected are equal": lambda row: row["chosen"] == row["rejected"],
     }
-    if "prompt" in columns:
-        limit = min(limits, default=None)
-        tests |= _too_long(lambda row: row["prompt"], tokenizer, limit)
     return _find(dataset, tests)
 
 
@@ -296,45 +239,20 @@ def _parts_text(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in content or [])
 
 
-def _prompt_and_completion(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    return row["prompt"], row["completion"]
-
-
-def _conversation(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Everything before the first assistant message, and all of it."""
-    messages = row["messages"] if "messages" in row else row["conversations"]
-    first = next((i for i, message in enumerate(messages) if _text([message])), len(messages))
-    return messages[:first], messages
-
-
 def _no_label(row: Mapping[str, Any]) -> bool:
     labels = row.get("labels", row["input_ids"])
     return all(label == -100 for label in labels[1:])
 
 
-def _too_long(
-    prompt_of: Callable[[Mapping[str, Any]], Any], tokenizer: Any, limit: int | None
-) -> dict[str, Test]:
-    """One test: the prompt has more than ``limit`` tokens. Short texts are not tokenised."""
-    if tokenizer is None or limit is None:
-        return {}
-
-    def test(row: Mapping[str, Any]) -> bool:
-        prompt = prompt_of(row)
-        said = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-        if len(said.encode()) <= limit - _BYTES_ASIDE:
-            return False
-        return len(_prompt_ids(prompt, tokenizer)) > limit
-
-    return {f"the prompt is longer than {limit} tokens": test}
-
-
-def _prompt_ids(prompt: Any, tokenizer: Any) -> Sequence[int]:
+def is_longer(prompt: Any, tokenizer: Any, limit: int) -> bool:
+    """Whether a prompt, a text or messages, has more tokens than ``limit``."""
+    said = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+    if len(said.encode()) <= limit - _BYTES_ASIDE:  # short texts are not tokenised
+        return False
     if isinstance(prompt, str):
-        ids: Sequence[int] = tokenizer(prompt, verbose=False)["input_ids"]
-        return ids
+        return len(tokenizer(prompt, verbose=False)["input_ids"]) > limit
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) > limit
 
 
 # --- records in TRL's forms --------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """A Fisher is fitted once for a model, its prompts and settings, and found again by later runs.
 
 An entry's name is a digest of all that it depends on, the weights included, so that one of another
-model, data set or setting is never taken. The main process fits, resumably, and the others wait for
-one broadcast. It has a gloo group of its own: transformers gives the group of CPU processes no
-``ddp_timeout``, and NCCL ends a process that has waited too long without an error.
+model, data set or setting is never taken. Of several processes the main one comes first and fits,
+resumably; the others find its file.
 """
 
 from __future__ import annotations
@@ -13,15 +12,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift, library_version
@@ -141,64 +136,27 @@ def fitted_fisher(
     *,
     progress: bool | ProgressSink | None = None,
     device: torch.device | None = None,
-    timeout: float = 1800.0,
 ) -> FisherDrift:
     """The Fisher of ``model`` as it is, from the cache or fitted now; the same bits either way.
 
-    Several processes of one launch call it together: the main one fits or finds the entry, and the
-    others wait and read its file. Launches that share a folder and start at once may each fit; the
-    bits are the same, and files are written whole or not at all.
+    Launches that share a folder and start at once may each fit; the bits are the same, and files
+    are written whole or not at all.
 
     Args:
         model: the reference, before it is wrapped or sharded.
         prompts: as for :func:`alphatoken.fit_fisher`.
         options: of the run.
-        folder: of the cache; created. On several machines it must be a shared one.
+        folder: of the cache; created.
         progress: as for :func:`alphatoken.fit_fisher`.
         device: where a model that waits on the CPU is fitted; it goes back afterwards.
-        timeout: seconds that the other processes wait for the main one.
 
     Raises:
-        ConfigError: the weights are sharded already, or the folder is not shared.
-        FisherError: the main process failed (then the others say so too), it fitted for longer than
-            the others may wait, or nothing can be written to ``folder``; and what
-            :func:`alphatoken.fit_fisher` raises.
+        ConfigError: the weights are sharded already.
+        FisherError: nothing can be written to ``folder``; and what :func:`alphatoken.fit_fisher`
+            raises.
     """
     _require_whole(model)
-    folder = Path(folder)
-    waiting = _Waiting(timeout)
-    if PartialState().is_main_process:
-        with on_accelerator(model, device or torch.device("cpu")):
-            entry = _as_main(model, prompts, fisher_settings(options), folder, progress, waiting)
-    else:
-        entry = _as_other(folder, waiting)
-    return entry if options.fisher_offload else _on(model, entry)
-
-
-# --- the main process ---------------------------------------------------------------------------
-
-
-def _as_main(
-    model: nn.Module,
-    prompts: Any,
-    settings: dict[str, Any],
-    folder: Path,
-    progress: bool | ProgressSink | None,
-    waiting: _Waiting,
-) -> FisherDrift:
-    """The entry; how it ended, and under which name it is kept, is told to the other processes."""
-    try:
-        path = _path(model, prompts, settings, folder)
-        entry = _entry(model, prompts, settings, path, progress)
-    except BaseException as problem:
-        with suppress(FisherError):  # whoever does not listen any more has ended by itself
-            waiting.broadcast(None, f"{type(problem).__name__}: {problem}")
-        raise
-    waiting.broadcast(path.name, None)
-    return entry
-
-
-def _path(model: nn.Module, prompts: Any, settings: dict[str, Any], folder: Path) -> Path:
+    folder, settings = Path(folder), fisher_settings(options)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -207,25 +165,15 @@ def _path(model: nn.Module, prompts: Any, settings: dict[str, Any], folder: Path
             got=str(problem),
             remedy="give another one: fisher_cache=...",
         ) from problem
-    return folder / f"{cache_key(model, prompts, settings)}.safetensors"
-
-
-def _entry(
-    model: nn.Module,
-    prompts: Any,
-    settings: dict[str, Any],
-    path: Path,
-    progress: bool | ProgressSink | None,
-) -> FisherDrift:
-    """The valid entry of this name, fitted first if there is none."""
-    key = path.stem
-    found = _load(path, key)
-    if found is not None:
-        return found
-    _announce(settings, path.parent)
-    fitted = _fit(model, prompts, settings, path.with_suffix(".partial"), progress)
-    replace(fitted, metadata={**fitted.metadata, "cache_key": key}).save(path)
-    return FisherDrift.open(path)
+    path = folder / f"{cache_key(model, prompts, settings)}.safetensors"
+    if not _is_there(path):
+        _announce(settings, folder)
+        with on_accelerator(model, device or torch.device("cpu")):
+            fitted = _fit(model, prompts, settings, path.with_suffix(".partial"), progress)
+        replace(fitted, metadata={**fitted.metadata, "cache_key": path.stem}).save(path)
+    if options.fisher_offload:
+        return FisherDrift.open(path)
+    return FisherDrift.load(path).to(next(model.parameters()).device)
 
 
 def _announce(settings: Mapping[str, Any], folder: Path) -> None:
@@ -259,78 +207,18 @@ def _fit(
     return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
 
 
-def _load(path: Path, key: str) -> FisherDrift | None:
-    """The entry, or None if there is none or it is damaged (which is said)."""
+def _is_there(path: Path) -> bool:
+    """Whether there is such an entry, and not a damaged one (which is said)."""
     if not path.exists():
-        return None
+        return False
     try:
-        found = FisherDrift.open(path)
-        if found.metadata.get("cache_key") == key:
-            return found
+        if FisherDrift.open(path).metadata.get("cache_key") == path.stem:
+            return True
         reason = "it is the entry of another model, data set or setting under this name"
     except FisherError as problem:
         reason = str(problem)
     warn_caller(f"the cached Fisher '{path}' is fitted again: {reason}")
-    return None
-
-
-# --- the others ---------------------------------------------------------------------------------
-
-
-def _as_other(folder: Path, waiting: _Waiting) -> FisherDrift:
-    name, failure = waiting.broadcast(None, None)
-    if failure is not None:
-        raise FisherError(
-            "the main process could not fit the Fisher",
-            got=failure,
-            remedy="see its own message; the next run goes on with the fit",
-        )
-    if not (folder / name).exists():
-        raise ConfigError(
-            "the folder of the Fisher cache is not shared",
-            got=f"'{folder}' on this machine does not hold what the main process wrote there",
-            why="the Fisher is fitted by one process, and the others read its file",
-            remedy="fisher_cache=... on a shared file system, or fit it beforehand "
-            "(`alphatoken fisher`) and pass fisher=...",
-        )
-    return FisherDrift.open(folder / name)
-
-
-class _Waiting:
-    """Where the other processes of a launch wait for the main one; made by all at one time.
-
-    Args:
-        timeout: seconds that they wait.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout, self._group = timeout, None
-        if PartialState().num_processes > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-
-    def broadcast(self, name: str | None, failure: str | None) -> list[Any]:
-        """The main process's two words, on every process; the others wait in here.
-
-        Raises:
-            FisherError: a process has waited for longer than that, or has ended.
-        """
-        message: list[Any] = [name, failure]
-        if self._group is None:
-            return message
-        try:
-            dist.broadcast_object_list(message, src=0, group=self._group)
-        except RuntimeError as problem:
-            raise FisherError(
-                "the processes of this launch did not wait until the Fisher was fitted",
-                got=str(problem),
-                why=f"one process fits it, and the others wait {self._timeout:,.0f} seconds for it",
-                remedy="`--ddp_timeout SECONDS` above the time of the fit, or fit it beforehand "
-                "(`alphatoken fisher`) and pass fisher=...; the next run goes on with this fit",
-            ) from problem
-        return message
-
-
-# --- files --------------------------------------------------------------------------------------
+    return False
 
 
 def _prompts_digest(prompts: Any) -> str:
@@ -358,18 +246,3 @@ def _require_whole(model: nn.Module) -> None:
                 remedy="fit it beforehand (`alphatoken fisher`) and pass fisher=..., or "
                 "retention='data'",
             )
-
-
-def _on(model: nn.Module, fisher: FisherDrift) -> FisherDrift:
-    """The same, on the model's device, whole."""
-    device = next(model.parameters()).device
-
-    def there(entry: Tensor) -> Tensor:
-        return entry.to(device)
-
-    return replace(
-        fisher,
-        fisher={name: there(entry) for name, entry in fisher.fisher.items()},
-        reference={name: there(entry) for name, entry in fisher.reference.items()},
-        factors={name: (there(a), there(b)) for name, (a, b) in fisher.factors.items()},
-    )

@@ -17,14 +17,15 @@ from alphatoken.errors import UnsupportedError
 __all__ = ["OVERRIDDEN", "USED", "require_hooks"]
 
 OVERRIDDEN = (
-    "_clip_grad_norm", "_finish_current_push", "_get_output_dir", "_issue_warnings_after_load",
-    "_load_rng_state", "_push_from_checkpoint", "_run_epoch", "_save_checkpoint", "compute_loss",
+    "_clip_grad_norm", "_get_output_dir", "_issue_warnings_after_load",
+    "_load_rng_state", "_run_epoch", "_save_checkpoint", "compute_loss",
     "create_model_card", "get_batch_samples", "log", "training_step",
 )  # fmt: skip
 """Methods of transformers' Trainer that ours override."""
 USED = (
     "_get_learning_rate", "_globalstep_last_logged", "_prepare_inputs", "_total_loss_scalar",
-    "_tr_loss", "compute_loss_context_manager", "current_gradient_accumulation_steps",
+    "_push_from_checkpoint", "_tr_loss", "compute_loss_context_manager",
+    "current_gradient_accumulation_steps",
 )  # fmt: skip
 """What they call, read or write of it."""
 

@@ -133,8 +133,7 @@ def verify(folder: Path) -> Manifest:
                 f"the checkpoint '{folder}' is damaged",
                 got=f"{name}: {problem}",
                 why="training would go on from other weights or state than those saved",
-                remedy="copy it again, or resume from another checkpoint; one that was pushed to "
-                "the hub lacks alphatoken-rank*.safetensors, which names tokens of training rows",
+                remedy="copy it again, or resume from another checkpoint",
             )
     return manifest
 

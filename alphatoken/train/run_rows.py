@@ -171,15 +171,15 @@ def fit_or_load_fisher(trainer: TrainerParts, dataset: Any = None) -> FisherDrif
             why="its responses are sampled after the prompts of these rows",
             remedy="check the columns and max_length of fisher_dataset",
         )
-    return fitted_fisher(
-        trainer.model,
-        prompts,
-        options,
-        cache_folder(options, str(options.output_dir)),
-        progress=not options.disable_tqdm,  # a log that is no terminal gets a line now and then
-        device=trainer.accelerator.device,
-        timeout=options.ddp_timeout,
-    )
+    with options.main_process_first(local=False, desc="the Fisher"):
+        return fitted_fisher(
+            trainer.model,
+            prompts,
+            options,
+            cache_folder(options, str(options.output_dir)),
+            progress=not options.disable_tqdm,  # a log that is no terminal gets a line now and then
+            device=trainer.accelerator.device,
+        )
 
 
 def _require_fisher_covers(trainer: TrainerParts) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 import shutil
-import socket
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +35,7 @@ from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import padded_batch
 from tests.integration import tiny_training as tiny
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.integration.killed_run"])
 PROMPTS = [[1, 5, 9, 7], [1, 8], [1, 30, 31]]
-PATIENCE = 240.0
 
 
 def options(**more: Any) -> AlphaOptions:
@@ -384,148 +377,3 @@ def test_a_run_is_not_resumed_with_another_fisher(tmp_path: Path) -> None:
     again = trainer("sft", tmp_path, rows=held_out("sft"), **more)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
-
-
-# --- several processes ----------------------------------------------------------------------------
-
-
-class _Slow:
-    """Notes that this process fits, and takes its time."""
-
-    def __init__(self, mark: Path, seconds: float) -> None:
-        self._mark, self._seconds = mark, seconds
-
-    def __call__(self, progress: Progress) -> None:
-        self._mark.touch()
-        time.sleep(self._seconds)
-
-
-def _work(folder: Path, out: Path, rank: int, world: int, port: int, more: dict[str, Any]) -> None:
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    if world > 1:
-        os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-    torch.set_num_threads(1)
-    try:
-        if world > 1:
-            from accelerate import PartialState
-
-            PartialState(cpu=True, backend="gloo")
-        found = fitted_fisher(
-            tiny.model(),
-            more.get("prompts", PROMPTS),
-            options(**more.get("options", {})),
-            more.get("folders", {}).get(rank, folder),
-            progress=_Slow(out.with_suffix(".fits"), more.get("seconds", 0.05)),
-            timeout=more.get("timeout", PATIENCE),
-        )
-        found.save(out)
-    except BaseException as problem:
-        out.with_suffix(".error").write_text(f"{type(problem).__name__}: {problem}")
-        os._exit(1)
-    os._exit(0)  # the other end of the process group may be gone
-
-
-def start(folder: Path, outs: list[Path], *, world: int, **more: Any) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank, out in enumerate(outs):
-        arguments = (folder, out, rank if world > 1 else 0, world, port, more)
-        started.append(_SERVER.Process(target=_work, args=arguments))
-        started[-1].start()
-    return started
-
-
-def join(processes: list[Any]) -> None:
-    for process in processes:
-        process.join(PATIENCE)
-        assert process.exitcode is not None, "still running"
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> FisherDrift:
-    return fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path_factory.mktemp("alone"))
-
-
-@pytest.mark.slow
-def test_two_launches_at_once_end_with_the_same_entry(tmp_path: Path, alone: FisherDrift) -> None:
-    outs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    join(start(tmp_path / "cache", outs, world=1, seconds=0.5))
-    assert equal(FisherDrift.load(outs[0]), alone)
-    assert equal(FisherDrift.load(outs[1]), alone)
-    assert entries(tmp_path / "cache") == [".safetensors"]
-
-
-@pytest.mark.slow
-def test_killed_fit_is_gone_on_with(tmp_path: Path) -> None:
-    folder, out = tmp_path / "cache", tmp_path / "a.safetensors"
-    (process,) = start(folder, [out], world=1, options=LONG, seconds=0.02)
-    end = time.monotonic() + PATIENCE
-    while not list(folder.glob("*.partial")) and time.monotonic() < end:
-        time.sleep(0.01)
-    process.kill()
-    process.join()
-    assert process.exitcode == -9
-    count = Count()
-    found = fitted_fisher(tiny.model(), PROMPTS, options(**LONG), folder, progress=count)
-    assert count.seen[0] == 51
-    assert equal(found, fitted_fisher(tiny.model(), PROMPTS, options(**LONG), tmp_path / "w"))
-
-
-@pytest.mark.slow
-def test_processes_of_one_launch(tmp_path: Path, alone: FisherDrift) -> None:
-    outs = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
-    join(start(tmp_path / "cache", outs, world=2, seconds=0.3))
-    assert all(equal(FisherDrift.load(out), alone) for out in outs)
-    assert [path.name for path in tmp_path.glob("*.fits")] == ["0.fits"]
-    assert entries(tmp_path / "cache") == [".safetensors"], "nothing else is left"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prompts", [[[1, 2], []], [["no", "ids"]]])
-def test_all_processes_stop_when_the_main_one_fails(tmp_path: Path, prompts: Any) -> None:
-    outs = [tmp_path / "0", tmp_path / "1"]
-    join(start(tmp_path / "cache", outs, world=2, prompts=prompts))
-    first, second = ((tmp_path / f"{rank}.error").read_text() for rank in (0, 1))
-    assert second.startswith("FisherError: the main process could not fit"), second
-    assert first.split(":")[0] in second
-
-
-@pytest.mark.slow
-def test_others_notice_that_the_main_process_was_killed(tmp_path: Path) -> None:
-    outs = [tmp_path / "0", tmp_path / "1"]
-    processes = start(tmp_path / "cache", outs, world=2, seconds=60)
-    end = time.monotonic() + PATIENCE
-    while not (tmp_path / "0.fits").exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    processes[0].kill()
-    join(processes)
-    problem = (tmp_path / "1.error").read_text()
-    assert problem.startswith("FisherError: the processes of this launch did not wait"), problem
-
-
-@pytest.mark.slow
-def test_a_fit_that_outlasts_the_timeout_names_it(tmp_path: Path, alone: FisherDrift) -> None:
-    """The fit itself is kept: the next run takes it."""
-    outs = [tmp_path / "0", tmp_path / "1"]
-    processes = start(tmp_path / "cache", outs, world=2, timeout=2.0, seconds=2.0)
-    join(processes)
-    problem = (tmp_path / "1.error").read_text()
-    assert problem.startswith("FisherError"), problem
-    assert "wait 2 seconds" in problem
-    assert "`--ddp_timeout SECONDS`" in problem
-    count = Count()
-    found = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path / "cache", progress=count)
-    assert equal(found, alone)
-    assert count.seen == []
-
-
-@pytest.mark.slow
-def test_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
-    outs = [tmp_path / "0", tmp_path / "1"]
-    join(start(tmp_path / "cache", outs, world=2, folders={1: tmp_path / "elsewhere"}))
-    assert "is not shared" in (tmp_path / "1.error").read_text()

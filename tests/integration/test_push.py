@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from alphatoken.errors import DataError
+from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTConfig
 from alphatoken.train.card import card_section, kept_share
 from tests.integration.tiny_training import ALPHA, model, options, preference_rows, tokenizer
@@ -113,14 +113,7 @@ def trained(folder: Path, strategy: str, **more: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "every_save",
-        "checkpoint",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("end", "all_checkpoints")),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["every_save", pytest.param("end", marks=pytest.mark.slow)])
 def test_nothing_of_the_training_rows_is_uploaded(tmp_path: Path, hub: Hub, strategy: str) -> None:
     folder = tmp_path / "run"
     trained(folder, strategy)
@@ -132,13 +125,14 @@ def test_nothing_of_the_training_rows_is_uploaded(tmp_path: Path, hub: Hub, stra
     assert (results / "values" / "values.parquet").exists()
     assert "model.safetensors" in hub.names()
     assert not any("alphatoken-rank" in name or "values" in name for name in hub.names())
-    assert (
-        len(hub.commits)
-        == {"end": 2, "every_save": 4, "checkpoint": 6, "all_checkpoints": 6}[strategy]
-    )
-    whole = {"checkpoint": {"last-checkpoint"}, "all_checkpoints": {"checkpoint-2", "checkpoint-4"}}
-    assert {n.split("/")[0] for n in hub.names() if "/" in n} == whole.get(strategy, set())
-    assert not (folder / "_alphatoken-pushing").exists()
+    assert len(hub.commits) == {"end": 2, "every_save": 4}[strategy]
+    assert not any("/" in name for name in hub.names())
+
+
+def test_checkpoints_are_not_pushed(tmp_path: Path) -> None:
+    for strategy in ("checkpoint", "all_checkpoints"):
+        with pytest.raises(ConfigError, match=f"hub_strategy='{strategy}'"):
+            AlphaSFTConfig(**options(tmp_path), push_to_hub=True, hub_strategy=strategy)
 
 
 def test_the_card_names_library_paper_settings_and_the_share_kept(tmp_path: Path, hub: Hub) -> None:
@@ -171,15 +165,6 @@ def test_the_card_names_no_place_on_the_machine(tmp_path: Path) -> None:
     assert "| `policy_reference` | `org/model` |" in card_section(named, [])
 
 
-def test_a_pushed_checkpoint_says_why_it_cannot_be_resumed(tmp_path: Path, hub: Hub) -> None:
-    trainer = trained(tmp_path / "run", "checkpoint")
-    copied = tmp_path / "run" / "checkpoint-9"
-    (tmp_path / "run" / "checkpoint-4").rename(copied)
-    (copied / "alphatoken-rank0.safetensors").unlink()
-    with pytest.raises(DataError, match="pushed to the hub"):
-        trainer.train(resume_from_checkpoint=str(copied))
-
-
 def test_nothing_of_preference_pairs_is_uploaded(tmp_path: Path, hub: Hub) -> None:
     from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
 
@@ -190,7 +175,7 @@ def test_nothing_of_preference_pairs_is_uploaded(tmp_path: Path, hub: Hub) -> No
         model=model(),
         ref_model=model(),
         args=AlphaDPOConfig(
-            **options(folder, **ALPHA, **more, push_to_hub=True, hub_strategy="all_checkpoints")
+            **options(folder, **ALPHA, **more, push_to_hub=True, hub_strategy="every_save")
         ),
         train_dataset=Dataset.from_list(pairs),
         validation_dataset=preference_rows(8, seed=5),
@@ -200,4 +185,4 @@ def test_nothing_of_preference_pairs_is_uploaded(tmp_path: Path, hub: Hub) -> No
     trainer.push_to_hub()
     assert [name for name, content in hub.files.items() if told(content)] == []
     assert told((folder / "_alphatoken" / "alphatoken-report.html").read_bytes())
-    assert {"checkpoint-1", "checkpoint-2"} <= {name.split("/")[0] for name in hub.names()}
+    assert "model.safetensors" in hub.names()
