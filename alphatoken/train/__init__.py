@@ -9,7 +9,6 @@ response tokens, the room is read from a step of training:
    validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
 2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;
    ``compute_loss`` hands it each micro-batch (:mod:`~alphatoken.train.micro_batch`).
-   :mod:`~alphatoken.train.trainer_protocol` is the trainer as these parts see it, a protocol.
 3. :mod:`~alphatoken.train.value_weigher`: values, and weights of them. Which validation rows,
    direction and schedule hold at a step is in ``valuation``, ``pool`` and ``running``.
    :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method

@@ -18,19 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.train.layouts import check_layout, layout, needs_own_forward, sharding_of
-from alphatoken.train.shards import sharded_drift
 
-__all__ = [
-    "Ranks",
-    "check_layout",
-    "even_micro_batches",
-    "global_selection",
-    "layout",
-    "needs_own_forward",
-    "sharded_drift",
-    "sharding_of",
-]
+__all__ = ["Ranks", "even_micro_batches", "global_selection"]
 
 
 class Ranks:

@@ -21,7 +21,7 @@ from alphatoken.train.fused_head import head_entropy, shared_log_probs, top_entr
 
 if TYPE_CHECKING:
     from alphatoken.train.micro_batch import MicroBatch
-    from alphatoken.train.trainer_protocol import TrainerParts
+    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["GradientWeightedModel", "KeptOutputs", "by_token", "gated_loss", "require_finite"]
 
@@ -180,7 +180,9 @@ def by_token(by_prediction: Tensor) -> Tensor:
     return F.pad(by_prediction, (1, 0))
 
 
-def gated_loss(trainer: TrainerParts, gate: GradientWeightedModel, batch: MicroBatch) -> Tensor:
+def gated_loss(
+    trainer: AlphaTrainerMixin, gate: GradientWeightedModel, batch: MicroBatch
+) -> Tensor:
     """The trainer's own loss of one micro-batch, of the gate's log-probabilities.
 
     Raises:

@@ -19,7 +19,7 @@ from alphatoken.support.seeds import seed_of
 from alphatoken.values import TokenValues
 
 if TYPE_CHECKING:
-    from alphatoken.train.trainer_protocol import TrainerParts
+    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = [
     "CARRIED",
@@ -126,7 +126,7 @@ def normalised(
     return weights * (batch.mask.sum() / weights.sum().clamp(min=1e-12))
 
 
-def draw_seed(trainer: TrainerParts, batch: MicroBatch) -> int:
+def draw_seed(trainer: AlphaTrainerMixin, batch: MicroBatch) -> int:
     """A seed that is a function of (run seed, step, micro-batch, rank)."""
     return seed_of(
         "micro-batch",

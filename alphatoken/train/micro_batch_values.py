@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from alphatoken.train.gradient_weights import GradientWeightedModel, by_token, g
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.records import RunRecords
 from alphatoken.train.selection_cost import selecting
-from alphatoken.train.trainer_protocol import TrainerParts
 from alphatoken.train.valuation import Valuation
+
+if TYPE_CHECKING:
+    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["MicroBatchValues"]
 
@@ -39,7 +41,7 @@ class MicroBatchValues:
     """
 
     def __init__(
-        self, trainer: TrainerParts, records: RunRecords, build: Callable[[], Valuation]
+        self, trainer: AlphaTrainerMixin, records: RunRecords, build: Callable[[], Valuation]
     ) -> None:
         self._trainer, self._records, self.build = trainer, records, build
         self._options = trainer.args

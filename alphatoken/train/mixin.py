@@ -10,10 +10,10 @@
     _clip_grad_norm     tells the weigher by how much the step was cut
     log                 adds the run's statistics to the trainer's own
 
-The parts have state of their own and are handed the trainer as
-``alphatoken.train.trainer_protocol`` describes it: ``ValueWeigher`` or ``PolicyWeigher`` makes
-weights of tokens, ``RunRecords`` writes down what was trained with which weight,
-``CheckpointMixin`` saves and resumes. Nothing else of the trainer is touched.
+The parts have state of their own and are handed the trainer, of which they ask what it says of
+itself: ``ValueWeigher`` or ``PolicyWeigher`` makes weights of tokens, ``RunRecords`` writes down
+what was trained with which weight, ``CheckpointMixin`` saves and resumes. Nothing else of the
+trainer is touched.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ from alphatoken.train.checks import (
     check_watch,
 )
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.distributed import needs_own_forward
 from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.given_rows import tokenizer_of
 from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
-from alphatoken.train.layouts import check_same_weights, name_wrapped_layers
+from alphatoken.train.layouts import (
+    check_same_weights,
+    name_wrapped_layers,
+    needs_own_forward,
+)
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch

@@ -196,13 +196,6 @@ class AlphaOptions(AlphaFields):
                 why="V is formed from the weights as they are, and those of an earlier step are "
                 "gone",
             )
-        if getattr(self, "push_to_hub", False) and "checkpoint" in str(self.hub_strategy.value):
-            raise ConfigError(
-                "checkpoints are not pushed to the hub",
-                got=f"hub_strategy={self.hub_strategy.value!r}",
-                why="they name tokens of the training rows, and no run goes on from one without",
-                remedy="hub_strategy='every_save' or 'end', which push the model",
-            )
         if self.preconditioner not in (None, "frozen", "full"):
             raise ConfigError(
                 "preconditioner must be null, 'frozen' or 'full'", got=repr(self.preconditioner)

@@ -44,9 +44,9 @@ from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 from alphatoken.train.records import RunRecords
 from alphatoken.train.selection_cost import selecting
-from alphatoken.train.trainer_protocol import TrainerParts
 
 if TYPE_CHECKING:
+    from alphatoken.train.mixin import AlphaTrainerMixin
     from alphatoken.train.token_table import TokenTable
 
 __all__ = ["PolicyWeigher", "policy_digest"]
@@ -82,7 +82,7 @@ class PolicyWeigher:
 
     def __init__(
         self,
-        trainer: TrainerParts,
+        trainer: AlphaTrainerMixin,
         records: RunRecords,
         policy: TokenPolicy,
         validation: Any,

@@ -40,8 +40,7 @@ class ValidationPool:
 
     Args:
         size: rows of the validation set; rows are numbers below it.
-        batch_size: rows a step, over all ranks. "fixed" takes all rows where there are fewer, and
-            ``warning`` says so.
+        batch_size: rows a step, over all ranks. "fixed" takes all rows where there are fewer.
         mode: "fixed" (the paper) or "pool".
         held_out_share: share of the rows that no step draws, rounded, at least one row; 0 for
             none.
@@ -95,16 +94,6 @@ class ValidationPool:
         share = self.held_out_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError("held_out_share lies in [0, 1)", got=repr(share))
-
-    @property
-    def warning(self) -> str | None:
-        """What the user should know about these settings, or None."""
-        if len(self.drawn) >= self.batch_size:
-            return None
-        return (
-            f"the validation batch has {len(self.drawn)} rows instead of {self.batch_size}: the "
-            f"validation set has {self.size}, of which {len(self.held_out)} are held out"
-        )
 
     def rows(self, step: int) -> tuple[int, ...]:
         """Rows of one step over all ranks; pure: asking in any order, or twice, changes nothing.

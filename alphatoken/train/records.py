@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import TrainerCallback
@@ -15,7 +15,8 @@ from alphatoken.errors import warn_caller
 from alphatoken.estimate.matrices import Formed
 from alphatoken.report.page import missing_libraries
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.distributed import Ranks, sharded_drift, sharding_of
+from alphatoken.train.distributed import Ranks
+from alphatoken.train.layouts import sharding_of
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.ledger_unit import ledger_unit
 from alphatoken.train.manifest import RESULTS
@@ -23,7 +24,10 @@ from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor, weight_drift
 from alphatoken.train.report import write_run_report
-from alphatoken.train.trainer_protocol import TrainerParts
+from alphatoken.train.shards import sharded_drift
+
+if TYPE_CHECKING:
+    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["RunRecords"]
 
@@ -41,7 +45,7 @@ class RunRecords(TrainerCallback):
         listener: is called with mask and weights of each micro-batch; None for nobody.
     """
 
-    def __init__(self, trainer: TrainerParts) -> None:
+    def __init__(self, trainer: AlphaTrainerMixin) -> None:
         self._trainer = trainer
         self.monitor = TrainMonitor(trainer, drift=self._drift)
         self.ledger = ValueLedger()

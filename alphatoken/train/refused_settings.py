@@ -24,6 +24,13 @@ def refused_early(args: Any) -> Iterator[ConfigError]:
     if args.torch_compile:
         yield compiled()
     yield from refused_settings(args)
+    if args.push_to_hub and args.hub_strategy in ("checkpoint", "all_checkpoints"):
+        yield ConfigError(
+            "checkpoints are not pushed to the hub",
+            got=f"hub_strategy={args.hub_strategy.value!r}",
+            why="they name tokens of the training rows, and without those no run goes on from one",
+            remedy="hub_strategy='every_save' or 'end', which push the model",
+        )
     deepspeed = args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "") == "true"
     own = deepspeed or args.scoring_forward == "own" or args.keep_scope == "global"
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,18 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.scorer import Scorer
 from alphatoken.train.checks import check_lengths, check_pool
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.distributed import Ranks, sharding_of
+from alphatoken.train.distributed import Ranks
 from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
-from alphatoken.train.layouts import layout, needs_own_forward
+from alphatoken.train.layouts import layout, needs_own_forward, sharding_of
 from alphatoken.train.masters import masters_of
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy_stage import kept_random_state
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.prepared import check_tokens, refusals_named
-from alphatoken.train.trainer_protocol import TrainerParts
 from alphatoken.train.valuation import Batches, Valuation
+
+if TYPE_CHECKING:
+    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["RunRows", "build_valuation", "prepare_run_rows"]
 
@@ -56,7 +58,7 @@ class RunRows:
 
 
 def prepare_run_rows(
-    trainer: TrainerParts,
+    trainer: AlphaTrainerMixin,
     validation: Any,
     retention: Any,
     fisher: FisherDrift | None,
@@ -103,7 +105,7 @@ def prepare_run_rows(
     return RunRows(validation_rows, retention_rows, fisher, reference)
 
 
-def _value_one_row(trainer: TrainerParts, row: dict[str, Any]) -> None:
+def _value_one_row(trainer: AlphaTrainerMixin, row: dict[str, Any]) -> None:
     """Value one row as a step would, so that what refuses a step refuses before a Fisher is fitted.
 
     Only where each process has whole weights and the training forward is the scored one.
@@ -135,7 +137,7 @@ def _value_one_row(trainer: TrainerParts, row: dict[str, Any]) -> None:
             model.train(training)
 
 
-def _scored_weights(trainer: TrainerParts) -> dict[str, Tensor]:
+def _scored_weights(trainer: AlphaTrainerMixin) -> dict[str, Tensor]:
     """Weights of the scored layers' trainable linears before training.
 
     Raises:
@@ -149,7 +151,7 @@ def _scored_weights(trainer: TrainerParts) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def fit_or_load_fisher(trainer: TrainerParts, dataset: Any = None) -> FisherDrift:
+def fit_or_load_fisher(trainer: AlphaTrainerMixin, dataset: Any = None) -> FisherDrift:
     """A Fisher fitted on these rows (training rows for None), or taken from the cache.
 
     With ``fisher_labels="sequence"`` on responses to their prompts, with "token" on labels
@@ -182,7 +184,7 @@ def fit_or_load_fisher(trainer: TrainerParts, dataset: Any = None) -> FisherDrif
         )
 
 
-def _require_fisher_covers(trainer: TrainerParts) -> None:
+def _require_fisher_covers(trainer: AlphaTrainerMixin) -> None:
     """See that what is valued has a Fisher, before it is fitted: 'label' values more than it."""
     options, adapter = trainer.args, find_adapter(trainer.model)
     choice = ParameterChoice.read(options.value_parameters, "value_parameters")
@@ -197,7 +199,7 @@ def _require_fisher_covers(trainer: TrainerParts) -> None:
         )
 
 
-def build_valuation(trainer: TrainerParts, rows: RunRows) -> Valuation:
+def build_valuation(trainer: AlphaTrainerMixin, rows: RunRows) -> Valuation:
     """The valuation of a run; called when its model and optimizer are wrapped."""
     options, ranks = trainer.args, Ranks(trainer.accelerator)
     pool = None
@@ -228,5 +230,5 @@ def build_valuation(trainer: TrainerParts, rows: RunRows) -> Valuation:
     )
 
 
-def _batch(trainer: TrainerParts, rows: list[dict[str, Any]], chosen: Any) -> Any:
+def _batch(trainer: AlphaTrainerMixin, rows: list[dict[str, Any]], chosen: Any) -> Any:
     return trainer.row_batch([rows[i] for i in chosen])

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,10 @@ from alphatoken.train.micro_batch_values import MicroBatchValues
 from alphatoken.train.records import RunRecords
 from alphatoken.train.selection_cost import selecting
 from alphatoken.train.token_rules import rule_of
-from alphatoken.train.trainer_protocol import TrainerParts
 from alphatoken.train.valuation import Valuation
+
+if TYPE_CHECKING:
+    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["ValueWeigher"]
 
@@ -65,7 +67,7 @@ class ValueWeigher:
     """
 
     def __init__(
-        self, trainer: TrainerParts, records: RunRecords, build: Callable[[], Valuation]
+        self, trainer: AlphaTrainerMixin, records: RunRecords, build: Callable[[], Valuation]
     ) -> None:
         self._trainer, self._records = trainer, records
         self.values = MicroBatchValues(trainer, records, build)

@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.train.distributed import (
-    Ranks,
+from alphatoken.train.distributed import Ranks, even_micro_batches, global_selection
+from alphatoken.train.layouts import (
     check_layout,
-    even_micro_batches,
-    global_selection,
     layout,
+    name_wrapped_layers,
     needs_own_forward,
     sharding_of,
 )
-from alphatoken.train.layouts import name_wrapped_layers
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.shards import Zero3Sharding
 from tests.integration.distributed.compare import Decided, close, same_decisions, same_weights

@@ -13,7 +13,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from alphatoken import Scorer, ScorerConfig, masked_dpo_loss, masked_sft_loss, select_top
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
-from alphatoken.model.batch import IGNORE, PreferenceBatch, label_mask, token_losses
+from alphatoken.model.batch import IGNORE, PreferenceBatch, token_losses
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -321,63 +321,15 @@ def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any)
         AlphaDPOConfig(**options(tmp_path, **ALPHA, masked_logit=True, **more))
 
 
-@pytest.mark.slow
-def test_branches_keep_half_each(tmp_path: Path) -> None:
-    trainer = dpo(tmp_path, retention="none")
-    seen: list[tuple[int, int, int, int]] = []
-    choose = trainer.weigher.choose
-
-    def watched(batch: Any, scored: Any) -> Tensor:
-        kept, mask = choose(batch, scored), batch.mask
-        half = len(mask) // 2
-        seen.append(
-            tuple(int(x.sum()) for x in (kept[:half], mask[:half], kept[half:], mask[half:]))
-        )  # type: ignore[arg-type]
-        return kept
-
-    trainer.weigher.choose = watched
-    trainer.train()
-    assert len(seen) == 4
-    for chosen, all_chosen, rejected, all_rejected in seen:
-        assert chosen == -(-all_chosen // 2)
-        assert rejected == -(-all_rejected // 2)
-
-
 # --- policies, schedules, normalisations ----------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["top", "random", "bottom"])
-@pytest.mark.parametrize("scope", ["batch", "sequence", "global"])
-def test_every_policy_keeps_the_same_number(tmp_path: Path, policy: str, scope: str) -> None:
-    trainer = sft(
-        tmp_path, policy=policy, keep_scope=scope, gradient_accumulation_steps=2, retention="none"
-    )
-    trainer.train()
-    shares = [e["alpha/kept_share"] for e in trainer.state.log_history if "alpha/kept_share" in e]
-    assert len(shares) == 4
-    assert all(0.5 <= share < 0.56 for share in shares)
-    assert losses(trainer)[-1] < losses(trainer)[0] or policy == "bottom"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     [
-        {"interaction_weight": 0.5},
-        {"value_unit": "response"},
-        {"value_unit": "response", "keep_scope": "global", "gradient_accumulation_steps": 2},
-        {"policy": "harmless", "confidence": 0.9},
-        {"policy": "harmless", "value_unit": "response", "preconditioner": "full"},
-        {"kept_normalization": "kept"},
-        {"direction_steps": 2, "num_train_epochs": 2},
-        {"validation_mode": "pool", "validation_batch_size": 2},
-        {"preconditioner": "frozen", "precondition_after": 2},
-        {"preconditioner": "full", "precondition_after": 2},
-        {"objective": "stability"},
         {"objective": "adaptation", "path": "causal"},
         {"retention": "kronecker", "path": "direct"},
-        {"validation_micro_batch_size": 2},
         {"estimator": "label", "value_parameters": "all", "retention": "none"},
         {"estimator": "label", "value_parameters": "linears,*norm*,*embed_tokens*"},
     ],
@@ -405,60 +357,6 @@ def test_a_mixture_trains_on_values_over_its_experts(tmp_path: Path) -> None:
     assert coverage.skipped
     assert furthest(before, weights(trainer.model)) > 0
     assert losses(trainer)[-1] < losses(trainer)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["batch", "global"])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_responses_are_kept_whole(tmp_path: Path, kind: str, scope: str) -> None:
-    """The masks of a run are those of the responses' mean values, of a batch or of a whole step."""
-    more: dict[str, Any] = {"value_unit": "response", "keep_scope": scope, "retention": "none"}
-    trainer = {"sft": sft, "dpo": dpo}[kind](
-        tmp_path, max_steps=2, gradient_accumulation_steps=2, **more
-    )
-    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    record = trainer.monitor.record
-
-    def listen(**named: Any) -> None:
-        seen.append((named["weights"], named["mask"], named["values"].total))
-        record(**named)
-
-    trainer.monitor.record = listen
-    trainer.train()
-    assert len(seen) == 4
-    for first in range(0, 4, 2 if scope == "global" else 1):
-        group = seen[first : first + 2] if scope == "global" else seen[first : first + 1]
-        branches = 2 if kind == "dpo" else 1
-        for branch in range(branches):
-            rows = []
-            for weights_, mask, total in group:
-                half = len(mask) // branches
-                part = slice(branch * half, (branch + 1) * half)
-                for w, m, v in zip(weights_[part], mask[part], total[part], strict=True):
-                    rows.append((float(v[m].double().mean()), int(m.sum()), int(w[m].sum())))
-            budget = -(-sum(n for _, n, _ in rows) // 2)
-            for _, count, kept in sorted(rows, key=lambda row: -row[0]):
-                assert kept == min(count, budget)
-                budget -= kept
-            assert budget == 0
-
-
-def test_kept_normalisation_scales_the_gradient(tmp_path: Path) -> None:
-    """Divided by the kept half instead of all tokens, the gradient is about twice as long."""
-    found = {
-        kind: gradients_of_first_step(
-            sft(tmp_path / kind, policy="random", kept_normalization=kind, max_grad_norm=0.0)
-        )
-        for kind in ("response", "kept", "sum")
-    }
-    batch = first_batch(sft(tmp_path / "batch"))
-    count = int(label_mask(batch["labels"]).sum())
-    kept = -(-count // 2)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    ratio = found["kept"][name].norm() / found["response"][name].norm()
-    assert float(ratio) == pytest.approx(count / kept, rel=1e-5)
-    ratio = found["sum"][name].norm() / found["response"][name].norm()
-    assert float(ratio) == pytest.approx(count, rel=1e-5)
 
 
 def test_zero_drift_means_zero_stability_at_the_first_step(tmp_path: Path) -> None:
@@ -644,20 +542,6 @@ def test_bf16_autocast(tmp_path: Path, estimator: str) -> None:
     tolerance = allowed("norm", torch.bfloat16)
     close((rough - exact).norm(), 0.0, exact.norm(), tolerance, name="bf16 values of a trainer")
     assert not torch.equal(rough, exact)
-
-
-@pytest.mark.slow
-def test_dft_values_are_those_of_its_weighted_losses(tmp_path: Path) -> None:
-    """DFT multiplies each token's loss by its probability; so does its value."""
-    plain = totals_of_first_step(sft(tmp_path / "nll", retention="none", estimator="label"))
-    trainer = sft(tmp_path / "dft", retention="none", estimator="label", loss_type="dft")
-    weighted = totals_of_first_step(trainer)
-    batch = first_batch(sft(tmp_path / "batch"))
-    losses_of = token_losses(
-        model()(**{k: batch[k] for k in ("input_ids", "attention_mask")}).logits, batch["labels"]
-    )
-    probability = torch.exp(-losses_of.detach())[label_mask(batch["labels"])]
-    torch.testing.assert_close(weighted, plain * probability, rtol=1e-4, atol=1e-9)
 
 
 class Unread(Tensor):

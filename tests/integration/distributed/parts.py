@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken.errors import InputError
 from alphatoken.model.sharding import Sharding
 from alphatoken.select.weights import token_weights
-from alphatoken.train.distributed import Ranks, global_selection, layout, sharding_of
+from alphatoken.train.distributed import Ranks, global_selection
+from alphatoken.train.layouts import layout, sharding_of
 from alphatoken.train.shards import Fsdp2Sharding
 
 

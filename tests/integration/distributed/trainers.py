@@ -20,7 +20,7 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
-from alphatoken.train.distributed import sharding_of
+from alphatoken.train.layouts import sharding_of
 from tests.integration.distributed.launch import CLIP, WORLD, processes
 from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
