@@ -142,14 +142,8 @@ def global_selection(
         Their sum over the step is what the policy gives one batch: ``ceil(rho n)`` for a mask.
 
     Raises:
-        InputError: shapes that differ. What ``decide`` raises, on every process.
+        What ``decide`` raises, on every process.
     """
-    for value, mask in zip(values, masks, strict=True):
-        if value.shape != mask.shape or mask.dtype != torch.bool:
-            raise InputError(
-                "values and mask must have one shape, and the mask must be boolean",
-                got=f"{tuple(value.shape)}, {tuple(mask.shape)} {mask.dtype}",
-            )
     chosen = [v.detach()[m].double() for v, m in zip(values, masks, strict=True)]
     counts = ranks.gather_ragged(torch.tensor([len(c) for c in chosen], device=ranks.device))
     empty = torch.empty(0, dtype=torch.float64, device=ranks.device)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError, InputError
+from alphatoken.errors import ConfigError
 from alphatoken.train.distributed import Ranks, even_micro_batches, global_selection
 from alphatoken.train.layouts import (
     check_layout,
@@ -93,12 +93,6 @@ def test_nothing_to_select_from() -> None:
     none = [torch.zeros(2, 3)]
     [found] = global_selection(Ranks(), none, [none[0] > 0], keep_half)
     assert torch.equal(found, none[0])
-
-
-@pytest.mark.parametrize("mask", [torch.ones(2, 2), torch.ones(2, 3, dtype=torch.bool)])
-def test_shapes_of_values_and_masks(mask: Tensor) -> None:
-    with pytest.raises(InputError, match="one shape"):
-        global_selection(Ranks(), [torch.zeros(2, 2)], [mask], keep_half)
 
 
 def test_one_process_communicates_nothing() -> None:
