@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,8 +28,7 @@ from alphatoken.train.identity import differences, option_values, rounding_only
 from alphatoken.train.manifest import MANIFEST, latest_complete, verify
 from alphatoken.train.resume import note_finished
 from tests.integration import tiny_training as tiny
-from tests.integration.distributed.launch import launch
-from tests.integration.killed_run import PATIENCE, Moment, Run, fails, finish, kill
+from tests.integration.killed_run import Moment, Run, fails, finish, kill
 from tests.places import NIGHTLY
 
 WRITES = 153  # file operations of a run's three saves
@@ -219,25 +217,6 @@ def test_two_processes_are_killed_and_go_on(tmp_path: Path) -> None:
     alone = fails(replace(run, processes=1), resume=True)
     assert "ConfigError" in alone[0]
     assert "1 now, 2 in" in alone[0]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3 * PATIENCE + 60)
-@pytest.mark.skipif(not NIGHTLY, reason="minutes a layout: the nightly profile")
-@pytest.mark.parametrize("layout", ["fsdp2", "zero1", "zero2", "zero3"])
-def test_killed_in_other_layouts(tmp_path: Path, layout: str) -> None:
-    whole = launch(layout, tmp_path, "resume.whole", timeout=PATIENCE)
-    with pytest.raises(AssertionError, match="ended with"):
-        launch(layout, tmp_path, "resume.killed", timeout=PATIENCE)
-    assert (tmp_path / "interrupted/out/checkpoint-2").is_dir()
-    again = launch(layout, tmp_path, "resume.resumed", timeout=PATIENCE)
-    for first, second in zip(whole, again, strict=True):
-        same(timeless(first["whole"]), timeless(second["resumed"]))
-    ends = [tmp_path / name / "out/checkpoint-4" for name in ("whole", "interrupted")]
-    files = [verify(end).files for end in ends]
-    for name in files[0]:
-        if name.startswith(("model", "global_step", "rng_state", "scheduler", "pytorch_model")):
-            assert files[0][name] == files[1][name], name
 
 
 # --- in this process ----------------------------------------------------------------------------
@@ -561,29 +540,6 @@ def test_full_disk_leaves_the_last_checkpoint(run: Run) -> None:
     assert not (run.out / STAGING).exists()
     finish(run, resume=True)
     assert steps(run) == [3, 6, 8]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("free", [2, 40, 120, 300, 400])
-def test_full_file_system(tmp_path: Path, free: int) -> None:
-    """A small file system with so many KiB left, so that one file after the other does not fit."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no right to mount a file system")
-    try:
-        left = shutil.disk_usage(disk).free
-        (disk / "other").write_bytes(b"\x00" * (left - free * 1024))
-        run = Run("plain", tmp_path / "run", options={"output_dir": str(disk / "out")})
-        trainer = run.trainer()
-        with pytest.raises(DataError, match="checkpoint-3' could not be written|alphatoken-run"):
-            trainer.train()
-        assert manifest.checkpoints(disk / "out") == []
-        assert not (disk / "out" / STAGING).exists()
-        (disk / "other").unlink()
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # a traceback holds a file
 
 
 @pytest.mark.slow
