@@ -29,7 +29,6 @@ def load_reference(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "float32",
     tokenizer: Any = None,
-    check_tokenizer: bool = True,
 ) -> nn.Module:
     """A causal language model without gradients, in evaluation mode.
 
@@ -40,7 +39,6 @@ def load_reference(
         device: where it runs; need not be the trained model's.
         dtype: of its weights: "bfloat16" halves the memory of "float32".
         tokenizer: of the model that is trained; None compares nothing.
-        check_tokenizer: read the reference's own tokenizer and compare; off for one without.
 
     Raises:
         ConfigError: it cannot be loaded, an unknown dtype, or its tokenizer or vocabulary differ.
@@ -58,8 +56,7 @@ def load_reference(
         rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         if rows < len(tokenizer):
             raise _differ(f"{rows} rows of embeddings, {len(tokenizer)} tokens in the tokenizer")
-        if check_tokenizer:
-            check_tokenizers(tokenizer, _tokenizer_of(name))
+        check_tokenizers(tokenizer, _tokenizer_of(name))
     return model.requires_grad_(False)
 
 
@@ -84,7 +81,7 @@ def _tokenizer_of(name: str | Path) -> Any:
             "the reference model has no tokenizer to compare with the trained model's",
             got=problem.got,
             why="with another tokenizer the same ids are other words",
-            remedy="save its tokenizer beside it, or switch the check off if you know they agree",
+            remedy="save its tokenizer beside it",
         ) from problem
 
 
