@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,22 +164,6 @@ def test_dpo_is_trl(tmp_path: Path, peft: bool, policy: Any) -> None:
 
 
 @pytest.mark.slow
-def test_talr_at_one_is_dft(tmp_path: Path) -> None:
-    """w = p at tau = 1 without a floor: DFT's gradient on TRL's cross-entropy."""
-    # Rounding in a gradient near zero is not to decide the sign of a step.
-    shared = {"max_steps": 6, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4}
-    plain = plain_sft(tmp_path / "trl", loss_type="dft", **shared)
-    plain.train()
-    own = sft(tmp_path / "own", TALR(tau=1.0, w_min=0.0), **shared)
-    own.train()
-    assert furthest(own, plain) < 1e-6
-    assert moved(own, model()) > 1e-3
-    floor = sft(tmp_path / "floor", TALR(tau=1.0, w_min=0.1), **shared)
-    floor.train()
-    assert furthest(floor, plain) > 1e-4, "a floor is seen"
-
-
-@pytest.mark.slow
 def test_dft_is_trls(tmp_path: Path) -> None:
     shared = {"max_steps": 4, "gradient_accumulation_steps": 2, "adam_epsilon": 1e-4}
     plain = plain_sft(tmp_path / "trl", loss_type="dft", **shared)
@@ -189,52 +172,6 @@ def test_dft_is_trls(tmp_path: Path) -> None:
     own.train()
     assert furthest(own, plain) < 1e-6
     assert moved(own, model()) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", [False, True])
-def test_eaft_is_one_step_by_hand(tmp_path: Path, packing: bool) -> None:
-    """One SGD step of the entropy-weighted loss, of the model's own logits and by autograd."""
-    shared = {**SGD, "max_steps": 1, "packing": packing, "policy_options": {"k": 5, "alpha": 2.0}}
-    trainer = sft(tmp_path, args_policy="eaft", model=sure_model(), **shared)
-    (given,) = seen_batches(trainer)
-    trainer.train()
-    by_hand = sure_model()
-    ids, labels = given["input_ids"], given["labels"]
-    inputs = {name: x for name, x in given.items() if name != "labels"}
-    logits = by_hand(**inputs, use_cache=False).logits[:, :-1]
-    asked = labels[:, 1:] != -100
-    with torch.no_grad():
-        top = logits.topk(5, dim=-1).values.double().softmax(-1)
-        weight = (-(top * top.log()).sum(-1) / math.log(5)) ** 2
-    losses = torch.nn.functional.cross_entropy(
-        logits.transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction="none"
-    )
-    assert ids.shape == labels.shape
-    assert float(weight[asked].min()) < 0.2 < 0.8 < float(weight[asked].max())
-    (weight * losses)[asked].sum().div(asked.sum()).backward()
-    with torch.no_grad():
-        for parameter in by_hand.parameters():
-            parameter -= SGD["learning_rate"] * parameter.grad
-    found = weights(trainer.model)
-    for name, parameter in by_hand.named_parameters():
-        assert float((found[name] - parameter.detach()).abs().max()) < 1e-6, name
-    assert moved(trainer, sure_model()) > 1e-4
-
-
-def sure_model() -> Any:
-    """One that is sure of some tokens, right or wrong."""
-    found = model()
-    with torch.no_grad():
-        found.lm_head.weight *= 30
-    return found
-
-
-def seen_batches(trainer: Any) -> list[dict[str, Any]]:
-    """The next run's batches, as the trainer's own loader gives them."""
-    torch.manual_seed(trainer.args.seed)
-    loader = trainer.get_train_dataloader()
-    return [dict(next(iter(loader)))]
 
 
 def masked_rows() -> Dataset:
@@ -267,23 +204,6 @@ def test_kept_is_divided_over_the_whole_step(tmp_path: Path) -> None:
     share = logged(own, "kept_share")
     assert all(0.1 < x < 0.9 for x in share)
     assert share == logged(own, "effective_share")
-
-
-@pytest.mark.slow
-def test_response_denominator_and_kept_normalization(tmp_path: Path) -> None:
-    """At a budget the option decides: one step of SGD is 1 / rho longer under 'kept'."""
-    found = {}
-    for kind in ("response", "kept"):
-        shared = {**SGD, "max_steps": 1, "policy_mode": "budget", "keep_ratio": 0.5}
-        trainer = sft(tmp_path / kind, examples.Surprising, kept_normalization=kind, **shared)
-        start = weights(trainer.model)
-        trainer.train()
-        after = weights(trainer.model)
-        found[kind] = {n: after[n] - start[n] for n in start}
-        (share,) = logged(trainer, "kept_share")
-    for name, step in found["response"].items():
-        assert torch.allclose(found["kept"][name] * share, step, atol=1e-6)
-    assert 0.5 <= share < 0.53
 
 
 # --- every policy ---------------------------------------------------------------------------------
