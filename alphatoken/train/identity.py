@@ -236,26 +236,6 @@ def _add_table(update: Update, dataset: Any) -> None:
     """All rows of a ``datasets.Dataset``, a thousand at a time, column by column."""
     names = sorted(dataset.column_names)
     update(f"{len(dataset)} {names}".encode())
-    table = dataset.with_format("arrow")
-    for start in range(0, len(dataset), _ARROW_ROWS):
-        rows = table[start : start + _ARROW_ROWS]
+    for table in dataset.with_format("arrow").iter(batch_size=_ARROW_ROWS):
         for name in names:
-            _add_column(update, rows.column(name).combine_chunks())
-
-
-def _add_column(update: Update, column: Any) -> None:
-    """An Arrow array by content: lists as lengths and values, numbers as bytes, others as text."""
-    import pyarrow as pa
-
-    if hasattr(column, "combine_chunks"):  # several chunks that do not fit into one array
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([])
-    kind = column.type
-    update(b"nulls" + column.is_null().to_numpy(zero_copy_only=False).tobytes())
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        lengths = column.value_lengths().fill_null(0)
-        update(lengths.to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
-        _add_column(update, column.flatten())
-    elif pa.types.is_integer(kind) and not column.null_count:
-        update(column.to_numpy(zero_copy_only=False).astype(np.int64).tobytes())
-    else:
-        update(repr(column.to_pylist()).encode())
+            update(repr(table.column(name).to_pylist()).encode())
