@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_099,
     "certificate": 1_422,
-    "cli": 4_818,
+    "cli": 4_820,
     "corpus": 1_821,
     "data": 2_633,
     "demo": 865,
@@ -24,9 +24,9 @@ ROOMS = {
     "oracle": 4_960,
     "report": 1_624,
     "scoring": 720,
-    "select": 1_051,
+    "select": 990,
     "support": 678,
-    "train": 14_022,
+    "train": 13_365,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_125), ("tests", 74_312)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_121), ("tests", 73_357)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most
