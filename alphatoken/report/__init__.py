@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from alphatoken.report.build import write_report
-from alphatoken.report.examples import COMPONENTS, Component, ScoredExample
+from alphatoken.report.examples import COMPONENTS, Component, ScoredExample, Visits
 from alphatoken.report.files import read_values, value_files, write_values
 from alphatoken.report.statistics import ComponentSummary, ValueSummary, summarise
 
@@ -27,6 +27,7 @@ __all__ = [
     "ComponentSummary",
     "ScoredExample",
     "ValueSummary",
+    "Visits",
     "read_values",
     "summarise",
     "value_files",

@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from alphatoken.report.examples import IGNORE, ScoredExample
-from alphatoken.report.files import pyarrow_modules, read_values, value_files
-from alphatoken.support.storage import replacing, write_json, write_text
+from alphatoken.report.files import Record, read_values, value_files, write_parquet
+from alphatoken.support.storage import write_json, write_text
 
 __all__ = ["CARD", "DatasetCounts", "write_dataset"]
 
-_ROWS = 256
-"""Rows of a row group."""
-
-_Row = dict[str, NDArray[Any]]
+_TYPES = {
+    "input_ids": "[int64]",
+    "attention_mask": "[int64]",
+    "labels": "[int64]",
+    "loss_weights": "[float]",
+    "row": "int64",
+}
 
 CARD = """# Rows with token weights
 
@@ -71,7 +72,7 @@ def write_dataset(values: Path, folder: Path, *, run: str) -> DatasetCounts:
     written = set()
     for path in value_files(values):
         part = folder / f"{path.stem}.parquet"
-        _write(part, _counted(read_values(path), counts, digest))
+        write_parquet(part, _TYPES, _counted(read_values(path), counts, digest))
         written.add(part)
     for left in set(folder.glob("part-*.parquet")) - written:  # of an earlier, longer one
         left.unlink()
@@ -83,7 +84,7 @@ def write_dataset(values: Path, folder: Path, *, run: str) -> DatasetCounts:
 
 def _counted(
     examples: Iterable[ScoredExample], counts: DatasetCounts, digest: Any
-) -> Iterator[_Row]:
+) -> Iterator[Record]:
     """The rows that have a weight, counted."""
     for example in examples:
         weights = np.where(example.response, example.kept, 0).astype(np.float32)
@@ -96,37 +97,12 @@ def _counted(
         counts.rows += 1
         counts.trained_tokens += int((weights != 0).sum())
         counts.weight += float(weights.sum(dtype=np.float64))
-        row = {
+        columns = {
             "input_ids": ids,
             "attention_mask": np.ones_like(ids),
             "labels": labels,
             "loss_weights": weights,
-            "row": np.array([example.row]),
         }
-        for column in row.values():
+        for column in (*columns.values(), np.array([example.row])):
             digest.update(column.tobytes())
-        yield row
-
-
-def _write(path: Path, rows: Iterator[_Row]) -> None:
-    """One file, some thousand tokens in memory at a time."""
-    pa, pq = pyarrow_modules()
-    number = pa.list_(pa.int64())
-    schema = pa.schema(
-        {
-            "input_ids": number,
-            "attention_mask": number,
-            "labels": number,
-            "loss_weights": pa.list_(pa.float32()),
-            "row": pa.int64(),
-        }
-    )
-    with replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
-        while group := list(islice(rows, _ROWS)):
-            ends = pa.array(np.cumsum([0, *(len(row["labels"]) for row in group)], dtype=np.int32))
-            arrays = []
-            for field in schema:
-                flat = pa.array(np.concatenate([row[field.name] for row in group]))
-                lists = field.name != "row"
-                arrays.append(pa.ListArray.from_arrays(ends, flat) if lists else flat)
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+        yield {**columns, "row": example.row}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COMPONENTS", "Component", "ScoredExample", "visible"]
+__all__ = ["COMPONENTS", "Component", "ScoredExample", "Visits", "visible"]
 
 IGNORE = -100
 
@@ -59,6 +59,25 @@ COMPONENTS: tuple[Component, ...] = (
 
 
 @dataclass(frozen=True)
+class Visits:
+    """What a training run did with a sequence.
+
+    Attributes:
+        count: how often it was trained on.
+        last_step: the optimizer step of the last time, from 0.
+        branch: "chosen" or "rejected" of a pair; else None.
+        rows: the training rows that hold it.
+        kept_share: (t,) mean weight of each token over the visits.
+    """
+
+    count: int
+    last_step: int
+    branch: str | None
+    rows: Sequence[int]
+    kept_share: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
 class ScoredExample:
     """One sequence of t tokens with its values.
 
@@ -71,6 +90,7 @@ class ScoredExample:
         kept: (t,) boolean, True where the selection keeps the token.
         values: component key -> (t,) values; components that the estimator does not split off
             are left out.
+        visits: of a training run, whose values are added up over them; None of any other.
     """
 
     row: int
@@ -80,6 +100,7 @@ class ScoredExample:
     labels: Sequence[int]
     kept: NDArray[np.bool_]
     values: Mapping[str, NDArray[np.floating[Any]]]
+    visits: Visits | None = None
 
     @property
     def response(self) -> NDArray[np.bool_]:

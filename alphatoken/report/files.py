@@ -3,7 +3,9 @@
 Columns: ``row`` (row of the training file, from 0), ``place`` (how a person finds it), and lists
 with an entry a token: ``input_ids``, ``labels`` (-100: not learned), ``keep``, ``value`` (the
 total), and one list a component (:data:`alphatoken.report.COMPONENTS`); a component that the
-estimator does not split off is null. Prompt tokens are there, with value 0.
+estimator does not split off is null. Prompt tokens are there, with value 0. Values of a training
+run have five columns more (:class:`alphatoken.report.Visits`): ``visits``, ``last_step``,
+``branch``, and the lists ``rows`` and ``kept_share``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.report.examples import COMPONENTS, IGNORE, ScoredExample
+from alphatoken.report.examples import COMPONENTS, IGNORE, ScoredExample, Visits
 from alphatoken.support.storage import replacing
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "read_totals",
     "read_values",
     "value_files",
+    "write_parquet",
     "write_values",
 ]
 
@@ -54,29 +57,60 @@ def write_values(path: str | Path, examples: Iterable[ScoredExample]) -> None:
         ConfigError: Parquet without pyarrow, or another suffix.
         DataError: the file could not be written; an old one is intact.
     """
-    path = Path(path)
+    path, records = Path(path), map(_record, examples)
     if path.suffix == ".jsonl":
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            for example in examples:
-                record = _record(example)
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            for record in records:
+                plain = {
+                    k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in record.items()
+                }
+                file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
     elif path.suffix == ".parquet":
-        _write_parquet(path, iter(examples))
+        first = next(records, None)
+        write_parquet(path, _types(first), chain([] if first is None else [first], records))
     else:
         raise ConfigError(
             "unknown format of a value file", got=path.name, remedy=".parquet, .jsonl"
         )
 
 
-def _record(example: ScoredExample) -> dict[str, Any]:
-    values = {_COLUMNS[key]: np.asarray(v).tolist() for key, v in example.values.items()}
-    return {
+Record = Mapping[str, Any]
+"""One row of a file: column -> a number, a text, an array, or None."""
+
+
+def _record(example: ScoredExample) -> Record:
+    record = {
         "row": example.row,
         "place": example.place,
-        "input_ids": list(map(int, example.ids)),
-        "labels": list(map(int, example.labels)),
-        "keep": np.asarray(example.kept, bool).tolist(),
-        **{column: values.get(column) for column in _COLUMNS.values()},
+        "input_ids": np.asarray(example.ids, np.int32),
+        "labels": np.asarray(example.labels, np.int32),
+        "keep": np.asarray(example.kept, bool),
+        **dict.fromkeys(_COLUMNS.values()),
+        **{_COLUMNS[key]: np.asarray(values) for key, values in example.values.items()},
+    }
+    if (seen := example.visits) is not None:
+        record |= {"visits": seen.count, "last_step": seen.last_step, "branch": seen.branch}
+        record |= {"rows": np.asarray(seen.rows, np.int64), "kept_share": seen.kept_share}
+    return record
+
+
+def _types(first: Record | None) -> dict[str, str]:
+    """Columns of a file with such records -> their types, a list's as ``[type]``."""
+    values = [] if first is None else [first[name] for name in _COLUMNS.values()]
+    single = bool(values) and all(v is None or v.dtype == np.float32 for v in values)
+    number = "[float]" if single else "[double]"
+    visits = {
+        "visits": "int64", "last_step": "int64", "branch": "string", "rows": "[int64]",
+        "kept_share": "[double]",
+    }  # fmt: skip
+    return {
+        "row": "int64",
+        "place": "string",
+        "input_ids": "[int32]",
+        "labels": "[int32]",
+        "keep": "[bool]",
+        **dict.fromkeys(_COLUMNS.values(), number),
+        **(visits if first is not None and "visits" in first else {}),
     }
 
 
@@ -96,56 +130,42 @@ def pyarrow_modules() -> tuple[Any, Any]:
     return pa, pq
 
 
-def _write_parquet(path: Path, examples: Iterator[ScoredExample]) -> None:
+def write_parquet(path: Path, types: Mapping[str, str], records: Iterable[Record]) -> None:
+    """Write records that have ``input_ids``, some thousand tokens in memory at a time.
+
+    Args:
+        path: of the file, which is written whole or not at all.
+        types: of the columns, by name: Arrow's names, those of lists in brackets.
+        records: one a row; the arrays of a list column are written one after the other.
+
+    Raises:
+        ConfigError: pyarrow is missing.
+    """
     pa, pq = pyarrow_modules()
-    first = next(examples, None)
-    single = first is not None and all(v.dtype == np.float32 for v in first.values.values())
-    number = pa.list_(pa.float32() if single else pa.float64())
-    schema = pa.schema(
-        {
-            "row": pa.int64(),
-            "place": pa.string(),
-            "input_ids": pa.list_(pa.int32()),
-            "labels": pa.list_(pa.int32()),
-            "keep": pa.list_(pa.bool_()),
-            **dict.fromkeys(_COLUMNS.values(), number),
-        }
-    )
-    some = chain([] if first is None else [first], examples)
+    kinds = {name: pa.type_for_alias(kind.strip("[]")) for name, kind in types.items()}
+    lists = {name for name, kind in types.items() if kind.startswith("[")}
+    schema = pa.schema({n: pa.list_(k) if n in lists else k for n, k in kinds.items()})
     with replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
-        for group in _groups(some):
-            columns = _flat(group)
-            arrays = [pa.array([e.row for e in group]), pa.array([e.place for e in group])]
-            ends = np.cumsum([0, *(len(e.ids) for e in group)], dtype=np.int32)
-            for field in list(schema)[2:]:
-                flat, kind = columns.get(field.name), field.type
-                if flat is None:
-                    arrays.append(pa.nulls(len(group), kind))
+        for group in _groups(records):
+            arrays = []
+            for name, kind in kinds.items():
+                entries = [record[name] for record in group]
+                if name in lists and entries[0] is not None:
+                    ends = np.cumsum([0, *map(len, entries)], dtype=np.int32)
+                    flat = pa.array(np.concatenate(entries), kind)
+                    arrays.append(pa.ListArray.from_arrays(pa.array(ends), flat))
                 else:
-                    values = pa.array(flat, type=kind.value_type)
-                    arrays.append(pa.ListArray.from_arrays(pa.array(ends), values))
+                    arrays.append(pa.array(entries, schema.field(name).type))
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
-def _flat(group: Sequence[ScoredExample]) -> dict[str, NDArray[Any]]:
-    """Column -> its entries of all examples, one after the other."""
-    columns = {
-        "input_ids": np.concatenate([np.asarray(e.ids, np.int32) for e in group]),
-        "labels": np.concatenate([np.asarray(e.labels, np.int32) for e in group]),
-        "keep": np.concatenate([np.asarray(e.kept, bool) for e in group]),
-    }
-    for key in group[0].values:
-        columns[_COLUMNS[key]] = np.concatenate([e.values[key] for e in group])
-    return columns
-
-
-def _groups(examples: Iterable[ScoredExample]) -> Iterator[list[ScoredExample]]:
-    """Examples of about ``_GROUP`` tokens at a time."""
-    group: list[ScoredExample] = []
+def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Records of about ``_GROUP`` tokens at a time."""
+    group: list[Record] = []
     size = 0
-    for example in examples:
-        group.append(example)
-        size += len(example.ids)
+    for record in records:
+        group.append(record)
+        size += len(record["input_ids"])
         if size >= _GROUP:
             yield group
             group, size = [], 0
@@ -184,20 +204,21 @@ def _jsonl(path: Path) -> Iterator[ScoredExample]:
     with path.open(encoding="utf-8") as file:
         for record in map(json.loads, file):
             yield _example(
-                int(record["row"]),
-                str(record["place"]),
-                {k: np.array(v) for k, v in record.items() if isinstance(v, list)},
+                record, {k: np.array(v) for k, v in record.items() if isinstance(v, list)}
             )
 
 
 def _parquet(path: Path) -> Iterator[ScoredExample]:
     for batch in _batches(path, None):
-        rows, places = batch["row"].to_pylist(), batch["place"].to_pylist()
-        names = ("input_ids", "labels", "keep", *_COLUMNS.values())
-        lists = {name: _list(batch[name]) for name in names if batch[name].null_count == 0}
-        for index, (row, place) in enumerate(zip(rows, places, strict=True)):
+        facts, lists = {}, {}
+        for field, column in zip(batch.schema, batch.columns, strict=True):
+            if not hasattr(column, "offsets"):
+                facts[field.name] = column.to_pylist()
+            elif column.null_count == 0:
+                lists[field.name] = _list(column)
+        for index in range(batch.num_rows):
             own = {k: flat[ends[index] : ends[index + 1]] for k, (flat, ends) in lists.items()}
-            yield _example(row, place, own)
+            yield _example({name: entries[index] for name, entries in facts.items()}, own)
 
 
 def _batches(path: Path, columns: Sequence[str] | None) -> Iterator[Any]:
@@ -211,18 +232,21 @@ def _list(column: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     return column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
 
 
-def _example(row: int, place: str, columns: Mapping[str, NDArray[Any]]) -> ScoredExample:
+def _example(facts: Mapping[str, Any], lists: Mapping[str, NDArray[Any]]) -> ScoredExample:
+    # Copies of numbers, because Arrow's own memory must not be written to.
+    visits = None
+    if "visits" in facts:
+        rows, share = lists["rows"].tolist(), lists["kept_share"].copy()
+        visits = Visits(facts["visits"], facts["last_step"], facts["branch"], rows, share)
     return ScoredExample(
-        row=row,
-        place=place,
+        row=int(facts["row"]),
+        place=str(facts["place"]),
         tokens=[],
-        ids=columns["input_ids"].tolist(),
-        labels=columns["labels"].tolist(),
-        kept=columns["keep"].astype(bool),
-        # Copies, because Arrow's own memory must not be written to.
-        values={
-            key: columns[column].copy() for key, column in _COLUMNS.items() if column in columns
-        },
+        ids=lists["input_ids"].tolist(),
+        labels=lists["labels"].tolist(),
+        kept=lists["keep"].astype(bool),
+        values={key: lists[column].copy() for key, column in _COLUMNS.items() if column in lists},
+        visits=visits,
     )
 
 

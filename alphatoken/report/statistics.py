@@ -201,41 +201,28 @@ class _Columns:
 
 
 class _Moments:
-    """Count, mean, spread and range of each component, and its covariance with the total."""
+    """Count, mean and range of each component, and products of deviations of each two."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean: dict[str, float] = {}
-        self.spread: dict[str, float] = {}  # sum of squared deviations
-        self.shared: dict[str, float] = {}  # sum of products of deviations with the total's
-        self.minimum: dict[str, float] = {}
-        self.maximum: dict[str, float] = {}
-        self.positive: dict[str, int] = {}
+        self.keys: list[str] = []
+        self.mean = self.products = self.positive = np.zeros(())
+        self.minimum, self.maximum = np.array(math.inf), np.array(-math.inf)
 
     def add(self, values: Mapping[str, NDArray[np.float64]]) -> None:
         """Add tokens; sums of deviations are moved to the common mean (Chan, Golub, LeVeque)."""
-        more = len(values["total"])
+        self.keys, table = list(values), np.stack([*values.values()])
+        more = table.shape[1]
         if not more:
             return
-        both = self.count + more
-        weight = self.count * more / both
-        means = {key: float(column.mean()) for key, column in values.items()}
-        apart = {key: means[key] - self.mean.get(key, 0.0) for key in values}
-        for key, column in values.items():
-            own, total = column - means[key], values["total"] - means["total"]
-            self.spread[key] = (
-                self.spread.get(key, 0.0) + float(own @ own) + weight * apart[key] ** 2
-            )
-            self.shared[key] = (
-                self.shared.get(key, 0.0)
-                + float(own @ total)
-                + weight * apart[key] * apart["total"]
-            )
-            self.minimum[key] = min(self.minimum.get(key, math.inf), float(column.min()))
-            self.maximum[key] = max(self.maximum.get(key, -math.inf), float(column.max()))
-            self.positive[key] = self.positive.get(key, 0) + int((column > 0).sum())
-        for key in values:
-            self.mean[key] = self.mean.get(key, 0.0) + apart[key] * more / both
+        both, means = self.count + more, table.mean(1)
+        own, apart = table - means[:, None], means - self.mean
+        shift = np.outer(apart, apart) * self.count * more / both
+        self.products = self.products + own @ own.T + shift
+        self.mean = self.mean + apart * more / both
+        self.minimum = np.minimum(self.minimum, table.min(1))
+        self.maximum = np.maximum(self.maximum, table.max(1))
+        self.positive = self.positive + (table > 0).sum(1)
         self.count = both
 
 
@@ -280,21 +267,23 @@ def _components(
     count = moments.count
     if not count:
         return []
-    ranks = rankdata(columns["total"])
+    ranks, total = rankdata(columns["total"]), moments.keys.index("total")
     result = []
     for key in (component.key for component in COMPONENTS if component.key in columns):
         weight = stability_weight if key.startswith("stability") else 1.0
+        at = moments.keys.index(key)
+        products = moments.products[at]
         result.append(
             ComponentSummary(
                 key=key,
                 count=count,
-                mean=moments.mean[key],
-                deviation=math.sqrt(moments.spread[key] / count),
-                minimum=moments.minimum[key],
+                mean=float(moments.mean[at]),
+                deviation=math.sqrt(products[at] / count),
+                minimum=float(moments.minimum[at]),
                 median=float(np.median(columns[key])),
-                maximum=moments.maximum[key],
-                positive=moments.positive[key] / count,
-                variance_share=_ratio(weight * moments.shared[key], moments.spread["total"]),
+                maximum=float(moments.maximum[at]),
+                positive=float(moments.positive[at] / count),
+                variance_share=_ratio(weight * products[total], moments.products[total, total]),
                 rank_correlation=_correlation(rankdata(columns[key]), ranks),
             )
         )

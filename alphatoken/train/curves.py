@@ -68,8 +68,8 @@ CHARTS: tuple[ChartSpec, ...] = (
     ),
     ChartSpec(
         "Value of a token",
-        "Median and central 90 % of the totals since the log before.",
-        {"alpha/total_median": "median", "alpha/total_q05": "5 %", "alpha/total_q95": "95 %"},
+        "Of the totals since the log before.",
+        {"alpha/total_mean": "mean", "alpha/total_std": "standard deviation"},
     ),
     ChartSpec(
         "What the value is made of",

@@ -97,12 +97,12 @@ class Ranks:
         dist.all_gather_object(gathered, item)
         return gathered
 
-    def broadcast_object(self, item: Any) -> Any:
-        """The first process's object, on every process."""
+    def broadcast_object(self, item: Any, source: int = 0) -> Any:
+        """The object of one process, on every process."""
         if self.world == 1:
             return item
         box = [item]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=source, device=self.device)
         return box[0]
 
     def any(self, flag: bool) -> bool:

@@ -35,20 +35,20 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a batch with at least one response token; arrays have one entry for each.
+    """One document of a batch with at least one response token.
 
     Attributes:
         key: hash of the content (and of the pair), 16 bytes.
         branch: 0, or 1 chosen and 2 rejected.
-        positions: index of the response token in the document, from 0 at its first real token.
-        tokens: its token id.
+        tokens: all its token ids, up to the last response token.
+        positions: index of each response token in ``tokens``.
         places: its index in the flattened (b, t) batch.
     """
 
     key: bytes
     branch: int
-    positions: Ints
     tokens: Ints
+    positions: Ints
     places: Ints
 
 
@@ -69,7 +69,7 @@ class _Piece:
 
     def document(self, key: bytes, branch: int = 0) -> Document:
         (at,) = self.response.nonzero()
-        return Document(key, branch, at, self.tokens[at], self.places[at])
+        return Document(key, branch, self.tokens[: at[-1] + 1], at, self.places[at])
 
 
 def _pair_keys(chosen: bytes, rejected: bytes) -> tuple[bytes, bytes]:

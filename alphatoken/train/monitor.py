@@ -7,7 +7,6 @@ checkpoint.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -16,9 +15,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
-from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
 
@@ -60,24 +58,15 @@ def weight_drift(
 
 
 class TrainMonitor(TrainerCallback):
-    """Gathers statistics between two logs, and shows them on the console.
-
-    On a terminal (and without ``disable_tqdm``) it takes the place of the trainer's progress bar:
-    one line that is rewritten, and one that stays at every log. Elsewhere it prints nothing, and
-    the trainer's own output is as it was.
+    """Gathers statistics between two logs.
 
     Args:
         trainer: the run: its state, options and processes.
-        progress: None as above; True prints in any case, False never; a function gets each
-            :class:`alphatoken.support.progress.Progress`.
         drift: gives ``||theta - theta_ref||_F`` and the like by name; asked once a log.
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        progress: bool | ProgressSink | None = None,
-        drift: Callable[[], Mapping[str, float]] | None = None,
+        self, trainer: Any, drift: Callable[[], Mapping[str, float]] | None = None
     ) -> None:
         self.drift = drift
         self._trainer, self._sums = trainer, ValueSums()
@@ -85,15 +74,8 @@ class TrainMonitor(TrainerCallback):
         self._looks: list[dict[str, float]] = []
         self._scoring = self._direction = 0.0
         self._split: int | None = None  # step of the components, where logs cannot be foreseen
-        self._earlier = 0.0  # seconds since the last log that other processes spent
-        self._since = self._begun = time.monotonic()
-        self._first = 0
-        self._tracker: Tracker | None = None
-        self._progress = progress
-        if progress is None:
-            self._progress = sys.stderr.isatty() and not trainer.args.disable_tqdm
-            if self._progress:
-                trainer.remove_callback(ProgressCallback)
+        self._earlier = 0.0  # seconds since the last log that an interrupted run spent
+        self._since = time.monotonic()
 
     # --- what is handed in -------------------------------------------------------------------
 
@@ -179,9 +161,6 @@ class TrainMonitor(TrainerCallback):
             statistics |= self._validation()
         if self.drift is not None:
             statistics |= self.drift()
-        left = self._seconds_left(now)
-        if left is not None:
-            statistics["seconds_left"] = left
         self._sums.clear()
         self._split = None
         self._since, self._earlier = now, 0.0
@@ -206,14 +185,6 @@ class TrainMonitor(TrainerCallback):
         risen = last["held_out"] - best["held_out"] > 0.02 * abs(best["held_out"])
         return risen and last["pool"] <= best["pool"]
 
-    def _seconds_left(self, now: float) -> float | None:
-        state = self._trainer.state
-        done: int = state.global_step - self._first
-        if done < 1:
-            return None
-        left: int = max(state.max_steps - state.global_step, 0)
-        return (now - self._begun) / done * left
-
     # --- the checkpoint's part --------------------------------------------------------------
 
     def state_values(self) -> dict[str, Any]:
@@ -234,54 +205,9 @@ class TrainMonitor(TrainerCallback):
         self._split = values["split"]
         self._balance, self._looks = dict(values["balance"]), list(values["looks"])
         self._earlier, self._scoring = float(values["seconds"]), float(values["scoring"])
-        self._direction = float(values.get("direction", 0.0))  # none in older checkpoints
+        self._direction = float(values["direction"])
         self._since = time.monotonic()
 
-    # --- the console ------------------------------------------------------------------------
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clocks."""
-        self._since = self._begun = time.monotonic()
-        self._first = state.global_step
-        main = state.is_world_process_zero
-        name = type(self._trainer).__name__.removesuffix("Trainer")
-        self._tracker = Tracker(name, state.max_steps, self._progress if main else False)
-        self._tracker.resume(self._first)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Move the console line."""
-        if self._tracker is not None:
-            self._tracker.report(state.global_step)
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any
-    ) -> None:
-        """Say what was logged, in one line that stays."""
-        if self._tracker is not None and logs and "loss" in logs:
-            self._tracker.note(console_line(state.global_step, logs))
-            self._tracker.report(state.global_step)
-
-
-_SHOWN = (
-    ("loss", "loss {:.4g}"),
-    ("alpha/kept_share", "kept {:.1%}"),
-    ("alpha/total_mean", "value {:.2g}"),
-    ("alpha/total_std", "± {:.2g}"),
-    ("alpha/balance", "balance {:.2g}"),
-    ("alpha/validation_gap", "gap {:+.3g}"),
-    ("alpha/drift", "drift {:.3g}"),
-    ("alpha/tokens_per_second", "{:,.0f} tokens/s"),
-)
-
-
-def console_line(step: int, logs: Mapping[str, Any]) -> str:
-    """The log of one step for a reader.
-
-    >>> console_line(20, {"loss": 1.25, "alpha/kept_share": 0.5, "alpha/tokens_per_second": 1500.0})
-    'step 20, loss 1.25, kept 50.0%, 1,500 tokens/s'
-    """
-    parts = [f"step {step}"]
-    parts += [text.format(logs[name]) for name, text in _SHOWN if name in logs]
-    if logs.get("alpha/validation_alarm"):
-        parts.append("held-out validation loss is rising: the run fits the validation rows")
-    return ", ".join(parts).replace(", \u00b1", " \u00b1")
+        """Start the clock."""
+        self._since = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from alphatoken.data.pieces import token_texts
 from alphatoken.errors import warn_caller
 from alphatoken.estimate.matrices import Formed
 from alphatoken.report.page import missing_libraries
@@ -18,13 +18,12 @@ from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.layouts import sharding_of
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.ledger_unit import ledger_unit
-from alphatoken.train.manifest import RESULTS
 from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor, weight_drift
-from alphatoken.train.report import write_run_report
+from alphatoken.train.report import VALUES, write_run_report
 from alphatoken.train.shards import sharded_drift
+from alphatoken.train.value_export import export_values
 
 if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
@@ -142,66 +141,46 @@ class RunRecords(TrainerCallback):
     def write_results(self) -> None:
         """Values and a page about the run, into ``output_dir/_alphatoken``."""
         trainer = self._trainer
-        whole = self._all_ledgers() if trainer.args.export_values else None
-        if not trainer.args.should_save:
+        args = trainer.args
+        whole = self._all_ledgers() if args.export_values else None
+        if not args.should_save:
             return
         trainer.save_state()
-        folder = Path(str(trainer.args.output_dir))
+        folder = Path(str(args.output_dir))
         if whole is not None and len(whole):
             data = trainer.train_dataset
             rows = plain_rows(data) if hasattr(data, "__len__") else None
-            tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-            args = trainer.args
-            unit = ledger_unit(trainer.optimizer, args.preconditioner, args.precondition_after)
-            place = folder / RESULTS / "values"
-            whole.export(place, rows, tokenizer=tokenizer, unit=unit, **trainer.export_arguments())
+            export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
         missing = missing_libraries()
         if missing:
             warn_caller(f"no page about this run was written: it needs {' and '.join(missing)}")
             return
-        write_run_report(folder, history=trainer.state.log_history)
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        write_run_report(folder, lambda ids: [t.text for t in token_texts(tokenizer, ids)])
 
     def _all_ledgers(self) -> ValueLedger | None:
         """The ledgers of all processes added up, on those that write; None on the others.
 
-        Each process writes its own to a file, and those that write read one file at a time: what
-        hundreds of millions of tokens are worth does not fit into a message to every process. Where
-        the folder is not shared between machines, or one could not write, it is sent after all.
+        One process after the other sends its own in parts: what hundreds of millions of tokens are
+        worth does not fit into one message.
         """
-        trainer = self._trainer
-        ranks, writes = Ranks(trainer.accelerator), bool(trainer.args.should_save)
+        ranks, writes = Ranks(self._trainer.accelerator), bool(self._trainer.args.should_save)
         if ranks.world == 1:
             return self.ledger
-        folder = Path(str(trainer.args.output_dir)) / RESULTS
-        # A name of this run's own: a killed run may have left files, which are no part of this one.
-        run = ranks.broadcast_object(secrets.token_hex(4))
-        files = [folder / f"ledger-{run}-rank{rank}.safetensors" for rank in range(ranks.world)]
-        full = False
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.ledger.save(files[ranks.rank])
-        except OSError:  # no room, or no right to write here: the others must not wait for nothing
-            full = True
-        apart = ranks.any(full)  # all have written now
-        apart = ranks.any(apart or (writes and not all(file.is_file() for file in files)))
-        parts = ranks.gather_objects(self.ledger.state_tensors(copy=False)) if apart else ()
         whole = ValueLedger()
-        for rank in range(ranks.world if writes else 0):
-            one = ValueLedger.load(files[rank]) if not apart else ValueLedger.of(parts[rank])
-            whole.merge(one)
-        several_write = bool(trainer.args.save_on_each_node)
-        if several_write:
-            ranks.wait()  # until the others have read
-        # One writer: the others need not wait for it, since collectives lose their patience.
-        for file in [files[ranks.rank]] if apart or several_write else files if writes else []:
-            file.unlink(missing_ok=True)
+        for rank in range(ranks.world):
+            own = list(self.ledger.parts()) if rank == ranks.rank else []
+            for number in range(ranks.broadcast_object(len(own), rank)):
+                part = ranks.broadcast_object(own[number] if own else None, rank)
+                if writes:
+                    whole.merge(part)
         return whole if writes else None
 
     # --- the checkpoint's part --------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The ledger by column, and the statistics since the last log."""
-        return self.ledger.state_tensors(copy=False), self.monitor.state_values()
+        return self.ledger.state_tensors(), self.monitor.state_values()
 
     def load(self, ledger: dict[str, Tensor], monitor: Mapping[str, Any]) -> None:
         """Take back what ``state`` gave."""

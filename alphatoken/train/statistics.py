@@ -13,26 +13,18 @@ from alphatoken.values import TokenValues
 __all__ = ["ValueSums", "summary"]
 
 _COUNTS = ("tokens", "response", "kept", "weight", "square")
-_PER_RECORD, _RECORDS = 512, 128
-"""Tokens of a micro-batch that quantiles are taken from, and most micro-batches of a log."""
-
-_QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
 
 
 class ValueSums:
-    """Counts, first and second moments, summed magnitudes, and a sample for the quantiles.
+    """Counts, first and second moments, and summed magnitudes.
 
     Micro-batches may come with components or without: each name counts its own tokens.
-    Adding a micro-batch reads nothing from the device; :meth:`state` does. What the sample holds is
-    a function of the micro-batches alone: it draws from no global generator.
+    Adding a micro-batch reads nothing from the device; :meth:`state` does.
     """
 
     def __init__(self) -> None:
-        self.records = 0
         self._counts: Tensor | None = None
         self._moments: dict[str, Tensor] = {}  # name -> (4,): tokens, sum, squares, magnitudes
-        self._sample: list[Tensor] = []
-        self._valued, self._stride = 0, 1
 
     @torch.no_grad()
     def add(
@@ -64,7 +56,6 @@ class ValueSums:
         self._counts = counts if self._counts is None else self._counts.to(counts) + counts
         if values is not None:
             self._add_values(values, wide)
-        self.records += 1
 
     def _add_values(self, values: TokenValues, wide: torch.dtype) -> None:
         parts = {"total": values.total, **values.components()}
@@ -78,55 +69,26 @@ class ValueSums:
         for name, moment in zip(parts, moments, strict=True):
             before = self._moments.get(name)
             self._moments[name] = moment if before is None else before.to(moment) + moment
-        self._add_sample(rows[0].to(torch.float32), values.mask.flatten())
-
-    def _add_sample(self, totals: Tensor, mask: Tensor) -> None:
-        """Some tokens of every n-th micro-batch; n doubles when too many have gathered.
-
-        Places off the response become NaN, to be dropped when the device is read.
-        """
-        self._valued += 1
-        if (self._valued - 1) % self._stride:
-            return
-        if mask.numel() > _PER_RECORD:
-            generator = torch.Generator().manual_seed(self.records)
-            chosen = torch.randint(mask.numel(), (_PER_RECORD,), generator=generator)
-            chosen = chosen.to(mask.device, non_blocking=True)
-            totals, mask = totals[chosen], mask[chosen]
-        self._sample.append(totals.masked_fill(~mask, float("nan")))
-        if len(self._sample) > _RECORDS:
-            self._sample, self._stride = self._sample[::2], 2 * self._stride
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain JSON values; floats come back bit for bit."""
-        sizes = [len(part) for part in self._sample]
         moments = torch.stack([*self._moments.values()]).tolist() if self._moments else []
-        sample = torch.cat(self._sample).cpu().split(sizes) if sizes else []
         return {
-            "records": self.records,
-            "valued": self._valued,
-            "stride": self._stride,
             "counts": [0.0] * len(_COUNTS) if self._counts is None else self._counts.tolist(),
             "moments": dict(zip(self._moments, moments, strict=True)),
-            "sample": [part[~part.isnan()].tolist() for part in sample],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state` gave."""
-        self.records = int(state["records"])
-        self._valued, self._stride = int(state["valued"]), int(state["stride"])
-        missing = [0.0] * (len(_COUNTS) - len(state["counts"]))  # of an earlier release
-        self._counts = torch.tensor([*state["counts"], *missing], dtype=torch.float64)
+        self._counts = torch.tensor(state["counts"], dtype=torch.float64)
         self._moments = {
             name: torch.tensor(moments, dtype=torch.float64)
             for name, moments in state["moments"].items()
         }
-        self._sample = [torch.tensor(part, dtype=torch.float32) for part in state["sample"]]
 
     def clear(self) -> None:
-        """Start the next interval; the number of micro-batches of the whole run is kept."""
-        self._counts, self._moments, self._sample = None, {}, []
-        self._valued, self._stride = 0, 1
+        """Start the next interval."""
+        self._counts, self._moments = None, {}
 
 
 def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -151,12 +113,11 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     moments: dict[str, Tensor] = {}
     for name, part in (item for state in states for item in state["moments"].items()):
         moments[name] = moments.get(name, 0) + torch.tensor(part, dtype=torch.float64)
-    samples = torch.tensor([v for state in states for part in state["sample"] for v in part])
-    statistics |= _by_component({name: part.tolist() for name, part in moments.items()}, samples)
+    statistics |= _by_component({name: part.tolist() for name, part in moments.items()})
     return {"tokens": counts["tokens"], **statistics}
 
 
-def _by_component(moments: Mapping[str, Sequence[float]], samples: Tensor) -> dict[str, float]:
+def _by_component(moments: Mapping[str, Sequence[float]]) -> dict[str, float]:
     statistics: dict[str, float] = {}
     whole = sum(part[3] for name, part in moments.items() if name != "total")
     for name, (count, total, square, size) in moments.items():
@@ -167,10 +128,6 @@ def _by_component(moments: Mapping[str, Sequence[float]], samples: Tensor) -> di
         statistics[f"{name}_std"] = max(square / count - mean * mean, 0.0) ** 0.5
         if name != "total":
             statistics[f"{name}_share"] = size / whole if whole > 0 else 0.0
-    if samples.numel():
-        levels = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)
-        quantiles = torch.quantile(samples.double(), levels).tolist()
-        statistics |= {f"total_{q}": x for q, x in zip(_QUANTILES, quantiles, strict=True)}
     return statistics
 
 

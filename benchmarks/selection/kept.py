@@ -21,7 +21,9 @@ from scipy.stats import spearmanr
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import Example, batches
+from alphatoken.report import read_values
 from alphatoken.support.storage import write_json
+from alphatoken.train.report import VALUES
 from alphatoken_lab.compare.folder import GridFolder
 from alphatoken_lab.compare.grid import Grid, all_cells
 from benchmarks.selection.finding import (
@@ -79,8 +81,6 @@ def _chosen(grid: Grid, folder: GridFolder, method: str) -> Any:
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """``alphatoken sft`` with these options; a record of each response token that it saw."""
-    import pyarrow.parquet as pq
-
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training import build_trainer, trainer_of
 
@@ -92,9 +92,14 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         arguments = read_arguments("sft", ["--config", str(recipe)], configuration)
         trainer, _ = build_trainer(arguments, kind)
         trainer.train()
-        (file,) = Path(place).rglob("values.parquet")
-        columns = ["rows", "token_id", "kept_share", "last_step"]
-        records: list[dict[str, Any]] = pq.read_table(file, columns=columns).to_pylist()
+        examples = list(read_values(Path(place) / VALUES))
+    records = []
+    for one in examples:
+        assert one.visits is not None
+        told = {"rows": one.visits.rows, "last_step": one.visits.last_step}
+        ids, shares = np.asarray(one.ids), one.visits.kept_share
+        pairs = zip(ids[one.response].tolist(), shares[one.response].tolist(), strict=True)
+        records += [{**told, "token_id": token, "kept_share": share} for token, share in pairs]
     return records
 
 

@@ -1,14 +1,9 @@
-"""What a run reports: its statistics by hand, across processes and checkpoints, on a terminal."""
+"""What a run reports: its statistics by hand, across processes and checkpoints."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
-import random
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
-from alphatoken.support.progress import Progress
-from alphatoken.train.monitor import CURVES, TrainMonitor, console_line, weight_drift
-from alphatoken.train.statistics import _RECORDS, ValueSums, summary
+from alphatoken.train.monitor import CURVES, TrainMonitor, weight_drift
+from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
 from tests.integration import tiny_training as tiny
 from tests.integration.killed_run import Run, finish
@@ -63,8 +57,6 @@ def test_statistics_by_hand(split: bool) -> None:
     assert found["kept_share"] == found["weight_share"] == kept / len(total)
     assert found["total_mean"] == pytest.approx(total.mean(), rel=1e-12)
     assert found["total_std"] == pytest.approx(total.std(), rel=1e-12)
-    levels = [found["total_q05"], found["total_median"], found["total_q95"]]
-    assert levels == pytest.approx(np.quantile(total, [0.05, 0.5, 0.95]), rel=1e-12)
     names = NAMES if split else ("adaptation", "stability")
     columns = {
         name: torch.cat([v.components()[name][m] for _, m, v in batches]).double().numpy()
@@ -112,7 +104,7 @@ def test_components_count_their_own_tokens() -> None:
         assert value == pytest.approx((half if part else whole)[name], rel=1e-12), name
     alone = summary([add(ValueSums(), mixed[:1]).state()])
     assert not [name for name in alone if name.startswith(("adaptation", "stability"))]
-    assert "total_median" in alone
+    assert "total_mean" in alone
 
 
 def test_nothing_recorded_and_nothing_to_learn() -> None:
@@ -132,33 +124,17 @@ def test_processes_together_are_as_one() -> None:
     assert summary([*parts, idle]) == summary(parts)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 130, 300])
+@pytest.mark.parametrize("cut", [0, 1, 3])
 def test_state_goes_on_to_the_same_bits(cut: int) -> None:
-    """Also where the sample has been thinned already."""
-    batches = [drawn(seed, 2, 5) for seed in range(301)]
+    batches = [drawn(seed, 2, 5) for seed in range(4)]
     whole = add(ValueSums(), batches)
     first = add(ValueSums(), batches[:cut])
     second = ValueSums()
     second.load(json.loads(json.dumps(first.state())))
     add(second, batches[cut:])
     assert second.state() == whole.state()
-    assert len(whole.state()["sample"]) <= _RECORDS
     whole.clear()
-    assert whole.state()["records"] == 301
     assert summary([whole.state()])["response_tokens"] == 0
-
-
-def test_quantiles_of_many_values_are_close() -> None:
-    sums, every = ValueSums(), []
-    for seed in range(200):
-        weights, mask, values = drawn(seed, 8, 200)
-        add(sums, [(weights, mask, values)])
-        every.append(values.total[mask])
-    found = summary([sums.state()])
-    for name, level in (("q05", 0.05), ("median", 0.5), ("q95", 0.95)):
-        wanted = float(np.quantile(torch.cat(every).numpy(), level))
-        # 25,000 drawn values or more: six standard errors of a normal's quantile.
-        assert found[f"total_{name}"] == pytest.approx(wanted, abs=6 * 2.6 * 2.1 / 25_000**0.5)
 
 
 def test_recording_reads_nothing_from_the_device() -> None:
@@ -178,13 +154,6 @@ def test_recording_reads_nothing_from_the_device() -> None:
         sums.state()
 
 
-def test_recording_leaves_the_random_state() -> None:
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()  # noqa: NPY002
-    add(ValueSums(), [drawn(0, 8, 500)])
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[2] == np.random.get_state()[1].tobytes()  # noqa: NPY002
-
-
 def test_weight_drift_by_hand() -> None:
     draw = torch.Generator().manual_seed(0)
     start = {n: torch.randn(4, 5, generator=draw) for n in "ab"}
@@ -201,20 +170,8 @@ def test_weight_drift_by_hand() -> None:
     assert half["drift"] > 0, "compared in float32"
 
 
-class _Args:
-    disable_tqdm = True
-
-
-class _State:
-    global_step, max_steps, is_world_process_zero = 4, 10, True
-
-
-class _Trainer:
-    args, state = _Args(), _State()
-
-
 def test_alarm_when_the_held_out_part_turns() -> None:
-    monitor = TrainMonitor(_Trainer())
+    monitor = TrainMonitor(None)
     assert monitor.looked_at is None
     for step, (pool, held, alarm) in enumerate(
         [
@@ -235,34 +192,22 @@ def test_alarm_when_the_held_out_part_turns() -> None:
 
 
 def test_monitor_state_holds_the_looks_and_the_balance() -> None:
-    first, second = TrainMonitor(_Trainer()), TrainMonitor(_Trainer())
+    first, second = TrainMonitor(None), TrainMonitor(None)
     weights, mask, values = drawn(0)
     first.record(weights, mask, replace(values, balance={"a": 0.5, "b": 3.0, "c": 2.0}), seconds=2)
     first.direction(0.25)
     first.direction(0.5)
     first.gap(3, {"pool": 1.0, "held_out": 2.0, "gap": 1.0})
     second.load_values(json.loads(json.dumps(first.state_values())))
-    clock = ("alpha/tokens_per_second", "alpha/seconds_left")
-    logs = [{k: v for k, v in m.logs().items() if k not in clock} for m in (first, second)]
+    logs = [m.logs() for m in (first, second)]
+    for one in logs:
+        del one["alpha/tokens_per_second"]
     assert logs[0] == logs[1]
     assert logs[0]["alpha/balance"] == 2.0
     assert logs[0]["alpha/scoring_seconds"] == 2.0
     assert logs[0]["alpha/direction_seconds"] == 0.75
     assert second.logs()["alpha/direction_seconds"] == 0.0
     assert second.looked_at == 3
-
-
-def test_console_line_for_a_reader() -> None:
-    logs = {
-        "loss": 1.23456, "alpha/kept_share": 0.5, "alpha/total_mean": 1e-4, "alpha/total_std": 2e-3,
-        "alpha/balance": 0.25, "alpha/validation_gap": -0.01, "alpha/validation_alarm": 1.0,
-        "alpha/drift": 0.1, "alpha/tokens_per_second": 12345.6,
-    }  # fmt: skip
-    line = console_line(7, logs)
-    assert line.startswith("step 7, loss 1.235, kept 50.0%, value 0.0001 ± 0.002, balance 0.25")
-    assert "gap -0.01, drift 0.1, 12,346 tokens/s" in line
-    assert "the run fits the validation rows" in line
-    assert console_line(7, {"loss": 1.0}) == "step 7, loss 1"
 
 
 # --- in a run -------------------------------------------------------------------------------------
@@ -301,10 +246,9 @@ def test_logs_of_a_run(tmp_path: Path) -> None:
     sent = [logs for logs in sink.logs if "loss" in logs]
     assert [s["alpha/kept_share"] for s in sent] == [e["alpha/kept_share"] for e in logged]
     wanted = {
-        "kept_share", "total_mean", "total_std", "total_q05", "total_median", "total_q95",
-        "balance", "validation_pool", "validation_held_out", "validation_gap", "drift",
-        "relative_drift", "tokens_per_second", "seconds_left", "scoring_seconds",
-        "direction_seconds",
+        "kept_share", "total_mean", "total_std", "balance", "validation_pool",
+        "validation_held_out", "validation_gap", "drift", "relative_drift", "tokens_per_second",
+        "scoring_seconds", "direction_seconds",
         *(f"{name}_{kind}" for name in NAMES for kind in ("mean", "std", "share")),
     }  # fmt: skip
     for entry in logged:
@@ -342,73 +286,6 @@ def test_logs_are_over_all_processes(tmp_path: Path) -> None:
     ]
     assert logs[0]["alpha/response_tokens"] == logs[1]["alpha/response_tokens"]
     names = [name for name in logs[0] if name.startswith(("alpha/total", *_COMPONENTS))]
-    assert len(names) == 5 + 3 * len(NAMES)
+    assert len(names) == 2 + 3 * len(NAMES)
     for name in [*names, "alpha/validation_pool", "alpha/validation_held_out"]:
         assert logs[0][name] == pytest.approx(logs[1][name], rel=1e-3, abs=1e-6), name
-
-
-@contextmanager
-def terminal() -> Iterator[int]:
-    """Standard error becomes a real terminal; its other end."""
-    master, slave = pty.openpty()
-    before = sys.stderr
-    try:
-        with os.fdopen(slave, "w") as sys.stderr:
-            yield master
-    finally:
-        sys.stderr = before
-        os.close(master)
-
-
-def _read(master: int) -> str:
-    os.set_blocking(master, False)
-    parts = []
-    while True:
-        try:
-            parts.append(os.read(master, 65536))
-        except (BlockingIOError, OSError):
-            return b"".join(parts).decode()
-
-
-def test_console_on_a_terminal(tmp_path: Path) -> None:
-    options = {"disable_tqdm": False, "max_steps": 3, "logging_steps": 2, "save_strategy": "no"}
-    with terminal() as other_end:
-        trainer = Run("sft", tmp_path, options=options).trainer()
-        _read(other_end)
-        trainer.train()
-        text = _read(other_end)
-    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
-    assert ProgressCallback not in kinds
-    lines = [part.replace("\x1b[K", "") for part in text.replace("\r\n", "\n").split("\r")]
-    stays = [part for part in lines if "step 2, loss" in part]
-    assert len(stays) == 1
-    assert "kept 5" in stays[0]
-    assert stays[0].endswith("\n")
-    assert any(part.startswith("AlphaSFT: 3/3 (100%)") for part in lines), text
-
-
-def test_console_elsewhere_is_as_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = {"disable_tqdm": False, "max_steps": 2, "logging_steps": 1, "save_strategy": "no"}
-    trainer = Run("sft", tmp_path, options=options).trainer()
-    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
-    assert ProgressCallback in kinds
-    trainer.train()
-    found = capfd.readouterr()
-    assert "alpha/kept_share" in found.out, "the trainer's own lines are there"
-    assert "AlphaSFT: " not in found.out + found.err
-
-
-def test_console_to_a_function() -> None:
-    seen: list[Progress] = []
-    monitor = TrainMonitor(_Trainer(), progress=seen.append)
-    state = _State()
-    monitor.on_train_begin(None, state, None)
-    monitor.on_step_end(None, state, None)
-    monitor.on_log(None, state, None, logs={"loss": 1.0})
-    assert [(p.label, p.done, p.total) for p in seen] == [("_", 4, 10), ("_", 4, 10)]
-    assert seen[-1].note == "step 4, loss 1"
-    seen.clear()
-    state.is_world_process_zero = False
-    monitor.on_train_begin(None, state, None)
-    monitor.on_step_end(None, state, None)
-    assert seen == [], "one process speaks"

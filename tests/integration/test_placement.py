@@ -104,64 +104,33 @@ def test_fisher_and_static_passes_run_there(
 
 
 class Two:
-    """The first of two processes: what it sends to all is noted, the other's part is given."""
+    """One of two processes; what the first sends is the other's, where this is the second."""
 
-    def __init__(self, theirs: ValueLedger, folder: Path, how: str) -> None:
-        self.rank, self.world, self.main = 0, 2, True
-        self._theirs, self._how = theirs, how
-        self.of_the_other = folder / "_alphatoken/ledger-run-rank1.safetensors"
-        self.sent = self.asked = 0
+    world = 2
 
-    def broadcast_object(self, item: Any) -> Any:
-        return "run"
+    def __init__(self, rank: int, of_the_other: ValueLedger) -> None:
+        self.rank, self._sent = rank, [len(list(of_the_other.parts())), *of_the_other.parts()]
 
-    def any(self, flag: bool) -> bool:
-        self.asked += 1
-        if self.asked == 1:  # whether one could not write: the other has done so by now
-            if self._how == "apart":
-                return flag
-            self._theirs.save(self.of_the_other)
-            return flag or self._how == "the other is full"
-        return flag
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        self.sent += 1
-        return [item, self._theirs.state_tensors()]
+    def broadcast_object(self, item: Any, source: int) -> Any:
+        return item if source == self.rank else self._sent.pop(0)
 
 
-@pytest.mark.parametrize("how", ["shared", "apart", "this one is full", "the other is full"])
-def test_ledgers_of_processes_add_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """By files where the folder is shared and has room, by messages where not."""
-    ours, theirs, both = ValueLedger(), ValueLedger(), ValueLedger()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ledgers_of_processes_add_up(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    both, ledgers = ValueLedger(), (ValueLedger(), ValueLedger())
     documents = [Doc((1, 0, 1, 1), (False, True, True, True)), Doc((0, 1, 1), (False, True, True))]
-    for seed, ledger in ((1, ours), (2, theirs)):
+    monkeypatch.setattr("alphatoken.train.ledger._PART", 1)
+    for seed, ledger in enumerate(ledgers):
         add(ledger, documents, visit(2, seed), "right", range(2))
         both.merge(ledger)
-    args = SimpleNamespace(output_dir=str(tmp_path), should_save=True, save_on_each_node=False)
-    ranks = Two(theirs, tmp_path, how)
-    monkeypatch.setattr(records, "Ranks", lambda accelerator: ranks)
+    monkeypatch.setattr(records, "Ranks", lambda accelerator: Two(rank, ledgers[1 - rank]))
     run = RunRecords.__new__(RunRecords)
+    args = SimpleNamespace(should_save=rank == 0)
     run._trainer = SimpleNamespace(args=args, accelerator=None)  # type: ignore[assignment]
-    run.ledger = ours
-    (tmp_path / "_alphatoken").mkdir()
-    stale = tmp_path / "_alphatoken" / "ledger-killed-rank1.safetensors"
-    ours.save(stale)  # what a killed run left is no part of this one
-    before = ours.state_tensors()
-    if how == "this one is full":
-
-        def full(path: Path) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(ours, "save", full)
+    run.ledger = ledgers[rank]
+    before = run.ledger.state_tensors()
     found = run._all_ledgers()
-    assert found is not None
-    expected = both.state_tensors()
-    assert all(torch.equal(t, expected[n]) for n, t in found.state_tensors().items())
-    assert all(torch.equal(t, before[n]) for n, t in ours.state_tensors().items())
-    assert ranks.sent == (0 if how == "shared" else 1)
-    left = (
-        {stale} if how in ("shared", "apart") else {stale, ranks.of_the_other}
-    )  # it takes its own
-    assert set((tmp_path / "_alphatoken").iterdir()) == left
+    assert (found is None) == (rank == 1), "one process writes"
+    for one, expected in ((run.ledger, before), (found, both.state_tensors())):
+        if one is not None:
+            assert all(torch.equal(t, expected[n]) for n, t in one.state_tensors().items())

@@ -122,7 +122,7 @@ def test_nothing_of_the_training_rows_is_uploaded(tmp_path: Path, hub: Hub, stra
     results = folder / "_alphatoken"
     assert told((results / "alphatoken-report.html").read_bytes())  # the look has eyes
     assert told((folder / "checkpoint-4" / "alphatoken-rank0.safetensors").read_bytes())
-    assert (results / "values" / "values.parquet").exists()
+    assert (results / "values" / "part-00000.parquet").exists()
     assert "model.safetensors" in hub.names()
     assert not any("alphatoken-rank" in name or "values" in name for name in hub.names())
     assert len(hub.commits) == {"end": 2, "every_save": 4}[strategy]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from alphatoken.data.pieces import token_texts
 from alphatoken.errors import DataError
 from alphatoken.report.drawing import COLOURS, DASHES
 from alphatoken.report.page import Picture, anchor_of
 from alphatoken.train.curves import CHARTS, charts
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.report import (
-    REPORT,
-    count_tokens,
-    main,
-    read_run,
-    token_values,
-    write_run_report,
-)
+from alphatoken.train.report import REPORT, VALUES, read_run, write_run_report
+from alphatoken.train.value_export import export_values
 from alphatoken.values import TokenValues
 from tests.integration.browser import Browser, opened
 from tests.integration.tiny_training import sums, tokenizer
@@ -51,9 +44,7 @@ def log(steps: int, every: int = 10) -> list[dict[str, Any]]:
             "alpha/kept_share": 0.5,
             "alpha/weight_share": 0.5,
             "alpha/total_mean": 1e-5,
-            "alpha/total_median": 1e-5,
-            "alpha/total_q05": -2e-4,
-            "alpha/total_q95": 3e-4,
+            "alpha/total_std": 3e-4,
             "alpha/balance": step / steps,
             "alpha/relative_drift": math.sqrt(step) * 1e-3,
             "alpha/tokens_per_second": 1500.0,
@@ -89,7 +80,11 @@ def ledger(rows: int = 6) -> ValueLedger:
     return filled
 
 
-def run_folder(folder: Path, steps: int = 400, *, values: bool = True, kind: str = "jsonl") -> Path:
+def texts(ids: Sequence[int]) -> list[str]:
+    return [piece.text for piece in token_texts(tokenizer(), ids)]
+
+
+def run_folder(folder: Path, steps: int = 400, *, values: bool = True) -> Path:
     """A folder as a run leaves it."""
     for step in (steps // 2, steps):
         (folder / f"checkpoint-{step}").mkdir(parents=True)
@@ -100,7 +95,7 @@ def run_folder(folder: Path, steps: int = 400, *, values: bool = True, kind: str
     told = {"run": "0", "options": options, "versions": {"torch": "2"}}
     (folder / "alphatoken-run.json").write_text(json.dumps(told))
     if values:
-        ledger().export(folder / f"values.{kind}", tokenizer=tokenizer())
+        export_values(ledger(), folder / VALUES)
     return folder
 
 
@@ -192,45 +187,6 @@ def test_colours_stand_out_from_white_and_from_each_other() -> None:
 # --- what is read ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_exported_values_are_read_back(tmp_path: Path, kind: str) -> None:
-    filled = ledger()
-    path = filled.export(tmp_path / f"values.{kind}", tokenizer=tokenizer())
-    found = list(token_values(path))
-    assert len(found) == len(filled) == 6
-    columns = filled.accumulated()
-    totals = np.concatenate([one.values["total"][1:] for one in found])
-    assert np.array_equal(totals, columns.sums[:, 0])
-    assert np.array_equal(np.concatenate([one.kept[1:] for one in found]), columns.kept >= 0.5)
-    for one, row in zip(found, sums(6), strict=True):
-        assert "".join(one.tokens[1:]) == row["completion"]
-        assert not one.response[0]
-        assert one.response[1:].all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_large_value_files_are_read_in_stretches(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = ledger(40).export(tmp_path / f"values.{kind}", tokenizer=tokenizer())
-    every = {tuple(one.values["total"]) for one in token_values(path)}
-    tokens = sum(len(row["completion"]) for row in sums(40))
-    assert count_tokens(path) == tokens
-    monkeypatch.setattr("alphatoken.train.report._STRETCH", 100)
-    some = [tuple(one.values["total"]) for one in token_values(path, most=tokens // 3)]
-    assert set(some) < every, "whole documents only"
-    assert len(set(some)) == len(some) > 5
-    assert len(list(token_values(path))) == 40
-    monkeypatch.setattr("alphatoken.train.report.MOST_TOKENS", tokens // 3)
-    folder = run_folder(tmp_path / "run", kind=kind)
-    text = write_run_report(folder).read_text(encoding="utf-8")
-    assert "evenly spread stretches" not in text, "this one is small"
-    ledger(40).export(folder / f"values.{kind}", tokenizer=tokenizer())
-    text = write_run_report(folder).read_text(encoding="utf-8")
-    assert f"holds {tokens:,} tokens" in text
-
-
 def test_newest_state_is_read(tmp_path: Path) -> None:
     run = read_run(run_folder(tmp_path / "run"))
     assert (run.step, run.steps, len(run.history)) == (400, 500, 40)
@@ -238,17 +194,16 @@ def test_newest_state_is_read(tmp_path: Path) -> None:
     assert run.values is not None
 
 
-def test_bad_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no trainer state in"):
         write_run_report(tmp_path)
-    assert main([str(tmp_path / "nowhere")]) == 1
-    assert "no trainer state" in capsys.readouterr().err
     folder = run_folder(tmp_path / "run")
-    (folder / "values.jsonl").write_text('{"document": 1}\n')
-    with pytest.raises(DataError, match=r"values\.jsonl"):
+    (folder / VALUES / "part-00000.parquet").write_text("cut")
+    with pytest.raises(DataError, match="part-00000"):
         write_run_report(folder)
-    (folder / "checkpoint-400" / "trainer_state.json").write_text("[1")
-    with pytest.raises(DataError, match="checkpoint-400"):
+    for state in folder.rglob("trainer_state.json"):
+        state.write_text("[1")
+    with pytest.raises(DataError, match="no trainer state in"):
         write_run_report(folder)
     assert not (folder / REPORT).exists()
 
@@ -260,7 +215,7 @@ def test_the_page_says_how_many_rows_were_seen_and_what_a_row_number_counts(tmp_
         [pieces(row[part])["input_ids"] for part in ("prompt", "completion")] for row in sums(9)
     ]
     rows = [{"input_ids": p + c, "labels": [-100] * len(p) + c} for p, c in parts]
-    ledger(6).export(folder / "values.jsonl", rows, tokenizer=pieces)
+    export_values(ledger(6), folder / VALUES, rows)
     text = " ".join(write_run_report(folder).read_text(encoding="utf-8").split())
     assert "6 of 9 training rows were seen" in text
     assert "counts the training rows from 0, without those that were left out or held out" in text
@@ -271,12 +226,13 @@ def test_run_without_values_and_log_still_has_a_page(tmp_path: Path) -> None:
     text = write_run_report(folder).read_text(encoding="utf-8")
     assert "exported no token values" in text
     assert 'id="examples"' not in text
-    assert "Nothing was logged" in write_run_report(folder, history=[]).read_text(encoding="utf-8")
+    told = {"global_step": 999, "log_history": []}
+    (folder / "trainer_state.json").write_text(json.dumps(told))
+    assert "Nothing was logged" in write_run_report(folder).read_text(encoding="utf-8")
 
 
 def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run")
-    page = write_run_report(folder, history=log(20_000))
+    page = write_run_report(run_folder(tmp_path / "run", 20_000))
     assert page.stat().st_size < 3_000_000
 
 
@@ -285,12 +241,7 @@ def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written as a user would."""
-    folder = run_folder(tmp_path_factory.mktemp("report") / "run", kind="parquet")
-    command = [sys.executable, "-m", "alphatoken.train.report", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == str(folder / REPORT)
-    return folder / REPORT
+    return write_run_report(run_folder(tmp_path_factory.mktemp("report") / "run"), texts)
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +256,8 @@ def test_browser_draws_every_chart_and_token(browser: Browser) -> None:
     assert browser.evaluate("[...document.images].every(i => i.naturalWidth === 360)")
     assert browser.evaluate("document.images.length") == drawn + 3
     responses = sum(len(row["completion"]) for row in sums(6))
+    words = browser.evaluate("document.querySelector('.text').textContent")
+    assert words == "".join(sums(6)[0].values()), "prompts are shown"
     assert browser.evaluate("document.querySelectorAll('.tok').length") == responses
     assert browser.evaluate("document.title") == "Run run"
     settings = browser.evaluate("document.querySelector('#settings').nextElementSibling.innerText")

@@ -348,8 +348,6 @@ check_the_pool_begins_at_log_two | | (log 2) | exact
 check_a_moving_reference_is_looked_at_anew | | (log 2) | exact
 check_a_collator_labels_every_batch | | (the collator's labels) | exact
 check_the_routers_loss_is_trained | | (transformers' own trainer) | exact
-check_a_decrease_is_claimed_where_steps_make_it | | (real steps of optimizers) | exact
-check_values_along_full_steps_name_what_they_lack | | (by hand) | exact
 check_rounding_is_told_from_results | | (by hand) | exact
 check_a_finished_run_is_known | | (by hand) | exact
 check_a_reference_reads_the_policys_tokens | | (by hand) | exact

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from tests.property import properties_rules as rules
-from tests.property.mutation import Claim, Mutant, Words, claim, mutant
+from tests.property.mutation import Claim, Mutant, claim, mutant
 
 NEEDS = ("trl", "peft")
 DPO = "train.dpo.AlphaDPOTrainer"
 LABELLED = "train.sft.LabelledRows"
 ROUNDING = "train.identity.rounding_only"
 SAME_ROWS = "train.identity._steps_of_the_same_rows"
-OBSTACLE = "train.ledger_unit._obstacle"
 FINISHED = "train.resume.finished_step"
 APART = "train.resume._apart"
 REFERENCE = "train.reference.check_reference"
@@ -52,20 +51,6 @@ def _ended(name: str, sentence: str, old: str, new: str, case: str, of: str = FI
 def _reference(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
     one = claim(rules.check_a_reference_reads_the_policys_tokens, case, examples=1, needs=NEEDS)
     return mutant(name, sentence, (REFERENCE, old, new), one)
-
-
-def _decrease(case: str) -> Claim:
-    check = rules.check_a_decrease_is_claimed_where_steps_make_it
-    return claim(check, case, examples=1, needs=NEEDS)
-
-
-def _ledger(name: str, sentence: str, edit: Words, *cases: str) -> Mutant:
-    return mutant(name, sentence, edit, *map(_decrease, cases))
-
-
-def _full(case: str) -> Claim:
-    check = rules.check_values_along_full_steps_name_what_they_lack
-    return claim(check, case, examples=1, needs=NEEDS)
 
 
 MUTANTS = (
@@ -331,49 +316,5 @@ MUTANTS = (
         "ids.get(text, number)",
         "ids.get(text)",
         "the last tokens not named",
-    ),
-    _ledger(
-        "adaptive-steps-called-a-decrease",
-        "the sum of values is called a decrease under an adaptive optimizer",
-        (OBSTACLE, "type(optimizer) is not torch.optim.SGD", "False"),
-        "Adagrad",
-        "RMSprop",
-    ),
-    mutant(
-        "momentum-called-a-decrease",
-        "the sum of values is called a decrease where momentum carries gradients on",
-        (
-            OBSTACLE,
-            'any(group.get("momentum") or (group.get("betas") or (0.0,))[0] != 0.0 for group in '
-            "groups)",
-            "False",
-        ),
-        _decrease("momentum"),
-        _full("momentum"),
-    ),
-    mutant(
-        "decay-called-a-decrease",
-        "the sum of values is called a decrease where weight decay moves weights too",
-        (OBSTACLE, 'any(group.get("weight_decay") for group in groups)', "False"),
-        _decrease("decay"),
-        _full("decay"),
-    ),
-    _ledger(
-        "a-climb-called-a-decrease",
-        "the sum of values is called a decrease where the optimizer climbs",
-        (OBSTACLE, 'any(group.get("maximize") for group in groups)', "False"),
-        "climbing",
-    ),
-    _ledger(
-        "step-sizes-taken-for-the-first",
-        "the sum of values is called a decrease where weights have step sizes of their own",
-        (OBSTACLE, "> 1:", "> 2:"),
-        "two rates",
-    ),
-    _ledger(
-        "step-sizes-at-the-end-of-the-schedule",
-        "step sizes are compared where all have come to zero",
-        (OBSTACLE, 'group.get("initial_lr", group["lr"])', 'group["lr"]'),
-        "two rates, schedule",
     ),
 )

@@ -471,19 +471,19 @@ TRAINERS = (
     _of(
         "ledger-unscaled",
         "visits add up values without the scale",
-        (f"{LEDGER}.add", "+= scale * found", "+= found"),
+        (f"{LEDGER}.add", "+= scale * block", "+= block"),
         PAPER,
     ),
     _of(
         "ledger-keeps-the-last-visit",
         "a visit overwrites the ones before",
-        (f"{LEDGER}.add", "sums[span, :-1] +=", "sums[span, :-1] ="),
+        (f"{LEDGER}.add", "sums[:, :-1] +=", "sums[:, :-1] ="),
         PAPER,
     ),
     _of(
         "ledger-counts-dropped-tokens",
         "every visited token counts as kept",
-        (f"{LEDGER}.add", "sums[span, -1] += kept[document.places]", "sums[span, -1] += 1"),
+        (f"{LEDGER}.add", "sums[:, -1] += kept[document.places]", "sums[:, -1] += 1"),
         PAPER,
     ),
     _of(

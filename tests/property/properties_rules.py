@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,65 +196,6 @@ def _mixture(share: float) -> Any:
 
 
 # --- what is said of a run ------------------------------------------------------------------------
-
-SGD: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "momentum": {"momentum": 0.9},
-    "decay": {"weight_decay": 0.3},
-    "climbing": {"maximize": True},
-    "two rates": {"rates": (0.1, 0.3)},
-    "schedule": {"schedule": True},
-    "two rates, schedule": {"rates": (0.1, 0.3), "schedule": True},
-}
-OTHERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "Adam": torch.optim.Adam,
-    "Adagrad": torch.optim.Adagrad,
-    "RMSprop": torch.optim.RMSprop,
-}
-
-
-def check_a_decrease_is_claimed_where_steps_make_it(name: str) -> None:
-    """The ledger's sum is called a decrease exactly where the optimizer's real steps on a linear
-    objective decrease it by the step sizes times the values."""
-    ledger_unit = import_module("alphatoken.train.ledger_unit").ledger_unit
-    generator = torch.Generator().manual_seed(len(name))
-    weights = [torch.randn(3, generator=generator).double().requires_grad_() for _ in range(2)]
-    direction = [torch.randn(3, generator=generator).double() for _ in weights]
-    options = dict(SGD.get(name, {}))
-    rates, scheduled = options.pop("rates", (0.1, 0.1)), options.pop("schedule", False)
-    groups = [{"params": [w], "lr": rate} for w, rate in zip(weights, rates, strict=True)]
-    optimizer = OTHERS.get(name, torch.optim.SGD)(groups, **options)
-    fade = (lambda step: 1 - step / 3) if scheduled else (lambda step: 1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, fade)
-
-    def objective() -> float:
-        pairs = zip(direction, weights, strict=True)
-        return sum(float((g * w.detach()).sum()) for g, w in pairs)
-
-    before = objective()
-    predicted = 0.0
-    for _ in range(3):
-        for w, g in zip(weights, direction, strict=True):
-            w.grad = torch.randn(3, generator=generator).double()
-            predicted += optimizer.param_groups[0]["lr"] * float((w.grad * g).sum())
-        optimizer.step()
-        schedule.step()
-    true = abs(before - objective() - predicted) < 1e-9 * (abs(predicted) + 1)
-    said = ledger_unit(optimizer, None, 0).startswith("predicted decrease")
-    assert said == true, f"said: {said}, true: {true}"
-
-
-def check_values_along_full_steps_name_what_they_lack(name: str) -> None:
-    """With ``preconditioner="full"`` the sum is a decrease only where a step is a function of the
-    gradient alone: without momentum and without weight decay."""
-    ledger_unit = import_module("alphatoken.train.ledger_unit").ledger_unit
-    options = {"plain": {}, "momentum": {"momentum": 0.9}, "decay": {"weight_decay": 0.3}}[name]
-    weight = torch.nn.Parameter(torch.ones(2))
-    unit = ledger_unit(torch.optim.RMSprop([weight], lr=0.1, **options), "full", 2)
-    assert unit.startswith("predicted decrease") == (name == "plain"), unit
-    unit = ledger_unit(torch.optim.RMSprop([weight], lr=0.1, **options), "frozen", 2)
-    assert not unit.startswith("predicted decrease"), unit
-
 
 RUN = {
     "optim": "adamw_torch", "policy": "top", "keep_scope": "global",

@@ -470,17 +470,12 @@ def _flat(model: Any, of: Any) -> Tensor:
 
 
 def _read_ledger(trainer: Any, seen: Seen) -> None:
-    found = trainer.ledger.accumulated()
-    for number, (start, size) in enumerate(zip(found.starts, found.sizes, strict=True)):
-        here = slice(int(start), int(start) + int(size))
-        branch = (0, 1, -1)[int(found.branches[number])]
-        places = zip(found.positions[here].tolist(), found.tokens[here].tolist(), strict=True)
-        key = branch, tuple(places)
-        sums = torch.from_numpy(found.sums[here].copy())
-        kept = torch.from_numpy(found.kept[here].copy())
+    for entry in trainer.ledger.documents.values():
+        places = zip(entry.positions.tolist(), entry.ids[entry.positions].tolist(), strict=True)
+        key = (0, 1, -1)[entry.branch], tuple(places)
         assert key not in seen.ledger, "two documents of the ledger look the same"
-        seen.ledger[key] = torch.cat([sums, kept[:, None]], dim=1)
-        seen.visits[key] = int(found.visits[number])
+        seen.ledger[key] = torch.from_numpy(entry.sums.copy())
+        seen.visits[key] = entry.visits
 
 
 def _tell(trainer: Any, seen: Seen) -> None:

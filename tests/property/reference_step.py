@@ -829,8 +829,6 @@ class Replay:
                 found[f"alpha/{name}_std"] = float(value.std(correction=0))
                 if name != "total":
                     found[f"alpha/{name}_share"] = sizes[name] / whole if whole else 0.0
-            for name, level in (("q05", 0.05), ("median", 0.5), ("q95", 0.95)):
-                found[f"alpha/total_{name}"] = float(table["total"].quantile(level))
         return found | (self.drifted() if out.values else {})
 
     def drifted(self) -> dict[str, float]:

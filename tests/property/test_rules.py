@@ -37,18 +37,6 @@ def test_routers(share: float) -> None:
     claims.check_the_routers_loss_is_trained(share)
 
 
-@pytest.mark.parametrize("name", [*claims.SGD, *claims.OTHERS])
-def test_decreases(name: str) -> None:
-    need(*TRAINERS)
-    claims.check_a_decrease_is_claimed_where_steps_make_it(name)
-
-
-@pytest.mark.parametrize("name", ["plain", "momentum", "decay"])
-def test_full_steps(name: str) -> None:
-    need(*TRAINERS)
-    claims.check_values_along_full_steps_name_what_they_lack(name)
-
-
 @pytest.mark.parametrize("name", list(claims.RESUMED))
 def test_resumed_options(name: str) -> None:
     need(*TRAINERS)
