@@ -22,11 +22,11 @@ ROOMS = {
     "fidelity": 10_718,
     "model": 5_743,
     "oracle": 4_960,
-    "report": 1_624,
+    "report": 1_635,
     "scoring": 720,
     "select": 990,
     "support": 678,
-    "train": 13_365,
+    "train": 12_701,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_121), ("tests", 73_357)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_126), ("tests", 72_852)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most
