@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
 
@@ -34,23 +35,38 @@ CURVES = tuple(
 
 @torch.no_grad()
 def weight_drift(
-    parameters: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    sharding: Sharding | None = None,
+    masters: MasterWeights | None = None,
 ) -> dict[str, float]:
     """``||theta - theta_ref||_F`` over all given parameters together, and relative to theta_ref.
 
     Args:
-        parameters: current weights by name, whole.
-        reference: those of the reference, at least these names, on any device.
+        parameters: current weights by name, as the model has them.
+        reference: those of the reference, whole, at least these names, on any device.
+        sharding: of the parameters, where they lie in parts; the call is then collective.
+        masters: what the optimizer moves; the parameters' own values without it.
 
     Returns:
         ``drift`` in units of weight; ``relative_drift``, 0 where the reference is 0.
     """
+    read = masters if sharding is None or masters is not None else sharding.local
     moved: list[Tensor] = []
     whole: list[Tensor] = []
+
+    def norm(name: str, part: Tensor) -> Tensor:
+        if sharding is None:
+            size: Tensor = part.norm()
+            return size
+        return torch.tensor(sharding.norms({name: part})[name], dtype=torch.float64)
+
     for name, weight in parameters.items():
-        start = reference[name].to(weight.device, torch.float32)
-        moved.append((weight.detach().to(torch.float32) - start).norm())
-        whole.append(start.norm())
+        now = (weight.detach() if read is None else read(name, weight)).to(torch.float32)
+        start = reference[name].to(now.device, torch.float32)
+        start = start if sharding is None else sharding.part_of(name, start)
+        moved.append(norm(name, now - start))
+        whole.append(norm(name, start))
     if not moved:
         return {"drift": 0.0, "relative_drift": 0.0}
     distance, size = torch.stack([torch.stack(moved).norm(), torch.stack(whole).norm()]).tolist()

@@ -22,7 +22,6 @@ from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor, weight_drift
 from alphatoken.train.report import VALUES, write_run_report
-from alphatoken.train.shards import sharded_drift
 from alphatoken.train.value_export import export_values
 
 if TYPE_CHECKING:
@@ -124,19 +123,16 @@ class RunRecords(TrainerCallback):
         here = {n: parameters[n] for n in self.reference if n in parameters}
         if not here:
             return {}
-        sharding = sharding_of(trainer.accelerator, trainer.model)
-        masters = masters_of(trainer.accelerator, trainer.model)
-        reference, moved = self.reference, None
+        masters, reference = masters_of(trainer.accelerator, trainer.model), self.reference
         if masters is not None:
-            moved = masters.weight
             before, rounded = reference, masters.start
             reference = Formed(here, lambda name: rounded(name, before[name]))
-        if sharding is not None:
-            return sharded_drift(sharding, here, reference, moved)
-        if moved is None:
-            return weight_drift(here, reference)
-        weights, of_optimizer = here, moved
-        return weight_drift(Formed(here, lambda n: of_optimizer(n, weights[n])), reference)
+        return weight_drift(
+            here,
+            reference,
+            sharding_of(trainer.accelerator, trainer.model),
+            None if masters is None else masters.weight,
+        )
 
     def write_results(self) -> None:
         """Values and a page about the run, into ``output_dir/_alphatoken``."""

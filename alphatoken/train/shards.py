@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
-from alphatoken.model.sharding import MasterWeights, Sharding
 
-__all__ = ["Fsdp2Sharding", "Zero3Sharding", "sharded_drift"]
+__all__ = ["Fsdp2Sharding", "Zero3Sharding"]
 
 
 def _square_sums(parts: Mapping[str, Tensor], copies: Mapping[str, int]) -> dict[str, float]:
@@ -55,33 +53,6 @@ def _device(spread: Any) -> str:
 def _local(spread: Any) -> Tensor:
     found: Tensor = spread.to_local()
     return found.clone()
-
-
-def sharded_drift(
-    sharding: Sharding,
-    parameters: Mapping[str, Tensor],
-    reference: Mapping[str, Tensor],
-    masters: MasterWeights | None = None,
-) -> dict[str, float]:
-    """``||theta - theta_ref||_F`` over parameters that lie in parts, and relative to theta_ref.
-
-    Collective. What ``monitor.weight_drift`` is of whole weights.
-
-    Args:
-        sharding: of the parameters.
-        parameters: by name, as the model has them.
-        reference: whole, at least these names, on any device.
-        masters: parts of what the optimizer moves; the parameters' own without it.
-    """
-    now_of = sharding.local if masters is None else masters
-    moved: dict[str, Tensor] = {}
-    start: dict[str, Tensor] = {}
-    for name, weight in parameters.items():
-        now = now_of(name, weight).float()
-        start[name] = sharding.part_of(name, reference[name].to(now.device, torch.float32))
-        moved[name] = now - start[name]
-    distance, size = (math.hypot(*sharding.norms(parts).values()) for parts in (moved, start))
-    return {"drift": distance, "relative_drift": distance / size if size > 0 else 0.0}
 
 
 class Fsdp2Sharding:

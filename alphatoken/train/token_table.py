@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -30,7 +30,6 @@ from alphatoken.train.identity import differences
 
 __all__ = ["TableHeader", "TokenTable", "rows_fingerprint"]
 
-VERSION = 1
 _COLUMN = "column/"
 
 Array = NDArray[Any]
@@ -45,14 +44,12 @@ class TableHeader:
         model: digest of the weights (``alphatoken.support.storage.weights_digest``), or "".
         data: ``rows_fingerprint`` of the rows, or "".
         settings: everything else, as plain JSON values.
-        version: of the form of the file.
     """
 
     kind: str
     model: str = ""
     data: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    version: int = VERSION
 
     def digest(self) -> str:
         """16 hexadecimal digits that stand for all of it; for names of files."""
@@ -200,44 +197,24 @@ class TokenTable:
 
     def with_columns(self, **columns: Array) -> TokenTable:
         """The same tokens with columns more, or replaced."""
-        return TokenTable(
-            self.header, self.keys, self.sizes, self.positions, {**self.columns, **columns}
-        )
-
-    def renamed(self, **names: str) -> TokenTable:
-        """The same table with columns under other names: ``renamed(new="old")``."""
-        old = set(names.values())
-        kept = {name: column for name, column in self.columns.items() if name not in old}
-        kept |= {new: self.columns[name] for new, name in names.items()}
-        return TokenTable(self.header, self.keys, self.sizes, self.positions, kept)
+        return replace(self, columns={**self.columns, **columns})
 
     def join(self, other: TokenTable, header: TableHeader | None = None) -> TokenTable:
-        """Columns of both, for the same documents in whatever order; this table's order stays.
+        """Columns of both, which hold the same documents in the same order.
 
         Raises:
-            DataError: a document that the other table lacks, or cuts elsewhere.
-            InputError: a column that both have.
+            DataError: another document, or one that is cut elsewhere.
         """
-        shared = sorted(set(self.columns) & set(other.columns))
-        if shared:
-            raise InputError("both token tables have the column", got=", ".join(shared))
-        places = []
-        for number, key in enumerate(self._numbers):
-            found = other._numbers.get(key)
-            if found is None or other.sizes[found] != self.sizes[number]:
-                raise DataError(
-                    "two token tables do not hold the same documents",
-                    got=f"document {number} of {len(self)}; the other table holds {len(other)}",
-                    why="its tokens would have no number in some column",
-                    remedy="make both from the same rows",
-                )
-            places.append(np.arange(other.starts[found], other.starts[found + 1]))
-        order = _joined(places).astype(np.int64)
-        columns = {name: column[order] for name, column in other.columns.items()}
-        return TokenTable(
-            header or self.header,
-            self.keys, self.sizes, self.positions, {**self.columns, **columns},
-        )  # fmt: skip
+        pairs = zip((self.keys, self.sizes), (other.keys, other.sizes), strict=True)
+        if not all(np.array_equal(mine, theirs) for mine, theirs in pairs):
+            raise DataError(
+                "two token tables do not hold the same documents",
+                got=f"{len(self)} documents and {len(other)}",
+                why="tokens would have no number in some column",
+                remedy="make both from the same rows",
+            )
+        columns = {**self.columns, **other.columns}
+        return replace(self, header=header or self.header, columns=columns)
 
     # --- documents --------------------------------------------------------------------------------
 
@@ -358,8 +335,6 @@ class TokenTable:
             header = TableHeader.from_json(metadata["token_table"])
             arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
             keys, sizes, positions = map(arrays.pop, ("keys", "sizes", "positions"))
-            if header.version != VERSION:
-                raise ValueError(f"version {header.version} of the form, this library reads 1")
             columns = {name.removeprefix(_COLUMN): array for name, array in arrays.items()}
             table = cls(header, keys, sizes, positions, columns)
         except (KeyError, ValueError, TypeError) as problem:

@@ -530,8 +530,8 @@ TRAINERS = (
         "the drift is logged relative to the current weights",
         (
             "train.monitor.weight_drift",
-            "whole.append(start.norm())",
-            "whole.append(weight.detach().norm())",
+            "whole.append(norm(name, start))",
+            "whole.append(norm(name, now))",
         ),
         PAPER,
     ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def model_losses(stage: PolicyStage, model: nn.Module, column: str) -> TokenTabl
         as :func:`static_pass`. Oracle: ``alphatoken.oracle.token_losses``.
     """
     table = static_pass(stage, model, ("loss",), measure_losses, "losses")
-    return table.renamed(**{column: "loss"})
+    return replace(table, columns={column: table.columns["loss"]})
 
 
 def static_pass(
