@@ -113,11 +113,6 @@ class Ranks:
         dist.all_reduce(raised)
         return bool(raised)
 
-    def wait(self) -> None:
-        """Return when every process has come here."""
-        if self.world > 1:
-            dist.barrier()
-
 
 Decide = Callable[[Tensor, Tensor], Tensor]
 """(values (1, n), mask (1, n), all True) -> weights (1, n)."""
