@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from alphatoken.errors import ConfigError, ModelError, quoted
 from alphatoken.train.loading import freeze_unreached
 from alphatoken.train.plan import Layout, Plan, make_plan
 
-__all__ = ["check_known", "meta_model", "plan_run", "scope_line", "show_plan"]
+__all__ = ["check_known", "meta_model", "plan_run", "show_plan"]
 
 
 def plan_run(arguments: Arguments, layout: Layout) -> Plan:
@@ -60,13 +60,23 @@ def check_known(arguments: Arguments, layout: Layout) -> None:
         plan_run(arguments, layout)
 
 
-def show_plan(plan: Plan, *, as_json: bool) -> None:
-    """Print it, as text or as JSON."""
-    if as_json:
-        print(json.dumps(plan.as_dict(), indent=1, default=str))
-        return
-    for line in _lines(plan):
-        print(line)
+def show_plan(plan: Plan) -> None:
+    """Print it as YAML; scored linears are grouped by their name within a layer."""
+    import yaml  # type: ignore[import-untyped]
+
+    document = json.loads(json.dumps(plan.as_dict(), default=str))
+    document["scored"]["linears"] = _grouped(plan.scored["linears"])
+    print(yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100), end="")
+
+
+def _grouped(linears: Mapping[str, list[int]]) -> list[str]:
+    """Linears by what they are called inside their layer, with shape and number."""
+    grouped: dict[tuple[str, int, int], int] = {}
+    for name, (d_out, d_in) in linears.items():
+        inside = name.split(".layers.")[-1].split(".h.")[-1].partition(".")[2] or name
+        key = (inside, d_out, d_in)
+        grouped[key] = grouped.get(key, 0) + 1
+    return [f"{n} x {inside} {d_out} x {d_in}" for (inside, d_out, d_in), n in grouped.items()]
 
 
 # --- the model's shape --------------------------------------------------------------------------
@@ -98,19 +108,11 @@ def meta_model(arguments: Arguments) -> tuple[nn.Module, str]:
         shape = None if recipe is None else recipe.model_shape
         if shape is None or recipe is None or recipe.options.get("model_name_or_path") != name:
             raise _no_shape(name, error) from None
-        config = _config(json.dumps(shape, sort_keys=True))
+        config = _config(shape)
         source = f"model_shape of {recipe.path.name}"
     if arguments.model.use_peft:  # they are put into the model itself
         return _with_adapters(_on_meta(config), arguments), source
-    return _shaped(
-        json.dumps(config.to_dict(), sort_keys=True, default=str), _Shared(config)
-    ), source
-
-
-def scope_line(scored: Mapping[str, Any]) -> str:
-    """The layers and how many linears of them; "all" parameters name no linears."""
-    layers, count = _layers(scored["layers"]), len(scored["linears"])
-    return f"{layers}: {count} linear{'s'[: count != 1]}" if count else layers
+    return _shaped(config), source
 
 
 def _no_shape(name: str, error: Exception) -> ModelError:
@@ -128,32 +130,22 @@ def _no_shape(name: str, error: Exception) -> ModelError:
     )
 
 
-class _Shared:
-    """A configuration that is no part of a cache's key: the key says the same as text."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shared)
+_SHAPES: dict[str, nn.Module] = {}
+"""The model of a configuration, by the configuration's text: several plans look at one."""
 
 
-@lru_cache(maxsize=3)
-def _shaped(text: str, shared: _Shared) -> nn.Module:
-    """The model of a configuration, whose text says which; several plans look at one."""
-    return _on_meta(shared.config)
+def _shaped(config: Any) -> nn.Module:
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if text not in _SHAPES:
+        _SHAPES[text] = _on_meta(config)
+    return _SHAPES[text]
 
 
-@lru_cache(maxsize=8)
-def _config(shape: str) -> Any:
+def _config(shape: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    arguments = json.loads(shape)
     try:
-        return AutoConfig.for_model(arguments.pop("model_type"), **arguments)
+        return AutoConfig.for_model(**deepcopy(dict(shape)))
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(
             "model_shape of the recipe is not a model's shape", got=str(error)[:200]
@@ -222,103 +214,3 @@ def _notes(arguments: Arguments, given: int | None) -> list[str]:
     if arguments.training.output_dir is None:
         notes.append("No output_dir is given: trainer_output would be used.")
     return notes
-
-
-# --- text ---------------------------------------------------------------------------------------
-
-
-def _lines(plan: Plan) -> Iterator[str]:
-    model, scored, batch = plan.model, plan.scored, plan.batch
-    yield f"alphatoken {plan.command}: the plan"
-    yield _line(
-        "model",
-        f"{model['name']}: {model['class']}, {model['layers']} layers, "
-        f"{_count(model['parameters'])} parameters, {_count(model['trainable'])} trained "
-        f"(shape from {model['shape_from']})",
-    )
-    yield _line(
-        "scored",
-        f"{scope_line(scored)}, {_count(scored['parameters'])} parameters "
-        f"({scored['share_of_trainable']:.1%} of the trained); "
-        f"estimator {scored['estimator']}, policy {scored['policy']}",
-    )
-    for text in _linears(scored["linears"]):
-        yield _line("", text)
-    yield _line("layout", _layout(plan.layout))
-    yield _line(
-        "batch",
-        f"{batch['rows']} {'pairs' if plan.command == 'dpo' else 'rows'} a step "
-        f"({batch['rows_per_micro_batch']} x {batch['accumulation']} accumulated), at most "
-        f"{batch['tokens_at_most']:,} tokens of {batch['length']} a sequence",
-    )
-    share = batch["keep_ratio"]
-    yield _line(
-        "kept",
-        f"what the rule of {scored['policy']} keeps of the response tokens"
-        if share is None
-        else f"{share:.0%} of the response tokens, at most {batch['kept_at_most']:,} a step",
-    )
-    yield _line("validation", _validation(plan.validation))
-    yield _line("steps", _steps(plan.steps))
-    yield _line("options", f"{len(plan.options)} differ from their defaults:")
-    for name, (value, default) in plan.options.items():
-        yield _line("", f"{name}: {value!r} (default {default!r})")
-    for note in plan.notes:
-        yield _line("note", note)
-
-
-def _line(title: str, text: str) -> str:
-    return f"  {title:<11} {text}"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
-
-
-def _layers(layers: list[int]) -> str:
-    if len(layers) > 4:
-        return f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-
-
-def _linears(linears: Mapping[str, list[int]]) -> Iterator[str]:
-    """Linears by what they are called inside their layer, with shape and number."""
-    grouped: dict[tuple[str, int, int], int] = {}
-    for name, (d_out, d_in) in linears.items():
-        inside = name.split(".layers.")[-1].split(".h.")[-1].partition(".")[2] or name
-        key = (inside, d_out, d_in)
-        grouped[key] = grouped.get(key, 0) + 1
-    for (inside, d_out, d_in), count in grouped.items():
-        yield f"{count} x {inside} {d_out} x {d_in}"
-
-
-def _layout(layout: Mapping[str, Any]) -> str:
-    kind = {"single": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}.get(
-        layout["kind"], layout["kind"].replace("zero", "ZeRO-")
-    )
-    forward = (
-        "scoring runs a forward of its own"
-        if layout["own_forward"]
-        else ("one forward serves scoring and training")
-    )
-    several = f" on {layout['processes']} processes" if layout["processes"] > 1 else ""
-    return f"{kind}{several}; {forward}"
-
-
-def _validation(part: Mapping[str, Any]) -> str:
-    if not part["rows"]:
-        return "none"
-    ratio = f"1:{1 / part['ratio']:.3g}" if part["ratio"] <= 1 else f"{part['ratio']:.3g}:1"
-    often = "each step" if part["per_steps"] == 1 else f"every {part['per_steps']} steps"
-    return f"{part['rows']} rows {often} ({part['mode']}), validation:batch = {ratio}"
-
-
-def _steps(part: Mapping[str, Any]) -> str:
-    if part["steps"] is None:
-        return f"not known: {part['epochs']:g} epochs of an unknown number of rows"
-    if part["epochs"] is None:
-        return f"{part['steps']:,} (max_steps)"
-    return f"{part['steps']:,} in {part['epochs']:g} epochs of {part['rows']:,} rows"

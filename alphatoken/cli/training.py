@@ -98,7 +98,7 @@ def _run(command: str, words: Sequence[str]) -> int:
 
         check_files(arguments)
         check_output(arguments)
-        show_plan(plan_run(arguments, layout_of(arguments)), as_json=arguments.run.json)
+        show_plan(plan_run(arguments, layout_of(arguments)))
         return 0
     check_files(arguments)
     check_output(arguments)

@@ -105,9 +105,8 @@ class RunArguments:
     """What the command does beside training."""
 
     dry_run: bool = option(
-        False, "Print the plan and stop: no network, no weights, no training data."
+        False, "Print the plan as YAML and stop: no network, no weights, no training data."
     )
-    json: bool = option(False, "Print the plan as JSON.")
     resume: bool = option(
         False, "Continue after the last complete checkpoint in output_dir, if there is one."
     )
