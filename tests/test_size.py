@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_099,
     "certificate": 1_422,
-    "cli": 4_711,
+    "cli": 4_710,
     "corpus": 1_821,
     "data": 2_633,
     "demo": 865,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_126), ("tests", 72_745)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_126), ("tests", 72_712)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -4,8 +4,7 @@ Each command is listed below with the module that runs it, and a module is loade
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
 
 - ``score``, ``filter``, ``fisher``: options in the module of that name, the work in
-  ``score_run``, ``filter_run``, ``fisher_run``. ``folder`` says what a run's
-  results depend on and whether it may be resumed; ``notes`` what a reader of the values must know.
+  ``score_run``, ``filter_run``, ``fisher_run``; rows are read and valued by ``alphatoken.corpus``.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   and ``training_data`` to a trainer; ``planning`` prints what ``--dry-run`` shows, ``launching``
   starts several processes, ``recipes`` reads options from a file.

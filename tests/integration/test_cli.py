@@ -513,23 +513,6 @@ def test_a_reader_that_goes_early_is_no_error() -> None:
         assert run.stderr.read() == b""
 
 
-def test_help_and_version_without_loading_a_model_library() -> None:
-    code = (
-        "import sys\nfrom alphatoken.cli import main\n"
-        "for words in ('score --help', 'fisher --help', '--version'):\n"
-        "    try:\n        main(words.split())\n"
-        "    except SystemExit as end:\n        assert not end.code\n"
-        "assert 'transformers' not in sys.modules\nassert 'pyarrow' not in sys.modules\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for words in (
-        "what to value", "examples", "--resume", "OUT/report.html", "--samples", "--checkpoint",
-    ):  # fmt: skip
-        assert words in run.stdout
-    assert run.stdout.splitlines()[-1].startswith("alphatoken ")
-    assert max(map(len, run.stdout.splitlines())) <= 100
-
-
 def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["score"], ["score", "--estimator", "magic"]):
         assert main(words) == 2

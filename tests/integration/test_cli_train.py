@@ -544,13 +544,6 @@ def test_help_prints_every_option_of_ours(capsys: pytest.CaptureFixture[str]) ->
         assert name in text
 
 
-def test_the_list_of_commands_names_them(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert all(f"\n    {name}" in text for name in ("score", "fisher", "sft", "dpo", "recipes"))
-
-
 # --- a choice of layers ---------------------------------------------------------------------------
 
 
@@ -730,7 +723,7 @@ def test_a_run_in_this_process(
     task: str, library: Path, tmp_path: Path, in_process: Callable[..., Any]
 ) -> None:
     words = real(library, task, tmp_path / "out", max_steps=2, max_length=96, fisher_samples=2)
-    said = in_process(*words)
+    said = in_process(*words, "--resume")  # it starts where there is nothing to resume
     assert "2 steps trained; model:" in said.out
     assert "10 rows drawn for validation and not trained on" in said.err
     assert differ(tmp_path / "out", library / "model")
@@ -775,14 +768,6 @@ def test_a_template_of_trl_has_a_bare_name_on_the_command_line_too() -> None:
     assert Path(given.training.chat_template_path).is_file()
     given = read_arguments("sft", [*words, "no.jinja"], AlphaSFTConfig)
     assert given.training.chat_template_path == "no.jinja"
-
-
-@pytest.mark.slow
-def test_resume_starts_where_there_is_nothing_to_resume(
-    library: Path, tmp_path: Path, in_process: Callable[..., Any]
-) -> None:
-    words = real(library, "sft", tmp_path / "out", max_steps=1, retention="none")
-    assert "1 steps trained" in in_process(*words, "--resume").out
 
 
 @pytest.mark.slow

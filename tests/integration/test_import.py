@@ -57,7 +57,9 @@ def test_help_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("alphatoken ") for line in lines)
+    assert max(map(len, lines)) <= 100
 
 
 def test_every_name_of_the_facade_is_there_in_every_way() -> None:
