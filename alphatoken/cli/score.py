@@ -83,10 +83,6 @@ class _Finer:
         f"{PARAMETERS} (all and patterns: --estimator label only)",
         flag="value_parameters",
     )
-    head_reduction: Literal["per_head", "mean"] = option(
-        "per_head", "which attention weights are used"
-    )
-    causal_position: Literal["label", "context"] = option("label", "where the causal part is taken")
     scope: Literal["batch", "sequence", "dataset"] = option(
         "batch",
         "rank tokens within a batch (the paper), a sequence, or all of them",

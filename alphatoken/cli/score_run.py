@@ -24,8 +24,6 @@ def run(options: ScoreOptions) -> None:
         format=options.format,
         shard_size=options.shard_size,
         components=options.components,
-        head_reduction=options.head_reduction,
-        causal_position=options.causal_position,
         parameters=options.parameters,
         offload="stream" if options.offload else "none",
     )

@@ -735,7 +735,7 @@ def test_a_run_in_this_process(
     ratio = {"sft": 1.0, "dpo": 0.5}[task]  # of the packaged recipe
     assert shares == pytest.approx([ratio] * len(shares), abs=0.05)
     assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
-    assert list((tmp_path / "out" / "_alphatoken" / "values").glob("values.*"))
+    assert list((tmp_path / "out" / "_alphatoken" / "values").glob("part-*"))
     assert "values and report, which quote training rows: " in said.out
     asked = AlphaOptions.held_out_steps
     assert read_run(tmp_path / "out").options["held_out_steps"] == asked, "not whether it is any"
