@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_099,
     "certificate": 1_422,
-    "cli": 4_704,
+    "cli": 4_695,
     "corpus": 1_821,
     "data": 2_633,
     "demo": 865,

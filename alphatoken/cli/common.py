@@ -10,9 +10,12 @@ from alphatoken.cli.options import option
 __all__ = [
     "LAYERS",
     "PARAMETERS",
+    "BadRowOptions",
     "BudgetOptions",
     "CellOptions",
+    "ColumnOptions",
     "EarlierOptions",
+    "LeftOutOptions",
     "ModelOptions",
     "ReadingOptions",
     "RunningOptions",
@@ -31,7 +34,7 @@ PARAMETERS = (
 _Estimator = Literal["alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ModelOptions:
     """The model."""
 
@@ -44,7 +47,7 @@ class ModelOptions:
     trust_remote_code: bool = option(False, "run code that comes with the model")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ValuationOptions:
     """How to value."""
 
@@ -54,14 +57,14 @@ class ValuationOptions:
     stability_weight: float = option(1.5, "lambda, of stability in the total")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BudgetOptions:
     """How much to keep."""
 
     ratio: float = option(0.5, "share of the response tokens to keep", flag="keep_ratio")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ColumnOptions:
     """Which columns are read."""
 
@@ -71,27 +74,32 @@ class ColumnOptions:
     unread_columns: str | None = option(None, "columns to leave aside, joined by commas")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadingOptions(ColumnOptions):
-    """How to read the rows."""
+@dataclass(kw_only=True)
+class BadRowOptions:
+    """What to do with bad rows."""
 
     on_bad_rows: Literal["error", "skip"] = option(
         "error", "rows that cannot be read or written as tokens: stop before any work, or name them"
     )
+
+
+@dataclass(kw_only=True)
+class ReadingOptions(ColumnOptions, BadRowOptions):
+    """How to read the rows."""
+
     limit: int | None = option(None, "most rows that are read", least=1, flag="train_limit")
     max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
     chat_template: bool = option(True, "write chats with the tokenizer's template")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingRowOptions:
-    """What to do with training rows."""
+@dataclass(kw_only=True)
+class LeftOutOptions:
+    """Which training rows are left out."""
 
-    on_long: Literal["truncate", "skip", "error"] = option(
-        "truncate", "what happens to rows that are too long"
-    )
     on_empty: Literal["error", "skip"] = option(
-        "skip", "rows without a response within the length: count and leave them out, or stop"
+        "skip",
+        "Rows without a response, pairs with an empty response or two equal ones, on the command "
+        "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
     )
     on_leak: Literal["remove", "error"] = option(
         "remove", "what happens to training rows that repeat held-out ones"
@@ -100,10 +108,19 @@ class TrainingRowOptions:
         "prompt", "rows repeat each other where they share the prompt, or all of the conversation"
     )
     turns: Literal["all", "last"] = option("all", "which assistant turns are valued")
+
+
+@dataclass(kw_only=True)
+class TrainingRowOptions(LeftOutOptions):
+    """What to do with training rows."""
+
+    on_long: Literal["truncate", "skip", "error"] = option(
+        "truncate", "what happens to rows that are too long"
+    )
     end_token: bool = option(True, "plain format: end each response with it")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EarlierOptions:
     """What to do with an earlier run."""
 
@@ -111,7 +128,7 @@ class EarlierOptions:
     overwrite_output: bool = option(False, "replace what is there", either="earlier")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunningOptions:
     """How to run."""
 
@@ -121,7 +138,7 @@ class RunningOptions:
     traceback: bool = option(False, "show the whole traceback of an error")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CellOptions:
     """Where the cells of a grid run."""
 

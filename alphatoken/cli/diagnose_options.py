@@ -73,7 +73,7 @@ PROMPTS = 200
 """Most rows that are held out for a Fisher where no number is given."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Subject:
     """What to diagnose."""
 
@@ -117,7 +117,7 @@ def _size(text: str, name: str) -> Any:
     return option(None, f"{text} (default {most}, fewer where the budget stops before)", least=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Work:
     """How much work."""
 
@@ -140,7 +140,7 @@ class _Work:
     retention_rows: int = option(32, "most rows drawn of each retention set", least=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DiagnoseOptions(
     ModelOptions,
     _Subject,

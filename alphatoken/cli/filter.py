@@ -48,7 +48,7 @@ examples
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Rows:
     """What to judge."""
 
@@ -63,7 +63,7 @@ class _Rows:
     output_file: str = option(help="JSONL file for the result")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Rule:
     """How to judge."""
 
@@ -75,7 +75,7 @@ class _Rule:
     kept_only: bool = option(False, "write the rows to keep, without the fields")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FilterOptions(
     ModelOptions,
     _Rows,

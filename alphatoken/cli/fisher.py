@@ -24,7 +24,7 @@ samples itself to the prompts of a held-out file, and save it with the reference
 usage: alphatoken fisher --model_name_or_path PATH --train_file FILE --output_file FILE [options]"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Fit:
     """What to fit."""
 
@@ -44,7 +44,7 @@ class _Fit:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FisherOptions(ModelOptions, _Fit, ReadingOptions, RunningOptions):
     """Everything that ``alphatoken fisher`` is told."""
 

@@ -59,7 +59,7 @@ examples
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Rows:
     """What to value."""
 
@@ -74,7 +74,7 @@ class _Rows:
     output_dir: str = option(help="folder for the results")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Finer:
     """How to value, further."""
 
@@ -93,7 +93,7 @@ class _Finer:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Output:
     """How to write."""
 
@@ -116,7 +116,7 @@ class _Output:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Engine:
     """Who does it."""
 
@@ -128,7 +128,7 @@ class _Engine:
     cpus_per_worker: float = option(1.0, "of each actor, where it has no GPU")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ScoreOptions(
     ModelOptions,
     _Rows,

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from alphatoken.cli.common import BadRowOptions, ColumnOptions, LeftOutOptions
 from alphatoken.cli.options import option
 
 __all__ = ["RowArguments", "RunArguments"]
 
 
 @dataclass
-class RowArguments:
+class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
     """Where rows come from, and what is done with those that cannot be trained on.
 
     A SOURCE is a local .jsonl, .json or .parquet file, a folder of such files or one that datasets
@@ -47,10 +48,6 @@ class RowArguments:
     eval_data: str | None = option(
         None, "SOURCE of rows for TRL's own evaluation; default: dataset_test_split of the hub."
     )
-    prompt_column: str | None = option(None, "Column of the prompt, where it has another name.")
-    response_column: str | None = option(None, "Column of the response (SFT).")
-    messages_column: str | None = option(None, "Column of the chat (SFT).")
-    unread_columns: str | None = option(None, "Columns to leave aside, joined by commas.")
     chosen_column: str | None = option(None, "Column of the chosen response (DPO).")
     rejected_column: str | None = option(None, "Column of the rejected response (DPO).")
     row_format: Literal["auto", "chat", "text"] = option(
@@ -58,34 +55,11 @@ class RowArguments:
         "'chat' writes rows through the tokenizer's chat template, 'text' as plain "
         "text; 'auto': chat where there is a template.",
     )
-    turns: Literal["all", "last"] = option(
-        "all",
-        "Train on 'all' assistant turns of a chat or on the 'last' one (SFT).",
-    )
     separator: str = option("\n", "What ends a prompt in plain text.")
     long_prompts: Literal["drop", "cut"] = option(
         "drop",
         "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
         "lose the beginning of their prompt ('cut').",
-    )
-    on_bad_rows: Literal["error", "skip"] = option(
-        "error",
-        "Rows that cannot be read or written as tokens: stop with an 'error' before any work, or "
-        "'skip' and count them.",
-    )
-    on_empty: Literal["error", "skip"] = option(
-        "skip",
-        "Rows without a response, pairs with an empty response or two equal ones, on the command "
-        "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
-    )
-    on_leak: Literal["remove", "error"] = option(
-        "remove",
-        "Training rows that repeat a validation, retention or Fisher row: 'remove' and "
-        "count them, or stop with an 'error'.",
-    )
-    leak_key: Literal["prompt", "conversation"] = option(
-        "prompt",
-        "Rows repeat each other where they share the 'prompt', or the whole 'conversation' only.",
     )
     split_seed: int = option(0, "Seed of what is drawn from the training rows.")
 

@@ -45,7 +45,7 @@ Any other option of the trainer is passed on to every cell: --max_steps 100. doc
 explains the grid's file, evaluation by lm-eval, executed code and judges."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Running(CellOptions):
     """How to run."""
 
@@ -61,7 +61,7 @@ class _Running(CellOptions):
     cell: str | None = option(None, argparse.SUPPRESS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CompareOptions(GridOptions, _Running):
     """Everything that ``alphatoken-lab compare`` itself is told."""
 

@@ -52,7 +52,7 @@ _TASK_KEYS = {"command", "recipe", "options", "measures", "policies", "tuned_on"
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _What:
     """What to compare."""
 
@@ -67,7 +67,7 @@ class _What:
     keep_ratio: float | None = option(None, "budget of budget cells (default 0.5)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Rows:
     """Model and rows, instead of the file's."""
 
@@ -81,7 +81,7 @@ class _Rows:
     task_path: str | None = option(None, "YAML files of local lm-eval tasks")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GridOptions(_What, _Rows):
     """What of a grid the command line may say."""
 

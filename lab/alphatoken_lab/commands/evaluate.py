@@ -38,7 +38,7 @@ examples
 docs/evaluate.md says how stored answers, judges and their prompts look."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Tasks:
     """What to measure."""
 
@@ -58,7 +58,7 @@ class _Tasks:
     measures: str | None = option(None, "YAML file with all of this, as a grid's `measures`")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Judging:
     """Answers that are judged."""
 
@@ -75,7 +75,7 @@ class _Judging:
     judge_prompt: str | None = option(None, "file of what it is asked (default: our own)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Reading:
     """How to read and write."""
 
@@ -91,7 +91,7 @@ class _Reading:
     traceback: bool = option(False, "show the whole traceback of an error")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EvaluateOptions(ModelOptions, _Tasks, ColumnOptions, _Judging, _Reading):
     """Everything that ``alphatoken-lab evaluate`` is told."""
 

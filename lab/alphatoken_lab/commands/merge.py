@@ -45,7 +45,7 @@ examples
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Merging:
     """What to merge, and how."""
 
@@ -65,7 +65,7 @@ class _Merging:
     traceback: bool = option(False, "show the whole traceback of an error")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MergeOptions(_Merging, ColumnOptions):
     """Everything that ``alphatoken-lab merge`` is told."""
 

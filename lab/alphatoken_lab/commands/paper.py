@@ -41,7 +41,7 @@ examples
   alphatoken-lab paper ablation_rq3 --scale laptop --train_file mine.jsonl --max_steps 40"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _What:
     """What to make."""
 
@@ -52,7 +52,7 @@ class _What:
     output_dir: str = option("runs/paper", "folder for cells, tables and figures")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Inputs:
     """Where models and rows are."""
 
@@ -67,7 +67,7 @@ class _Inputs:
     probes_file: str | None = option(None, "laptop: rows whose states are looked at")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Running(CellOptions):
     """How to run."""
 
@@ -79,7 +79,7 @@ class _Running(CellOptions):
     traceback: bool = option(False, "show the whole traceback of an error")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PaperOptions(_What, _Inputs, _Running):
     """Everything that ``alphatoken-lab paper`` itself is told."""
 
