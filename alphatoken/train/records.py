@@ -152,7 +152,12 @@ class RunRecords(TrainerCallback):
             warn_caller(f"no page about this run was written: it needs {' and '.join(missing)}")
             return
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        write_run_report(folder, lambda ids: [t.text for t in token_texts(tokenizer, ids)])
+        write_run_report(
+            folder,
+            None  # a plain trainer may have no tokenizer
+            if tokenizer is None
+            else lambda ids: [piece.text for piece in token_texts(tokenizer, ids)],
+        )
 
     def _all_ledgers(self) -> ValueLedger | None:
         """The ledgers of all processes added up, on those that write; None on the others.
