@@ -32,11 +32,11 @@ from alphatoken.corpus.folder import (
 )
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.page import Section, write_page
+from alphatoken.fidelity.page import Section, render_page
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
-from alphatoken.report.page import missing_libraries
+from alphatoken.report.page import missing_libraries, write_page
 from alphatoken.support.progress import heartbeat
 from alphatoken.support.storage import write_json
 
@@ -269,14 +269,14 @@ class _Folder:
         model = Path(self.settings["model"])
         document = {"settings": self.settings, "diagnostics": self.diagnostics}
         write_json(self.path / _MANIFEST, document, default=str)
-        write_page(
-            self.path / _PAGE,
+        page = render_page(
             [self._section(entry) for entry in DIAGNOSTICS if entry.name in self.diagnostics],
             title=f"How far to trust the values: {'/'.join(model.parts[-2:])}",
             settings=self.settings,
             notes=self.notes,
             command=self.command,
         )
+        write_page(self.path / _PAGE, page)
 
     def _section(self, entry: Entry) -> Section:
         diagnosis = self.load(entry.name) if self.finished(entry.name) else None

@@ -156,7 +156,6 @@ class Diagnosis:
         figures: pictures.
         notes: what was sampled or left out, and warnings.
         settings: what the numbers depend on.
-        html: extra HTML that is safe to show as it is (token heatmaps), or "".
     """
 
     name: str
@@ -166,7 +165,6 @@ class Diagnosis:
     figures: tuple[Drawing, ...] = ()
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    html: str = ""
 
     def table(self, key: str) -> Table:
         """The table named ``key``; KeyError if there is none."""
@@ -206,7 +204,6 @@ class Diagnosis:
             ],
             "notes": self.notes,
             "settings": dict(self.settings),
-            "html": self.html,
         }
         return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
@@ -242,7 +239,6 @@ class Diagnosis:
                 figures=figures,
                 notes=tuple(record["notes"]),
                 settings=record["settings"],
-                html=record["html"],
             )
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise DataError(

@@ -1,8 +1,8 @@
 """Which tokens of my text are valued, and by which component?
 
-Values are drawn over the text of chosen rows, normalised within each response, as HTML and as
-figures; what the picture suggests is then measured over a whole sample of rows: which kinds of
-tokens are kept, which component decides, and whether another estimator would say the same.
+Values are drawn over the text of chosen rows, normalised within each response; what the picture
+suggests is then measured over a whole sample of rows: which kinds of tokens are kept, which
+component decides, and whether another estimator would say the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_figure import heatmap_figure
-from alphatoken.fidelity.token_page import heatmap_html
 from alphatoken.fidelity.token_text import KINDS, Panel, ValuedText, kind_of, normalised
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.report import COMPONENTS
@@ -70,7 +69,6 @@ class Options(CheckedOptions):
         choices=("all", "total", "components"),
     )
     lines: int = option(16, "most lines of text a panel of the figures", least=1)
-    page_tokens: int = option(400, "most response tokens of a row on the page", least=1)
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
     Raises:
         ConfigError: a row that is not there or has no response; a comparison with before
-            fine-tuning without two models; matplotlib or jinja2 is missing.
+            fine-tuning without two models; matplotlib is missing.
         InputError: too few response tokens in the sample.
     """
     options = options or Options()
@@ -220,7 +218,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "tuned": options.tuned,
             "colours": options.colours,
         },
-        html=heatmap_html(texts, most=options.page_tokens),
     )
 
 

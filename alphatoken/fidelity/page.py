@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Cell, Diagnosis, Drawing, Table
 from alphatoken.report import page
 from alphatoken.report.numbers import cell_text, interval
 
-__all__ = ["MOST_ROWS", "Section", "render_page", "write_page"]
+__all__ = ["MOST_ROWS", "Section", "render_page"]
 
 
 def _spoken(name: str) -> str:
@@ -51,33 +50,6 @@ class Section:
         return cls(diagnosis.name, diagnosis.question, diagnosis)
 
 
-def write_page(
-    path: str | Path,
-    sections: Sequence[Section | Diagnosis],
-    *,
-    title: str = "How far to trust the values",
-    settings: Mapping[str, object] | None = None,
-    notes: Sequence[str] = (),
-    command: str = "",
-) -> Path:
-    """Write the page, whole or not at all, and return its path.
-
-    Args:
-        path: the HTML file.
-        sections: diagnoses in the order of the page.
-        title: heading of the page.
-        settings: what all of them depend on, shown as a table.
-        notes: sentences about the rows.
-        command: what made them, to be run again.
-
-    Raises:
-        ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).
-        DataError: the file could not be written, and an old one is intact; or a figure is no SVG.
-    """
-    html = render_page(sections, title=title, settings=settings, notes=notes, command=command)
-    return page.write_page(path, html)
-
-
 def render_page(
     sections: Sequence[Section | Diagnosis],
     *,
@@ -86,7 +58,19 @@ def render_page(
     notes: Sequence[str] = (),
     command: str = "",
 ) -> str:
-    """The page as text; see :func:`write_page`."""
+    """The page as text.
+
+    Args:
+        sections: diagnoses in the order of the page.
+        title: heading of the page.
+        settings: what all of them depend on, shown as a table.
+        notes: sentences about the rows.
+        command: what made them, to be run again.
+
+    Raises:
+        ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).
+        DataError: a figure is no SVG.
+    """
     shown = [Section.of(one) if isinstance(one, Diagnosis) else one for one in sections]
     names = [section.name for section in shown]
     if len(set(names)) < len(names):
@@ -111,10 +95,6 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
         failure = f"Could not run: {section.failure}" if section.failure else "Not run yet."
         return page.Section(anchor, section.question, _spoken(section.name), failure)
     answer = found.answer
-    text = (
-        '<h3>On the text</h3><div class="extra" tabindex="0" role="group" '
-        f'aria-label="On the text">{found.html}</div>'
-    )
     return page.Section(
         anchor,
         section.question,
@@ -124,7 +104,6 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
         label=answer.label,
         advice=answer.advice,
         pictures=[_picture(section.name, figure) for figure in found.figures],
-        html=text if found.html else "",
         tables=[_table(section.name, table) for table in found.tables],
         notes=found.notes,
         settings={key: value for key, value in found.settings.items() if shared.get(key) != value},

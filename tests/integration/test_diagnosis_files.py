@@ -46,7 +46,6 @@ def example() -> Diagnosis:
         (drawn,),
         ("12 of 99 tokens",),
         {"seed": 1, "layers": "3"},
-        "<p>text</p>",
     )
 
 
@@ -54,11 +53,10 @@ def test_comes_back_as_it_was(tmp_path: Path) -> None:
     saved = example()
     saved.save(tmp_path)
     again = Diagnosis.load(tmp_path)
-    assert (again.name, again.answer, again.notes, again.html) == (
+    assert (again.name, again.answer, again.notes) == (
         saved.name,
         saved.answer,
         saved.notes,
-        saved.html,
     )
     assert again.settings == saved.settings
     assert again.figure("line") == saved.figure("line")
