@@ -62,8 +62,10 @@ class Options(CheckedOptions):
     perplexity: float = option(
         30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
     )
-    points: int = option(1500, "most kept tokens drawn in the picture; numbers use all", least=16)
-    draws: int = option(200, "random selections that say what chance gives", least=20)
+    points: int = option(
+        1500, "most kept tokens drawn in the picture; numbers use all", least=16, first=200
+    )
+    draws: int = option(200, "random selections that say what chance gives", least=20, first=50)
 
     def __post_init__(self) -> None:
         """Check every option."""

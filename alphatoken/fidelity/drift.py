@@ -59,7 +59,7 @@ BEFORE = "before"
 class Options(CheckedOptions):
     """What the diagnostic ``drift`` can be told."""
 
-    probes: int = option(64, "retention rows of each set", least=1)
+    probes: int = option(64, "retention rows of each set", least=1, first=16)
     pool: str = option(
         "all", "tokens of a probe that are averaged: all, prompt or response", choices=POOLS
     )

@@ -28,7 +28,7 @@ from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import Estimate, bootstrap, few_rows
 from alphatoken.fidelity.noise import Planted, calibration, plant
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions, option, thinned
 from alphatoken.fidelity.readings import (
     WINDOWED,
     Numbers,
@@ -66,9 +66,10 @@ class Options(CheckedOptions):
         (),
         "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models.",
         least=1,
+        first=3,
     )
     windows: tuple[int, ...] = option(
-        (), "Windows W to compare; none: 0, 1, 2, 4, ... up to the longest row.", least=0
+        (), "Windows W to compare; none: 0, 1, 2, 4, ... up to the longest row.", least=0, first=2
     )
     noise_share: float = option(
         0.3,
@@ -76,10 +77,13 @@ class Options(CheckedOptions):
         above=0,
         below=1,
     )
-    draws: int = option(200, "Bootstrap samples of each interval.", least=1)
-    repeats: int = option(2, "Timed repeats of each computation.", least=1)
+    draws: int = option(200, "Bootstrap samples of each interval.", least=1, first=100)
+    repeats: int = option(2, "Timed repeats of each computation.", least=1, first=1)
     cost_rows: int = option(
-        8, "Most rows of the batch that is priced; costs are shares of a step on it.", least=1
+        8,
+        "Most rows of the batch that is priced; costs are shares of a step on it.",
+        least=1,
+        first=1,
     )
     price: str = option(
         "flops",
@@ -135,12 +139,13 @@ def _plan(
     config, depth = subject.config, len(subject.adapter.layers())
     every = tuple(range(depth))
     layers = resolve_layers(subject.adapter, config.layers)
-    chosen = options.layers or spread(depth, _MOST_DEPTHS, len(layers))
+    chosen = options.layers or thinned(spread(depth, _MOST_DEPTHS, len(layers)), 3, subject.share)
     last = [resolve_layers(subject.adapter, k) for k in chosen]
     scopes = list(dict.fromkeys([*last, layers]))
     longest = max(len(row.input_ids) for row in rows)
     windows: Sequence[int | None] = (*options.windows, None) if options.windows else ()
-    windows = [*dict.fromkeys([*(windows or windows_of(longest)), config.window])]
+    windows = windows or thinned(windows_of(longest), 2, subject.share)
+    windows = [*dict.fromkeys([*windows, config.window])]
     windows.sort(key=lambda w: math.inf if w is None else w)
 
     def setting(estimator: str, scope: tuple[int, ...], window: int | None) -> Setting:

@@ -64,9 +64,9 @@ START = "oracle at the reference"
 class Options(CheckedOptions):
     """What is fitted and compared; the subject has the rows, the Fisher and the settings."""
 
-    rows: int = option(8, "held-out rows of each retention set", least=1)
+    rows: int = option(8, "held-out rows of each retention set", least=1, first=FEWEST)
     sizes: tuple[int, ...] = option(
-        (8, 24, 72), "numbers of samples whose Fishers are compared", least=1
+        (8, 24, 72), "numbers of samples whose Fishers are compared", least=1, first=1
     )
     labels: str = option(
         "sequence",
@@ -75,7 +75,7 @@ class Options(CheckedOptions):
         choices=("sequence", "token"),
     )
     both: bool = option(True, "also fit a diagonal Fisher by the other kind of labels")
-    max_new_tokens: int = option(48, "longest sampled response", least=1)
+    max_new_tokens: int = option(48, "longest sampled response", least=1, first=12)
     draws: int = option(60, "bootstrap samples of each interval", least=10)
 
     def __post_init__(self) -> None:

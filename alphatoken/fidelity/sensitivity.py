@@ -31,7 +31,7 @@ from alphatoken.fidelity.decisions import Agreement, agreement, percent
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions, option, thinned
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.per_row import row_columns, values_along
 from alphatoken.fidelity.readings import WINDOWED
@@ -69,13 +69,13 @@ class Options(CheckedOptions):
     """Values of the settings; the run's own are always added."""
 
     estimators: tuple[str, ...] = option(
-        ESTIMATORS, "estimators that are compared", choices=ESTIMATORS
+        ESTIMATORS, "estimators that are compared", choices=ESTIMATORS, first=3
     )
     layers: tuple[int, ...] = option(
-        (), "numbers of last layers K; by default 1, 2, ... to the depth", least=1
+        (), "numbers of last layers K; by default 1, 2, ... to the depth", least=1, first=2
     )
     windows: tuple[int, ...] = option(
-        (0, 1, 2, 4, 8, 16, 32, 64, 128), "windows W, in positions", least=0
+        (0, 1, 2, 4, 8, 16, 32, 64, 128), "windows W, in positions", least=0, first=2
     )
     weights: tuple[float, ...] = option(
         (0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),
@@ -87,13 +87,13 @@ class Options(CheckedOptions):
         (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), "shares of tokens to keep", above=0, most=1
     )
     validation_rows: int = option(
-        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
+        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS, first=8
     )
     draws: int = option(20, "subsets of validation rows drawn for each size", least=FEWEST)
     changed: float = option(
         0.1, "share of decisions whose change by lambda is looked for", above=0, below=1
     )
-    repeats: int = option(3, "timings, of which the median is taken", least=1)
+    repeats: int = option(3, "timings, of which the median is taken", least=1, first=1)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -222,7 +222,9 @@ class _Run(OwnValues):
             self.notes.append(f"The run scores layers {scope}, which are no last K layers.")
         return {
             k: config if last and k == len(scope) else replace(config, layers=k)
-            for k in layer_choices(options.layers, depth, len(scope) if last else None)
+            for k in layer_choices(
+                options.layers, depth, len(scope) if last else None, self.subject.share
+            )
         }
 
     def windows(self, options: Options) -> dict[object, ScorerConfig]:
@@ -300,7 +302,9 @@ class _Run(OwnValues):
         return replace(self.cost, direction=direction_cost(scorer, repeats=0))
 
 
-def layer_choices(given: Sequence[int], depth: int, own: int | None) -> list[int]:
+def layer_choices(
+    given: Sequence[int], depth: int, own: int | None, share: float = 1.0
+) -> list[int]:
     """Numbers of last layers that are tried: those given, or a spread up to the depth.
 
     >>> layer_choices((), 5, 3)
@@ -308,7 +312,8 @@ def layer_choices(given: Sequence[int], depth: int, own: int | None) -> list[int
     >>> layer_choices((2, 40), 28, 3)
     [2, 3]
     """
-    chosen = {k for k in (given or (*_SOME_LAYERS, depth)) if k <= depth}
+    usual = thinned(sorted({k for k in (*_SOME_LAYERS, depth) if k <= depth}), 2, share)
+    chosen = {k for k in (given or usual) if k <= depth}
     return sorted(chosen | ({own} if own is not None else set()))
 
 
@@ -316,7 +321,7 @@ def _tried_layers(subject: Subject, options: Options) -> list[int]:
     """Indices of all layers that some setting scores."""
     adapter = find_adapter(subject.model)
     depth, own = len(adapter.layers()), resolve_layers(adapter, subject.config.layers)
-    most = max(layer_choices(options.layers, depth, None), default=1)
+    most = max(layer_choices(options.layers, depth, None, subject.share), default=1)
     return sorted({*own, *range(depth - most, depth)})
 
 

@@ -58,7 +58,7 @@ class Options(CheckedOptions):
         500, "bootstrap resamples of validation rows and of the Fisher", least=50
     )
     validation_rows: int = option(
-        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
+        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS, first=8
     )
     uncertain: float = option(
         0.05,
@@ -73,6 +73,7 @@ class Options(CheckedOptions):
         ("float64", "float32", "bfloat16"),
         "dtypes that are compared; the first is the reference",
         choices=DTYPES,
+        first=2,
     )
     copied_parameters: int = option(
         500_000_000, "a model with more parameters is not copied to other precisions", least=0

@@ -33,7 +33,7 @@ from alphatoken.estimate.matrices import Formed
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions, option, thinned
 from alphatoken.fidelity.prediction import (
     Prediction,
     breakdown,
@@ -81,9 +81,14 @@ class Options(CheckedOptions):
         choices=("response", "kept", "sum"),
     )
     warmup: int = option(
-        32, "Steps of size 0 that fill the optimizer's state at the model's own weights.", least=0
+        32,
+        "Steps of size 0 that fill the optimizer's state at the model's own weights.",
+        least=0,
+        first=8,
     )
-    groups: int = option(12, "Random groups of tokens that are left out together.", least=FEWEST)
+    groups: int = option(
+        12, "Random groups of tokens that are left out together.", least=FEWEST, first=FEWEST
+    )
     group_share: float = option(
         0.1, "Share of the batch's tokens in each of them.", above=0, below=1
     )
@@ -91,11 +96,12 @@ class Options(CheckedOptions):
         1500,
         "Most validation response tokens at which the loss is evaluated again and again.",
         least=1,
+        first=200,
     )
     step_sizes: tuple[float, ...] = option(
-        (), "Step sizes to compare; none: 0.01 to 100 times the learning rate.", above=0
+        (), "Step sizes to compare; none: 0.01 to 100 times the learning rate.", above=0, first=3
     )
-    sweep_tokens: int = option(8, "Tokens left out one by one at each step size.", least=1)
+    sweep_tokens: int = option(8, "Tokens left out one by one at each step size.", least=1, first=2)
     float64_parameters: int = option(
         20_000_000,
         "Models up to this size are stepped as float64 copies, against cancellation.",
@@ -113,11 +119,10 @@ class Options(CheckedOptions):
                 why="without second moments its first step is the gradient's sign",
             )
 
-    @property
-    def etas(self) -> tuple[float, ...]:
-        """Step sizes to compare, the user's among them."""
-        given = self.step_sizes or [self.learning_rate * 10 ** (i / 2) for i in range(-4, 5)]
-        return tuple(sorted({*given, self.learning_rate}))
+    def etas(self, share: float = 1.0) -> tuple[float, ...]:
+        """Step sizes to compare, the user's among them; a share of those that nobody named."""
+        usual = [self.learning_rate * 10 ** (i / 2) for i in range(-4, 5)]
+        return tuple(sorted({*(self.step_sizes or thinned(usual, 3, share)), self.learning_rate}))
 
 
 # --- what is dropped, and what is predicted ------------------------------------------------------
@@ -440,7 +445,7 @@ def _sweep(
     apart = max(1, len(singles) // bench.options.sweep_tokens)
     singles = list(singles)[::apart][: bench.options.sweep_tokens]
     groups = list(groups)[:4]
-    etas = list(bench.options.etas)
+    etas = list(bench.options.etas(bench.subject.share))
     drops = [*singles, *groups]
     tracker = bench.subject.tracker("Step sizes", len(etas) * len(drops))
     counts = count(1)

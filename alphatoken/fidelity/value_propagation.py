@@ -53,7 +53,7 @@ class Options(CheckedOptions):
     """What is looked at; the subject decides on tokens, layers and window."""
 
     pairs: int = option(
-        20_000, "most causal-window pairs looked at in each layer and head", least=1
+        20_000, "most causal-window pairs looked at in each layer and head", least=1, first=500
     )
     collected: str | None = option(
         None, "file of pairs that a training run collected; drawn beside those of the model"

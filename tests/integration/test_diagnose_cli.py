@@ -604,7 +604,7 @@ def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) ->
     assert found.settings["tokens"] == 96
     assert found.settings["budget"] == "0.001s"
     assert re.fullmatch(
-        r"Read 96 of \d+ response tokens.* \(stopped by the budget of 0\.001s\)\.", found.notes[0]
+        r"Read 96 of \d+ tokens.* \(stopped by the budget of 0\.001s\)\.", found.notes[0]
     )
     words = world.words("heatmap", tmp_path / "whole", "--budget", "none", tokens=None)
     assert main(words) == 0
@@ -629,7 +629,6 @@ estimators.draws=20 estimators.repeats=1 estimators.layers=1,2 estimators.window
 utility.warmup=2 utility.groups=8 utility.validation_tokens=40 utility.draws=20
 utility.step_sizes=1e-4,1e-3 value-propagation.pairs=500 value-propagation.draws=10
 fisher.rows=4 fisher.sizes=4,8 fisher.draws=10 fisher.both=no fisher.max_new_tokens=6
-fisher.steps=2 fisher.points=2
 heatmap.examples=1 coverage.draws=20 coverage.points=60 drift.probes=8
 sensitivity.windows=0,4 sensitivity.weights=0,1.5 sensitivity.ratios=0.5 sensitivity.draws=8
 sensitivity.repeats=1 sensitivity.validation_rows=4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
-from alphatoken.fidelity.rounds import diagnosed_within, number, sizes_of, steps, thinned
+from alphatoken.fidelity.rounds import cut, diagnosed_within
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.progress import Progress
 from tests.integration.subjects import subject
@@ -62,10 +61,8 @@ def test_a_budget_of_almost_nothing_gives_the_least_and_says_so() -> None:
     told, begun = within(1e-3, Clock(), 1.0)
     assert len(begun) == 1
     assert told.settings["size"] == begun[0] < 3000
-    assert told.notes[0] == (
-        f"Read {begun[0]} of 3000 response tokens (stopped by the budget of 10s)."
-    )
-    assert told.settings["read"] == f"{begun[0]} of 3000 response tokens"
+    assert told.notes[0] == (f"Read {begun[0]} of 3000 tokens (stopped by the budget of 10s).")
+    assert told.settings["read"] == f"{begun[0]} of 3000 tokens"
 
 
 def test_a_round_that_memory_does_not_hold_leaves_the_one_before_it() -> None:
@@ -142,29 +139,20 @@ def test_progress_is_told_in_every_round() -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def test_steps_begin_at_the_least_and_end_at_what_was_asked_for() -> None:
-    sizes = [
-        number("a", 10, 3, "things"),
-        thinned("b", range(5), 2, "others"),
-        number("c", 1, 4, ""),
-    ]
-    path = steps(sizes)
-    assert path[0] == {"a": 3, "b": (0, 4), "c": 1}
-    assert path[-1] == {"a": 10, "b": (0, 1, 2, 3, 4), "c": 1}
-    for before, after in pairwise(path):
-        changed = [name for name in before if before[name] != after[name]]
-        assert len(changed) == 1
-    assert thinned("b", (1, 2, 3, 4, 5), 3, "", (4,)).levels[0] == (1, 4, 5)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_the_last_step_is_what_was_asked_for(name: str) -> None:
+def test_sizes_grow_with_the_share_to_what_was_asked_for(name: str) -> None:
     whole = subject(train_rows=60, tokens=3000)
     options = find(name).load().Options()
-    path = steps(sizes_of(name, whole, options))
-    assert len(path) > 1
-    for field, value in path[-1].items():
-        if field == "objective_rows":
-            assert value == len(whole.validation)
-        else:
-            assert value == getattr(options if hasattr(options, field) else whole, field), field
+    shares = (0.0, 0.5, 1.0)
+    made = [cut(name, whole, options, frozenset(), share) for share in shares]
+    assert made[0].read
+    for size, (some, asked) in made[0].read.items():
+        later = made[1].read.get(size, (asked, asked))[0]
+        assert 0 < some <= later <= asked, size
+    assert made[-1].read == {}
+    assert made[-1].options == options
+    assert made[-1].subject.tokens == 3000
+    assert made[-1].subject.validation == whole.validation
+    kept = cut(name, whole, options, frozenset(made[0].read), 0.0)
+    assert kept.read == {}
+    assert kept.options == options
