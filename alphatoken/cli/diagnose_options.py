@@ -25,12 +25,10 @@ from alphatoken.cli.options import (
     CommandParser,
     add_option,
     add_options,
-    default_of,
     kinds_of,
     option,
-    shown,
 )
-from alphatoken.errors import AlphaTokenError, ConfigError, require_choice
+from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.fidelity.registry import Entry
 from alphatoken.fidelity.subject import Subject
 
@@ -39,7 +37,6 @@ __all__ = [
     "PROMPTS",
     "DiagnoseOptions",
     "Request",
-    "assignments",
     "build_parser",
     "parse_budget",
     "read_request",
@@ -189,11 +186,8 @@ def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> R
     known = {key: module.Options for key, module in modules.items()}
     said = vars(build_parser(name, entries, known).parse_args(list(words)))
     shared = DiagnoseOptions(**{one.name: said[one.name] for one in fields(DiagnoseOptions)})
-    if name == ALL:
-        given = assignments(said["set"], known)
-    else:
-        own = {key.removeprefix(_OWN): value for key, value in said.items() if key.startswith(_OWN)}
-        given = {name: own}
+    own = {key.removeprefix(_OWN): value for key, value in said.items() if key.startswith(_OWN)}
+    given = {} if name == ALL else {name: own}
     options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
     command = shlex.join(["alphatoken", "diagnose", name, *words])
     ours = {one for one in _SIZES if getattr(shared, one) is not None}
@@ -265,25 +259,10 @@ def build_parser(
         epilog=_ROWS,
         allow_abbrev=False,
     )
-    own = parser.add_argument_group(f"options of {name}" if name != ALL else "options of each")
     add_options(parser, DiagnoseOptions)
     if name == ALL:
-        own.description = (
-            "with their defaults; alphatoken diagnose NAME --help says what they mean:"
-        )
-        own.description += "".join(
-            f"\n  {key}.{one.name}={shown(default_of(one))}"
-            for key, options in known.items()
-            for one in fields(options)
-        )
-        own.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="NAME.option=value",
-            help="option of one diagnostic; repeat it for several",
-        )
         return parser
+    own = parser.add_argument_group(f"options of {name}")
     kinds = kinds_of(known[name])
     for one in fields(known[name]):
         # One that all diagnostics have already gets the diagnostic's name before it.
@@ -303,27 +282,3 @@ def _description(name: str, entries: Sequence[Entry]) -> str:
     (entry,) = entries
     about = (inspect.getdoc(entry.load()) or "").removeprefix(entry.question).strip()
     return f"{entry.question}\n\n{about}\n\n{writes}"
-
-
-def assignments(texts: Sequence[str], known: Mapping[str, type]) -> dict[str, dict[str, Any]]:
-    """``NAME.option=value`` texts as name -> field -> value.
-
-    Raises:
-        ConfigError: another shape, an unknown name or option, a value that cannot be read.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        target, equals, value = text.partition("=")
-        name, dot, said = target.strip().partition(".")
-        if not (equals and dot):
-            raise ConfigError(
-                "--set cannot be read", got=repr(text), remedy="--set NAME.option=value"
-            )
-        require_choice("the diagnostic that --set names", name, known)
-        kinds, key = kinds_of(known[name]), said.replace("-", "_")
-        require_choice(f"an option of {name}", key, kinds)
-        try:
-            found.setdefault(name, {})[key] = kinds[key].read(value.strip())
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"--set cannot be read: {error}", got=repr(text)) from None
-    return found

@@ -27,15 +27,7 @@ from alphatoken.fidelity.figures import Figure, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
-from alphatoken.fidelity.similarity import (
-    cka,
-    cka_estimate,
-    cosine,
-    frechet,
-    frechet_dims,
-    relative_shift,
-    width,
-)
+from alphatoken.fidelity.similarity import cka_estimate, cosine, relative_shift
 from alphatoken.fidelity.states import POOLS, PooledStates, pooled_states
 from alphatoken.fidelity.subject import Subject
 
@@ -90,30 +82,6 @@ class Pair:
 # --- measures ------------------------------------------------------------------------------------
 
 
-def _of_probes(statistic: Any, before: Numbers, after: Numbers, *, seed: int = 0) -> Estimate:
-    """A statistic of two clouds; the bootstrap draws probes, each with both of its states."""
-
-    def of(index: Numbers) -> float:
-        drawn = index.astype(np.int64)
-        return float(statistic(before[drawn], after[drawn]))
-
-    return bootstrap(of, np.arange(len(before), dtype=np.float64), seed=seed, what="probes")
-
-
-def shift_in_widths(before: Numbers, after: Numbers) -> float:
-    """Root mean square shift of a probe, in units of how far probes are from their centre."""
-    size = width(before)
-    if size == 0:
-        return math.nan
-    return float(np.sqrt(((after - before) ** 2).sum(1).mean())) / size
-
-
-def centre_shift(before: Numbers, after: Numbers) -> float:
-    """``||mean(after) - mean(before)|| / width``: how far the cloud moved as one."""
-    size = width(before)
-    return float(np.linalg.norm(after.mean(0) - before.mean(0))) / size if size > 0 else math.nan
-
-
 def shared_share(before: Numbers, after: Numbers) -> float:
     """Share of the squared movement that is one shift of all probes: 1 if they moved as one."""
     moved = after - before
@@ -124,17 +92,17 @@ def shared_share(before: Numbers, after: Numbers) -> float:
 def set_record(before: Numbers, after: Numbers) -> dict[str, Estimate | int]:
     """Every measure of one cloud of probes: (n, d) before and after."""
     shift, angle = relative_shift(before, after), cosine(before, after)
+
+    def shared(places: Numbers) -> float:
+        drawn = places.astype(np.int64)  # a probe with both of its states
+        return shared_share(before[drawn], after[drawn])
+
     return {
         "probes": len(before),
         "relative_shift": bootstrap(np.mean, shift, what="probes"),
-        "shift_in_widths": _of_probes(shift_in_widths, before, after),
-        "centre_shift": _of_probes(centre_shift, before, after),
-        "shared": _of_probes(shared_share, before, after),
+        "shared": bootstrap(shared, np.arange(len(before)), what="probes"),
         "cosine": bootstrap(np.mean, angle, what="probes"),
-        "frechet": _of_probes(frechet, before, after),
-        "frechet_dims": frechet_dims(*before.shape),
         "cka_debiased": cka_estimate(before, after),
-        "cka_biased": cka_estimate(before, after, debiased=False),
     }
 
 
@@ -145,7 +113,6 @@ def layer_records(pairs: Mapping[str, Pair]) -> list[dict[str, Any]]:
             "set": name,
             "place": where,
             "cka_debiased": cka_estimate(*pair.at(place)),
-            "cka_biased": cka(*pair.at(place), debiased=False),
             "relative_shift": bootstrap(np.mean, relative_shift(*pair.at(place)), what="probes"),
         }
         for name, pair in pairs.items()
@@ -307,14 +274,10 @@ def _sets_table(found: _Found) -> Table:
         "drift-sets",
         "Movement of the states that the head reads",
         _records(found.sets),
-        note="relative_shift: mean ||after - before|| / ||before|| of a probe. shift_in_widths: "
-        "root mean square shift over the root mean square distance of the probes from their "
-        "centre. centre_shift: how far their centre moved, in the same widths. shared: share of "
-        "the squared movement that is one shift of all probes. cosine: "
-        "mean, of a probe with itself. frechet: distance of Gaussian fits in the same widths, "
-        "covariances along frechet_dims principal components. cka_debiased: linear CKA with "
-        "U-centring (unbiased HSIC); cka_biased: Kornblith's, too high where probes are few. "
-        "Intervals: bootstrap over probes, jackknife for CKA.",
+        note="relative_shift: mean ||after - before|| / ||before|| of a probe. shared: share of "
+        "the squared movement that is one shift of all. cosine: mean, of a probe with itself. "
+        "cka_debiased: linear CKA with U-centring (unbiased HSIC). Intervals: bootstrap over "
+        "probes, jackknife for CKA.",
     )
 
 
@@ -457,11 +420,6 @@ def _notes(
         "One t-SNE for each set, fitted on all models together. It keeps neighbourhoods, not "
         "distances: how far a probe moved is in the table.",
     ]
-    if min(sizes.values()) <= size:
-        notes.append(
-            f"No more probes than dimensions ({min(sizes.values())} and {size}): the biased CKA "
-            "would be too high, so the debiased one is used in words and figures."
-        )
     few = [name for name, count in sizes.items() if count < FEWEST]
     if few:
         notes.append(f"Too few probes for numbers ({FEWEST} needed): {', '.join(few)}.")

@@ -2,8 +2,8 @@
 
 A decoder of 260,032 parameters on two kinds of text, SmolLM2-135M-Instruct and Gemma 3 270M on
 grade-school mathematics. Needs the data ($ALPHATOKEN_DATA) and the models (``make models``,
-$ALPHATOKEN_MODELS). Writes docs/fidelity.json, every sentence to docs/fidelity-measured.md, and
-the tables of docs/fidelity.md, docs/estimators.md and README.md. Interrupted, it goes on where it
+$ALPHATOKEN_MODELS). Writes docs/fidelity.json, and the tables of docs/fidelity.md,
+docs/estimators.md and README.md. Interrupted, it goes on where it
 was with ``--resume``; ``--page`` writes the pages from what is finished.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.storage import replacing, write_json
 from benchmarks.diagnoses.figures import collect
-from benchmarks.diagnoses.page import sentences, with_tables
+from benchmarks.diagnoses.page import with_tables
 from benchmarks.diagnoses.subjects import SUBJECTS
 from benchmarks.frontier.figures import load
 
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def write_pages(docs: Path) -> None:
     """All pages that show figures of the diagnoses or of the frontier, from the figures alone."""
     figures, frontier = load(docs / "fidelity.json"), load(docs / "frontier.json")
-    written = {docs / "fidelity-measured.md": sentences(figures)}
+    written = {}
     for page in (docs / "fidelity.md", docs / "estimators.md", docs.parent / "README.md"):
         if page.is_file():
             written[page] = with_tables(page.read_text(encoding="utf-8"), figures, frontier)

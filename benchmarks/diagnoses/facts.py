@@ -53,6 +53,15 @@ def _retained(label: str, proxy: str) -> Fact:
     return Fact(label, "fisher", "agreement", "spearman", found)
 
 
+def _covered(label: str, policy: str) -> Fact:
+    found = {"policy": policy, "statistic": "entropy"}
+    return Fact(label, "coverage", "coverage-numbers", "value", found)
+
+
+def _number(label: str, name: str) -> Fact:
+    return Fact(label, "sensitivity", "numbers", "value", {"number": name})
+
+
 FACTS: dict[str, tuple[Fact, ...]] = {
     "estimators": (
         _at_three("`label`", "label"),
@@ -91,6 +100,26 @@ FACTS: dict[str, tuple[Fact, ...]] = {
             "reversed by redrawing the validation rows", "stability", "decisions", "share",
             {"decision": "noise"}, percent=True,
         ),
+    ),
+    "heatmap": (
+        Fact("share of the causal part", "heatmap", "heatmap-shares", "share",
+             {"component": "adaptation_causal"}),
+        Fact("rank correlation with `label`", "heatmap", "heatmap-agreement", "spearman", {}),
+    ),
+    "coverage": (
+        _covered("what low perplexity keeps", "low-perplexity"),
+        _covered("what `direct` keeps", "direct"),
+        _covered("what `alphatoken` keeps", "alphatoken"),
+        _covered("what `label` keeps", "label"),
+    ),
+    "drift": (
+        Fact("change of the loss on code", "drift", "drift-losses", "loss_change",
+             {"set": "mbpp"}),
+    ),
+    "sensitivity": (
+        _number("tokens with a positive value", "share of tokens with a positive value"),
+        _number("lambda that reverses a tenth of the decisions",
+                "lambda that reverses 10 % of the decisions"),
     ),
 }  # fmt: skip
 """By table of docs/fidelity.md."""

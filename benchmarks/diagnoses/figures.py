@@ -16,7 +16,7 @@ __all__ = ["collect"]
 
 
 def collect(subject: Subject, folder: Path) -> dict[str, Any]:
-    """Sentences and figures of the diagnoses that are finished in a folder."""
+    """Figures of the diagnoses that are finished in a folder."""
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     done = {
         entry.name: Diagnosis.load(folder / entry.name)
@@ -29,8 +29,6 @@ def collect(subject: Subject, folder: Path) -> dict[str, Any]:
         "said": subject.said,
         "command": shlex.join(subject.command("out")).replace("'", ""),
         "minutes": round(sum(seconds) / 60, 1),
-        "answers": {name: one.answer.lines() for name, one in done.items()},
-        "notes": {name: list(one.notes) for name, one in done.items()},
         "facts": {
             table: {
                 fact.label: cell(fact, done[fact.diagnostic])

@@ -1,6 +1,6 @@
-"""The pages: all sentences in docs/fidelity-measured.md, and the tables inside docs/fidelity.md.
+"""The tables inside docs/fidelity.md, docs/estimators.md and README.md.
 
-The prose of docs/fidelity.md is written by hand; each table in it stands between two comments, and
+The prose is written by hand; each table in it stands between two comments, and
 is written anew from the figures.
 """
 
@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.registry import DIAGNOSTICS
 from benchmarks.diagnoses.facts import FACTS
 from benchmarks.frontier.page import table
 
-__all__ = ["sentences", "with_tables"]
+__all__ = ["with_tables"]
 
 Figures = Mapping[str, Any]
 
@@ -48,6 +47,8 @@ def with_tables(text: str, subjects: Figures, frontier: Figures) -> str:
         name = match[2]
         if name == "ranking":
             written = _ranking(frontier)
+        elif name == "conditions":
+            written = _conditions(subjects)
         elif name in FACTS:
             written = _side_by_side(name, subjects)
         else:
@@ -97,37 +98,10 @@ def _ranking(frontier: Figures) -> str:
     return table(["", *head], rows)
 
 
-# --- all sentences -------------------------------------------------------------------------------
-
-
-def sentences(subjects: Figures) -> str:
-    """docs/fidelity-measured.md."""
-    times = ", ".join(f"{one['minutes']:g} minutes ({one['name']})" for one in subjects.values())
-    lines = [
-        "# Fidelity, measured",
-        "",
-        "Written by `python -m benchmarks.diagnoses`; do not edit by hand. The sentences are those",
-        "that the diagnostics printed. `$DATA` and `$MODELS` are the folders of data and models.",
-        "SmolLM2-135M-Instruct and Gemma 3 270M have four-bit weights, read back as float32.",
-        "[What to make of it](fidelity.md).",
-        "",
-        f"All nine together took {times}, on one CPU core each, beside other work.",
-    ]
+def _conditions(subjects: Figures) -> str:
+    """Which model on which rows, how long all nine took, and the command."""
+    parts = []
     for one in subjects.values():
-        lines += ["", f"**{one['name']}**: {one['said']}.", "", "```", one["command"], "```"]
-    for entry in DIAGNOSTICS:
-        lines += ["", f"## {entry.name}", "", entry.question]
-        for one in subjects.values():
-            if entry.name not in one["answers"]:
-                continue
-            lines += ["", f"### {entry.name}, {one['name']}", ""]
-            lines += [f"* {_plain(sentence)}" for sentence in one["answers"][entry.name]]
-            lines += ["", *(f"> {_plain(note)}\n>" for note in one["notes"][entry.name])]
-    return "\n".join(lines).rstrip(">\n ") + "\n"
-
-
-def _plain(sentence: str) -> str:
-    """Without what Markdown would take for marks."""
-    for mark in ("*", "_", "<", "$", "`", "|"):
-        sentence = sentence.replace(mark, f"\\{mark}")
-    return sentence
+        said = f"**{one['name']}**: {one['said']}; {one['minutes']:g} minutes on one core."
+        parts += [said, "", "```", one["command"], "```", ""]
+    return "\n".join(parts)

@@ -40,7 +40,6 @@ def test_all_layers_are_there_and_one_picture_holds_all(found: Diagnosis):
     assert places == ["layer 1", "layer 2", "layer 3", "layer 4", "layer 5", "head"]
     drawn = found.figure("drift-map").data.records()
     assert len(drawn) == 2 * 8 * len(RETENTION)
-    assert any("biased CKA" in note for note in found.notes)  # 8 probes, 64 dimensions
 
 
 def test_the_model_beside_itself_has_not_moved():
@@ -48,6 +47,5 @@ def test_the_model_beside_itself_has_not_moved():
     found = drift.diagnose(given, OPTIONS)
     for record in found.table("drift-sets").records():
         assert record["relative_shift"] == 0.0
-        assert record["frechet"] == 0.0
         assert record["cka_debiased"] == pytest.approx(1.0, abs=1e-9)
     assert any("reference given" in note for note in found.notes)

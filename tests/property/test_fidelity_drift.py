@@ -15,14 +15,7 @@ from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.fidelity import drift
 from alphatoken.fidelity.clouds import density_of, ellipse_of
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.similarity import (
-    cka,
-    cka_estimate,
-    cosine,
-    frechet,
-    relative_shift,
-    width,
-)
+from alphatoken.fidelity.similarity import cka, cka_estimate, cosine, relative_shift
 from alphatoken.fidelity.states import PooledStates, pooled_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.progress import Tracker
@@ -43,27 +36,17 @@ def turned(points: np.ndarray, seed: int) -> np.ndarray:
 # --- alignment -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("debiased", [True, False])
-def test_alignment_is_one_for_the_same_cloud_turned_scaled_and_moved(debiased: bool):
+def test_alignment_is_one_for_the_same_cloud_turned_scaled_and_moved():
     before = cloud(20, 7, 0) * np.arange(1, 8)
     for after in (before, turned(before, 1), 3 * turned(before, 2) + 5):
-        assert cka(before, after, debiased=debiased) == pytest.approx(1.0, abs=1e-12)
+        assert cka(before, after) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_a_rotation_is_a_distance_that_alignment_does_not_see():
     before = cloud(20, 7, 3)
     found = drift.set_record(before, turned(before, 4))
     assert found["relative_shift"].low > 0.5
-    assert found["frechet"].value > 0.0
     assert found["cka_debiased"].value == pytest.approx(1.0, abs=1e-12)
-
-
-def test_biased_alignment_is_kornblith_s_formula():
-    x, y = cloud(9, 4, 5), cloud(9, 4, 6)
-    x, y = x - x.mean(0), y - y.mean(0)
-    own = [np.linalg.norm(z.T @ z) for z in (x, y)]
-    wanted = np.linalg.norm(y.T @ x) ** 2 / (own[0] * own[1])
-    assert cka(x + 2, y - 1, debiased=False) == pytest.approx(wanted, rel=1e-12)
 
 
 def song(k: np.ndarray, q: np.ndarray) -> float:
@@ -84,14 +67,12 @@ def test_debiased_alignment_is_song_s_unbiased_hsic():
     assert cka(x, y) == pytest.approx(wanted, rel=1e-10)
 
 
-def test_unrelated_states_align_to_zero_on_average_only_without_the_bias():
+def test_unrelated_states_align_to_zero_on_average():
     # Twelve probes of forty dimensions, 200 independent pairs: z-test of the mean at 4 deviations.
     pairs = [(cloud(12, 40, 100 + i), cloud(12, 40, 900 + i)) for i in range(200)]
     debiased = np.array([cka(x, y) for x, y in pairs])
-    biased = np.array([cka(x, y, debiased=False) for x, y in pairs])
     error = debiased.std(ddof=1) / math.sqrt(len(debiased))
     assert abs(debiased.mean()) < 4 * error
-    assert biased.mean() > 0.7
     assert np.abs(debiased).max() <= 1.0
 
 
@@ -113,35 +94,11 @@ def test_few_probes_have_no_alignment():
 # --- distances -----------------------------------------------------------------------------------
 
 
-def exact_cloud(deviations: list[float], mean: list[float], probes: int = 64) -> np.ndarray:
-    """Points whose covariance is diagonal with these deviations, to rounding."""
-    raw = cloud(probes, len(deviations), 11)
-    raw = raw - raw.mean(0)
-    q, _ = np.linalg.qr(raw)
-    return q * math.sqrt(probes) * deviations + mean
-
-
-def test_the_distance_of_gaussians_has_its_closed_form():
-    before = exact_cloud([2.0, 1.0, 0.5], [0.0, 0.0, 0.0])
-    after = exact_cloud([1.0, 1.0, 1.5], [3.0, 0.0, 4.0])
-    wanted = math.sqrt(25 + 1 + 0 + 1) / math.sqrt(4 + 1 + 0.25)
-    assert frechet(before, after) == pytest.approx(wanted, rel=1e-10)
-    assert width(before) == pytest.approx(math.sqrt(5.25), rel=1e-10)
-
-
-def test_the_distance_of_gaussians_sees_no_pairs_and_no_nothing():
-    before = exact_cloud([2.0, 1.0], [0.0, 0.0])
-    assert frechet(before, before) == 0.0
-    assert frechet(before, before[::-1]) == pytest.approx(0.0, abs=1e-7)
-    assert math.isnan(frechet(np.ones((20, 2)), before[:20]))
-    assert math.isnan(frechet(before[:3], before[:3]))
-
-
 def test_nothing_moved_is_zero_everywhere():
     before = cloud(20, 5, 12)
     found = drift.set_record(before, before.copy())
-    for key in ("relative_shift", "shift_in_widths", "frechet"):
-        assert (found[key].value, found[key].low, found[key].high) == (0.0, 0.0, 0.0), key
+    shift = found["relative_shift"]
+    assert (shift.value, shift.low, shift.high) == (0.0, 0.0, 0.0)
     assert found["cosine"].value == pytest.approx(1.0, abs=1e-12)
     assert found["cka_debiased"].value == pytest.approx(1.0, abs=1e-12)
 
@@ -161,14 +118,6 @@ def test_what_all_probes_share():
     apart = np.concatenate([np.ones((8, 4)), -np.ones((8, 4))])
     assert drift.shared_share(before, before + apart) == pytest.approx(0.0)
     assert math.isnan(drift.shared_share(before, before))
-
-
-def test_the_shift_is_in_units_of_the_cloud():
-    before = exact_cloud([3.0, 4.0], [7.0, 7.0])
-    assert drift.shift_in_widths(before, before + np.array([5.0, 0.0])) == pytest.approx(1.0)
-    assert drift.shift_in_widths(10 * before, 10 * before + np.array([50.0, 0.0])) == pytest.approx(
-        1.0
-    )
 
 
 def test_the_change_of_loss_is_per_token():
@@ -292,7 +241,6 @@ def test_the_model_alone_beside_others_is_the_one_before(three: Diagnosis):
     assert {model for model, _ in records} == {"near", "far"}
     for one in ("first", "second"):
         assert records["near", one]["relative_shift"] == 0.0
-        assert records["near", one]["centre_shift"] == 0.0
         assert records["far", one]["relative_shift_low"] > 0.1
     assert three.settings["tuning_steps"] is None
     assert three.notes[0] == "Before: the model given."
@@ -357,13 +305,6 @@ def test_a_model_given_with_its_reference_goes_beside_others_by_its_label():
         drift.diagnose(subject, drift.Options(probes=10, label="far"))
     with pytest.raises(ConfigError, match="the one before"):
         drift.Options(label="before")
-
-
-def test_the_centre_shift_is_in_widths():
-    before = exact_cloud([3.0, 4.0], [7.0, 7.0])
-    assert drift.centre_shift(before, before + np.array([3.0, 4.0])) == pytest.approx(1.0)
-    apart = np.concatenate([np.ones((32, 2)), -np.ones((32, 2))])
-    assert drift.centre_shift(before, before + apart) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_an_ellipse_holds_its_share_of_a_normal_cloud_and_touches_its_axes():
