@@ -159,7 +159,7 @@ def diagnoses() -> Golden:
             "estimators": ("alphatoken", "label"), "layers": (1, 3), "windows": (0, 32),
             "weights": (0.0, 1.5), "ratios": (0.3, 0.7), "draws": 8, "repeats": 1,
         },
-        "stability": {"resamples": 200, "fisher_parts": 8},
+        "stability": {"resamples": 200},
     }  # fmt: skip
     kept: Golden = {}
     for entry in registry.DIAGNOSTICS:

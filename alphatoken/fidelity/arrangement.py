@@ -1,13 +1,11 @@
-"""The same tokens scored in another arrangement: batches, padding, precision.
+"""The same tokens scored in another arrangement: batches and padding.
 
-Neighbours in a batch and padding must change a value by no more than rounding. Precision changes
-it by rounding of another size. What the arrangement does change is the threshold, where each
-batch has its own.
+Neighbours in a batch and padding must change a value by no more than rounding. What the arrangement
+does change is the threshold, where each batch has its own.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example, batches
-from alphatoken.direction.drift import FisherDrift
 from alphatoken.fidelity.decisions import Agreement, agreement, over_draws
 from alphatoken.fidelity.intervals import bootstrap
 from alphatoken.fidelity.per_row import absolute_terms
@@ -28,24 +25,16 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
 
 __all__ = [
-    "DTYPES",
     "Rearranged",
     "Reference",
     "composition",
     "padding",
-    "precisions",
     "rescored",
     "thresholds",
 ]
 
 Numbers = NDArray[np.float64]
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 # Of a rounding difference, relative to the largest sum of absolute terms: as in the certificate.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 _NARROW = 5e-2
@@ -56,7 +45,7 @@ class Rearranged:
     """One rearrangement and what it did.
 
     Attributes:
-        source: "batch", "padding" or "precision".
+        source: "batch" or "padding".
         variant: what was changed.
         agreement: with the values before.
         error: largest difference, relative to the largest sum of absolute terms of a value (to the
@@ -109,8 +98,10 @@ class Reference:
         """(n,) row of each token."""
         return np.repeat(np.arange(len(self.rows)), [row.response_tokens for row in self.rows])
 
-    def against(self, other: Numbers, source: str, variant: str, dtype: torch.dtype) -> Rearranged:
-        """Compare other values of the same tokens."""
+    def again(self, source: str, variant: str, **change: Any) -> Rearranged:
+        """Score once more in another arrangement; see ``rescored``."""
+        other = rescored(self.subject, self.scorer, self.rows, **change)
+        dtype = next(iter(self.scorer.parameters.values())).dtype
         difference = float(np.abs(other - self.total).max())
         return Rearranged(
             source,
@@ -119,12 +110,6 @@ class Reference:
             difference / self.scale if self.scale > 0 else difference,
             _TOLERANCE.get(dtype, _NARROW),
         )
-
-    def again(self, source: str, variant: str, **change: Any) -> Rearranged:
-        """Score once more in another arrangement; see ``rescored``."""
-        other = rescored(self.subject, self.scorer, self.rows, **change)
-        dtype = next(iter(self.scorer.parameters.values())).dtype
-        return self.against(other, source, variant, dtype)
 
 
 def rescored(
@@ -243,44 +228,3 @@ def _by_batch(
         places = np.flatnonzero(np.isin(groups, order[start : start + size]))
         chosen[places] = kept(total[places], ratio)
     return chosen
-
-
-def precisions(
-    subject: Subject,
-    model: nn.Module,
-    retention: FisherDrift | None,
-    rows: Sequence[Example],
-    validation: Sequence[Example],
-    names: Sequence[str],
-) -> list[Rearranged]:
-    """Copies of the model in other dtypes, against the first of them.
-
-    Weights, and a Fisher's reference weights, are rounded to the dtype; the model computes in it,
-    and sums over tokens are kept in float32 or wider.
-    """
-    tracker = subject.tracker("Precisions", len(names))
-    reference: Reference | None = None
-    found: list[Rearranged] = []
-    for number, name in enumerate(names):
-        dtype = DTYPES[name]
-        rounded = copy.deepcopy(model).to(dtype)
-        held = subject.batches(validation)
-        scorer = Scorer(rounded, held, _rounded(retention, dtype), subject.config)
-        scorer.warn = False
-        total = subject.score(scorer, rows)["total"]
-        if reference is None:
-            reference = Reference.of(subject, scorer, rows, total)
-        else:
-            variant = f"{name} against {names[0]}"
-            found.append(reference.against(total, "precision", variant, dtype))
-        tracker.report(number + 1)
-    return found
-
-
-def _rounded(retention: FisherDrift | None, dtype: torch.dtype) -> FisherDrift | None:
-    if retention is None:
-        return None
-    reference = {name: weight.to(dtype) for name, weight in retention.reference.items()}
-    return FisherDrift(
-        retention.fisher, reference, retention.metadata, retention.factors, exact_names=True
-    )

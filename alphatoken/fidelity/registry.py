@@ -63,7 +63,7 @@ _READS: dict[str, tuple[str, ...]] = {
     "fisher": ("tokens", "fisher_samples"),
     "drift": (),
     "sensitivity": ("tokens", "fisher_samples"),
-    "stability": ("tokens", "fisher_samples"),
+    "stability": ("tokens",),
 }
 DIAGNOSTICS = tuple(
     Entry(name, question, name in _OF_RETENTION, _READS.get(name, _VALUED))

@@ -1,30 +1,25 @@
 """Which keep or drop decisions are noise?
 
 Every source of chance is changed by itself, and the decisions that change with it are counted:
-other validation rows (bootstrap), other samples of the Fisher, another precision, other neighbours
-in the batch, other padding. The last two must change values by no more than rounding; if they do
-more, that is a fault of the model's code or of its attention mask, and it is said.
+other validation rows (bootstrap), other neighbours in the batch, other padding. The last two must
+change values by no more than rounding; if they do more, that is a fault of the model's code or of
+its attention mask, and it is said. How many samples a Fisher needs is asked by ``fisher``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.data import Example
-from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError
 from alphatoken.fidelity.arrangement import (
-    DTYPES,
     Rearranged,
     Reference,
     composition,
     padding,
-    precisions,
     thresholds,
 )
 from alphatoken.fidelity.decisions import DECISIONS, margins, noise_margin, percent
@@ -33,19 +28,12 @@ from alphatoken.fidelity.figures import Figure, Guide, draw_all
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
-from alphatoken.fidelity.per_row import RowColumns, row_columns, values_along
+from alphatoken.fidelity.per_row import row_columns
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.resampling import Resampled, noise_by_size, noise_share, resample
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import scorer_for
-from alphatoken.scorer import Scorer
 
-__all__ = [
-    "Options",
-    "diagnose",
-    "fisher_columns",
-    "fisher_parts",
-]
+__all__ = ["Options", "diagnose"]
 
 Numbers = NDArray[np.float64]
 
@@ -66,36 +54,14 @@ class Options(CheckedOptions):
         above=0,
         below=0.5,
     )
-    fisher_parts: int = option(
-        20, "parts into which the Fisher's samples are split; 0 leaves it out"
-    )
-    precisions: tuple[str, ...] = option(
-        ("float64", "float32", "bfloat16"),
-        "dtypes that are compared; the first is the reference",
-        choices=DTYPES,
-        first=2,
-    )
-    copied_parameters: int = option(
-        500_000_000, "a model with more parameters is not copied to other precisions", least=0
-    )
     shuffles: int = option(
         20, "pairs of row orders whose batch thresholds are compared", least=FEWEST
     )
     padding: int = option(16, "padding positions added on a side", least=1)
 
-    def __post_init__(self) -> None:
-        """Check every option."""
-        super().__post_init__()
-        if self.fisher_parts != 0 and self.fisher_parts < FEWEST:
-            raise ConfigError(
-                f"fisher_parts must be 0 or at least {FEWEST}",
-                got=repr(self.fisher_parts),
-                why="parts are drawn again from themselves; fewer say nothing of each other",
-            )
-
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
-    """Change validation rows, Fisher, precision, batches and padding; count the decisions.
+    """Change validation rows, batches and padding; count the decisions.
 
     Raises:
         InputError: too few tokens. DataError: too few validation rows. ConfigError: the objective
@@ -116,11 +82,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         seed=subject.seed,
     )
     reference = Reference.of(subject, base.scorer, base.rows, base.total)
-    rearranged = [
-        *composition(reference),
-        *padding(reference, options.padding),
-        *_precisions(base, options),
-    ]
+    rearranged = [*composition(reference), *padding(reference, options.padding)]
     found = _Findings(
         base,
         options,
@@ -135,96 +97,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             shuffles=options.shuffles,
             seed=subject.seed,
         ),
-        _fisher(base, options),
     )
     return found.diagnosis()
-
-
-# --- sources that need models of their own -----------------------------------------------------
-
-
-def _precisions(base: OwnValues, options: Options) -> list[Rearranged]:
-    subject = base.subject
-    size = sum(p.numel() for p in subject.model.parameters())
-    if len(options.precisions) < 2:
-        return []
-    if size > options.copied_parameters:
-        base.notes.append(
-            f"The model has {size:,} parameters: it was not copied to other precisions "
-            f"(copied_parameters={options.copied_parameters:,})."
-        )
-        return []
-    return precisions(
-        subject, subject.model, base.retention, base.rows, base.validation, options.precisions
-    )
-
-
-def _fisher(base: OwnValues, options: Options) -> Resampled | None:
-    """Bootstrap of the Fisher's samples, at the model after fine-tuning."""
-    subject = base.subject
-    if subject.config.objective == "adaptation" or not options.fisher_parts:
-        return None
-    _, after, said = subject.before_and_after()
-    scorer = scorer_for(subject, model=after, rows=base.validation)
-    values = subject.score(scorer, base.rows, "Values after fine-tuning")
-    columns = fisher_columns(subject, scorer, base.rows, options.fisher_parts)
-    base.notes.append(
-        "The Fisher is resampled at the model after fine-tuning, where the retention term is not "
-        f"zero. {said}"
-    )
-    if subject.fisher is not None:
-        base.notes.append(
-            "It is refitted for that, as the one given cannot be taken apart into samples; the one "
-            "given may have more of them."
-        )
-    weight = subject.config.stability_weight
-    weighted = RowColumns(weight * columns.sums, columns.tokens)
-    return resample(
-        weighted, values["adaptation"], subject.ratio, options.resamples, seed=subject.seed
-    )
-
-
-def fisher_parts(subject: Subject, parts: int) -> list[FisherDrift]:
-    """``parts`` diagonal Fishers of the reference, with a share of the samples each.
-
-    Rows are drawn without replacement as long as they last, labels anew for each sample. The mean
-    of the parts is a Fisher with all samples.
-    """
-    given = subject.fisher_rows
-    order = np.random.default_rng((subject.seed, 3)).permutation(len(given))
-    size = -(-subject.fisher_samples // parts)
-    tracker = subject.tracker("Fishers", parts)
-    found = []
-    for part in range(parts):
-        rows = [given[order[(part * size + i) % len(order)]] for i in range(size)]
-        found.append(
-            subject.fit_fisher(
-                rows,
-                parameters=subject.config.parameters,
-                seed=subject.seed + 1 + part,
-                progress=False,
-            )
-        )
-        tracker.report(part + 1)
-    return found
-
-
-def fisher_columns(
-    subject: Subject, scorer: Scorer, rows: Sequence[Example], parts: int
-) -> RowColumns:
-    """Stability values, before lambda, against each of ``fisher_parts``.
-
-    V is linear in the Fisher, so the mean of the columns is the value under the mean of the parts.
-
-    Args:
-        subject: whose reference is the Fisher's.
-        scorer: at the model after fine-tuning.
-        rows: to be valued.
-        parts: number of Fishers.
-    """
-    sides = [part.direction(scorer.parameters) for part in fisher_parts(subject, parts)]
-    found = [values_along(scorer, batch, sides) for batch in subject.batches(rows)]
-    return RowColumns(np.concatenate(found), np.ones(parts, dtype=np.int64))
 
 
 # --- what is said ------------------------------------------------------------------------------
@@ -240,7 +114,6 @@ class _Findings:
     sizes: list[dict[str, Any]]
     rearranged: list[Rearranged]
     by_batch: list[dict[str, Any]]
-    fisher: Resampled | None
 
     def diagnosis(self) -> Diagnosis:
         subject = self.base.subject
@@ -281,7 +154,6 @@ class _Findings:
                 "replacement. Check: drawn from halves, to be compared with measured.",
             ),
             self.numbers(),
-            self.examples(),
         ]
 
     def figures(self, tables: Mapping[str, Table]) -> list[Figure]:
@@ -362,17 +234,6 @@ class _Findings:
                 "noise": self.share(self.state == 1),
             }
         ]
-        if self.fisher is not None:
-            parts, samples = self.options.fisher_parts, self.base.subject.fisher_samples
-            noise = self.share(self.fisher.state(self.options.uncertain) == 1)
-            records.append(
-                {
-                    "source": "Fisher samples",
-                    "variant": f"bootstrap of {samples} in {parts} parts",
-                    **self.fisher.agreement.record(),
-                    "noise": noise,
-                }
-            )
         records += [
             {
                 "source": one.source,
@@ -425,26 +286,6 @@ class _Findings:
             }
             for rank, place in enumerate(np.argsort(-base.total, kind="stable"))
         ]
-
-    def examples(self) -> Table:
-        """The tokens whose decision is closest to a coin's, with their text."""
-        base, shares = self.base, self.resampled.keep_share
-        records = []
-        for place in np.argsort(np.abs(shares - 0.5), kind="stable")[:12]:
-            row = base.rows[int(base.groups[place])]
-            position = int(base.values["position"][place])
-            pieces = [piece.text for piece in base.subject.texts(row)]
-            records.append(
-                {
-                    "row": row.row.index,
-                    "position": position,
-                    "text before": "".join(pieces[max(0, position - 12) : position])[-40:],
-                    "token": pieces[position],
-                    "keep share": float(shares[place]),
-                    "margin": float(self.distance[place]),
-                }
-            )
-        return Table.of("coins", "Decisions that a coin could have made", records)
 
     def answer(self) -> Answer:
         """How many decisions a redrawn validation set reverses."""

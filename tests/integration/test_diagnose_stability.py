@@ -17,11 +17,10 @@ from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.storage import weights_digest
 from tests.integration import subjects
-from tests.property.tolerance import allowed
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 
-OPTIONS = stability.Options(resamples=200, fisher_parts=8)
+OPTIONS = stability.Options(resamples=200)
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +66,6 @@ def test_rounding_is_all_that_batches_and_padding_do(diagnosis: Diagnosis) -> No
     assert len(unchanged) == 5
     assert all(r["rounding only"] is True for r in unchanged)
     assert not any("WARNING" in note for note in diagnosis.notes)
-    precision = {r["variant"]: r for r in sources if r["source"] == "precision"}
-    single, half = precision["float32 against float64"], precision["bfloat16 against float64"]
-    assert 0 < float(single["error"] or 0) < allowed("norm", torch.float32)
-    assert float(single["error"] or 1) < float(half["error"] or 0) < allowed("norm", torch.bfloat16)
-    assert float(single["flips"] or 0) <= float(half["flips"] or 0)
-    fisher = [r for r in sources if r["source"] == "Fisher samples"]
-    assert len(fisher) == 1
-    assert 0 < float(fisher[0]["noise"] or 0) < 1
 
 
 def test_nothing_of_the_model_is_changed(
@@ -122,16 +113,13 @@ def test_with_a_reference_the_retention_term_is_in_the_values() -> None:
     given = subjects.subject(
         "near", validation_rows=8, length=96, model=moved, reference=reference, tokens=200
     )
-    options = stability.Options(resamples=60, precisions=(), fisher_parts=8, shuffles=8)
+    options = stability.Options(resamples=60, shuffles=8)
     found = stability.diagnose(given, options)
     assert not any("is its own reference" in note for note in found.notes)
-    assert any("the model given" in note for note in found.notes)
 
 
-def test_a_large_model_is_not_copied(subject: Subject) -> None:
-    options = stability.Options(resamples=50, copied_parameters=1000, fisher_parts=0, shuffles=8)
+def test_few_validation_rows_are_said() -> None:
+    options = stability.Options(resamples=50, shuffles=8)
     small = subjects.subject("near", validation_rows=4, length=64, tokens=100)
     found = stability.diagnose(small, options)
-    assert any("was not copied to other precisions" in note for note in found.notes)
-    assert not any(r["source"] == "precision" for r in found.table("sources").records())
     assert any("Only 4 validation rows" in note for note in found.notes)
