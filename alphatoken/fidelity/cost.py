@@ -22,7 +22,7 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
 from alphatoken.support.machine import timed
 
-__all__ = ["Cost", "ScoringCost", "direction_cost", "measure", "step_cost", "values_cost"]
+__all__ = ["Cost", "direction_cost", "measure", "step_cost", "values_cost"]
 
 
 def _attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
@@ -66,43 +66,6 @@ def measure(work: Callable[[], object], *, repeats: int = 3) -> Cost:
     taken = sorted(timed(work) for _ in range(repeats))
     middle = taken[len(taken) // 2] if taken else math.nan
     return Cost(float(counter.get_total_flops()), middle)
-
-
-@dataclass(frozen=True)
-class ScoringCost:
-    """The scoring side of one step, beside the step.
-
-    FLOPs are counted as they run: matrix products, and attention as if it were not causal.
-
-    Attributes:
-        direction: M from all validation rows and the retention term.
-        values: of the batch, in the forward that training runs anyway.
-        step: forward and backward of the batch, all trainable parameters, no optimizer.
-    """
-
-    direction: Cost
-    values: Cost
-    step: Cost
-
-    @property
-    def direction_share(self) -> float:
-        """M over step, in FLOPs."""
-        return self.direction.flops / self.step.flops
-
-    @property
-    def values_share(self) -> float:
-        """Values over step, in FLOPs."""
-        return self.values.flops / self.step.flops
-
-    def record(self) -> dict[str, Any]:
-        """As cells of a table."""
-        return {
-            "validation FLOPs / step": self.direction_share,
-            "scoring FLOPs / step": self.values_share,
-            "validation seconds": self.direction.seconds,
-            "scoring seconds": self.values.seconds,
-            "step seconds": self.step.seconds,
-        }
 
 
 def values_cost(scorer: Scorer, batch: Mapping[str, Tensor], *, repeats: int) -> Cost:

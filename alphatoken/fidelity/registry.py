@@ -52,7 +52,7 @@ _QUESTIONS = {
     "heatmap": "Which tokens of my text are valued, and by which component?",
     "coverage": "What part of the data do the kept tokens cover?",
     "drift": "How far did fine-tuning move the model's states on what it must not forget?",
-    "sensitivity": "How much do the kept tokens, and the cost, depend on each setting?",
+    "sensitivity": "How much do the kept tokens depend on each setting?",
     "stability": "Which keep or drop decisions are noise?",
 }
 _OF_RETENTION = ("fisher", "drift")

@@ -1,8 +1,8 @@
-"""How much do the kept tokens, and the cost, depend on each setting?
+"""How much do the kept tokens depend on each setting?
 
 One setting at a time is changed from the run's own: estimator, number of layers K, window W,
-lambda, ratio, validation rows. The kept set is compared with that of the run, and the scoring
-side is counted in FLOPs beside a training step on the same batch.
+lambda, ratio, validation rows. The kept set is compared with that of the run. What each costs is
+in ``estimators``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,6 @@ from alphatoken.direction.algebra import Direction, norms
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.fidelity.cost import (
-    ScoringCost,
-    direction_cost,
-    step_cost,
-    values_cost,
-)
 from alphatoken.fidelity.decisions import Agreement, agreement, percent
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide, draw_all
@@ -48,14 +42,12 @@ from alphatoken.fidelity.sweeps import (
 from alphatoken.fidelity.valuing import scorer_for, with_estimator
 from alphatoken.model.capture import find_scope, resolve_layers
 from alphatoken.model.protocol import find_adapter
-from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
 
 __all__ = ["Options", "diagnose", "layer_choices"]
 
 Numbers = NDArray[np.float64]
 
-_DISJOINT = "overlap, disjoint subsets"
 _OF_WEIGHTS = (
     "||lambda V|| / ||G||",
     "stability's share of the magnitudes",
@@ -93,11 +85,10 @@ class Options(CheckedOptions):
     changed: float = option(
         0.1, "share of decisions whose change by lambda is looked for", above=0, below=1
     )
-    repeats: int = option(3, "timings, of which the median is taken", least=1, first=1)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
-    """Change one setting at a time; compare kept sets and cost with the run's own.
+    """Change one setting at a time; compare kept sets with the run's own.
 
     Raises:
         InputError: too few tokens. DataError: too few validation rows. ConfigError: the objective
@@ -124,14 +115,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             seed=subject.seed,
         )
     columns = row_columns(subject, run.scorer, run.rows, run.validation)
-    sizes, alone = (
-        size_sweep(columns, rest, subject.ratio, options.draws, seed=subject.seed)
-        for rest in (run.rest, np.zeros_like(gain))
-    )
-    found["validation rows"] = [
-        *(record | {"cost": run.cost_of_rows(int(record["value"]))} for record in sizes),
-        run.default_record(len(run.validation)),
-    ]
+    sizes = size_sweep(columns, run.rest, subject.ratio, options.draws, seed=subject.seed)
+    found["validation rows"] = [*sizes, run.default_record(len(run.validation))]
     ratios = ratio_sweep(
         run.total,
         sorted({*options.ratios, subject.ratio}),
@@ -139,7 +124,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         run.groups,
         seed=subject.seed,
     )
-    return _Findings(run, options, found, ratios, alone).diagnosis()
+    return _Findings(run, options, found, ratios).diagnosis()
 
 
 # --- the run that is compared with --------------------------------------------------------------
@@ -147,33 +132,19 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 @dataclass(frozen=True)
 class _Run(OwnValues):
-    """The run's own settings: model, retention, values, cost.
+    """The run's own settings: model, retention, values.
 
     ``wide`` is M's two sides over every layer that will be tried: any setting contracts with the
     part that it scores, so that the validation rows are sent through the model once.
     """
 
     wide: Direction
-    cost: ScoringCost
-    repeats: int
 
     @classmethod
     def measured(cls, subject: Subject, options: Options) -> _Run:
-        """The values and their cost."""
+        """The values, and M over all layers."""
         layers, config = _tried_layers(subject, options), subject.config
         own = OwnValues.of(subject, options.validation_rows, fisher_layers=layers)
-        batch = subject.batches(own.rows)[0]
-        shape = tuple(batch["input_ids"].shape)
-        own.notes.append(
-            f"Cost is that of one batch of {shape[0]} rows and {shape[1]} positions, scored in the "
-            "forward that training runs, with M built anew from all validation rows; a step is "
-            "its forward and backward."
-        )
-        cost = ScoringCost(
-            direction_cost(own.scorer, repeats=1),
-            values_cost(own.scorer, batch, repeats=options.repeats),
-            step_cost(own.scorer.adapter, batch, repeats=options.repeats),
-        )
         covered = _covered(own.retention, own.model, layers, own.notes)
         wide = scorer_for(
             subject,
@@ -182,7 +153,7 @@ class _Run(OwnValues):
             rows=own.validation,
             config=replace(config, layers=covered),
         ).direction
-        return cls(**vars(own), wide=wide, cost=cost, repeats=options.repeats)
+        return cls(**vars(own), wide=wide)
 
     @property
     def weight(self) -> float:
@@ -205,7 +176,7 @@ class _Run(OwnValues):
         none = Estimate(0.0, 0.0, 0.0, len(self.total))
         chance = keep_count(self.subject.ratio, len(self.total)) / len(self.total)
         itself = Agreement(same, same, none, chance)
-        return {"value": value, "default": True, **itself.record(), "cost": self.cost}
+        return {"value": value, "default": True, **itself.record()}
 
     # --- what is tried -----------------------------------------------------------------------
 
@@ -248,24 +219,17 @@ class _Run(OwnValues):
                 records.append(self.default_record(value))
                 continue
             try:
-                scorer, total = self.scored(config)
+                total = self.scored(config)
             except (CoverageError, FisherError, UnsupportedError) as problem:
                 self.notes.append(f"{setting} = {value} was left out: {problem.what}.")
                 continue
             compared = agreement(self.total, total, subject.ratio, self.groups, seed=subject.seed)
-            records.append(
-                {
-                    "value": value,
-                    "default": False,
-                    **compared.record(),
-                    "cost": self.cost_of(scorer, own=setting == "K"),
-                }
-            )
+            records.append({"value": value, "default": False, **compared.record()})
             tracker.report(number + 1)
         return records
 
-    def scored(self, config: ScorerConfig) -> tuple[Scorer, Numbers]:
-        """Totals under another configuration, and a scorer of it that knows one validation row.
+    def scored(self, config: ScorerConfig) -> Numbers:
+        """Totals under another configuration, by a scorer that knows one validation row.
 
         That scorer's own values are not used: they make it run the proofs on this model.
         """
@@ -284,22 +248,7 @@ class _Run(OwnValues):
         whole = self.wide.total()
         side = {name: whole[name] for name in scorer.parameters}
         found = [values_along(scorer, batch, [side])[:, 0] for batch in subject.batches(self.rows)]
-        return scorer, np.concatenate(found)
-
-    def cost_of(self, scorer: Scorer, *, own: bool) -> ScoringCost:
-        """Of another configuration; M is counted anew only where it is another one (``own``)."""
-        values = values_cost(scorer, self.subject.batches(self.rows)[0], repeats=self.repeats)
-        direction = self.cost.direction
-        if own:
-            scorer.set_validation(self.subject.batches(self.validation))
-            direction = direction_cost(scorer, repeats=0)
-        return ScoringCost(direction, values, self.cost.step)
-
-    def cost_of_rows(self, size: int) -> ScoringCost:
-        """The run's cost with the first ``size`` validation rows."""
-        rows = self.validation[:size]
-        scorer = scorer_for(self.subject, model=self.model, retention=self.retention, rows=rows)
-        return replace(self.cost, direction=direction_cost(scorer, repeats=0))
+        return np.concatenate(found)
 
 
 def layer_choices(
@@ -357,8 +306,6 @@ class _Findings:
     options: Options
     found: dict[str, list[dict[str, Any]]]
     ratios: list[dict[str, Any]]
-    alone: list[dict[str, Any]]
-    """By validation rows, without the stability side."""
 
     def diagnosis(self) -> Diagnosis:
         subject = self.run.subject
@@ -367,7 +314,7 @@ class _Findings:
             "sensitivity",
             find("sensitivity").question,
             self.answer(),
-            tables=(settings, ratios, self.subsets(), *self.weights(), self.numbers()),
+            tables=(settings, ratios, *self.weights(), self.numbers()),
             figures=draw_all(self.figures(settings, ratios)),
             notes=tuple(self.run.notes),
             settings={**subject.settings(), **asdict(self.options)},
@@ -379,19 +326,18 @@ class _Findings:
             {
                 "setting": setting,
                 "value": f"{record['value']:g}" if setting == "lambda" else str(record["value"]),
-                **_without(record, "value", "cost", _DISJOINT, *_OF_WEIGHTS),
-                **(record["cost"].record() if "cost" in record else {}),
+                **_without(record, "value", *_OF_WEIGHTS),
             }
             for setting, records in self.found.items()
             for record in records
         ]
         return Table.of(
             "settings",
-            "Kept tokens and cost, one setting changed at a time",
+            "Kept tokens, one setting changed at a time",
             records,
             "Overlap: share of the run's kept tokens that are kept again. Validation rows: "
             "mean over random subsets, intervals over subsets; for all else intervals are "
-            "over rows of tokens. Costs are shares of a training step on the same batch.",
+            "over rows of tokens.",
         )
 
     def of_ratios(self) -> Table:
@@ -401,23 +347,6 @@ class _Findings:
             self.ratios,
             "Captured: sum of the kept values over the sum of all positive values. Kept sets "
             "of different ratios are nested, so their overlap says nothing.",
-        )
-
-    def subsets(self) -> Table:
-        subsets = [r for r in self.found["validation rows"] if not r["default"]]
-        return Table.of(
-            "subsets",
-            "Agreement of validation sets that have no row in common",
-            [
-                {
-                    "rows": both["value"],
-                    "overlap": both[_DISJOINT],
-                    "overlap, adaptation alone": alone[_DISJOINT],
-                }
-                for both, alone in zip(subsets, self.alone, strict=True)
-                if _DISJOINT in both
-            ],
-            "Overlap of the tokens that two disjoint random subsets keep.",
         )
 
     def weights(self) -> list[Table]:
@@ -468,19 +397,6 @@ class _Findings:
                 guides=(Guide(chance, "y", "by chance"),),
                 ylabel="overlap with the run",
                 limits=(None, (0.0, 1.05)),
-            ),
-            Figure(
-                "bars",
-                "settings-cost",
-                settings,
-                "Cost, one setting at a time",
-                "In training steps. Where these rise and the overlap does not, there is something "
-                "to save. Lambda and the ratio cost nothing.",
-                x="value",
-                y=("validation FLOPs / step", "scoring FLOPs / step"),
-                facets="setting",
-                ylabel="FLOPs / those of a step",
-                limits=(None, (0.0, None)),
             ),
             Figure(
                 "lines",

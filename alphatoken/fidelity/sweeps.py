@@ -178,14 +178,13 @@ def size_sweep(
     """Kept tokens against m = 1, 2, 4, ... of the V validation rows.
 
     Each m is drawn several times. A subset agrees with all V rows by having them in part, more so
-    the larger it is; two subsets without a common row do not, so their agreement stands beside
-    it as far as there are 2m rows.
+    the larger it is.
 
     Args:
         columns: values against each row.
         rest: what no validation row changes.
         ratio: share to keep.
-        draws: subsets, or pairs of them, of each size.
+        draws: subsets of each size.
         seed: of the draws.
     """
     rows, generator = len(columns.tokens), np.random.default_rng((seed, 4))
@@ -193,18 +192,10 @@ def size_sweep(
     sizes = [2**k for k in range(rows.bit_length()) if 2**k < rows]
     records = []
     for size in sizes:
-        parts = [generator.permutation(rows)[: 2 * size] for _ in range(draws)]
-        first = columns.at(_chosen(rows, [part[:size] for part in parts])) + rest
-        record: dict[str, Any] = {
-            "value": size,
-            "default": False,
-            **agreement_over_draws(np.broadcast_to(whole, first.shape), first, ratio).record(),
-        }
-        if 2 * size <= rows:
-            second = columns.at(_chosen(rows, [part[size:] for part in parts])) + rest
-            disjoint = agreement_over_draws(first, second, ratio)
-            record["overlap, disjoint subsets"] = disjoint.overlap
-        records.append(record)
+        parts = [generator.permutation(rows)[:size] for _ in range(draws)]
+        first = columns.at(_chosen(rows, parts)) + rest
+        found = agreement_over_draws(np.broadcast_to(whole, first.shape), first, ratio)
+        records.append({"value": size, "default": False, **found.record()})
     return records
 
 

@@ -117,20 +117,14 @@ def test_rows_that_agree_need_no_company() -> None:
     assert [record["value"] for record in records] == [1, 2, 4, 8]
     for record in records:
         assert record["overlap"].value == 1
-        assert record["overlap, disjoint subsets"].value == 1
 
 
-def test_rows_of_noise_agree_by_chance_only() -> None:
-    """Disjoint subsets are at chance for every size; the overlap with all rows is not, as it
-    should not be: the subset is part of them.
-    """
+def test_rows_of_noise_agree_by_what_they_share() -> None:
     noise = np.random.default_rng(0).standard_normal((2000, 32))
     records = size_sweep(RowColumns(noise, np.ones(32, dtype=int)), np.zeros(2000), 0.5, 20, seed=0)
-    apart = [record["overlap, disjoint subsets"].value for record in records]
-    np.testing.assert_allclose(apart, 0.5, atol=0.03)
     whole = [record["overlap"].value for record in records]
     assert all(a < b for a, b in pairwise(whole))
-    assert whole[-1] > 0.7
+    assert whole[-1] > 0.7 > whole[0]
 
 
 # --- other settings ------------------------------------------------------------------------------
@@ -142,7 +136,7 @@ def test_which_layers_are_tried() -> None:
     assert layer_choices((2, 40), 28, 7) == [2, 7]
 
 
-OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0), ratios=(0.3,), draws=8, repeats=1)
+OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0), ratios=(0.3,), draws=8)
 
 
 @pytest.mark.slow
@@ -159,14 +153,14 @@ def test_every_setting_is_scored_as_a_scorer_of_its_own_scores_it() -> None:
         scorer = Scorer(run.model, subject.batches(subject.validation), run.retention, changed)
         scorer.warn = False
         wanted = subject.score(scorer, run.rows)["total"]
-        _, found = run.scored(changed)
+        found = run.scored(changed)
         scale = max(np.abs(wanted).max(), np.abs(run.total).max())
         close(torch.from_numpy(found), torch.from_numpy(wanted), scale, 1e-10, name=str(value))
 
 
 @pytest.mark.slow
 def test_a_diagnosis_of_planted_settings() -> None:
-    """W beyond the rows changes nothing; lambda has none of the cost; all is in the tables."""
+    """W beyond the rows changes nothing; all is in the tables."""
     subject = small(rows=9, config=ScorerConfig(layers=2, window=30))
     before = {name: weight.clone() for name, weight in subject.model.state_dict().items()}
     diagnosis = sensitivity.diagnose(subject, OPTIONS)
@@ -177,12 +171,9 @@ def test_a_diagnosis_of_planted_settings() -> None:
     assert by["W", f"all ({longest})"]["flips"] == 0
     assert by["W", "0"]["overlap"] == by["estimator", "direct"]["overlap"]
     assert by["K", "2"]["default"] is True
-    assert by["K", "1"]["scoring FLOPs / step"] < by["K", "2"]["scoring FLOPs / step"]
-    assert by["lambda", "0"]["scoring FLOPs / step"] is None
     assert by["validation rows", "5"]["default"] is True
-    sizes = [by["validation rows", str(m)]["validation FLOPs / step"] for m in (1, 2, 4)]
-    assert sizes == sorted(sizes)
-    keys = {"settings", "ratios", "subsets", "weights", "numbers"}
+    assert {("validation rows", str(m)) for m in (1, 2, 4)} <= set(by)
+    keys = {"settings", "ratios", "weights", "numbers"}
     assert {t.key for t in diagnosis.tables} == keys
     assert all(torch.equal(before[n], w) for n, w in subject.model.state_dict().items())
     assert all(p.grad is None for p in subject.model.parameters())
@@ -259,7 +250,7 @@ def test_the_counted_parts_of_a_step() -> None:
     "bad",
     [
         {"draws": 2}, {"layers": (0,)}, {"windows": (-1,)}, {"estimators": ("magic",)},
-        {"ratios": (0.0,)}, {"weights": (float("nan"),)}, {"changed": 1.0}, {"repeats": 0},
+        {"ratios": (0.0,)}, {"weights": (float("nan"),)}, {"changed": 1.0},
     ],
     ids=str,
 )  # fmt: skip
