@@ -16,15 +16,12 @@ __all__ = [
     "density_of",
     "ellipse_of",
     "entropy",
-    "log_volume",
     "mean_distance",
     "picture_of",
     "require_sklearn",
-    "whitened",
 ]
 
 Numbers = NDArray[np.float64]
-_FLOOR = 1e-12  # variance of a direction in which nothing varies, of a whitened unit
 _WIDEST = 50  # principal components that t-SNE is given: the usual number, and quick at any width
 
 
@@ -50,40 +47,16 @@ def mean_distance(points: Numbers) -> float:
     return float(np.linalg.norm(points - points.mean(0), axis=1).mean())
 
 
-def components_of(points: Numbers) -> tuple[Numbers, Numbers]:
-    """Variances (descending) and directions (columns) of a cloud's principal components.
+def components_of(points: Numbers) -> Numbers:
+    """Directions (columns) of a cloud's principal components, the widest first.
 
     The largest entry of a direction is positive, so that pictures do not flip between machines.
     """
-    _, sizes, directions = np.linalg.svd(points - points.mean(0), full_matrices=False)
+    directions: Numbers = np.linalg.svd(points - points.mean(0), full_matrices=False)[2]
     largest = np.abs(directions).argmax(1)
     signs = np.sign(directions[np.arange(len(directions)), largest])
-    return sizes**2 / max(len(points), 1), (signs[:, None] * directions).T
-
-
-def whitened(points: Numbers, dims: int) -> Numbers:
-    """Coordinates along the first ``dims`` principal components, each of variance 1.
-
-    Directions in which nothing varies are left out.
-    """
-    variances, directions = components_of(points)
-    dims = min(dims, int((variances > 1e-10 * max(variances[0], 1e-300)).sum()))
-    scaled: Numbers = (points - points.mean(0)) @ directions[:, :dims] / np.sqrt(variances[:dims])
-    return scaled
-
-
-def log_volume(points: Numbers) -> float:
-    """Log-determinant of the covariance, divided by the number of dimensions.
-
-    In whitened coordinates of a larger cloud it is the mean log variance relative to that cloud:
-    0 for a cloud as wide as it, negative for a narrower one. NaN with fewer than two points a
-    dimension; directions in which nothing varies count as variance 1e-12.
-    """
-    count, dims = points.shape
-    if dims == 0 or count < 2 * dims:
-        return math.nan
-    variances, _ = components_of(points)
-    return float(np.log(np.maximum(variances, _FLOOR)).mean())
+    found: Numbers = (signs[:, None] * directions).T
+    return found
 
 
 def clusters_of(points: Numbers, clusters: int, seed: int) -> NDArray[np.int64]:
@@ -165,7 +138,7 @@ def picture_of(points: Numbers, *, seed: int, perplexity: float = 30.0) -> Numbe
 
 def _comparable(points: Numbers) -> Numbers:
     """The first components of the cloud, in units of its width: at least 2, at most 50."""
-    _, directions = components_of(points)
+    directions = components_of(points)
     reduced: Numbers = (points - points.mean(0)) @ directions[:, :_WIDEST]
     if reduced.shape[1] < 2:
         reduced = np.pad(reduced, ((0, 0), (0, 2 - reduced.shape[1])))

@@ -90,9 +90,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         subject.model, subject.batches(rows), subject.tracker("States", len(rows))
     )
     belongs = np.repeat(np.arange(len(rows)), [row.response_tokens for row in rows])
-    pool = Pool.of(
-        states, belongs, clusters=options.clusters, ratio=subject.ratio, seed=subject.seed
-    )
+    pool = Pool.of(states, belongs, clusters=options.clusters, seed=subject.seed)
     kept = {
         name: metrics.kept(_ranking(subject, rows, states, name), subject.ratio)
         for name in options.policies
@@ -106,12 +104,12 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     drawn = union[draw(len(union), options.points, subject.seed)]
     places = picture_of(pool.points[drawn], seed=subject.seed, perplexity=options.perplexity)
     measures = _numbers_table(pool, numbers, band)
-    figures = _figures(_map_table(pool, kept, drawn, places), measures, overlaps, options.policies)
+    figures = _figures(_map_table(pool, kept, drawn, places), measures, options.policies)
     return Diagnosis(
         name="coverage",
         question=find("coverage").question,
         answer=_answer(numbers, band),
-        tables=(measures, overlaps, _clusters_table(pool, kept), *_causal_effect(pool, kept)),
+        tables=(measures, overlaps, *_causal_effect(pool, kept)),
         figures=draw_all(figures),
         notes=_notes(subject, states, pool, len(union), len(drawn), rows),
         settings={
@@ -190,20 +188,6 @@ def _numbers_table(
     )
 
 
-def _clusters_table(pool: Pool, kept: Mapping[str, Mask]) -> Table:
-    records = []
-    for cluster in range(pool.clusters):
-        inside = pool.labels == cluster
-        share = {name: float(mask[inside].mean()) for name, mask in kept.items()}
-        records.append({"cluster": cluster, "candidates": int(inside.sum()), **share})
-    return Table.of(
-        "coverage-clusters",
-        "Share kept in each cluster",
-        records,
-        note="Counts of this pool, no estimates: which kinds of contexts a policy leaves out.",
-    )
-
-
 def _map_table(pool: Pool, kept: Mapping[str, Mask], drawn: Indices, places: Numbers) -> Table:
     records = [
         {
@@ -220,9 +204,7 @@ def _map_table(pool: Pool, kept: Mapping[str, Mask], drawn: Indices, places: Num
     return Table.of("coverage-map", "Tokens in the picture, and who keeps them", records)
 
 
-def _figures(
-    points: Table, numbers: Table, overlaps: Table, policies: Sequence[str]
-) -> list[Figure]:
+def _figures(points: Table, numbers: Table, policies: Sequence[str]) -> list[Figure]:
     return [
         Figure(
             "cloud",
@@ -250,18 +232,6 @@ def _figures(
             y="policy",
             facets="statistic",
             band="random",
-        ),
-        Figure(
-            "grid",
-            "coverage-common",
-            overlaps,
-            "Kept tokens in common",
-            "Share of kept tokens that two policies have in common. Unrelated policies share the "
-            "ratio: look for pairs far above (they do the same) and below (they contradict each "
-            "other).",
-            x="policy",
-            y="other",
-            colour="in_common",
         ),
     ]
 
@@ -317,7 +287,6 @@ def _notes(
         f"Candidates: {subject.counted(rows)}, ranked as one batch.",
         f"A token's embedding is {where} at the position that predicts it: its context, not the "
         "token itself.",
-        f"The volume is measured in the first {pool.axes.shape[1]} principal components.",
         "t-SNE keeps neighbourhoods, not distances: read sizes and gaps off the numbers.",
     ]
     picture = f"The picture is fitted on tokens that some policy keeps, {union} of {len(pool.ids)}"

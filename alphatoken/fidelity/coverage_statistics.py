@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 from alphatoken.fidelity.clouds import (
     clusters_of,
     entropy,
-    log_volume,
     mean_distance,
-    whitened,
 )
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.jackknife import jackknife
 from alphatoken.fidelity.states import TokenStates
-from alphatoken.select.masks import keep_count
 
 __all__ = [
     "STATISTICS",
@@ -39,8 +36,6 @@ Indices = NDArray[np.int64]
 Band = tuple[float, float]
 """Lower and upper end of what random selections give."""
 
-_DIMS = 16  # principal components in which a volume is measured
-
 
 @dataclass(frozen=True)
 class Pool:
@@ -48,7 +43,6 @@ class Pool:
 
     Attributes:
         points: (n, d) contextual embeddings.
-        axes: (n, k) their whitened first principal components.
         labels: (n,) cluster.
         clusters: how many clusters there are.
         ids: (n,) token id.
@@ -57,7 +51,6 @@ class Pool:
     """
 
     points: Numbers
-    axes: Numbers
     labels: Indices
     clusters: int
     ids: Indices
@@ -65,24 +58,16 @@ class Pool:
     rows: Indices
 
     @classmethod
-    def of(
-        cls, states: TokenStates, rows: Indices, *, clusters: int, ratio: float, seed: int
-    ) -> Pool:
-        """Cluster and whiten; as many dimensions as the kept tokens can fill, at most 16."""
-        dims = min(_DIMS, keep_count(ratio, len(states.ids)) // 4)
+    def of(cls, states: TokenStates, rows: Indices, *, clusters: int, seed: int) -> Pool:
+        """With the candidates clustered."""
         labels = clusters_of(states.states, clusters, seed)
-        axes = whitened(states.states, dims)
         count = int(labels.max()) + 1
-        return cls(states.states, axes, labels, count, states.ids, states.losses, rows)
+        return cls(states.states, labels, count, states.ids, states.losses, rows)
 
 
 def _spread(pool: Pool, kept: Indices, among: Indices) -> float:
     whole = mean_distance(pool.points[among])
     return mean_distance(pool.points[kept]) / whole if whole > 0 else math.nan
-
-
-def _volume(pool: Pool, kept: Indices, among: Indices) -> float:
-    return log_volume(pool.axes[kept]) - log_volume(pool.axes[among])
 
 
 def _evenness(pool: Pool, kept: Indices, among: Indices) -> float:
@@ -102,7 +87,6 @@ Statistic = Callable[[Pool, Indices, Indices], float]
 STATISTICS: dict[str, tuple[str, str, Statistic]] = {
     "entropy": ("Cluster entropy", "1: even over the clusters, 0: all in one", _evenness),
     "spread": ("Spread", "mean distance to the centroid, all candidates = 1", _spread),
-    "volume": ("Log volume", "per dimension, whitened by all candidates (0)", _volume),
     "types": ("Distinct token ids", "share of those among the candidates", _types),
     "loss": ("Mean loss", "of the kept tokens, nats", _loss),
 }

@@ -72,7 +72,7 @@ class Figure:
         title: heading.
         caption: what to look for.
         x: column along it; several have a series each.
-        y: the same upwards. In a grid ``NAME_from`` and ``NAME_to`` may give the cells' edges.
+        y: the same upwards. In a grid ``NAME_from`` and ``NAME_to`` give the cells' edges.
         series: column, or columns, by whose entries marks have their colour and shape.
         facets: column whose entries have a panel each; in a cloud, several columns that are True
             or False: a panel each, with the points that are False in grey.
@@ -377,20 +377,21 @@ def _draw_guides(axes: Axes, figure: Figure) -> None:
 
 
 def _draw_grid(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
-    """Cells between their edges on a logarithmic scale of colours, or named and with numbers."""
+    """Cells between their edges, on a logarithmic scale of colours."""
     from matplotlib.collections import PatchCollection
-    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
 
-    names = [_names(records, column) for column in (figure.x, figure.y)]
-    sides = [_edges(records, str(c), n) for c, n in zip((figure.x, figure.y), names, strict=True)]
+    sides = [
+        ([r[f"{column}_from"] for r in records], [r[f"{column}_to"] for r in records])
+        for column in (figure.x, figure.y)
+    ]
     colours = np.array([float(record[figure.colour] or math.nan) for record in records])
     cells = [
         Rectangle((left, low), right - left, high - low)
         for left, right, low, high in zip(*sides[0], *sides[1], strict=True)
     ]
-    counted = not any(names)
-    norm = LogNorm(1, max(colours.max(initial=0), 2)) if counted else Normalize(0, 1)
+    norm = LogNorm(1, max(colours.max(initial=0), 2))
     drawn = PatchCollection(cells, cmap=SEQUENTIAL, norm=norm, rasterized=True, linewidths=0)
     drawn.set_array(colours)
     axes.add_collection(drawn)
@@ -398,14 +399,8 @@ def _draw_grid(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     for axis, (start, end) in zip("xy", sides, strict=True):
         getattr(axes, f"set_{axis}lim")(min(start, default=0), max(end, default=1))
     axes.figure.colorbar(drawn, ax=axes, label=figure.colour.replace("_", " "), shrink=0.8)
-    if counted:
-        _draw_margins(axes, sides, colours)
-    else:
-        for record, left, low in zip(records, sides[0][0], sides[1][0], strict=True):
-            ink = "black" if record[figure.colour] > 0.45 else "white"
-            text = f"{record[figure.colour]:.2f}"
-            axes.text(left + 0.5, low + 0.5, text, ha="center", va="center", color=ink)
-    _finish_axes(axes, figure, records, names)
+    _draw_margins(axes, sides, colours)
+    _finish_axes(axes, figure, records, ([], []))
 
 
 def _draw_margins(
@@ -419,16 +414,6 @@ def _draw_margins(
         margin.hist(start, bins=bins, weights=counts, orientation=way, color=COLOURS[0], alpha=0.5)
         names = margin is beside, margin is above  # of its own axis: the other is the grid's
         margin.tick_params(which="both", labelsize=7, labelbottom=names[0], labelleft=names[1])
-
-
-def _edges(
-    records: Sequence[Record], column: str, names: Sequence[str]
-) -> tuple[list[float], list[float]]:
-    """Both ends of each cell along one axis."""
-    if names:
-        places = [names.index(str(record[column])) for record in records]
-        return [place - 0.5 for place in places], [place + 0.5 for place in places]
-    return [r[f"{column}_from"] for r in records], [r[f"{column}_to"] for r in records]
 
 
 # --- clouds ---------------------------------------------------------------------------------------

@@ -111,9 +111,7 @@ def test_what_is_pointed_at_and_compared_with_is_named(monkeypatch: pytest.Monke
     assert set(axes.get_legend_handles_labels()[1]) == {"chance", "yours", "half", "right"}
 
 
-def test_cells_of_a_grid_fill_their_edges_or_stand_at_their_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cells_of_a_grid_fill_their_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = {"a_from": 0.1, "a_to": 1.0, "b_from": 1.0, "b_to": 10.0, "pairs": 7}
     scales = ("log", "log")
     grid = figure("grid", [cell], x="a", y="b", colour="pairs", scales=scales)
@@ -122,8 +120,6 @@ def test_cells_of_a_grid_fill_their_edges_or_stand_at_their_names(
     assert box.get_extents().bounds == pytest.approx((0.1, 1.0, 0.9, 9.0))
     assert len(others) == 1  # the scale of colours; margins are axes within the grid's own
     assert len(axes.child_axes) == 2
-    named = figure("grid", [{"a": "m", "b": "n", "share": 0.25}], x="a", y="b", colour="share")
-    assert [text.get_text() for text in drawn(named, monkeypatch)[0].texts] == ["0.25"]
 
 
 def test_clouds_are_by_series_with_ellipses_or_by_who_keeps_them(

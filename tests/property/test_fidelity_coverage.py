@@ -20,10 +20,8 @@ from alphatoken.fidelity import coverage
 from alphatoken.fidelity.clouds import (
     clusters_of,
     entropy,
-    log_volume,
     mean_distance,
     picture_of,
-    whitened,
 )
 from alphatoken.fidelity.coverage_statistics import STATISTICS, Pool, against, band_of, measured
 from alphatoken.fidelity.diagnosis import Diagnosis
@@ -65,7 +63,7 @@ def planted(size: int = 60) -> tuple[Pool, np.ndarray]:
     ids = np.arange(2 * size) % 20 + 100 * labels
     states = TokenStates(points, np.linspace(0.0, 3.0, 2 * size), ids, True)
     rows = np.arange(2 * size) % 10
-    return Pool.of(states, rows, clusters=2, ratio=0.5, seed=0), labels
+    return Pool.of(states, rows, clusters=2, seed=0), labels
 
 
 # --- clouds --------------------------------------------------------------------------------------
@@ -80,22 +78,10 @@ def test_entropy_is_one_when_even_and_zero_in_one_cluster():
     assert math.isnan(entropy(np.array([], dtype=int), 4))
 
 
-def test_mean_distance_and_volume_scale_with_the_cloud():
+def test_mean_distance_scales_with_the_cloud():
     points = np.random.default_rng(0).standard_normal((50, 3))
     assert mean_distance(np.array([[0.0, 0.0], [6.0, 8.0]])) == pytest.approx(5.0)
     assert mean_distance(4 * points) == pytest.approx(4 * mean_distance(points))
-    assert log_volume(4 * points) - log_volume(points) == pytest.approx(2 * math.log(4))
-    assert log_volume(points) == pytest.approx(np.linalg.slogdet(np.cov(points.T, ddof=0))[1] / 3)
-    assert math.isnan(log_volume(points[:5]))
-
-
-def test_whitening_gives_unit_covariance_and_leaves_flat_directions_out():
-    generator = np.random.default_rng(1)
-    points = generator.standard_normal((80, 4)) * [5, 1, 0.2, 0]
-    white = whitened(points, 4)
-    assert white.shape == (80, 3)
-    np.testing.assert_allclose(white.T @ white / 80, np.eye(3), atol=1e-10)
-    assert log_volume(white) == pytest.approx(0.0, abs=1e-10)
 
 
 def test_known_clusters_are_found_and_lie_apart_in_the_picture():
@@ -141,7 +127,6 @@ def test_keeping_everything_is_as_the_candidates_are():
     found = {key: measured(pool, everything, key) for key in STATISTICS}
     assert found["entropy"].value == pytest.approx(entropy(pool.labels, 2), abs=1e-12) == 1.0
     assert found["spread"].value == pytest.approx(1.0, abs=1e-12)
-    assert found["volume"].value == pytest.approx(0.0, abs=1e-12)
     assert found["types"].value == 1.0
     assert found["loss"].value == pytest.approx(1.5)
 

@@ -217,7 +217,7 @@ def test_identical_validation_rows_make_no_noise() -> None:
         subject.model, subject.train, [subject.validation[1]] * 16, batch_size=2,
         config=ScorerConfig(layers=2, objective="adaptation"),
     )  # fmt: skip
-    diagnosis = stability.diagnose(one, stability.Options(precisions=(), resamples=50))
+    diagnosis = stability.diagnose(one, stability.Options(resamples=50))
     decisions = {r["decision"]: r for r in diagnosis.table("decisions").records()}
     assert decisions["noise"]["tokens"] == 0
     assert all(record["noise"] == 0 for record in diagnosis.table("sizes").records())
