@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from alphatoken.errors import InputError
 from alphatoken.fidelity import coverage
 from alphatoken.fidelity.diagnosis import Diagnosis
 from tests.integration.subjects import subject
@@ -54,23 +51,9 @@ def test_overlaps_are_of_pairs_and_chance_is_the_ratio(found: Diagnosis):
     assert chance["in_common_low"] - 0.1 < 0.5 < chance["in_common_high"] + 0.1
 
 
-def test_it_is_kept_whole_and_comes_out_again(found: Diagnosis, tmp_path: Path):
-    found.save(tmp_path)
-    again = Diagnosis.load(tmp_path)
-    assert again.answer == found.answer
-    given = subject("far", tokens=400)
-    assert coverage.diagnose(given, OPTIONS).tables == found.tables
-
-
 def test_all_the_tokens_kept_are_the_candidates():
     options = coverage.Options(policies=("direct",), draws=20, clusters=4)
     given = subject("near", tokens=200, ratio=1.0, train_rows=4, validation_rows=2)
     records = coverage.diagnose(given, options).table("coverage-numbers").records()
     for record in records:
         assert record["value"] == pytest.approx(record["all_candidates"])
-
-
-def test_too_few_tokens_are_refused():
-    given = subject("near", train_rows=1, length=10)
-    with pytest.raises(InputError, match="16 response tokens"):
-        coverage.diagnose(given, OPTIONS)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from alphatoken.errors import DataError
 from alphatoken.fidelity import fisher as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
 from tests.integration.subjects import RETENTION, examples, subject
 
@@ -31,11 +27,6 @@ def quick(**changes: Any) -> Subject:
 def found() -> Diagnosis:
     given = quick(tokens=300, fisher_samples=10, tuning_steps=4)
     return diagnostic.diagnose(given, SMALL)
-
-
-def test_it_is_the_registered_diagnostic(found: Diagnosis) -> None:
-    assert find("fisher").load() is diagnostic
-    assert found.question == find("fisher").question
 
 
 def test_every_proxy_meets_every_retention_set(found: Diagnosis) -> None:
@@ -64,24 +55,7 @@ def test_more_samples_agree_better(found: Diagnosis) -> None:
     assert token[-1] > 0.5
 
 
-def test_it_is_saved_with_its_figures(found: Diagnosis, tmp_path: Path) -> None:
-    found.save(tmp_path)
-    assert Diagnosis.load(tmp_path).answer == found.answer
-    keys = {figure.key for figure in found.figures}
-    assert keys == {
-        "scatter", "scatter-ranks", "overlap", "agreement", "convergence",
-    }  # fmt: skip
-    for key in keys:
-        assert (tmp_path / f"{key}.png").stat().st_size > 2000
-    assert "NaN" not in (tmp_path / "diagnosis.json").read_text(encoding="utf-8")
-
-
 def test_what_was_compared_is_said(found: Diagnosis) -> None:
     said = " ".join(found.notes)
     assert "fine-tuned on the training rows for 4 AdamW steps" in said
     assert "2 of topics, 2 of functions, 2 of summaries, 2 of names" in said
-
-
-def test_without_retention_rows_it_is_refused() -> None:
-    with pytest.raises(DataError, match="--retention_set"):
-        diagnostic.diagnose(replace(quick(), retention={}), SMALL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from alphatoken import Scorer
 from alphatoken.fidelity import stability
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.per_row import row_columns
-from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.storage import weights_digest
 from tests.integration import subjects
@@ -74,18 +72,6 @@ def test_nothing_of_the_model_is_changed(
     assert weights_digest(subject.model) == before
     assert all(p.grad is None for p in subject.model.parameters())
     assert next(subject.model.parameters()).dtype == torch.float32
-
-
-def test_it_is_written_and_read_again(diagnosis: Diagnosis, tmp_path: Path) -> None:
-    assert diagnosis.question == find("stability").question
-    diagnosis.save(tmp_path)
-    again = Diagnosis.load(tmp_path)
-    assert again.answer == diagnosis.answer
-    assert {figure.key for figure in again.figures} == {"keep_probability", "sources", "sizes"}
-    for figure in again.figures:
-        assert figure.png.startswith(b"\x89PNG")
-        assert "<svg" in figure.svg
-        assert len(figure.data.rows) > 3
 
 
 def test_a_resample_is_a_scoring_on_the_real_model(subject: Subject) -> None:

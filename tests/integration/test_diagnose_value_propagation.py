@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from alphatoken import ScorerConfig
 from alphatoken.errors import InputError
 from alphatoken.fidelity import value_propagation as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.registry import find
 from tests.integration.subjects import subject
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
@@ -23,12 +21,6 @@ SMALL = diagnostic.Options(pairs=600, draws=20)
 def found() -> Diagnosis:
     given = subject("near", train_rows=10, validation_rows=4, length=40, tokens=400, batch_size=5)
     return diagnostic.diagnose(given, SMALL)
-
-
-def test_it_is_the_registered_diagnostic(found: Diagnosis) -> None:
-    assert find("value-propagation").load() is diagnostic
-    assert found.name == "value-propagation"
-    assert found.question == find("value-propagation").question
 
 
 def test_shares_add_up_and_end_with_the_last_layer(found: Diagnosis) -> None:
@@ -47,16 +39,6 @@ def test_shares_add_up_and_end_with_the_last_layer(found: Diagnosis) -> None:
     assert near > hop
     assert 0.3 < near < 1.0
     assert wide > 0
-
-
-def test_it_is_saved_with_its_figures(found: Diagnosis, tmp_path: Path) -> None:
-    found.save(tmp_path)
-    assert Diagnosis.load(tmp_path).answer == found.answer
-    for key in ("density", "shares", "shares-size"):
-        assert (tmp_path / f"{key}.svg").stat().st_size > 2000
-        assert found.figure(key).data.rows
-        assert found.figure(key).caption
-    assert "NaN" not in (tmp_path / "diagnosis.json").read_text(encoding="utf-8")
 
 
 def test_what_was_sampled_is_said(found: Diagnosis) -> None:
