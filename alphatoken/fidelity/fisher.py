@@ -33,8 +33,8 @@ from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.retention_scores import (
+    DIAGONALS,
     TunedModel,
-    diagonal_names,
     fitting,
     growing_fishers,
     scores_along,
@@ -68,13 +68,6 @@ class Options(CheckedOptions):
     sizes: tuple[int, ...] = option(
         (8, 24, 72), "numbers of samples whose Fishers are compared", least=1, first=1
     )
-    labels: str = option(
-        "sequence",
-        "of the Fishers: sequence (responses sampled freely after the prompts, as the paper does), "
-        "or token (labels sampled on the given text)",
-        choices=("sequence", "token"),
-    )
-    both: bool = option(True, "also fit a diagonal Fisher by the other kind of labels")
     max_new_tokens: int = option(48, "longest sampled response", least=1, first=12)
     draws: int = option(60, "bootstrap samples of each interval", least=10)
 
@@ -192,9 +185,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     model = TunedModel(subject, after, pooled)
     scored = list(model.scorer.parameters)
     _require_drift(before, model.scorer.parameters)
-    fishers, notes = variants(
-        subject, labels=options.labels, both=options.both, max_new_tokens=options.max_new_tokens
-    )
+    fishers, notes = variants(subject, options.max_new_tokens)
     named = dict(before.named_parameters(remove_duplicate=False))
     fishers["none"] = unit_fisher({name: named[name] for name in scored})
     more, grown = _grown(subject, options)
@@ -269,8 +260,8 @@ def _grown(
     """Fishers of growing numbers of samples, and what each is to be compared with."""
     fishers: dict[str, FisherDrift] = {}
     grown: dict[str, tuple[str, str, int]] = {}
-    for labels, main in diagonal_names(options.labels, options.both).items():
-        how = {"labels": labels, **fitting(labels, options.max_new_tokens)}
+    for labels, main in DIAGONALS.items():
+        how = fitting(labels, options.max_new_tokens)
         for size, drift in growing_fishers(subject, sizes=options.sizes, **how).items():
             name = f"{labels} {size}"
             fishers[name], grown[name] = drift, (labels, main, size)

@@ -19,8 +19,8 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
 
 __all__ = [
+    "DIAGONALS",
     "TunedModel",
-    "diagonal_names",
     "fitting",
     "growing_fishers",
     "scores_along",
@@ -65,32 +65,24 @@ def growing_fishers(
     return found
 
 
-def diagonal_names(labels: str, both: bool) -> dict[str, str]:
-    """What the diagonal Fisher of each kind of labels is called: the main one first.
-
-    >>> diagonal_names("sequence", both=True)
-    {'sequence': 'diagonal', 'token': 'diagonal, token labels'}
-    """
-    other = "token" if labels == "sequence" else "sequence"
-    said = {"sequence": "free samples", "token": "token labels"}[other]
-    return {labels: "diagonal"} | ({other: f"diagonal, {said}"} if both else {})
+DIAGONALS = {"sequence": "diagonal", "token": "diagonal, token labels"}
+"""The diagonal Fisher by kind of labels: responses sampled freely, as the paper does, or labels
+sampled on the given text."""
 
 
 def fitting(labels: str, max_new_tokens: int) -> dict[str, Any]:
-    """Options of a fit with these labels; none for those that a subject fits with by default."""
-    free = {"labels": "sequence", "max_new_tokens": max_new_tokens}
-    return free if labels == "sequence" else {}
+    """Options of a fit with these labels."""
+    free = {"max_new_tokens": max_new_tokens} if labels == "sequence" else {}
+    return {"labels": labels, **free}
 
 
-def variants(
-    subject: Subject, *, labels: str, both: bool, max_new_tokens: int
-) -> tuple[dict[str, FisherDrift], list[str]]:
-    """Diagonal and Kronecker Fisher, the diagonal one by other labels; and what was left out.
+def variants(subject: Subject, max_new_tokens: int) -> tuple[dict[str, FisherDrift], list[str]]:
+    """Diagonal and Kronecker Fisher, the diagonal one by token labels too; and what was left out.
 
     All are fitted on ``subject.fisher_rows``. A Fisher that was given takes the place of the one of
-    its structure. Of free samples beside the main fit there are half as many: each is generated.
+    its structure.
     """
-    given, own = subject.fisher, fitting(labels, max_new_tokens)
+    given, own = subject.fisher, fitting("sequence", max_new_tokens)
 
     def main(structure: str) -> FisherDrift:
         if given is not None and given.structure == structure:
@@ -103,10 +95,7 @@ def variants(
         found["kronecker"] = main("kronecker")
     except CoverageError as problem:
         notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
-    for other, name in list(diagonal_names(labels, both).items())[1:]:
-        fewer = {"samples": -(-subject.fisher_samples // 2)} if other == "sequence" else {}
-        more = fitting(other, max_new_tokens) or {"labels": "token"}  # named: never the one given
-        found[name] = subject.fitted_fisher("diagonal", **more, **fewer)
+    found[DIAGONALS["token"]] = subject.fitted_fisher("diagonal", labels="token")
     return found, notes
 
 

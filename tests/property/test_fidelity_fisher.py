@@ -195,41 +195,24 @@ def test_the_bare_drift_does_not(found: Diagnosis) -> None:
 # --- which Fisher -------------------------------------------------------------------------------
 
 
-def fishers_of(labels: str, **changes: Any) -> dict[str, FisherDrift]:
-    """Fitted on prompts of the first half of the contexts; the training rows read all of them."""
+def test_fishers_are_fitted_on_the_held_out_prompts_and_not_on_the_diagnosed_rows() -> None:
+    """F is the second moment of what was read: zero at every context that no prompt holds.
+
+    Prompts are of the first half of the contexts; the training rows read all of them. The main
+    Fishers are of free samples, as the paper says.
+    """
     held = [example([z, LABELS - 1]) for z in range(CONTEXTS // 2)]
-    subject = planted(prompts=held, fisher_samples=24, **changes)
-    found, _ = retention_scores.variants(subject, labels=labels, both=True, max_new_tokens=1)
-    return found
-
-
-@pytest.mark.parametrize("labels", ["sequence", "token"])
-def test_fishers_are_fitted_on_the_held_out_prompts_and_not_on_the_diagnosed_rows(
-    labels: str,
-) -> None:
-    """F is the second moment of what was read: zero at every context that no prompt holds."""
-    for name, drift in fishers_of(labels).items():
+    found, _ = retention_scores.variants(planted(prompts=held, fisher_samples=24), 1)
+    for name, drift in found.items():
         factors = drift.structure == "kronecker"
         read = drift.factors[DOWN][1].diagonal() if factors else drift.fisher[DOWN].sum(0)
         known = read.nonzero().flatten().tolist()
         assert known == list(range(CONTEXTS // 2)), name
     everywhere = planted().fitted_fisher().fisher[DOWN].sum(0)
     assert bool((everywhere > 0).all())
-
-
-def test_the_main_fishers_are_of_free_samples_as_the_paper_says() -> None:
-    """And the other kind has its own name, whichever is the main one."""
-    found = {name: drift.metadata["labels"] for name, drift in fishers_of("sequence").items()}
-    assert found == {
+    assert {name: drift.metadata["labels"] for name, drift in found.items()} == {
         "diagonal": "sequence", "kronecker": "sequence", "diagonal, token labels": "token",
     }  # fmt: skip
-    found = {name: drift.metadata["labels"] for name, drift in fishers_of("token").items()}
-    assert found == {
-        "diagonal": "token", "kronecker": "token", "diagonal, free samples": "sequence",
-    }  # fmt: skip
-    assert diagnostic.Options().labels == "sequence"
-    with pytest.raises(ConfigError, match="labels must be one of"):
-        diagnostic.Options(labels="free")
 
 
 def test_two_structures_have_the_responses_that_each_would_draw(
@@ -267,9 +250,7 @@ def test_two_structures_have_the_responses_that_each_would_draw(
 
 def test_the_notes_say_which_rows_the_fishers_are_of(found: Diagnosis) -> None:
     assert any("No prompts were held out" in note for note in found.notes)
-    held = diagnostic.diagnose(
-        planted(prompts=every_label()), replace(TINY, labels="token", both=False, sizes=())
-    )
+    held = diagnostic.diagnose(planted(prompts=every_label()), replace(TINY, sizes=()))
     said = (
         f"the prompts of {CONTEXTS * LABELS} rows that are not valued; whether the model was tuned"
     )
@@ -291,7 +272,7 @@ def test_a_given_fisher_that_equals_the_hessian_is_used(structure: str) -> None:
         drift = FisherDrift.from_kronecker(factors, drift.reference)
         rebuilt = torch.outer(*(f.diagonal() for f in drift.factors[DOWN]))
         close(rebuilt, fisher[DOWN], fisher[DOWN].max(), MODEL)
-    found = diagnostic.diagnose(planted(fisher=drift), replace(TINY, both=False, sizes=()))
+    found = diagnostic.diagnose(planted(fisher=drift), replace(TINY, sizes=()))
     assert spearman_of(found, structure) >= 0.999
     assert any(f"The {structure} Fisher is the one given" in note for note in found.notes)
 
@@ -305,9 +286,7 @@ def test_a_permuted_fisher_does_not_rank_as_the_oracle() -> None:
     swapped[order] = table[order.flip(0)]
     fisher[DOWN] = fisher[DOWN].clone()
     fisher[DOWN][CONTEXTS:] = swapped.view(READ, CONTEXTS)
-    found = diagnostic.diagnose(
-        planted(fisher=drift_of(fisher)), replace(TINY, both=False, sizes=())
-    )
+    found = diagnostic.diagnose(planted(fisher=drift_of(fisher)), replace(TINY, sizes=()))
     assert spearman_of(found, "diagonal") < 0.6
 
 
