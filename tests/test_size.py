@@ -13,13 +13,13 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_099,
     "certificate": 1_422,
-    "cli": 4_695,
+    "cli": 4_650,
     "corpus": 1_821,
     "data": 2_633,
     "demo": 865,
     "direction": 3_892,
     "estimate": 1_926,
-    "fidelity": 10_718,
+    "fidelity": 9_867,
     "model": 5_743,
     "oracle": 4_960,
     "report": 1_635,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_126), ("tests", 72_712)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_127), ("tests", 72_175)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most
