@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.estimate.estimators import ESTIMATORS, SPLIT
+from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS, SPLIT
 from alphatoken.model.layer_choice import DEFAULT_LAYERS
 from alphatoken.model.parameter_choice import ParameterChoice
 
@@ -103,6 +103,16 @@ class ScorerConfig:
     max_relative_drift: float | None = 1.0
     standard_errors: bool = False
     offload: str = "none"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether G is built."""
+        return self.objective != "stability"
+
+    @property
+    def captured(self) -> bool:
+        """Whether values are contracted with errors at the scored linears: all but label's are."""
+        return self.estimator in CAPTURED
 
     def __repr__(self) -> str:
         """What differs from the defaults.

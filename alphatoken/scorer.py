@@ -14,22 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
+from alphatoken.direction.age import require_gradients
 from alphatoken.direction.algebra import Direction
+from alphatoken.direction.build import Ingredients
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.gradient_file import load_gradient, save_gradient
 from alphatoken.direction.objective import GradientReducer
+from alphatoken.direction.scored import ScoredParameters, choose_parameters
 from alphatoken.errors import AlphaTokenWarning, InputError, UnsupportedError
 from alphatoken.estimate.columns import Columns, Side, contract_columns
-from alphatoken.estimate.estimators import (
-    SWITCHED,
-)
+from alphatoken.estimate.estimators import SWITCHED
 from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
-from alphatoken.model.batch import (
-    LabelledBatch,
-    PreferenceBatch,
-    as_batches,
-)
+from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches
 from alphatoken.model.capture import Scope, is_compiled, is_wrapper, record
 from alphatoken.model.fingerprint import settings_of, trained_of
 from alphatoken.model.head import watch_head
@@ -99,7 +96,7 @@ class Scorer:
 
     Attributes:
         adapter: of the model.
-        builder: scope, and M at the current parameters.
+        builder: M at the current parameters.
         valuer: what turns a pass into values.
 
     Own forwards run in evaluation mode (dropout off). Model, gradients, hooks, modes and RNG
@@ -163,24 +160,19 @@ class Scorer:
         """Choose scope and parameters in the model as it is now; nothing is proved of it yet."""
         given, (reduce, sharding, masters) = self.given, self._spread
         self.adapter = given.adapter or find_adapter(given.model)
-        self.builder = DirectionBuilder(
-            self.adapter,
-            () if given.validation is None else as_batches(given.validation),
-            given.retention,
-            given.config,
-            given.optimizer,
-            reduce=reduce,
-            sharding=sharding,
-            masters=masters,
-        )
-        scope = self.builder.scope
+        config = given.config
+        scored = choose_parameters(self.adapter, config, sharding)
+        made_of = Ingredients(self.adapter, scored, config, given.optimizer, reduce, masters)
+        made_of.check_preconditioner()
+        made_of = made_of.against(() if given.validation is None else as_batches(given.validation))
+        self.builder = DirectionBuilder(made_of.retaining(given.retention))
         witness = CaptureCheck(
             self.adapter,
-            scope,
-            self.builder.parameters,
-            self.builder.names,
-            given.config.estimator,
-            skipped=scope.uncovered if given.config.uncovered == "skip" else {},
+            scored.scope,
+            scored.parameters,
+            scored.names,
+            config.estimator,
+            skipped=scored.scope.uncovered if config.uncovered == "skip" else {},
             sharding=sharding,
         )
         self.valuer = Valuer(self.adapter, self.builder, witness)
@@ -194,7 +186,7 @@ class Scorer:
         change of a mere setting waits for the next version, as one of weights does.
         """
         builder, model = self.builder, self.adapter.model
-        if builder.sharding is not None:  # weights come and go with each layer that runs
+        if self.scored.sharding is not None:  # weights come and go with each layer that runs
             return
         same = trained_of(model) == self._trained
         if same and (builder.pinned is not None or settings_of(model) == self._settings):
@@ -206,7 +198,7 @@ class Scorer:
 
     def __repr__(self) -> str:
         """Model, layers, what values are taken against, and the options that were changed."""
-        layers = ", ".join(map(str, self.builder.scope.layers))
+        layers = ", ".join(map(str, self.scored.scope.layers))
         retention = self.given.retention
         count = len(self.validation)
         against = f"{count} validation batch{'es' * (count != 1)}"
@@ -219,7 +211,12 @@ class Scorer:
     @property
     def config(self) -> ScorerConfig:
         """The options."""
-        return self.builder.config
+        return self.given.config
+
+    @property
+    def scored(self) -> ScoredParameters:
+        """The parameters as they were last chosen; ``scope`` and ``parameters`` look anew."""
+        return self.builder.made_of.scored
 
     @property
     def warn(self) -> bool:
@@ -233,7 +230,7 @@ class Scorer:
     @property
     def validation(self) -> Sequence[Any]:
         """The validation batches."""
-        return self.builder.validation
+        return self.builder.made_of.validation
 
     @property
     def coverage(self) -> CoverageReport:
@@ -247,13 +244,13 @@ class Scorer:
     def scope(self) -> Scope:
         """The scored layers and their linears."""
         self._follow()
-        return self.builder.scope
+        return self.scored.scope
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Parameter name -> parameter, everything that values are inner products over."""
         self._follow()
-        return self.builder.parameters
+        return self.scored.parameters
 
     @property
     def direction(self) -> Direction:
@@ -309,12 +306,6 @@ class Scorer:
         # with.
         self.given = replace(self.given, retention=retention)
 
-    def set_stability_weight(self, stability_weight: float) -> None:
-        """Change lambda; G and V are kept, since lambda enters only where both are summed."""
-        self.builder.config = replace(self.config, stability_weight=stability_weight)
-        config = replace(self.given.config, stability_weight=stability_weight)
-        self.given = replace(self.given, config=config)
-
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale: they are rebuilt when it changes.
 
@@ -359,14 +350,14 @@ class Scorer:
         self._follow()
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
-        self.builder.require_gradients()
+        require_gradients(self.adapter.model)
         valuer.witness.see_arguments(checked)
-        valuer.prepare(checked)
+        frame = valuer.prepare(checked)
         # Label values along a fixed M run a dual forward of their own, and nothing before it.
         if not valuer.needs_recording:
-            return valuer.values(Pass(checked, weights), components=components)
+            return valuer.values(frame, Pass(checked, weights), components=components)
         with valuer.forward(checked, weights) as seen:
-            return valuer.values(valuer.with_kept_errors(seen), components=components)
+            return valuer.values(frame, valuer.with_kept_errors(seen), components=components)
 
     @contextmanager
     def observe(self, *, interaction: bool = False) -> Iterator[Observed]:
@@ -386,14 +377,16 @@ class Scorer:
         # M first: its forwards on the validation set must not be taken for the observed one.
         self._follow()
         self._require_uncompiled()
-        self.valuer.prepare()
+        frame = self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
-        sharding = self.builder.sharding
+        sharding = self.scored.sharding
         with (
             watch_head(self.adapter),
             record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
         ):
-            observed = Observed(self.valuer, recorder, self_only=self_only, keep_errors=interaction)
+            observed = Observed(
+                self.valuer, frame, recorder, self_only=self_only, keep_errors=interaction
+            )
             try:
                 yield observed
             finally:
@@ -402,7 +395,7 @@ class Scorer:
     def _require_uncompiled(self) -> None:
         """Raise where the user's forward is compiled code, which calls none of our hooks."""
         wrapped = is_wrapper(self.given.model)
-        if wrapped or (self.builder.captured and is_compiled(self.adapter.model)):
+        if wrapped or (self.config.captured and is_compiled(self.adapter.model)):
             raise UnsupportedError(
                 f"'{self.config.estimator}' cannot observe a compiled model",
                 got="torch.compile(model)" if wrapped else "a module with .compile()",
@@ -424,9 +417,9 @@ class Scorer:
         self._follow()
         valuer = self.valuer
         checked, weights = valuer.read(batch, None, step_weights)
-        valuer.prepare(checked)
+        frame = valuer.prepare(checked)
         with valuer.forward(checked, weights) as seen:
-            return valuer.at_step(seen)
+            return valuer.at(frame, seen).direction
 
     def columns(
         self,
@@ -450,7 +443,7 @@ class Scorer:
         """
         self._follow()
         matrices = self.builder.direction().total() if direction is None else direction
-        lacking = set(self.builder.names.values()) - matrices.keys()
+        lacking = set(self.scored.names.values()) - matrices.keys()
         if lacking:
             raise InputError(
                 "the direction lacks a scored parameter",
@@ -461,7 +454,7 @@ class Scorer:
         side = Side(matrices)
         with self.valuer.forward(batch, Weights(weights, None)) as seen:
             errors = self.valuer.errors(seen)
-            return contract_columns(seen.recorded[0], errors, [side], self.builder.names)[0]
+            return contract_columns(seen.recorded[0], errors, [side], self.scored.names)[0]
 
     def verify(
         self,

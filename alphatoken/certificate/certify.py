@@ -475,7 +475,7 @@ def _ranks(
     """How the values rank beside the library's label values; no part of the verdict."""
     checked = read_batch(batch, max_length=scorer.adapter.max_positions())
     direction = scorer.direction_for(batch, step_weights=step_weights).total()
-    label = label_values(scorer.adapter, checked, direction, first=scorer.builder.first or 0)
+    label = label_values(scorer.adapter, checked, direction, first=scorer.scored.first or 0)
     everything = _label_over_everything(scorer, checked)
     adaptation = values.adaptation
     assert adaptation is not None  # components are there unless they are declined

@@ -32,23 +32,24 @@ def values_by_parameter(
     Components are "adaptation_direct" and so on, lambda not applied; for label "adaptation" and
     "stability", by token.
     """
-    valuer, builder = scorer.valuer, scorer.builder
+    valuer, scored = scorer.valuer, scorer.scored
     checked, weights = valuer.read(batch, token_weights, step_weights)
+    frame = valuer.prepare(checked)
     with valuer.forward(checked, weights) as seen:
-        sides, _ = valuer.sides(valuer.direction(seen), components=True)
+        sides, _ = valuer.at(frame, seen).sides(components=True)
         present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
-        if not builder.captured:
+        if not scorer.config.captured:
             return {
                 name: {
                     parameter: label_values(
-                        scorer.adapter, checked, {parameter: m}, first=builder.first or 0
+                        scorer.adapter, checked, {parameter: m}, first=scored.first or 0
                     ).double().cpu()
                     for parameter, m in side.of(side.matrices).items()
                 }
                 for name, side in present.items()
             }  # fmt: skip
         recorder, _ = seen.recorded
-        sums = ColumnSums(recorder, list(present.values()), builder.names)
+        sums = ColumnSums(recorder, list(present.values()), scored.names)
         valuer.errors(seen, sums.add)
         found: dict[str, dict[str, Tensor]] = {}
         for name, parts in zip(present, sums.found, strict=True):

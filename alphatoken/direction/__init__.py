@@ -11,9 +11,10 @@
 * ``P``, what an optimizer's step does to a gradient: :mod:`~alphatoken.direction.preconditioner`
   states it, :mod:`~alphatoken.direction.updates` reads it from the state of each known
   optimizer, and :mod:`~alphatoken.direction.optimizers` finds that optimizer and its state.
-* ``M``: :mod:`~alphatoken.direction.algebra` is the formula on matrices, and
-  :mod:`~alphatoken.direction.current` holds it for the weights as they are now, and builds it
-  anew when they have changed.
+* ``M``: :mod:`~alphatoken.direction.algebra` is the formula on matrices,
+  :mod:`~alphatoken.direction.scored` chooses the parameters, :mod:`~alphatoken.direction.build`
+  makes M of its ingredients, :mod:`~alphatoken.direction.age` says whether it is stale, and
+  :mod:`~alphatoken.direction.current` hands it out as the frame that passes are valued with.
 
 **May import** ``config``, ``estimate``, ``select``, ``model``, ``support`` and ``errors``.
 **Mathematics**: docs/notation.md, docs/retention.md and docs/optimizers.md. **Oracles**:

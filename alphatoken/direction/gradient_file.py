@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from alphatoken.direction.build import Ingredients
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import PreferenceBatch
@@ -26,8 +27,8 @@ def save_gradient(builder: DirectionBuilder, path: str | os.PathLike[str]) -> No
         UnsupportedError: the direction has no G that stands for all of it.
         DataError: the file could not be written.
     """
-    _check(builder)
-    write_tensors(path, builder.gradient(), _identity(builder))
+    _check(builder.made_of)
+    write_tensors(path, builder.gradient(), _identity(builder.made_of))
 
 
 def load_gradient(builder: DirectionBuilder, path: str | os.PathLike[str]) -> None:
@@ -39,9 +40,9 @@ def load_gradient(builder: DirectionBuilder, path: str | os.PathLike[str]) -> No
         DataError: the file cannot be read, or was altered.
         UnsupportedError: as of :func:`save_gradient`.
     """
-    _check(builder)
+    _check(builder.made_of)
     tensors, found = read_tensors(path)
-    due = _identity(builder)
+    due = _identity(builder.made_of)
     differing = [name for name in due if found.get(name) != due[name]]
     if differing:
         raise InputError(
@@ -50,15 +51,16 @@ def load_gradient(builder: DirectionBuilder, path: str | os.PathLike[str]) -> No
             why="values would be measured against another objective",
             remedy="build it anew: leave the file away",
         )
-    places = {name: p.device for name, p in builder.parameters.items()}
+    places = {name: p.device for name, p in builder.made_of.scored.parameters.items()}
     builder.keep_gradient({name: tensor.to(places[name]) for name, tensor in tensors.items()})
 
 
-def _check(builder: DirectionBuilder) -> None:
+def _check(made_of: Ingredients) -> None:
+    spread = made_of.scored.sharding is not None or made_of.reduce is not None
     reasons = {
-        "weights or gradients that are spread over processes": builder.spread,
-        "standard errors": builder.config.standard_errors,
-        "objective='stability'": not builder.adapts,
+        "weights or gradients that are spread over processes": spread,
+        "standard errors": made_of.config.standard_errors,
+        "objective='stability'": not made_of.config.adapts,
     }
     for what, given in reasons.items():
         if given:
@@ -70,14 +72,15 @@ def _check(builder: DirectionBuilder) -> None:
             )
 
 
-def _identity(builder: DirectionBuilder) -> dict[str, str]:
+def _identity(made_of: Ingredients) -> dict[str, str]:
     """What G depends on, by the name that a message gives it."""
-    shapes = {name: (tuple(p.shape), str(p.dtype)) for name, p in builder.parameters.items()}
+    parameters = made_of.scored.parameters
+    shapes = {name: (tuple(p.shape), str(p.dtype)) for name, p in parameters.items()}
     return {
         "format": _FORMAT,
         "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest(),
-        "weights": weights_digest(builder.adapter.model),
-        "validation rows": _digest(builder.validation),
+        "weights": weights_digest(made_of.adapter.model),
+        "validation rows": _digest(made_of.validation),
     }
 
 

@@ -91,7 +91,7 @@ def causal_columns(
     ``alphatoken.oracle.influence``, ``alphatoken.oracle.propagation``.
     """
     with record(scorer.adapter, scorer.scope) as recorder:
-        with scoring_forward(scorer.adapter, scorer.builder.first):
+        with scoring_forward(scorer.adapter, scorer.scored.first):
             losses = forward_losses(scorer.adapter, batch, "batch")
         with torch.enable_grad():
             loss = losses.sum()
@@ -110,7 +110,7 @@ def causal_columns(
             "value": errors("alphatoken", "causal").causal,
         }
         found: dict[int, dict[str, Tensor]] = {}
-        sides, names = [Side(direction)], scorer.builder.names
+        sides, names = [Side(direction)], scorer.scored.names
         for layer in sorted({use.linear.layer for use in recorder.linears}):
             here = [use.linear.layer == layer for use in recorder.linears]
             kept = {

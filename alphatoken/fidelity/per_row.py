@@ -91,13 +91,13 @@ def values_along(
         directions: parameter name -> M, for every scored parameter.
     """
     checked = read_batch(batch, max_length=scorer.adapter.max_positions())
-    if not scorer.builder.captured:
-        first = scorer.builder.first or 0
+    if not scorer.config.captured:
+        first = scorer.scored.first or 0
         found = [label_values(scorer.adapter, checked, m, first=first) for m in directions]
     else:
         with _errors(scorer, checked) as (recorder, errors):
             sides = [Side(m) for m in directions]
-            columns = contract_columns(recorder, errors, sides, scorer.builder.names)
+            columns = contract_columns(recorder, errors, sides, scorer.scored.names)
         position = scorer.config.causal_position
         parts = [assign_columns(column, checked.mask, position) for column in columns]
         found = [direct + causal for direct, causal, _ in parts]
@@ -113,7 +113,7 @@ def absolute_terms(
 
     What rounding is relative to: a value may be far smaller where its terms cancel.
     """
-    if not scorer.builder.captured:
+    if not scorer.config.captured:
         return None
     checked = read_batch(batch, max_length=scorer.adapter.max_positions())
     with _errors(scorer, checked) as (recorder, errors):
@@ -123,7 +123,7 @@ def absolute_terms(
             [None if e is None else e.abs() for e in errors.causal],
         )
         side = Side({name: m.abs() for name, m in direction.items()})
-        (column,) = contract_columns(recorder, sizes, [side], scorer.builder.names)
+        (column,) = contract_columns(recorder, sizes, [side], scorer.scored.names)
     direct, causal, _ = assign_columns(column, checked.mask, scorer.config.causal_position)
     terms: Numbers = (direct + causal)[checked.mask].double().cpu().numpy()
     return terms
@@ -134,7 +134,7 @@ def _errors(scorer: Scorer, batch: LabelledBatch) -> Any:
     """The recorded forward of ``batch``, and its errors as the scorer's estimator splits them."""
     config, adapter = scorer.config, scorer.adapter
     with record(adapter, scorer.scope, attention=config.estimator in SWITCHED) as recorder:
-        with scoring_forward(adapter, scorer.builder.first):
+        with scoring_forward(adapter, scorer.scored.first):
             losses = forward_losses(adapter, batch, "batch")
         with torch.enable_grad():
             loss = losses.sum()
@@ -161,7 +161,7 @@ def row_columns(
     Raises:
         ConfigError: the objective has no validation side, or P depends on the batch.
     """
-    if not scorer.builder.adapts or scorer.config.preconditioner == "full":
+    if not scorer.config.adapts or scorer.config.preconditioner == "full":
         raise ConfigError(
             "validation rows can be told apart only where values are linear in their gradients",
             got=f"objective={scorer.config.objective!r}, "

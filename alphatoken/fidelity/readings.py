@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
-from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.objective import forward_losses, objective_gradient, scoring_forward
+from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import CoverageError, UnsupportedError
 from alphatoken.estimate.columns import Columns, Side, contract_columns
 from alphatoken.estimate.estimators import (
@@ -194,11 +194,11 @@ def read(
     )
 
 
-def targets(subject: Subject, settings: Sequence[Setting]) -> dict[Setting, DirectionBuilder]:
+def targets(subject: Subject, settings: Sequence[Setting]) -> dict[Setting, ScoredParameters]:
     """The library's own choice of parameters for each setting; nothing is built."""
     batch, *_ = subject.batches(subject.validation[:1])
     return {
-        s: Scorer(subject.model, batch, None, s.config(subject.config)).builder for s in settings
+        s: Scorer(subject.model, batch, None, s.config(subject.config)).scored for s in settings
     }
 
 
@@ -206,17 +206,17 @@ def _read_batch(
     subject: Subject,
     batch: LabelledBatch,
     direction: Mapping[str, Tensor],
-    by_setting: Mapping[Setting, DirectionBuilder],
+    by_setting: Mapping[Setting, ScoredParameters],
 ) -> Iterator[tuple[Any, Tensor]]:
     adapter = subject.adapter
     with torch.no_grad(), evaluation_mode(adapter.model):
         yield "loss", forward_losses(adapter, batch, "batch")
     for group, widest in _groups(subject, by_setting):
         yield from _captured(subject, batch, direction, group, widest)
-    for setting, builder in by_setting.items():
+    for setting, scored in by_setting.items():
         if setting.estimator not in CAPTURED:
-            first = builder.first or 0
-            chosen = along(adapter.model, direction, builder.parameters)
+            first = scored.first or 0
+            chosen = along(adapter.model, direction, scored.parameters)
             yield setting, label_values(adapter, batch, chosen, first=first)
 
 
@@ -230,9 +230,9 @@ def along(
 
 
 def _groups(
-    subject: Subject, by_setting: Mapping[Setting, DirectionBuilder]
-) -> Iterator[tuple[list[Setting], DirectionBuilder]]:
-    """Captured settings that one forward can serve, and the builder whose scope covers them.
+    subject: Subject, by_setting: Mapping[Setting, ScoredParameters]
+) -> Iterator[tuple[list[Setting], ScoredParameters]]:
+    """Captured settings that one forward can serve, and the scored whose scope covers them.
 
     That is all of them, unless a block is used at several depths: its layer is then another one
     in another scope, and such settings are read alone.
@@ -251,8 +251,8 @@ def _groups(
         yield [setting], captured[setting]
 
 
-def _linears(builder: DirectionBuilder, layers: Sequence[int]) -> set[str]:
-    return {linear.name for linear in builder.scope.linears if linear.layer in layers}
+def _linears(scored: ScoredParameters, layers: Sequence[int]) -> set[str]:
+    return {linear.name for linear in scored.scope.linears if linear.layer in layers}
 
 
 def _captured(
@@ -260,15 +260,15 @@ def _captured(
     batch: LabelledBatch,
     direction: Mapping[str, Tensor],
     settings: Sequence[Setting],
-    builder: DirectionBuilder,
+    scored: ScoredParameters,
 ) -> Iterator[tuple[Any, Tensor]]:
     """Values of captured settings from one forward, recorded over all their layers."""
     adapter = subject.adapter
-    chosen = along(adapter.model, direction, builder.parameters)
-    with record(adapter, builder.scope) as recorder:
-        with scoring_forward(adapter, builder.first):
+    chosen = along(adapter.model, direction, scored.parameters)
+    with record(adapter, scored.scope) as recorder:
+        with scoring_forward(adapter, scored.first):
             losses = forward_losses(adapter, batch, "batch")
-        parts = _Parts(recorder, losses, subject.config.head_reduction, chosen, builder.names)
+        parts = _Parts(recorder, losses, subject.config.head_reduction, chosen, scored.names)
         for setting in settings:
             direct, causal = parts.of(setting)
             columns = Columns(direct.to(causal), causal)

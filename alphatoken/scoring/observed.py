@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alphatoken.direction.current import Frame
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.estimate.estimators import SELF_ONLY, self_only_errors
 from alphatoken.estimate.proofs import require_self_rule
@@ -28,9 +29,15 @@ class Observed:
     """Handle on the forward seen by ``Scorer.observe``."""
 
     def __init__(
-        self, valuer: Valuer, recorder: Recorder, *, self_only: bool, keep_errors: bool
+        self,
+        valuer: Valuer,
+        frame: Frame,
+        recorder: Recorder,
+        *,
+        self_only: bool,
+        keep_errors: bool,
     ) -> None:
-        self._valuer, self._recorder = valuer, recorder
+        self._valuer, self._frame, self._recorder = valuer, frame, recorder
         self._self_only, self._keep_errors = self_only, keep_errors
         self._last: tuple[Pass, TokenValues] | None = None
         self._open = True
@@ -78,7 +85,7 @@ class Observed:
         valuer.builder.require_current()
         # Everything is read and refused before the first backward.
         batch = self._batch(labels)
-        if valuer.builder.captured:  # before a forward of the proofs', which a cache would confuse
+        if valuer.config.captured:  # before a forward of the proofs', which a cache would confuse
             valuer.witness.require_rule(recorder)
         with recorder.aside():
             valuer.witness.see_arguments(batch, observed=True)
@@ -92,11 +99,11 @@ class Observed:
             losses = token_losses(scores, batch.labels)
         require_finite(losses, batch.mask, "batch")
         # Estimators that take errors see by themselves whether any arrives.
-        if not valuer.builder.captured and recorder.linears and not _follows(scores, recorder):
+        if not valuer.config.captured and recorder.linears and not _follows(scores, recorder):
             raise foreign_scores("the graph of another forward")
         seen = Pass(batch, weights, losses, recorder, head=head)
         seen = valuer.with_kept_errors(seen, asked=keep_errors or self._keep_errors)
-        values = valuer.values(seen, components=components)
+        values = valuer.values(self._frame, seen, components=components)
         self._last = seen, values
         return values
 
@@ -118,7 +125,7 @@ class Observed:
         """The observed arguments with these labels, checked."""
         # The labels are handed in, since the model need not have been called with any.
         recorder = self._recorder
-        if recorder.forward is None and self._valuer.builder.captured:
+        if recorder.forward is None and self._valuer.config.captured:
             recorder.require_graph()
         forward = recorder.latest
         inputs = {} if forward is None else forward.inputs
@@ -142,7 +149,7 @@ class Observed:
         seen, values = self._last_call("components")
         if values.adaptation is not None:
             return values
-        components = self._valuer.values(seen, components=True)
+        components = self._valuer.values(self._frame, seen, components=True)
         return replace(
             components,
             total=values.total,

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.config import ScorerConfig
-from alphatoken.direction.algebra import Direction
-from alphatoken.direction.current import DirectionBuilder
+from alphatoken.direction.age import require_gradients
+from alphatoken.direction.current import DirectionBuilder, Frame
 from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import AlphaTokenWarning, InputError, NumericalError, warn_caller
-from alphatoken.estimate.columns import ColumnSums, Side, contract_columns, total_side
+from alphatoken.estimate.columns import ColumnSums, Side, contract_columns
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.proofs import CaptureCheck
@@ -33,13 +32,10 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.values import TokenValues
 
-__all__ = ["Sides", "Valuer"]
+__all__ = ["Valuer"]
 
 Parts = tuple[Tensor, Tensor, Tensor]
 """(direct, causal, unassigned) of one side, by token; see ``assign_columns``."""
-
-Sides = tuple[Side | None, Side | None]
-"""Adaptation and stability; a side that is not asked for is None."""
 
 
 class Valuer:
@@ -47,7 +43,7 @@ class Valuer:
 
     Args:
         adapter: of the model.
-        builder: scope, configuration, and M at the current parameters.
+        builder: M at the current parameters; asked once a valuation, by ``prepare``.
         witness: the proofs that run once, before the first values.
 
     Attributes:
@@ -58,6 +54,7 @@ class Valuer:
         self, adapter: DecoderAdapter, builder: DirectionBuilder, witness: CaptureCheck
     ) -> None:
         self.adapter, self.builder, self.witness = adapter, builder, witness
+        self.config, self.scored = builder.made_of.config, builder.made_of.scored
         self.warn = True
         self._warned = False
         # Whether a label pass may start at the hidden states of the observed forward. It is
@@ -66,14 +63,9 @@ class Valuer:
         self._starts = True
 
     @property
-    def config(self) -> ScorerConfig:
-        """The options."""
-        return self.builder.config
-
-    @property
     def needs_recording(self) -> bool:
         """Whether values need a recorded forward: label values along a fixed M do not."""
-        return self.builder.captured or self.config.preconditioner == "full"
+        return self.config.captured or self.config.preconditioner == "full"
 
     def warned_as(self, former: Valuer) -> None:
         """Warn as another valuer of the same scorer would from here on."""
@@ -89,21 +81,21 @@ class Valuer:
         checked = read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
         return checked, Weights.read(checked.mask, token_weights, step_weights)
 
-    def prepare(self, batch: LabelledBatch | None = None) -> None:
-        """Build M for the current parameters, where it is not built.
+    def prepare(self, batch: LabelledBatch | None = None) -> Frame:
+        """Build M for the current parameters, where it is not built; passes are valued with it.
 
         Args:
             batch: the one that will be valued, if it is known; the proofs look at a slice of it
                 where M is built from no batch.
         """
-        self.builder.require_gradients()
+        require_gradients(self.adapter.model)
         # Before M: a model that is not covered is refused before the work on all validation
         # batches.
         if self.witness.pending:
-            shown = self.builder.first_batch() or batch
+            shown = self.builder.made_of.first_batch() or batch
             if shown is not None:
-                self.prove(around_responses(shown) if self.builder.sharding is None else shown)
-        self.builder.prepare()
+                self.prove(around_responses(shown) if self.scored.sharding is None else shown)
+        return self.builder.prepare()
 
     def prove(self, batch: LabelledBatch) -> None:
         """Show the proofs a forward of this batch; what is given already is not given again.
@@ -118,18 +110,18 @@ class Valuer:
             # there the whole batch is shown, and its error is raised.
             try:
                 self.witness.see_arguments(batch)
-                if not self.builder.captured:
+                if not self.config.captured:
                     self._prove_label(batch)
                     return
                 seen = stack.enter_context(self.forward(batch, Weights(None, None)))
             except (InputError, NumericalError):
-                if self.builder.sharding is not None:
+                if self.scored.sharding is not None:
                     raise
                 return
             self.witness.see(*seen.recorded, batch.mask)
 
     def _prove_label(self, batch: LabelledBatch) -> None:
-        first = self.builder.first
+        first = self.scored.first
         with scoring_forward(self.adapter, first):
             losses = forward_losses(self.adapter, batch, "batch")
         self.witness.see_derivatives(batch, losses, first or 0)
@@ -139,20 +131,21 @@ class Valuer:
         """A recorded forward of the scorer's own, in evaluation mode."""
         # The recorder outlives the forward: errors are taken inside the ``with`` of whoever calls.
         with self.witness.recording() as recorder:
-            with scoring_forward(self.adapter, self.builder.first):
+            with scoring_forward(self.adapter, self.scored.first):
                 losses = forward_losses(self.adapter, batch, "batch")
             yield Pass(batch, weights, losses, recorder)
 
     # --- values ----------------------------------------------------------------------------------
 
-    def values(self, seen: Pass, *, components: bool) -> TokenValues:
+    def values(self, frame: Frame, seen: Pass, *, components: bool) -> TokenValues:
         """Values of a pass; without ``components`` the total alone, by one contraction."""
-        direction = self.direction(seen)
-        (adaptation, stability), balance = self.sides(direction, components=components)
+        frame = self.at(frame, seen)
+        direction = frame.direction
+        (adaptation, stability), balance = frame.sides(components=components)
         parts = tuple(Side(part) for part in direction.parts)
         ahead = list(parts) if adaptation is None or parts else [adaptation]
         sides = ahead if stability is None else [*ahead, stability]
-        found = self._contracted(seen, sides) if self.builder.captured else self._label(seen, sides)
+        found = self._contracted(seen, sides) if self.config.captured else self._label(seen, sides)
         values = combine(
             _summed(found[: len(ahead)]),
             None if stability is None else found[-1],
@@ -174,33 +167,12 @@ class Valuer:
             self._warn_if_one_sided(values)
         return values
 
-    def direction(self, seen: Pass) -> Direction:
-        """M as it is stored, or for the step of this pass where ``preconditioner="full"``."""
-        # "full" makes M depend on the step's own gradient, hence on this pass.
-        return self.at_step(seen) if self.config.preconditioner == "full" else self.builder.held
-
-    def sides(self, direction: Direction, *, components: bool) -> tuple[Sides, dict[str, float]]:
-        """What is contracted: both sides of M with their balance, or M as one side.
-
-        Without ``components`` both sides are summed first, which saves a contraction; the balance
-        is left empty there. With ``standard_errors`` the sides are never summed, since the parts
-        of the adaptation side are contracted in its place.
-        """
-        adaptation = Side(direction.adaptation) if self.builder.adapts else None
-        stability = None if direction.stability is None else Side(direction.stability)
-        if components:
-            kept = self.config.preconditioner != "full"
-            balance = self.builder.balance if kept else self.builder.balance_of(direction)
-            return (adaptation, stability), balance
-        if direction.parts:
-            return (adaptation, stability), {}
-        whole = total_side(adaptation, stability, direction.stability_weight)
-        return ((adaptation, stability) if whole is None else (whole, None)), {}
-
-    def at_step(self, seen: Pass) -> Direction:
-        """M for the step that the losses of this pass make; for ``preconditioner="full"``."""
+    def at(self, frame: Frame, seen: Pass) -> Frame:
+        """The frame for the step that this pass makes, where ``preconditioner="full"``."""
+        if self.config.preconditioner != "full":
+            return frame
         recorder, _ = seen.recorded
-        return self.builder.at_step(self.builder.step_gradient(seen.step_loss(), recorder))
+        return frame.at_step(seen.step_loss(), recorder)
 
     def errors(self, seen: Pass, consume: Consume | None = None) -> TokenErrors:
         """Errors at the scored linears of the weighted losses, as the estimator defines them.
@@ -232,7 +204,7 @@ class Valuer:
         gather M's matrices in one order, and a backward promises none. Label values need no errors,
         so there the pass comes back as it is.
         """
-        if not self.builder.captured or not (asked or self.builder.sharding is not None):
+        if not self.config.captured or not (asked or self.scored.sharding is not None):
             return seen
         errors = self.errors(seen)
         self.witness.see(*seen.recorded, seen.batch.mask)
@@ -240,17 +212,17 @@ class Valuer:
 
     def _contracted(self, seen: Pass, sides: Sequence[Side]) -> list[Parts]:
         """Values for all estimators but label: errors at the linears, contracted with each side."""
-        builder, (recorder, losses) = self.builder, seen.recorded
+        scored, (recorder, losses) = self.scored, seen.recorded
         # Nothing kept: all sides are contracted inside the backward, with each error as it comes.
         if seen.kept_errors is None:
-            sums = ColumnSums(recorder, sides, builder.names)
+            sums = ColumnSums(recorder, sides, scored.names)
             self.errors(seen, sums.add)
             # After the errors, which also refuse a foreign graph; before any value is returned.
             self.witness.see(recorder, losses, seen.batch.mask)
             columns = sums.columns()
         else:
-            gather = None if builder.sharding is None else builder.sharding.gather
-            columns = contract_columns(recorder, seen.kept_errors, sides, builder.names, gather)
+            gather = None if scored.sharding is None else scored.sharding.gather
+            columns = contract_columns(recorder, seen.kept_errors, sides, scored.names, gather)
         mask, position = seen.batch.mask, self.config.causal_position
         return [assign_columns(one, mask, position) for one in columns]
 
@@ -268,7 +240,7 @@ class Valuer:
                 self.adapter,
                 seen.batch,
                 side.of(side.matrices),
-                first=self.builder.first or 0,
+                first=self.scored.first or 0,
                 start=start,
                 head=seen.head,
                 see=seen.require_losses if known else None,
@@ -289,7 +261,7 @@ class Valuer:
         forward = seen.recorder.latest
         if forward is None or forward.hidden is None or not forward.plain:
             return None
-        usable = self._starts and self.builder.first is not None
+        usable = self._starts and self.scored.first is not None
         return Start(forward.hidden, seen.losses.detach()) if usable else None
 
     def _warn_if_one_sided(self, values: TokenValues) -> None:

@@ -114,7 +114,7 @@ class MicroBatchValues:
         logs_components = self._records.monitor.wants_components
         keeps_components = self._records.keeps_values
         # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
-        below = self.valuation.scorer.builder.first is not None
+        below = self.valuation.scorer.scored.first is not None
         with errors_only(gate.log_probs) if below else nullcontext():
             values = observed.values(
                 gate.scores,
@@ -134,10 +134,10 @@ class MicroBatchValues:
     @selecting()
     def of_own_forward(self, batch: MicroBatch) -> Scored:
         """Values of a forward that nothing is trained on (dropout off)."""
-        builder = self.valuation.scorer.builder
+        first = self.valuation.scorer.scored.first
         gate = GradientWeightedModel(self._trainer.model)
         with _untouched_metrics(self._trainer), self.observing() as observed:
-            with scoring_forward(self.valuation.adapter, builder.first):
+            with scoring_forward(self.valuation.adapter, first):
                 loss = gated_loss(self._trainer, gate, batch)
             return self.read(observed, gate, gate.coefficients(loss), batch)
 

@@ -187,7 +187,7 @@ class ValueWeigher:
             loss = gated_loss(self._trainer, gate, batch)
             coefficients = gate.coefficients(loss)
             # The head is whole in this process.
-            if self.values.valuation.scorer.builder.sharding is None:
+            if self.values.valuation.scorer.scored.sharding is None:
                 gate.share_head(batch.labels)
             scored = self.values.read(observed, gate, coefficients, batch)
         weights = self.choose(batch, scored)

@@ -21,7 +21,7 @@ from alphatoken.cli import main
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import EncodeOptions, Fields, read_records
 from alphatoken.data.source import find_source, source_of
-from alphatoken.direction.current import DirectionBuilder
+from alphatoken.direction.build import Ingredients
 from alphatoken.report import value_files
 from tests.integration.small_world import World, flags, write_rows
 from tests.integration.test_cli import load, same
@@ -273,7 +273,7 @@ def test_a_resumed_run_takes_the_sealed_gradient(
         raise AssertionError("G was built again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DirectionBuilder, "_gradient", built)
+        patch.setattr(Ingredients, "_gradient", built)
         assert world.score(tmp_path / "a", "--no_report", "--resume") == 0
     assert same(load(tmp_path / "a"), before)
     gradient = tmp_path / "a" / "job" / "gradient.safetensors"

@@ -196,12 +196,12 @@ def test_a_step_that_rounding_lets_arrive_at_one_weight_is_noticed() -> None:
         weight.fill_(1.0)[5, 3] = 0.0
     scorer = scorer_of(model, "label")
     scorer.score(BATCH)
-    old = scorer.builder.held.adaptation
+    old = scorer.builder.prepare().direction.adaptation
     weight.data.sub_(1e-5)
     assert int((weight != 1.0).sum()) == 1
     assert weight[5, 3] != 0.0
     scorer.score(BATCH)
-    assert scorer.builder.held.adaptation is not old
+    assert scorer.builder.prepare().direction.adaptation is not old
 
 
 def test_optimizer_state_alone_makes_a_frozen_preconditioner_stale() -> None:
@@ -299,11 +299,11 @@ def test_a_pin_keeps_the_direction_and_follows_what_trains() -> None:
     scorer = scorer_of(model, "label")
     scorer.pin("kept")
     scorer.score(BATCH)
-    old = scorer.builder.held
+    old = scorer.builder.prepare().direction
     WRITERS["fused AdamW"](model)
     WRITERS["an attribute"](model)
     scorer.score(BATCH)
-    assert scorer.builder.held.adaptation == old.adaptation  # the very tensors
+    assert scorer.builder.prepare().direction.adaptation == old.adaptation  # the very tensors
     frozen(model)
     assert torch.equal(scorer.score(BATCH).total, scorer_like(scorer).score(BATCH).total)
     assert scorer.builder.pinned == "kept"

@@ -124,7 +124,7 @@ def test_values_of_a_forward_with_trls_fused_head(estimator: str, own: bool) -> 
     before = Snapshot(model)
     with scorer.observe() as observed:
         if own:
-            with scoring_forward(scorer.adapter, scorer.builder.first):
+            with scoring_forward(scorer.adapter, scorer.scored.first):
                 output = _fused_call(model)
         else:
             output = _fused_call(model)

@@ -94,13 +94,13 @@ MUTANTS = (
         "gradient-kept-for-good",
         "a G that was kept is used after the weights have changed",
         "direction.current.DirectionBuilder._kept_gradient",
-        "self._kept[0] != self._current_stamp()", "False", KEPT,
+        "self._kept[0] != self._current_age()", "False", KEPT,
     ),
     _corpus(
         "kept-gradient-ignored",
         "G is built anew although it was read from a file",
-        "direction.current.DirectionBuilder._build_direction",
-        "self._kept_gradient() or {}", "{}", KEPT,
+        "direction.current.DirectionBuilder.prepare",
+        "self._kept_gradient()", "None", KEPT,
     ),
     _corpus(
         "rows-counted-from-the-mark",

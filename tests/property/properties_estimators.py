@@ -308,7 +308,7 @@ def check_label_over_named_parameters(setup: Setup, parameters: str) -> None:
     # No layer below the lowest one that is chosen takes part in any graph.
     held = [chosen & {id(p) for p in block.parameters()} for block in model.layers]
     inside = chosen == set().union(*held)
-    assert scorer.builder.first == (min(i for i, own in enumerate(held) if own) if inside else None)
+    assert scorer.scored.first == (min(i for i, own in enumerate(held) if own) if inside else None)
     inputs = {name: x for name, x in setup.case.batch.items() if name != "labels"}
     with quiet(), scorer.observe() as observed:
         again = observed.values(model.train()(**inputs), setup.case.batch["labels"])

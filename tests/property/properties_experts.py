@@ -250,7 +250,7 @@ def check_weights_are_explained(case: MixtureCase) -> None:
             if gradient is not None:
                 found[name] = gradient
 
-        captured_gradients(recorder, errors, scorer.builder.names, take)
+        captured_gradients(recorder, errors, scorer.scored.names, take)
         expected = torch.autograd.grad(loss, list(scorer.parameters.values()))
     for (name, parameter), gradient in zip(scorer.parameters.items(), expected, strict=True):
         assert name in found, f"{name} has no gradient"

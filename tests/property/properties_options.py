@@ -409,26 +409,18 @@ def _two_sided_size(setup: Setup, model: nn.Module, scorer: Scorer) -> float:
 
 
 def check_replaced_sides_equal_a_fresh_scorer(setup: Setup, estimator: str) -> None:
-    """set_validation, set_retention, set_stability_weight: the values of a scorer made that way."""
+    """set_validation, set_retention: the values of a scorer made that way."""
     model = setup.case.model()
     batch, validation = setup.case.batch, setup.case.validation
     scorer = make_scorer(setup, estimator, model=model)
     quiet_score(scorer, batch)
     other, data = [batch], [*validation, batch]
-    config = replace(scorer.config, stability_weight=-0.25)
     scorer.set_validation(other)
     scorer.set_retention(data)
-    scorer.set_stability_weight(-0.25)
     found = quiet_score(scorer, batch)
-    expected = quiet_score(Scorer(model, other, data, config), batch)
+    expected = quiet_score(Scorer(model, other, data, scorer.config), batch)
     assert torch.equal(found.total, expected.total)
-    assert found.stability_weight == -0.25
     assert found.balance == expected.balance
-    scorer.set_stability_weight(2.0)
-    again = quiet_score(scorer, batch)
-    assert torch.equal(again.stability, found.stability)
-    assert torch.equal(again.total, again.adaptation + 2.0 * again.stability)
-    assert again.balance == {n: 8 * ratio for n, ratio in found.balance.items()}
 
 
 def check_stability_units(setup: Setup, estimator: str) -> None:
@@ -643,6 +635,6 @@ def check_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
             raise AssertionError("a pass refused its own forward") from error
     handle.remove()
     assert torch.equal(values.total, expected.total)
-    first, layers = scorer.builder.first, list(model.layers)
+    first, layers = scorer.scored.first, list(model.layers)
     skipped = first and not any(block in layers[first:] for block in layers[:first])
     assert (len(calls) == trunk) == bool(skipped)

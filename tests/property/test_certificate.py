@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -410,9 +410,9 @@ PLANTED = {
     ),
     "a validation batch fewer": (
         edit(
-            "direction.current.DirectionBuilder.set_validation",
-            "= validation",
-            "= validation[:-1]",
+            "direction.build.Ingredients.against",
+            "validation=validation",
+            "validation=validation[:-1]",
         ),
         G,
     ),
@@ -498,7 +498,8 @@ def test_stale_directions_do_not_agree() -> None:
         doubled = {n: 2 * f for n, f in drift.fisher.items()}
         scorer.set_retention(FisherDrift(doubled, drift.reference, exact_names=True))
         assert scorer.verify(case.batch).passed
-        scorer.builder.retention = drift  # the Fisher before
+        made_of = scorer.builder.made_of
+        scorer.builder.made_of = replace(made_of, retention=drift)  # the Fisher before
         scorer.refresh()
         off = scorer.verify(case.batch)
     assert {"direction (stability)", "stability", "total"} <= {c.component for c in off.failures}

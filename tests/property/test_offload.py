@@ -134,9 +134,9 @@ def test_values_are_the_same_to_the_bit(
         for other in others:
             same_bits(other.score(batch), expected)
             same_bits(observed_values(other, model, batch), alone)
-    streams = isinstance(others[-1].builder.stability, Formed)
+    streams = isinstance(others[-1].direction.stability, Formed)
     assert streams == (estimator != "label")  # forward mode moves all weights: V is built whole
-    assert not isinstance(plain.builder.stability, Formed)
+    assert not isinstance(plain.direction.stability, Formed)
 
 
 @given(setup=setups(), structure=st.sampled_from(["diagonal", "kronecker"]))

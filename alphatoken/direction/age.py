@@ -1,0 +1,89 @@
+"""Whether G and V are still those of the model, the data and the optimizer as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.direction.build import Ingredients
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.errors import ModelError
+from alphatoken.model.batch import PreferenceBatch
+from alphatoken.model.fingerprint import numbers_of
+
+__all__ = ["age_of", "require_gradients", "weights_age"]
+
+
+def weights_age(model: nn.Module) -> object:
+    """Numbers of all weights: equal at two times only if none was written to in between."""
+    return numbers_of(model.parameters())
+
+
+def age_of(made_of: Ingredients) -> tuple[object, ...]:
+    """A value that is equal at two times only if G and V need not be rebuilt in between.
+
+    The first entry is ``weights_age``.
+    """
+    if made_of.scored.sharding is not None:  # each process sees its own parts: always stale
+        return (object(),)
+    # Every parameter of the model counts and not only those in scope: G is a gradient through
+    # all of them, and moves with frozen ones too if somebody writes to them.
+    model, p = made_of.adapter.model, made_of.config.preconditioner
+    return (
+        weights_age(model),
+        numbers_of(model.buffers()),
+        # Autocast rounds the products that G is made of.
+        [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+        numbers_of(_tensors_in((made_of.validation, made_of.retention))),
+        _identity(made_of.retention),
+        numbers_of(_tensors_in(p)) if isinstance(p, Mapping) else _optimizer_age(made_of),
+    )
+
+
+def _optimizer_age(made_of: Ingredients) -> object:
+    """What P is made of, where it is the optimizer's and the same for every batch."""
+    optimizer = made_of.optimizer
+    if made_of.config.preconditioner != "frozen" or optimizer is None:
+        return None
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = [optimizer.state.get(p, {}) for p in made_of.scored.parameters.values()]
+    return numbers_of(_tensors_in((state, groups))), repr(groups)
+
+
+def _identity(retention: object) -> object:
+    """Which tensors a drift holds in memory: they are constants, so that none of them is read."""
+    if not isinstance(retention, FisherDrift):
+        return None
+    held = [m for m in (retention.fisher, retention.reference) if isinstance(m, dict)]
+    return [(id(tensor), tensor._version) for m in held for tensor in m.values()]
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in mappings, lists and pairs; others may read their batches from a disk."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, PreferenceBatch):
+        yield from _tensors_in(list(vars(value).values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def require_gradients(model: nn.Module) -> None:
+    """Raise where no graph can be built.
+
+    Raises:
+        ModelError: inference mode is on, or a parameter was made in it.
+    """
+    outside = next((n for n, p in model.named_parameters() if p.is_inference()), None)
+    if outside is not None or torch.is_inference_mode_enabled():
+        raise ModelError(
+            "values need gradients, which inference mode rules out for good",
+            got="torch.inference_mode() is on" if outside is None else f"{outside}, made in it",
+            remedy="load the model and call outside torch.inference_mode(); torch.no_grad() is "
+            "fine",
+        )

@@ -1,0 +1,375 @@
+"""How M is built: from its ingredients, which stay as they are, at the weights as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import reduce
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.config import ScorerConfig
+from alphatoken.direction.algebra import Direction, norms, precondition, unit_of_stability
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.drift_parts import ShardedDrift
+from alphatoken.direction.objective import (
+    GradientReducer,
+    captured_parts,
+    captured_sums,
+    mean_gradient,
+    objective_sums,
+    require_finite_gradient,
+)
+from alphatoken.direction.scored import ScoredParameters
+from alphatoken.errors import ConfigError, InputError
+from alphatoken.estimate.gradients import gradient_of
+from alphatoken.estimate.matrices import Formed, Matrices
+from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
+from alphatoken.model.capture import Recorder, record
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.sharding import MasterWeights, Sharding
+from alphatoken.support.precision import wide
+
+__all__ = ["Ingredients", "Retention", "sizes"]
+
+Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
+"""A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ingredients:
+    """All that M is made of; under sharded weights every matrix is this process's part of it.
+
+    Attributes:
+        adapter: of the model.
+        scored: the parameters.
+        config: the options.
+        optimizer: that P is read from.
+        reduce: makes the mean of a summed gradient; None divides.
+        masters: the weights as the optimizer keeps them; None for the model's own.
+        validation: batches or pairs.
+        retention: what V is taken of.
+        parts: of a Fisher drift, under sharded weights.
+    """
+
+    adapter: DecoderAdapter
+    scored: ScoredParameters
+    config: ScorerConfig
+    optimizer: torch.optim.Optimizer | None
+    reduce: GradientReducer | None
+    masters: MasterWeights | None
+    validation: Sequence[Any] = ()
+    retention: Retention = None
+    parts: ShardedDrift | None = None
+
+    # --- what is valued against what -------------------------------------------------------------
+
+    def against(self, validation: Sequence[Any]) -> Ingredients:
+        """The same with another validation set, once it is checked."""
+        if self.config.adapts and not validation:
+            raise InputError(
+                "no validation tokens",
+                got="an empty validation set",
+                why="the adaptation value is measured against the validation gradient",
+                remedy="pass at least one batch with response tokens, or objective='stability'",
+            )
+        if self.config.standard_errors and len(validation) < 2:
+            raise InputError(
+                "standard errors need at least two validation batches",
+                got=f"{len(validation)}",
+                why="they are taken from the spread of the values between the batches",
+                remedy="hand the validation rows over in several batches; in a trainer set "
+                "validation_micro_batch_size",
+            )
+        return replace(self, validation=validation)
+
+    def retaining(self, retention: Retention) -> Ingredients:
+        """The same with another retention term, once it is checked."""
+        if retention is None and self.config.objective == "stability":
+            raise ConfigError(
+                "objective='stability' needs a retention term",
+                got="retention=None",
+                why="every value would be zero",
+                remedy="pass a FisherDrift or retention batches",
+            )
+        if self.config.offload == "stream" and not isinstance(retention, (FisherDrift, type(None))):
+            raise ConfigError(
+                "offload='stream' needs a FisherDrift",
+                got=f"retention of type {type(retention).__name__}",
+                why="a gradient on retention batches cannot be formed one matrix at a time",
+                remedy="offload='none'",
+            )
+        parts = None
+        if isinstance(retention, FisherDrift) and self.config.objective != "adaptation":
+            parts = self._checked_drift(retention)
+        return replace(self, retention=retention, parts=parts)
+
+    def _checked_drift(self, drift: FisherDrift) -> ShardedDrift | None:
+        """Raise unless the drift fits the model; under sharded weights return its parts."""
+        limit, scored = self.config.max_relative_drift, self.scored
+        if scored.sharding is None:
+            drift.check(self.adapter, list(scored.parameters), max_relative_drift=limit)
+            return None
+        # ``drift.check`` compares whole weights, which no process has here.
+        drift.check_identity(self.adapter.identity())
+        sharded = ShardedDrift(drift, scored.sharding, scored.parameters, self.masters)
+        sharded.check(limit)
+        return sharded
+
+    def check_preconditioner(self) -> None:
+        """Raise unless P can be had: from this optimizer, or from matrices that fit."""
+        kind = self.config.preconditioner
+        if isinstance(kind, str):
+            if self.optimizer is None:
+                raise ConfigError(
+                    f"preconditioner={kind!r} needs the optimizer",
+                    remedy="Scorer(..., optimizer=optimizer)",
+                )
+            _optimizers().check_optimizer(self.optimizer)
+        if isinstance(kind, Mapping):
+            shapes = self.scored.shapes()
+            for name, p in kind.items():
+                if shapes.get(name) != p.shape:
+                    raise ConfigError(
+                        "a preconditioner fits no parameter in scope",
+                        got=f"{name} {tuple(p.shape)}",
+                        remedy="key it by parameter name, in the parameter's own shape",
+                    )
+
+    @property
+    def retains(self) -> bool:
+        """Whether V is built."""
+        return self.config.objective != "adaptation" and self.retention is not None
+
+    def first_batch(self) -> LabelledBatch | None:
+        """The batch that the first forward of a build runs; None where M is built from none.
+
+        Of preference pairs it is the chosen branch.
+        """
+        batches: Sequence[Any] = ()
+        if self.config.adapts:
+            batches, role = self.validation, "validation batch"
+        elif not isinstance(self.retention, FisherDrift):
+            role = "retention batch"
+            batches = as_batches(self.retention, role)
+        if not batches:
+            return None
+        item = batches[0].chosen if isinstance(batches[0], PreferenceBatch) else batches[0]
+        limit, model = self.adapter.max_positions(), self.adapter.model
+        return read_batch(item, max_length=limit, role=role, model=model)
+
+    # --- M ---------------------------------------------------------------------------------------
+
+    def direction(self, gradient: dict[str, Tensor] | None = None) -> Direction:
+        """Both sides of M at the weights as they are; P = 1 for "full".
+
+        Args:
+            gradient: G without P, where it is known.
+        """
+        parts, shares = self._parts() if self.config.standard_errors else ((), ())
+        if parts:
+            gradient = {n: reduce(torch.add, [part[n] for part in parts]) for n in parts[0]}
+        elif gradient is None:
+            gradient = self.gradient() if self.config.adapts else {}
+        stability, weight = self._stability(), self.config.stability_weight
+        if self.config.stability_units == "balance":
+            weight = weight * unit_of_stability(*sizes(gradient, stability, self.scored.sharding))
+        built = Direction(gradient, stability, weight, parts, shares)
+        # One P for all of it, since it scales M as a whole.
+        return _preconditioned(built, self._preconditioner())
+
+    def gradient(self) -> dict[str, Tensor]:
+        """G by parameter name, without P."""
+        return self._gradient("validation", self.validation)
+
+    def _parts(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[float, ...]]:
+        """``S_h / n`` of each validation batch h, and its share ``n_h / n`` of the tokens.
+
+        S_h is the summed gradient of the n_h tokens (pairs) of batch h, and n the number of all, so
+        that the parts sum to G.
+        """
+        parameters, first = self.scored.parameters, self.scored.first
+        found = [
+            objective_sums(self.adapter, parameters, [batch], first=first, role="validation")
+            for batch in self.validation
+        ]
+        whole = sum(count for _, count in found)
+        parts, shares = [], []
+        for sums, count in found:
+            # Among the sums, so that it is summed over processes as they are.
+            sums[_COUNT] = next(iter(sums.values())).new_tensor(count)
+            mean = self._mean("validation", sums, whole)
+            shares.append(float(mean.pop(_COUNT)))
+            parts.append(mean)
+        return tuple(parts), tuple(shares)
+
+    def _gradient(self, role: str, batches: Sequence[Any]) -> dict[str, Tensor]:
+        """Mean gradient of one objective, by autograd or, under sharding, from captured errors."""
+        adapter, scored = self.adapter, self.scored
+        if scored.sharding is None:
+            sums, count = objective_sums(
+                adapter, scored.parameters, batches, first=scored.first, role=role
+            )
+        else:
+            sums, count = captured_sums(
+                adapter,
+                scored.names,
+                scored.sharding,
+                batches,
+                first=scored.first,
+                recording=self._recording,
+                role=role,
+            )
+        return self._mean(role, sums, count)
+
+    def _mean(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+        mean = (self.reduce or mean_gradient)(role, sums, count)
+        require_finite_gradient(role, mean)
+        return mean
+
+    def _recording(self) -> AbstractContextManager[Recorder]:
+        # G needs ordinary errors only, for which the model's own attention backward is right.
+        scored = self.scored
+        return record(self.adapter, scored.scope, attention=False, sharding=scored.sharding)
+
+    def _stability(self) -> Matrices | None:
+        if not self.retains:
+            return None
+        if self.parts is not None:
+            return self.parts.direction()
+        if isinstance(self.retention, FisherDrift):
+            # Label values move all weights at once, so that V must be whole for them anyway.
+            if self.config.offload == "stream" and self.config.captured:
+                return self.retention.forming(self._trained_weights())
+            drift: dict[str, Tensor] = {}
+            for name, parameter in self.scored.parameters.items():  # one master at a time
+                weight = self.masters(name, parameter) if self.masters else parameter
+                drift |= self.retention.direction({name: weight})
+            return drift
+        return self._gradient("retention", as_batches(self.retention, "retention batch"))
+
+    def _trained_weights(self) -> Mapping[str, Tensor]:
+        """The weights as they are trained; masters as copies, which wait on the CPU.
+
+        Asking for a master takes all processes, and V is formed by each when it needs it.
+        """
+        masters, parameters = self.masters, self.scored.parameters
+        if masters is None:
+            return parameters
+        kept = {name: masters(name, p).to("cpu", copy=True) for name, p in parameters.items()}
+        return Formed(kept, lambda name: kept[name].to(parameters[name].device))
+
+    def _preconditioner(self) -> Mapping[str, Tensor] | None:
+        """P where it is the same for every batch: frozen, or the user's own mapping."""
+        kind, sharding = self.config.preconditioner, self.scored.sharding
+        # "full" contains the gradient of the step: ``at_step`` applies it per batch.
+        if kind is None or kind == "full":
+            return None
+        if isinstance(kind, Mapping):
+            if sharding is None:
+                return kind
+            return {name: sharding.part_of(name, p) for name, p in kind.items()}
+        return self._local(
+            _optimizers().frozen_preconditioners(
+                self.optimizer, self.scored.parameters, after=self.config.precondition_after
+            )
+        )
+
+    def _local(self, p: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """P from the optimizer's state, laid out as the directions are."""
+        sharding = self.scored.sharding
+        if p is None or sharding is None:
+            return p
+        return {name: sharding.local(name, scale) for name, scale in p.items()}
+
+    # --- M of one step ---------------------------------------------------------------------------
+
+    def at_step(self, held: Direction, gradient: dict[str, Tensor]) -> Direction:
+        """M for the step that sees ``gradient``; for ``preconditioner="full"``.
+
+        Args:
+            held: M without P.
+            gradient: of the loss that the optimizer will see, by ``step_gradient``.
+        """
+        p = self._local(
+            _optimizers().full_preconditioners(
+                self.optimizer,
+                self.scored.parameters,
+                gradient,
+                after=self.config.precondition_after,
+            )
+        )
+        if p is None:
+            return held
+        if held.stability is None and not held.parts:  # P is this step's own, and needed once
+            scaled = {
+                n: p.pop(n).to(m).mul_(m) if n in p else m for n, m in held.adaptation.items()
+            }
+            return replace(held, adaptation=scaled)
+        return _preconditioned(held, p)
+
+    def step_gradient(self, loss: Tensor, recorder: Recorder) -> dict[str, Tensor]:
+        """Gradient of the step's loss in the parameters in scope; the graph stays.
+
+        Args:
+            loss: scalar, of the recorded forward (whose graph reaches every parameter in scope).
+            recorder: of that forward.
+
+        Raises:
+            NumericalError: it is not finite.
+        """
+        scored = self.scored
+        if scored.sharding is not None:
+            sums = captured_parts(recorder, loss, scored.names, scored.sharding)
+        else:
+            parameters = scored.parameters
+            gradients = gradient_of(loss, list(parameters.values()), retain_graph=True)
+            sums = {
+                name: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
+                if g is None
+                else g.to(wide(g.dtype))
+                for (name, p), g in zip(parameters.items(), gradients, strict=True)
+            }
+        return self._mean("step", sums, 1.0)
+
+
+Sizes = tuple[dict[str, float], dict[str, float]]
+"""Norms of G and of V by parameter."""
+
+
+def sizes(adaptation: Matrices, stability: Matrices | None, sharding: Sharding | None) -> Sizes:
+    """Norms of both sides by parameter; under sharded weights by all processes together."""
+    if sharding is None:
+        return norms(adaptation), norms(stability or {})
+    both = dict(adaptation), dict(stability or {})
+    return sharding.norms(both[0]), sharding.norms(both[1])
+
+
+_COUNT = "tokens of the batch"
+"""Stands beside the summed gradients of a part; no parameter has a space in its name."""
+
+
+def _preconditioned(direction: Direction, p: Mapping[str, Tensor] | None) -> Direction:
+    """The direction with each of its matrices scaled by P."""
+    stability = direction.stability
+    return replace(
+        direction,
+        adaptation=dict(precondition(direction.adaptation, p)),
+        stability=None if stability is None else precondition(stability, p),
+        parts=tuple(dict(precondition(part, p)) for part in direction.parts),
+    )
+
+
+def _optimizers() -> ModuleType:
+    """The module that reads optimizers, loaded when a preconditioner asks for it.
+
+    It handles sharded state and so imports torch's distributed tensors, which not every build of
+    torch has.
+    """
+    from alphatoken.direction import optimizers
+
+    return optimizers

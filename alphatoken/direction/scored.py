@@ -1,0 +1,119 @@
+"""The parameters that values of a scorer are inner products over, chosen once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alphatoken.config import ScorerConfig
+from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.estimate.proofs import require_covered
+from alphatoken.model.capture import Scope, used_outside
+from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.sharding import Sharding
+
+__all__ = ["ScoredParameters", "choose_parameters"]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredParameters:
+    """The scored layers, and everything that values are inner products over.
+
+    Attributes:
+        scope: the scored layers and linears.
+        parameters: parameter name -> parameter; under sharded weights this process's part of it.
+        names: place of a parameter (``ScoredLinear.weight_name``, ``bias_name``) -> its name; tied
+            places have one name.
+        first: first layer of the graph; None when parameters below the layers take part.
+        sharding: of the weights; None where every process has them.
+    """
+
+    scope: Scope
+    parameters: dict[str, Tensor]
+    names: dict[str, str]
+    first: int | None
+    sharding: Sharding | None
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the whole parameters."""
+        if self.sharding is None:
+            return {name: p.shape for name, p in self.parameters.items()}
+        return {name: self.sharding.shape(name) for name in self.parameters}
+
+
+def choose_parameters(
+    adapter: DecoderAdapter, config: ScorerConfig, sharding: Sharding | None
+) -> ScoredParameters:
+    """Choose layers and parameters in the model as it is now.
+
+    Raises:
+        ConfigError: no trainable parameter is left, or a choice that the model does not have.
+        CoverageError: matrices that the estimator does not cover.
+        UnsupportedError: sharded weights that the estimator cannot work on.
+    """
+    choice = ParameterChoice.read(config.parameters)
+    scope = choice.scope(adapter, config.layers)
+    require_covered(scope, config.estimator, config.uncovered)
+    parameters, names = _named_once(adapter, scope, config)
+    outside = used_outside(adapter, scope.first, parameters.values())
+    if sharding is not None:
+        _check_sharded(config, outside)
+    first = None if choice.everything or outside else scope.first
+    return ScoredParameters(scope, parameters, names, first, sharding)
+
+
+def _named_once(
+    adapter: DecoderAdapter, scope: Scope, config: ScorerConfig
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters in scope by name, tied ones once, and the name of each place."""
+    named: dict[str, Tensor] = dict(adapter.model.named_parameters(remove_duplicate=False))
+    chosen = scope.parameters(biases=config.score_bias)
+    # ``require_covered`` has let only ``label`` come here with matrices that no linear covers;
+    # moved along M they are as exact as any other weight, so they are in scope.
+    if config.uncovered == "error":
+        chosen |= {name: named[name] for name in scope.uncovered}
+    # A tied weight is one parameter with one gradient: counted under two names, its part of every
+    # inner product would be doubled. ``names`` leads each place to the one name that is kept.
+    once: dict[int, str] = {}
+    names = {name: once.setdefault(id(p), name) for name, p in chosen.items()}
+    if not once:
+        skipped = list(scope.uncovered)
+        raise ConfigError(
+            "no trainable parameter is left in scope",
+            got=f"{len(skipped)} skipped, such as {skipped[0]}" if skipped else "all are frozen",
+            why="values are inner products with gradients of trainable weights",
+            remedy="estimator='label' with uncovered='error', which covers them"
+            if skipped
+            else "unfreeze some (requires_grad_), or switch an adapter on",
+        )
+    return {name: chosen[name] for name in once.values()}, names
+
+
+def _check_sharded(config: ScorerConfig, outside: bool) -> None:
+    if config.standard_errors:
+        raise UnsupportedError(
+            "standard errors cannot be had on sharded weights",
+            got="standard_errors=True",
+            why="the gradient of each validation batch would be gathered by itself",
+            remedy="standard_errors=False, or a layout in which each process has the weights "
+            "(DDP, ZeRO-1 or 2)",
+        )
+    if not config.captured:
+        raise UnsupportedError(
+            f"estimator={config.estimator!r} cannot run on sharded weights",
+            got=f"parameters={config.parameters!r}",
+            why="it moves whole weights along M within one forward, and no process has them",
+            remedy="estimator='alphatoken', 'direct', 'same_layer_hop', 'path' or "
+            "'paper_literal'; or a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
+        )
+    if outside:
+        raise UnsupportedError(
+            "a scored weight is tied to a module outside the scored layers",
+            why="under sharded weights gradients come from the scored linears' errors, and "
+            "the other use would be missing",
+            remedy="untie it, score other layers, or a layout in which each process has the "
+            "weights (DDP, ZeRO-1 or 2)",
+        )
