@@ -11,19 +11,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
-    ".": 1_099,
-    "certificate": 1_422,
+    ".": 1_102,
+    "certificate": 1_423,
     "cli": 4_650,
     "corpus": 1_821,
     "data": 2_633,
     "demo": 865,
-    "direction": 3_892,
+    "direction": 4_006,
     "estimate": 1_926,
     "fidelity": 9_867,
     "model": 5_743,
     "oracle": 4_960,
     "report": 1_635,
-    "scoring": 720,
+    "scoring": 699,
     "select": 990,
     "support": 678,
     "train": 12_659,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_127), ("tests", 72_175)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 12_127), ("tests", 72_152)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most
