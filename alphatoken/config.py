@@ -17,7 +17,7 @@ __all__ = ["ScorerConfig"]
 _CHOICES: dict[str, tuple[str, ...]] = {
     "estimator": ESTIMATORS,
     "objective": ("both", "adaptation", "stability"),
-    "path": ("both", "direct", "causal"),
+    "part": ("both", "direct", "causal"),
     "head_reduction": ("per_head", "mean"),
     "causal_position": ("label", "context"),
     "uncovered": ("error", "skip"),
@@ -35,7 +35,7 @@ class ScorerConfig:
             "label" or "paper_literal"; see ``alphatoken.estimate.estimators``.
         objective: the sides of M that are built and summed: "both" (adaptation, and stability if
             there is a retention term), "adaptation", or "stability" (no validation set needed).
-        path: the parts that are computed and summed: "both", "direct" or "causal". Other than
+        part: the parts that are computed and summed: "both", "direct" or "causal". Other than
             "both" needs an estimator with a split: all but label and path ("direct" has no
             causal part).
         layers: scored decoder layers: K for the last K, "all", or indices. The default is at most
@@ -88,7 +88,7 @@ class ScorerConfig:
 
     estimator: str = "alphatoken"
     objective: str = "both"
-    path: str = "both"
+    part: str = "both"
     layers: int | str | Sequence[int] = DEFAULT_LAYERS
     window: int | None = 32
     stability_weight: float = 1.5
@@ -153,17 +153,17 @@ class ScorerConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        if self.path != "both" and self.estimator not in SPLIT:
+        if self.part != "both" and self.estimator not in SPLIT:
             raise ConfigError(
                 "only one of the two parts can be had from an estimator that splits them",
-                got=f"path={self.path!r}, estimator={self.estimator!r}",
+                got=f"part={self.part!r}, estimator={self.estimator!r}",
                 why="its value is one number, with the direct and the causal part inside",
-                remedy=f"estimator one of {', '.join(SPLIT)}, or path='both'",
+                remedy=f"estimator one of {', '.join(SPLIT)}, or part='both'",
             )
-        if self.path == "causal" and self.estimator == "direct":
+        if self.part == "causal" and self.estimator == "direct":
             raise ConfigError(
                 "estimator='direct' has no causal part",
-                got="path='causal'",
+                got="part='causal'",
                 why="every value would be zero",
                 remedy="estimator='alphatoken' or 'same_layer_hop'",
             )

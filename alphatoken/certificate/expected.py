@@ -385,9 +385,9 @@ class Oracle:
         if config.estimator in ("alphatoken", "same_layer_hop"):
             whole, own = self._total(ordinary), self._total(self_only)
             exact = self._by_token(Entry(whole.value - own.value, whole.scale), causal=True).value
-        if config.path == "direct":
+        if config.part == "direct":
             causal = none
-        if config.path == "causal":
+        if config.part == "causal":
             direct = none
         one = [None if e is None else self._by_token(e, causal=False) for e in direct]
         two = [None if e is None else self._by_token(e, causal=True) for e in causal]

@@ -76,7 +76,7 @@ def token_errors(
     *,
     window: int | None,
     head_reduction: str,
-    path: str = "both",
+    part: str = "both",
     consume: Consume | None = None,
 ) -> TokenErrors:
     """Errors of the weighted loss sum, split as ``estimator`` defines.
@@ -87,16 +87,16 @@ def token_errors(
         estimator: one of ``CAPTURED``.
         window: W of Value-Propagation; None for no limit.
         head_reduction: "per_head" or "mean".
-        path: the parts that are wanted; what is not asked for is neither computed nor returned.
+        part: the parts that are wanted; what is not asked for is neither computed nor returned.
             "direct" needs no attention errors, "causal" none at the linears.
         consume: gets each error as soon as it is there, and none is kept: the direct ones inside
             the backward, the causal ones after it.
     """
     # Where no causal part is wanted, one backward down to the linears is all: Psi's column sums by
     # the ordinary one, its diagonal by the self-only one.
-    if estimator == "path" or (estimator == "paper_literal" and path == "direct"):
+    if estimator == "path" or (estimator == "paper_literal" and part == "direct"):
         return _undivided(recorder, loss, "ordinary", consume)
-    if estimator == "direct" or path == "direct":
+    if estimator == "direct" or part == "direct":
         return _undivided(recorder, loss, "self", consume)
     # The errors e_k at the head outputs that Value-Propagation starts from. They must be self-only:
     # ordinary ones contain what later losses sent to position k, and propagating them counts that
@@ -104,7 +104,7 @@ def token_errors(
     mode = "ordinary" if estimator == "paper_literal" else "self"
     scored = scored_attentions(recorder)
     outputs = [attention.output for attention in scored]
-    if path == "causal":
+    if part == "causal":
         heads = accumulate_errors(recorder, loss, outputs, mode)
         direct: list[Tensor | None] = [None] * len(recorder.linears)
         reached = any(error is not None for error in heads)
@@ -116,11 +116,11 @@ def token_errors(
         if error is None:
             continue
         if estimator == "same_layer_hop":
-            part = hop_errors(recorder, attention, error)
+            carried = hop_errors(recorder, attention, error)
         else:
             reduction = "mean" if estimator == "paper_literal" else head_reduction
-            part = value_errors(recorder, attention, error, window, reduction)
-        for index, propagated in part.items():
+            carried = value_errors(recorder, attention, error, window, reduction)
+        for index, propagated in carried.items():
             if consume is None:
                 causal[index] = propagated
             else:

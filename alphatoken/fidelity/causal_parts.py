@@ -96,9 +96,9 @@ def causal_columns(
         with torch.enable_grad():
             loss = losses.sum()
 
-        def errors(estimator: str, path: str, limit: int | None = None) -> TokenErrors:
+        def errors(estimator: str, part: str, limit: int | None = None) -> TokenErrors:
             return token_errors(
-                recorder, loss, estimator, window=limit, head_reduction="per_head", path=path
+                recorder, loss, estimator, window=limit, head_reduction="per_head", part=part
             )
 
         own, every = errors("direct", "both").direct, errors("path", "both").direct
@@ -146,7 +146,7 @@ def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:
         estimator="same_layer_hop",
         layers=list(layers),
         objective="adaptation",
-        path="both",
+        part="both",
         parameters="linears",
         preconditioner=None,
         uncovered="skip",

@@ -144,7 +144,7 @@ def _errors(scorer: Scorer, batch: LabelledBatch) -> Any:
             config.estimator,
             window=config.window,
             head_reduction=config.head_reduction,
-            path=config.path,
+            part=config.part,
         )
         yield recorder, errors
 

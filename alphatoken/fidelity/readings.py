@@ -98,7 +98,7 @@ class Setting:
             window=self.window,
             parameters="all" if self.everything else "linears",
             objective="adaptation",
-            path="both",
+            part="both",
             preconditioner=None,
         )
 

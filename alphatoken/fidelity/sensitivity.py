@@ -200,7 +200,7 @@ class _Run(OwnValues):
 
     def windows(self, options: Options) -> dict[object, ScorerConfig]:
         config = self.subject.config
-        if config.estimator not in WINDOWED or config.path == "direct":
+        if config.estimator not in WINDOWED or config.part == "direct":
             self.notes.append(f"'{config.estimator}' has no window W.")
             return {}
         longest = max(len(row.input_ids) for row in self.rows)

@@ -25,8 +25,8 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
         ConfigError: no such estimator.
     """
     changes: dict[str, str] = {"estimator": estimator}
-    if estimator not in SPLIT or (estimator == "direct" and config.path == "causal"):
-        changes["path"] = "both"
+    if estimator not in SPLIT or (estimator == "direct" and config.part == "causal"):
+        changes["part"] = "both"
     if estimator != "label" and not ParameterChoice.read(config.parameters).captured:
         changes["parameters"] = "linears"
     return replace(config, **changes)  # type: ignore[arg-type] # mypy sees one type for all

@@ -48,7 +48,7 @@ class Observed:
 
     def values(
         self,
-        scores: Tensor,
+        logits_or_log_probs: Tensor,
         labels: Tensor,
         *,
         token_weights: Tensor | None = None,
@@ -59,8 +59,8 @@ class Observed:
         """Values of the observed forward; its graph, and every .grad, stay as they are.
 
         Args:
-            scores: logits (b, t, vocabulary) of that forward, or token log-probabilities (b, t)
-                or (b, t - 1), attached to its graph.
+            logits_or_log_probs: logits (b, t, vocabulary) of that forward, or token
+                log-probabilities (b, t) or (b, t - 1), attached to its graph.
             labels: unshifted labels, -100 ignored.
             token_weights: (b, t) factor on each token's loss at index i, taken as constant;
                 ``+omega`` on chosen and ``-omega`` on rejected rows under DPO.
@@ -90,16 +90,20 @@ class Observed:
         with recorder.aside():
             valuer.witness.see_arguments(batch, observed=True)
         weights = Weights.read(batch.mask, token_weights, step_weights)
-        head = watched_head(scores)
+        head = watched_head(logits_or_log_probs)
         # Losses need their graph where errors are taken of them: by estimators that capture, and
         # below a watched head, whose errors label values share with the training step. Otherwise
         # label values along a fixed M compare them with those of the dual forward: numbers do.
         graph = self._self_only or valuer.needs_recording or head is not None
         with nullcontext() if graph else torch.no_grad():
-            losses = token_losses(scores, batch.labels)
+            losses = token_losses(logits_or_log_probs, batch.labels)
         require_finite(losses, batch.mask, "batch")
         # Estimators that take errors see by themselves whether any arrives.
-        if not valuer.config.captured and recorder.linears and not _follows(scores, recorder):
+        if (
+            not valuer.config.captured
+            and recorder.linears
+            and not _follows(logits_or_log_probs, recorder)
+        ):
             raise foreign_scores("the graph of another forward")
         seen = Pass(batch, weights, losses, recorder, head=head)
         seen = valuer.with_kept_errors(seen, asked=keep_errors or self._keep_errors)
@@ -200,8 +204,8 @@ class Observed:
                 why="inner products of token gradients are taken of them",
                 remedy="scorer.observe(interaction=True)",
             )
-        # Under path="causal" no errors at the linears were asked for, so there is nothing to reuse.
-        direct = config.estimator in SELF_ONLY and config.path != "causal"
+        # Under part="causal" no errors at the linears were asked for, so there is nothing to reuse.
+        direct = config.estimator in SELF_ONLY and config.part != "causal"
         if direct and seen.kept_errors is not None:
             return seen.batch.mask, seen.kept_errors.direct
         return seen.batch.mask, self._self_only_errors(seen)

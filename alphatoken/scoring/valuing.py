@@ -189,7 +189,7 @@ class Valuer:
             self.config.estimator,
             window=self.config.window,
             head_reduction=self.config.head_reduction,
-            path=self.config.path,
+            part=self.config.part,
             consume=consume,
         )
         # Every error would be None, and every value 0 without a word.

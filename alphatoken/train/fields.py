@@ -171,7 +171,7 @@ class AlphaFields:
         when="'adaptation' where nothing must be kept: no Fisher is fitted then",
         source="the paper's ablation",
     )
-    path: str = option(
+    part: str = option(
         "both",
         "'both', 'direct' or 'causal'.",
         within="'both', 'direct' or 'causal'",

@@ -206,7 +206,7 @@ class AlphaOptions(AlphaFields):
         return ScorerConfig(
             estimator=self.estimator,
             objective=self.objective,
-            path=self.path,
+            part=self.part,
             layers=read_layers(self.score_layers),
             window=self.window,
             stability_weight=self.stability_weight,

@@ -328,8 +328,8 @@ def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any)
 @pytest.mark.parametrize(
     "extra",
     [
-        {"objective": "adaptation", "path": "causal"},
-        {"retention": "kronecker", "path": "direct"},
+        {"objective": "adaptation", "part": "causal"},
+        {"retention": "kronecker", "part": "direct"},
         {"estimator": "label", "value_parameters": "all", "retention": "none"},
         {"estimator": "label", "value_parameters": "linears,*norm*,*embed_tokens*"},
     ],
@@ -413,7 +413,7 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"policy": "best"}, "policy"),
         ({"keep_ratio": 0.0}, "ratio"),
         ({"objective": "stability", "retention": "none"}, "retention"),
-        ({"estimator": "label", "path": "direct"}, "path"),
+        ({"estimator": "label", "part": "direct"}, "part"),
         ({"score_layers": "three"}, "score_layers"),
         ({"preconditioner": "fisher"}, "preconditioner"),
         ({"interaction_weight": 1.0, "keep_scope": "global"}, "interaction_weight"),

@@ -102,8 +102,8 @@ SETTINGS = {
 CHANGES: dict[str, dict[str, Any]] = {
     "adaptation-only": {"objective": "adaptation"},
     "stability-only": {"objective": "stability"},
-    "direct-only": {"path": "direct"},
-    "causal-only": {"path": "causal"},
+    "direct-only": {"part": "direct"},
+    "causal-only": {"part": "causal"},
     "kronecker": {"retention": "kronecker"},
     "shared-threshold": {"shared_threshold": True},
     "masked-logit": {"masked_logit": True, "precompute_ref_log_probs": False},

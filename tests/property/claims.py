@@ -19,7 +19,7 @@ KINDS = ("exact", "unbiased", "approximate")
 _ALPHATOKEN = "check_alphatoken_is_direct_plus_propagation"
 _BOUND = ("check_every_term", "test_the_bound_holds_and_each_term_is_what_its_name_says")
 _JACOBIAN = "test_closed_form_is_the_autograd_jacobian"
-_PARTS = "check_objective_and_path"
+_PARTS = "check_objective_and_part"
 _RESIDUAL = "test_what_propagation_misses_in_the_last_layer_is_known_exactly"
 _ROUTING = "test_the_papers_routing_counts_each_block_once_and_at_position_k"
 _STEP = "check_the_trainer_is_the_reference"
@@ -210,7 +210,7 @@ check_validation_gradient | | validation_gradient | exact
 check_preference_validation | | preference_objective | exact
 check_lambda | | (lambda = 1) | exact
 check_direction_algebra | | (entry by entry) | exact
-check_objective_and_path | | exact_influence, value_propagation | exact
+check_objective_and_part | | exact_influence, value_propagation | exact
 check_direct_only_is_the_direct_estimator | | (the direct estimator) | exact
 check_total_alone | | (values with parts) | exact
 check_total_alone_of_one_side | | (values with parts) | exact

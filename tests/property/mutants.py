@@ -125,7 +125,7 @@ LOSSES = claim(algebra.check_token_losses, algebra.loss_cases())
 TOTAL_ALONE = claim(options.check_total_alone, small(), "path", "projected", examples=6)
 SPLIT_IN_PARTS = {
     (objective, path): claim(
-        options.check_objective_and_path, small(), "alphatoken", objective, path, examples=6
+        options.check_objective_and_part, small(), "alphatoken", objective, path, examples=6
     )
     for objective, path in (("both", "both"), ("adaptation", "both"), ("both", "causal"))
 }
@@ -1010,9 +1010,9 @@ OWN = (
         GROUPS,
     ),
     mutant(
-        "direct-part-in-spite-of-the-path",
-        'path="causal" sums the direct part as well',
-        ("estimate.estimators.token_errors", 'if path == "causal":', "if False:"),
+        "direct-part-in-spite-of-the-part",
+        'part="causal" sums the direct part as well',
+        ("estimate.estimators.token_errors", 'if part == "causal":', "if False:"),
         SPLIT_IN_PARTS["both", "causal"],
     ),
     mutant(

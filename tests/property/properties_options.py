@@ -1,4 +1,4 @@
-"""Claims about the scorer's options: objective, path, the full preconditioner, a run's changes."""
+"""Claims about the scorer's options: objective, part, the full preconditioner, a run's changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.property.tolerance import close
 # --- which components -----------------------------------------------------------------------------
 
 
-def check_objective_and_path(setup: Setup, estimator: str, objective: str, path: str) -> None:
+def check_objective_and_part(setup: Setup, estimator: str, objective: str, part: str) -> None:
     """The chosen components are the oracle's, the others zero, the total is the chosen ones'."""
     model = setup.case.model()
     direct = readout(setup, influence.diagonal)
@@ -57,7 +57,7 @@ def check_objective_and_path(setup: Setup, estimator: str, objective: str, path:
     config = ScorerConfig(
         estimator=estimator,
         objective=objective,
-        path=path,
+        part=part,
         layers=setup.layers,
         window=None,
         stability_weight=LAMBDA,
@@ -68,13 +68,13 @@ def check_objective_and_path(setup: Setup, estimator: str, objective: str, path:
     scorer = Scorer(model, validation, FisherDrift(*drift_of(setup, model)), config)
     with quiet():
         values = scorer.score(setup.case.batch)
-    keep_direct, keep_causal = path != "causal", path != "direct"
+    keep_direct, keep_causal = part != "causal", part != "direct"
     compare_values(
         values,
         setup,
         _chosen(setup, direct, objective, keep_direct),
         None if causal is None else _chosen(setup, causal, objective, keep_causal),
-        name=f"{estimator}, {objective}, {path}",
+        name=f"{estimator}, {objective}, {part}",
     )
     together = sum(values.components().values(), torch.zeros_like(values.total))
     close(values.total, together, together.abs(), MODEL, name="sum of the components")
@@ -89,10 +89,10 @@ def _chosen(setup: Setup, sides: Sides, objective: str, wanted: bool) -> Sides:
 
 
 def check_direct_only_is_the_direct_estimator(setup: Setup) -> None:
-    """path="direct" of the paper's estimator is "direct", bit by bit: nothing else is computed."""
+    """part="direct" of the paper's estimator is "direct", bit by bit: nothing else is computed."""
     expected = quiet_score(make_scorer(setup, "direct"), setup.case.batch)
     for estimator in ("alphatoken", "same_layer_hop"):
-        found = quiet_score(make_scorer(setup, estimator, path="direct"), setup.case.batch)
+        found = quiet_score(make_scorer(setup, estimator, part="direct"), setup.case.batch)
         assert torch.equal(found.total, expected.total)
         assert torch.equal(found.unassigned, expected.unassigned)
 

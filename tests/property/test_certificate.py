@@ -263,7 +263,7 @@ SEEN = {
         "stability", "path", objective="adaptation"
     ),
     "streamed-errors-of-another-mode": DIRECT,
-    "direct-part-in-spite-of-the-path": trial("adaptation_direct", path="causal"),
+    "direct-part-in-spite-of-the-part": trial("adaptation_direct", part="causal"),
     "step-weights-ignored": FULL,
     "gradient-missing-from-the-full-preconditioner": FULL,
     "full-preconditioner-on-one-side": trial("direction (stability)", "path", build=full),
@@ -541,7 +541,7 @@ def test_token_weights_are_certified_and_their_absence_is_noticed() -> None:
     position=st.sampled_from(["label", "context"]),
     reduction=st.sampled_from(["per_head", "mean"]),
     objective=st.sampled_from(["both", "adaptation", "stability"]),
-    path=st.sampled_from(["both", "direct", "causal"]),
+    part=st.sampled_from(["both", "direct", "causal"]),
 )
 @example(  # the block of the scored layer is used below it as well, where nothing has a gradient
     setup=Setup(
@@ -553,20 +553,20 @@ def test_token_weights_are_certified_and_their_absence_is_noticed() -> None:
         score_bias=False,
     ),
     estimator="direct", window=None, position="label", reduction="per_head", objective="both",
-    path="both",
+    part="both",
 )  # fmt: skip
 @budget(0.5, least=25)
 def test_right_code_agrees(
     setup: Setup, estimator: str, window: int | None, position: str, reduction: str,
-    objective: str, path: str,
+    objective: str, part: str,
 ) -> None:  # fmt: skip
     """Every structure and option; what is left of the tolerance is recorded."""
-    if estimator in ("label", "path") or (estimator == "direct" and path == "causal"):
-        path = "both"
+    if estimator in ("label", "path") or (estimator == "direct" and part == "causal"):
+        part = "both"
     with quiet():
         scorer = make_scorer(
             setup, estimator, window=window, causal_position=position,
-            head_reduction=reduction, objective=objective, path=path,
+            head_reduction=reduction, objective=objective, part=part,
         )  # fmt: skip
         found = scorer.verify(setup.case.batch, tokens=2, progress=False)
     assert found.passed, str(found)

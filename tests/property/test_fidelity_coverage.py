@@ -330,10 +330,10 @@ def test_wrong_options_are_refused(wrong: dict, said: str):
 
 
 def test_settings_that_an_estimator_does_not_allow_fall_back():
-    config = ScorerConfig(path="causal", window=8)
-    assert with_estimator(config, "label").path == "both"
-    assert with_estimator(config, "direct").path == "both"
-    assert with_estimator(config, "same_layer_hop").path == "causal"
+    config = ScorerConfig(part="causal", window=8)
+    assert with_estimator(config, "label").part == "both"
+    assert with_estimator(config, "direct").part == "both"
+    assert with_estimator(config, "same_layer_hop").part == "causal"
     everything = ScorerConfig(estimator="label", parameters="all")
     assert with_estimator(everything, "alphatoken").parameters == "linears"
     assert with_estimator(config, "label").window == 8

@@ -153,10 +153,10 @@ def test_values_along_a_direction_are_the_scorers(estimator: str) -> None:
             assert sizes.max() > 1.5 * np.abs(values).max()  # terms do cancel
 
 
-@pytest.mark.parametrize("path", ["direct", "causal"])
+@pytest.mark.parametrize("part", ["direct", "causal"])
 @pytest.mark.parametrize("position", ["label", "context"])
-def test_parts_and_positions_are_the_scorers(path: str, position: str) -> None:
-    subject = small(config=ScorerConfig(layers=2, path=path, causal_position=position))
+def test_parts_and_positions_are_the_scorers(part: str, position: str) -> None:
+    subject = small(config=ScorerConfig(layers=2, part=part, causal_position=position))
     scorer = scorer_of(subject)
     columns = row_columns(subject, scorer, subject.train, subject.validation)
     total = subject.score(scorer, subject.train)["total"]

@@ -1,4 +1,4 @@
-"""Objective, path, the full preconditioner and what may change over a run."""
+"""Objective, part, the full preconditioner and what may change over a run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SPLIT = ("alphatoken", "direct", "paper_literal")
 )  # fmt: skip
 @budget(0.6)
 def test_each_component_is_the_right_part(setup: Setup, options: tuple[str, str, str]) -> None:
-    claims.check_objective_and_path(setup, *options)
+    claims.check_objective_and_part(setup, *options)
 
 
-@pytest.mark.parametrize("path", ["both", "direct", "causal"])
+@pytest.mark.parametrize("part", ["both", "direct", "causal"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_objective_and_path_of_the_papers_estimator(objective: str, path: str) -> None:
-    claims.check_objective_and_path(SETUP, "alphatoken", objective, path)
+def test_every_objective_and_part_of_the_papers_estimator(objective: str, part: str) -> None:
+    claims.check_objective_and_part(SETUP, "alphatoken", objective, part)
 
 
 @given(setups())
@@ -190,18 +190,18 @@ def test_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["label", "path"])
-@pytest.mark.parametrize("path", ["direct", "causal"])
-def test_no_part_of_an_undivided_value(estimator: str, path: str) -> None:
+@pytest.mark.parametrize("part", ["direct", "causal"])
+def test_no_part_of_an_undivided_value(estimator: str, part: str) -> None:
     with pytest.raises(ConfigError, match=r"Remedy: estimator one of alphatoken, direct"):
-        ScorerConfig(estimator=estimator, path=path)
+        ScorerConfig(estimator=estimator, part=part)
 
 
 def test_no_causal_part_of_direct() -> None:
     with pytest.raises(ConfigError, match="every value would be zero"):
-        ScorerConfig(estimator="direct", path="causal")
+        ScorerConfig(estimator="direct", part="causal")
 
 
-@pytest.mark.parametrize("option", ["objective", "path"])
+@pytest.mark.parametrize("option", ["objective", "part"])
 def test_unknown_choices(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} must be one of both"):
         ScorerConfig(**{option: "neither"})

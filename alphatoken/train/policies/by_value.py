@@ -14,7 +14,7 @@ __all__ = ["AlphaToken", "Label"]
 
 _ORDERS = ("top", "bottom", "random")
 _VARIANTS = (
-    "objective", "path", "window", "stability_weight",
+    "objective", "part", "window", "stability_weight",
     "score_layers", "keep_scope", "kept_normalization", "retention",
     "interaction_weight", "preconditioner", "shared_threshold", "masked_logit", "value_unit",
 )  # fmt: skip
