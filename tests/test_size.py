@@ -23,7 +23,7 @@ ROOMS = {
     "model": 5_743,
     "oracle": 4_960,
     "report": 1_635,
-    "scoring": 699,
+    "scoring": 703,
     "select": 990,
     "support": 678,
     "train": 12_659,

@@ -501,10 +501,10 @@ def test_a_custom_method_goes_over_a_known_one() -> None:
     assert one.modes == ("budget",)
     assert one.options == {"policy": "sepo", "policy_mode": "budget"}  # not the published rule
     assert custom_method("random", {"modes": ["budget"]}).options == {"policy": "random"}
-    assert custom_method("mine", {"policy": "top", "path": "direct"}).modes == ("budget",)
+    assert custom_method("mine", {"policy": "top", "part": "direct"}).modes == ("budget",)
     assert custom_method("wise", {"merges": "stm", "alpha": 0.3}).kind == "merge"
     with pytest.raises(ConfigError, match="what it trains with"):
-        custom_method("mine", {"path": "direct"})
+        custom_method("mine", {"part": "direct"})
 
 
 @pytest.mark.parametrize(
