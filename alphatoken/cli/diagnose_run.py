@@ -7,7 +7,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,6 @@ from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import missing_libraries, write_page
-from alphatoken.support.progress import heartbeat
 from alphatoken.support.storage import write_json
 
 __all__ = ["run"]
@@ -60,12 +58,11 @@ def run(asked: Asked) -> int:
         require_retention(options.retention_set)
     _check_out(Path(options.output_dir), options)
     try:
-        with nullcontext() if options.quiet else heartbeat():
-            prepared = prepare(options)
-            for note in () if options.quiet else prepared.notes:
-                print(f"note: {note}", file=sys.stderr)
-            folder = _Folder.open(Path(options.output_dir), prepared, request)
-            _run_each(request, prepared.subject, folder)
+        prepared = prepare(options)
+        for note in () if options.quiet else prepared.notes:
+            print(f"note: {note}", file=sys.stderr)
+        folder = _Folder.open(Path(options.output_dir), prepared, request)
+        _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
         done = sum(
             Diagnosis.finished(Path(options.output_dir) / entry.name) for entry in request.entries
@@ -97,7 +94,6 @@ def _run_each(
             continue
         if not quiet:
             print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
-        subject.tracker(entry.name, 1)  # from here on the heartbeat speaks of it
         start = time.monotonic()
         try:
             diagnosis = _diagnosed(entry, subject, request)

@@ -128,7 +128,6 @@ def prepare_job(spec: JobSpec) -> Job:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    Tracker("Counting rows", 0, False)  # what the heartbeat says meanwhile
     prepared = prepare_rows(spec)
     corpus = prepared.corpus
     reading = Tracker("Reading rows", corpus.source.rows, not spec.quiet)

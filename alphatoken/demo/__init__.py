@@ -1,8 +1,8 @@
 """The whole job on a world small enough to train from nothing: ``python -m alphatoken.demo``.
 
 A tiny decoder is trained on generated text; instruction data with spoiled responses is generated;
-the Fisher is fitted and every token valued through the command line; the spoiled tokens are
-searched by value; and a short masked fine-tuning runs beside unmasked and random ones. No network.
+the Fisher is fitted and every token valued through the command line; and the spoiled tokens are
+searched by value. No network.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from alphatoken.data import Example, Row, Turn, batches, collate, encode_rows
+from alphatoken.data import Example, Row, Turn, collate, encode_rows
 from alphatoken.demo.world import draw_exchanges, general_text, vocabulary
 from alphatoken.select.losses import masked_sft_loss
 
-__all__ = ["make_model", "make_tokenizer", "mean_loss", "pretrain", "text_examples"]
+__all__ = ["fine_tune", "make_model", "make_tokenizer", "pretrain"]
 
 TEMPLATE = (
     "<start> {% for message in messages %}{% if message.role == 'assistant' %}<assistant> "
@@ -68,7 +68,7 @@ def make_model(tokenizer: Any, seed: int = 0) -> Any:
         return LlamaForCausalLM(config)
 
 
-def text_examples(count: int, tokenizer: Any, generator: random.Random) -> list[Example]:
+def _text_examples(count: int, tokenizer: Any, generator: random.Random) -> list[Example]:
     """General text as examples whose every token but the first is a label."""
     rows = [
         Row(index, f"text {index}", (Turn("assistant", general_text(generator)),))
@@ -88,7 +88,7 @@ def _task_examples(count: int, tokenizer: Any, generator: random.Random) -> list
 def pretrain(model: nn.Module, tokenizer: Any, *, steps: int, seed: int = 0) -> float:
     """Train on general text with few clean tasks among it; returns the last step's loss."""
     generator = random.Random(seed)
-    texts = text_examples(2000, tokenizer, generator)
+    texts = _text_examples(2000, tokenizer, generator)
     tasks = _task_examples(300, tokenizer, generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
@@ -105,21 +105,20 @@ def pretrain(model: nn.Module, tokenizer: Any, *, steps: int, seed: int = 0) -> 
     return float(loss.detach())
 
 
+def fine_tune(model: nn.Module, examples: Sequence[Example], *, steps: int, seed: int = 0) -> None:
+    """A few steps of ordinary fine-tuning on all tokens, in place."""
+    generator = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    model.train()
+    for _ in range(steps):
+        loss = _loss(model, collate(generator.sample(examples, 16)))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+    model.eval()
+
+
 def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     labels = batch["labels"]
     return masked_sft_loss(logits, labels, labels != -100)
-
-
-def mean_loss(model: nn.Module, examples: Sequence[Example]) -> float:
-    """Mean loss over all response tokens."""
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for batch in batches(examples, 64):
-            logits = model(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-            ).logits
-            keep = batch["labels"] != -100
-            total += float(masked_sft_loss(logits, batch["labels"], keep, normalization="sum"))
-            count += int(keep[:, 1:].sum())
-    return total / count

@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken import FisherDrift
 from alphatoken.certificate.metrics import auc
 from alphatoken.cli import main
-from alphatoken.data import collate, encode_rows, read_rows
-from alphatoken.demo.model import make_model, make_tokenizer, mean_loss, pretrain, text_examples
-from alphatoken.demo.train import STABILITY_WEIGHT, Recipe, fine_tune
+from alphatoken.data import encode_rows, read_rows
+from alphatoken.demo.model import fine_tune, make_model, make_tokenizer, pretrain
 from alphatoken.demo.world import Exchange, draw_exchanges
 from alphatoken.errors import AlphaTokenError
 from alphatoken.report import ScoredExample, read_values
@@ -27,6 +25,9 @@ from alphatoken.train.loading import no_progress_bar
 __all__ = ["Result", "run_demo"]
 
 SPOILED = 0.3
+STABILITY_WEIGHT = 30.0
+"""Lambda has no natural unit. Here 30 makes the two sides comparable soon after the start; the
+default, 1.5, would leave all to adaptation, and the library would warn about it."""
 
 
 @dataclass
@@ -34,12 +35,10 @@ class Result:
     """What the demo measured.
 
     ``area`` is the area under the ROC curve of "low value" as a sign of a spoiled token, by
-    estimator: 1 finds all, 0.5 is chance. ``losses`` holds (held-out target, retention) by recipe.
+    estimator: 1 finds all, 0.5 is chance.
     """
 
     area: dict[str, float] = field(default_factory=dict)
-    losses: dict[str, tuple[float, float]] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
     report: Path = Path()
     seconds: float = 0.0
 
@@ -76,15 +75,11 @@ def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
         "--output_file", out / "fisher.safetensors", "--samples", _scaled(200, scale),
         "--response_column", "text", "--max_new_tokens", 48, "--quiet",
     )  # fmt: skip
-    fisher = FisherDrift.load(out / "fisher.safetensors")
 
     _step("3. a few steps of ordinary fine-tuning, so that the weights have moved")
     examples, _ = encode_rows(read_rows(out / "train.jsonl"), tokenizer)
-    held, _ = encode_rows(read_rows(out / "validation.jsonl"), tokenizer)
-    validation = collate(held)
-    moved = Recipe("moved", steps=_scaled(15, scale), seed=seed)
-    now = fine_tune(model, moved, examples, validation, fisher).model
-    _save(now, tokenizer, out / "model-now")
+    fine_tune(model, examples, steps=_scaled(15, scale), seed=seed)
+    _save(model, tokenizer, out / "model-now")
 
     _step(f"4. the value of every response token ({SPOILED:.0%} of the words are spoiled)")
     for estimator, folder in (("alphatoken", "values"), ("label", "values-label")):
@@ -100,30 +95,15 @@ def run_demo(out: Path, *, scale: float = 1.0, seed: int = 0) -> Result:
     for estimator, area in result.area.items():
         print(f"   {estimator}: a low value finds the spoiled words with AUC {area:.2f}")
 
-    _step("5. fine-tuning from the same start, on all tokens and on half of them")
-    test, _ = encode_rows(read_rows(out / "test.jsonl"), tokenizer)
-    texts = text_examples(200, tokenizer, random.Random(seed + 99))
-    result.losses["before"] = mean_loss(model, test), mean_loss(model, texts)
-    result.tokens["before"] = 0
-    for recipe in _recipes(scale, seed):
-        tuned = fine_tune(model, recipe, examples, validation, fisher)
-        result.losses[recipe.name] = mean_loss(tuned.model, test), mean_loss(tuned.model, texts)
-        result.tokens[recipe.name] = tuned.tokens
     result.seconds = time.monotonic() - start
-    _print_table(result)
+    print(
+        "   A check that the parts work: one seed, one toy world. On SmolLM2-135M-Instruct\n"
+        "   (four-bit weights) a low value by the same estimator picked planted words\n"
+        "   less often than a coin, and half of the tokens of clean rows\n"
+        "   did worse than all of them: docs/should-i.md."
+    )
+    print(f"report: {result.report}   ({result.seconds:.0f} s in all)")
     return result
-
-
-def _recipes(scale: float, seed: int) -> list[Recipe]:
-    """Three with one token budget (half the tokens, or half the steps), and all tokens beside."""
-    steps = _scaled(100, scale)
-    return [
-        Recipe("all tokens", steps=steps, seed=seed),
-        Recipe("all tokens, half the steps", steps=steps // 2, seed=seed),
-        Recipe("random half", ratio=0.5, steps=steps, seed=seed),
-        Recipe("top half by alphatoken", "alphatoken", 0.5, steps, seed=seed),
-        Recipe("top half by label", "label", 0.5, steps, seed=seed),
-    ]
 
 
 def _scaled(count: int, scale: float) -> int:
@@ -149,11 +129,9 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def _write_world(out: Path, scale: float, generator: random.Random) -> list[Exchange]:
     """The data files; returns the training exchanges, whose spoiled words are known."""
-    test = draw_exchanges(_scaled(200, scale), generator)
-    validation = draw_exchanges(_scaled(96, scale), generator, avoid=test)
-    known = [*test, *validation]
-    train = draw_exchanges(_scaled(400, scale), generator, spoil=SPOILED, avoid=known)
-    for name, exchanges in (("test", test), ("validation", validation), ("train", train)):
+    validation = draw_exchanges(_scaled(96, scale), generator)
+    train = draw_exchanges(_scaled(400, scale), generator, spoil=SPOILED, avoid=validation)
+    for name, exchanges in (("validation", validation), ("train", train)):
         rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
         write_jsonl(out / f"{name}.jsonl", rows)
     # Free-running text from the start token: what the model itself says is the Fisher's data.
@@ -172,16 +150,3 @@ def _area(scored: Iterable[ScoredExample], train: Sequence[Exchange]) -> float:
         values += found.tolist()
         spoiled += exchange.spoiled
     return auc(-np.array(values), spoiled)
-
-
-def _print_table(result: Result) -> None:
-    print(f"   {'':28} {'tokens':>8} {'target':>8} {'retention':>10}   (held-out losses)")
-    for name, (target, retention) in result.losses.items():
-        print(f"   {name:28} {result.tokens[name]:8d} {target:8.3f} {retention:10.3f}")
-    print(
-        "   A check that the parts work: one seed, one toy world in which values find what is\n"
-        "   wrong and half of the tokens is enough. On SmolLM2-135M-Instruct (four-bit weights)\n"
-        "   a low value by the same estimator picked planted words less often than a coin, and\n"
-        "   half of the tokens of clean rows did worse than all of them: docs/should-i.md."
-    )
-    print(f"report: {result.report}   ({result.seconds:.0f} s in all)")

@@ -60,13 +60,8 @@ def test_demo_finds_spoiled_words_and_writes_its_report(
     assert set(result.area) == {"alphatoken", "label"}
     # Chance is 0.5; the model is a quarter as trained as in the whole demo.
     assert min(result.area.values()) > 0.55
-    assert result.tokens["random half"] == result.tokens["top half by alphatoken"]
-    assert result.tokens["top half by label"] == result.tokens["random half"]
-    for target, retention in result.losses.values():
-        assert np.isfinite([target, retention]).all()
-    assert result.losses["all tokens"][0] < result.losses["before"][0]
     page = result.report.read_text()
     assert "Stability, causal" in page
     printed = capsys.readouterr().out
-    assert "top half by alphatoken" in printed
+    assert "less often than a coin" in printed
     assert str(result.report) in printed

@@ -7,13 +7,8 @@ library. What is exact elsewhere must hold here to the rounding of float32.
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -323,39 +318,3 @@ def test_a_diagnosis_cut_small(model: Any, tokenizer: Any, examples: list[Exampl
         parts = record["adaptation_direct"] + record["adaptation_causal"]
         assert record["total"] == pytest.approx(parts, rel=1e-4, abs=1e-9)
     assert any("Stability is zero" in note for note in found.notes)
-
-
-# --- progress -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_diagnosis_never_falls_silent(smollm2: Path, tmp_path: Path) -> None:
-    """Lines of a log, with the time of each: none comes more than 15 seconds after the last.
-
-    Reading, planning and every stage are real; a batch of all rows makes single items long.
-    """
-    lines = [json.dumps({"prompt": r.prompt, "response": r.response}) for r in code_rows(60)]
-    for name, part in (("train", lines[:40]), ("validation", lines[40:])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
-    words = [
-        "diagnose", "heatmap", "--model_name_or_path", str(smollm2), "--max_length", "256",
-        "--train_file", str(tmp_path / "train.jsonl"), "--on_empty", "skip",
-        "--validation_file", str(tmp_path / "validation.jsonl"),
-        "--output_dir", str(tmp_path / "out"), "--tokens", "700",
-        "--per_device_train_batch_size", "16",
-    ]  # fmt: skip
-    start = time.monotonic()
-    with subprocess.Popen(
-        [sys.executable, "-u", "-m", "alphatoken.cli", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        heard = [(time.monotonic() - start, line) for line in process.stderr]
-        assert process.wait() == 0, "".join(line for _, line in heard)
-    # From the first line on: before it Python loads its libraries.
-    times = [*(when for when, _ in heard), time.monotonic() - start]
-    assert times[-1] - times[0] > 20, "too quick to show anything"
-    gaps = [later - sooner for sooner, later in pairwise(times)]
-    assert max(gaps) < 15, f"{max(gaps):.0f} s of silence at line {gaps.index(max(gaps))}: {heard}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
-from alphatoken.support.progress import Progress, heartbeat
+from alphatoken.support.progress import Progress
 from tests.integration.subjects import subject
 
 
@@ -124,23 +122,6 @@ def test_retention_rows_are_the_first_of_each_set() -> None:
     rows = found.retention_rows(3)
     assert set(rows) == set(found.retention)
     assert all(len(part) == 3 for part in rows.values())
-
-
-def test_long_work_without_items_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    """Half a second of real work between two reports: the heartbeat says what goes on."""
-    found = subject(train_rows=5, progress=True)
-    capsys.readouterr()
-    with heartbeat(0.1):
-        found.tracker("Values", 2).report(1)
-        matrix, end = torch.ones(256, 256), time.monotonic() + 0.5
-        while time.monotonic() < end:
-            matrix = torch.tanh(matrix @ matrix)
-    text = capsys.readouterr().err
-    beats = [line for line in text.splitlines() if "still at work" in line]
-    assert "Values: 1/2" in text
-    assert len(beats) >= 2, text
-    assert all(line.startswith("Values") for line in beats)
-    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
 def test_other_sizes_share_what_was_made() -> None:
