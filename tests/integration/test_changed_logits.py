@@ -197,6 +197,11 @@ def test_values_after_the_context_and_without_a_forward_are_refused(estimator: s
     with scorer.observe() as observed:
         with pytest.raises(ModelError, match="the model was not called"):
             observed.values(torch.zeros(2, 8, VOCABULARY), BATCH["labels"])
+        if estimator != "label":  # which needs no graph
+            with torch.no_grad():
+                blind = model(**inputs_of(BATCH)).logits
+            with pytest.raises(ModelError, match="Remedy: call the model"):
+                observed.values(blind, BATCH["labels"])
         logits = model(**inputs_of(BATCH)).logits
     with pytest.raises(ModelError, match=r"observe\(\) has ended"):
         observed.values(logits, BATCH["labels"])

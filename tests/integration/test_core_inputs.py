@@ -172,6 +172,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_label_observes_a_model_that_was_compiled_in_place() -> None:
     # By itself, because Dynamo cannot trace the checks of shapes that the tests put in.
     run = subprocess.run([sys.executable, "-c", OBSERVED], capture_output=True, text=True)

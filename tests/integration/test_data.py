@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -30,7 +29,6 @@ from alphatoken.data import (
     token_texts,
 )
 from alphatoken.data.split import none_left
-from alphatoken.data.stdlib import code_rows
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError, InputError
 from tests.integration import subjects
@@ -401,19 +399,6 @@ def test_padding_on_either_side() -> None:
         collate(examples, padding_side="middle")
 
 
-def test_values_do_not_depend_on_the_padding_side() -> None:
-    from alphatoken import Scorer
-    from alphatoken.demo.model import make_model
-
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer).eval()
-    texts = [("add : 3 and 4", "3 plus 4 is 7 ."), ("ends of : a b c", "the first is")]
-    examples, _ = encode_rows([chat(*pair) for pair in texts], tokenizer)
-    scorer = Scorer(model, validation=collate(examples[:1]))
-    right, left = (scorer.score(collate(examples, padding_side=side)) for side in ("right", "left"))
-    assert torch.allclose(right.total[right.mask], left.total[left.mask], rtol=1e-4, atol=1e-7)
-
-
 # --- real rows ------------------------------------------------------------------------------------
 
 
@@ -457,24 +442,6 @@ def test_real_rows_encode_and_come_back(
             assert tokenizer.decode(kept[:-1]).strip() == example.row.response.strip()
 
 
-def test_a_chat_of_several_turns_of_real_text() -> None:
-    tokenizer = byte_tokenizer(CHATML)
-    rows = code_rows(60)
-    for first, second in zip(rows[::2], rows[1::2], strict=True):
-        row = Row(0, "x", (Turn("system", first.place), *first.turns, *second.turns))
-        answers = [first.response, second.response]
-        assert labelled_text(tokenizer, row) == [f"{answer}<|im_end|>" for answer in answers]
-
-
-def test_no_leak_between_real_training_and_test_rows() -> None:
-    rows = code_rows(400)
-    train, test = rows[:200], rows[200:]
-    counts = split_pools(train, validation=test).counts
-    assert counts["train"] == 200
-    seeded: Callable[[Row], Row] = lambda row: pair(row.index, row.prompt.upper(), "other")  # noqa: E731
-    assert split_pools(train, validation=[seeded(train[5])]).counts["train"] == 199
-
-
 def test_prompts_without_responses_suffice_where_asked(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     chat = '{"messages": [{"role": "user", "content": "hi"}]}\n'
@@ -483,13 +450,3 @@ def test_prompts_without_responses_suffice_where_asked(tmp_path: Path) -> None:
     assert [(row.prompt, row.response) for row in rows] == [("p", ""), ("hi", ""), ("q", "r")]
     with pytest.raises(DataError, match="no response field"):
         read_rows(path)
-
-
-def test_plain_texts_are_rows_wherever_a_file_is_read(tmp_path: Path) -> None:
-    """Retention and validation files, as ``alphatoken sft`` has always read them."""
-    file = tmp_path / "general.jsonl"
-    file.write_text('{"text": "a plain text"}\n', "utf-8")
-    (row,) = read_rows(file)
-    assert (row.prompt, row.response) == ("", "a plain text")
-    ids, labels = encode_row(row, byte_tokenizer(start=True))
-    assert labels[1:] == ids[1:]  # all of it is response, but for a start token

@@ -104,6 +104,10 @@ def test_what_is_not_valued_says_why(world: World, tmp_path: Path) -> None:
     assert [row["verdict"] for row in found[:2]] == ["leak", "empty"]
     assert found[0]["value"] is None
     assert all(row["verdict"] in ("keep", "drop") for row in found[2:])
+    kept = tmp_path / "kept.jsonl"
+    assert judged(world, kept, "--kept_only", train_file=source, on_empty="skip") == 0
+    assert lines(kept)
+    assert all(row in rows[:6] for row in lines(kept))
     drawn = tmp_path / "drawn.jsonl"
     more = {"validation_file": None, "validation_rows": 4, "validation_batches": 2}
     assert judged(world, drawn, **more) == 0
@@ -182,18 +186,6 @@ def test_an_output_that_is_there_is_left_alone(
         assert (world / name).read_bytes() == before
     assert judged(world, out, "--overwrite_output") == 0
     assert len(lines(out)) == 20
-
-
-def test_kept_only_leaves_out_what_was_not_valued(world: World, tmp_path: Path) -> None:
-    held = lines(world / "validation.jsonl")[0]
-    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
-    known = lines(world / "train.jsonl")[:6]
-    odd = [held, {"prompt": "x", "response": ""}, *known]
-    jsonl(source, odd)
-    assert judged(world, out, "--kept_only", train_file=source, on_empty="skip") == 0
-    found = lines(out)
-    assert found
-    assert all(row in known for row in found)
 
 
 def test_every_row_is_written_or_counted(

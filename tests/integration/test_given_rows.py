@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from alphatoken.errors import DataError
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
-    AlphaDPOTrainer,
     AlphaSFTConfig,
     AlphaSFTTrainer,
     AlphaTrainer,
@@ -37,14 +36,8 @@ CHAT = (
 def sft(folder: Path, train: Any, validation: Any, *, template: str = "", **more: Any) -> Any:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template or None
-    options = tiny.options(folder, **(tiny.ALPHA | more))
-    return AlphaSFTTrainer(
-        model=tiny.model(),
-        args=AlphaSFTConfig(**options),
-        train_dataset=train,
-        validation_dataset=validation,
-        processing_class=tokenizer,
-    )
+    more |= {"train_dataset": train, "validation_dataset": validation}
+    return tiny.sft(folder, processing_class=tokenizer, **more)
 
 
 def _said(role: str, text: str) -> dict[str, str]:
@@ -251,14 +244,9 @@ def test_a_prompt_of_pairs_under_another_name_is_no_common_beginning(tmp_path: P
     asked = pairs.rename_column("prompt", "question")
 
     def trained(rows: Any) -> Any:
-        return AlphaDPOTrainer(
-            model=tiny.model(),
-            ref_model=tiny.model(),
-            args=AlphaDPOConfig(**tiny.options(tmp_path, **tiny.ALPHA)),
-            train_dataset=rows,
-            validation_dataset=tiny.preference_rows(10, seed=4),
-            processing_class=tiny.tokenizer(),
-        ).train_dataset
+        held = tiny.preference_rows(10, seed=4)
+        more = {"ref_model": tiny.model(), "validation_dataset": held}
+        return tiny.dpo(tmp_path, train_dataset=rows, **more).train_dataset
 
     expected = trained(pairs.map(lambda row: {"prompt": row["prompt"] + "\n"}))
     for rows in (asked, list(asked)):
@@ -364,26 +352,20 @@ def called(number: int) -> dict[str, Any]:
 def test_a_call_of_a_tool_is_a_response(tmp_path: Path, form: str) -> None:
     rows, written = [called(i) for i in range(8)], tiny.tokenizer()
     written.chat_template = TEMPLATE
-    more = {"policy": "random", "export_values": False, "max_steps": 1, "retention": "none"}
+    more = {"policy": "random", "export_values": False, "max_steps": 1, "retention": "none",
+            "validation_dataset": None}  # fmt: skip
     if form == "pairs":
         said = {"role": "assistant", "content": "3", "tool_calls": None}
         dataset = [
             {"prompt": [r["asked"]], "chosen": [r["answer"]], "rejected": [said]} for r in rows
         ]
-        trainer: Any = AlphaDPOTrainer(
-            model=tiny.model(), args=AlphaDPOConfig(**tiny.options(tmp_path, **more)),
-            train_dataset=dataset,
-            processing_class=written, peft_config=tiny.lora(),
-        )  # fmt: skip
+        more |= {"train_dataset": dataset, "peft_config": tiny.lora()}
+        trainer = tiny.dpo(tmp_path, processing_class=written, **more)
     else:
         dataset = [{"messages": [r["asked"], r["answer"]]} for r in rows]
         if form != "messages":
             dataset = [{"prompt": [r["asked"]], "completion": [r["answer"]]} for r in rows]
-        trainer = AlphaSFTTrainer(
-            model=tiny.model(), args=AlphaSFTConfig(**tiny.options(tmp_path, **more)),
-            train_dataset=dataset,
-            processing_class=written,
-        )  # fmt: skip
+        trainer = tiny.sft(tmp_path, train_dataset=dataset, processing_class=written, **more)
     assert len(trainer.train_dataset) == 8
     trainer.train()
 
@@ -393,12 +375,8 @@ def test_rows_that_cannot_be_trained_on_are_left_out_or_stop(tmp_path: Path) -> 
     rows[3] = {**rows[3], "completion": " "}
 
     def made(**more: Any) -> AlphaSFTTrainer:
-        more = {**more, "policy": "random", "retention": "none"}
-        return AlphaSFTTrainer(
-            model=tiny.model(), args=AlphaSFTConfig(**tiny.options(tmp_path, **more)),
-            train_dataset=rows,
-            processing_class=tiny.tokenizer(),
-        )  # fmt: skip
+        more |= {"policy": "random", "retention": "none", "validation_dataset": None}
+        return cast("AlphaSFTTrainer", tiny.sft(tmp_path, train_dataset=rows, **more))
 
     with pytest.warns(AlphaTokenWarning, match=r"1 of 8 training rows .*empty: 1 \(row 3\)"):
         assert len(made().train_dataset) == 7
@@ -412,11 +390,7 @@ def test_rows_that_cannot_be_trained_on_are_left_out_or_stop(tmp_path: Path) -> 
 def test_pairs_that_cannot_be_trained_on_are_left_out(tmp_path: Path) -> None:
     rows = tiny.preference_rows(8).to_list()
     rows[2] = {**rows[2], "rejected": rows[2]["chosen"]}
-    more = {"policy": "random", "retention": "none"}
+    more = {"policy": "random", "retention": "none", "validation_dataset": None}
     with pytest.warns(AlphaTokenWarning, match=r"1 of 8 .*chosen and rejected are equal"):
-        trainer = AlphaDPOTrainer(
-            model=tiny.model(), args=AlphaDPOConfig(**tiny.options(tmp_path, **more)),
-            train_dataset=rows,
-            processing_class=tiny.tokenizer(), peft_config=tiny.lora(),
-        )  # fmt: skip
+        trainer = tiny.dpo(tmp_path, train_dataset=rows, peft_config=tiny.lora(), **more)
     assert len(trainer.train_dataset) == 7

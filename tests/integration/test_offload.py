@@ -18,7 +18,7 @@ from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError
 from alphatoken.report import read_values
-from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train import AlphaSFTConfig
 from tests.integration import tiny_training as tiny
 from tests.rows import jsonl
 
@@ -98,15 +98,9 @@ def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path:
     """Weights after four steps of SFT to the bit, several micro-batches a step."""
     found = []
     for offload in (False, True):
-        args = AlphaSFTConfig(
-            **tiny.options(tmp_path / f"{retention}-{offload}"),
-            **{**tiny.ALPHA, "retention": retention}, fisher_offload=offload,
-            gradient_accumulation_steps=2, fisher_cache=str(tmp_path / "cache"),
-        )  # fmt: skip
-        trainer = AlphaSFTTrainer(
-            tiny.model(), args=args, train_dataset=tiny.sft_rows(),
-            validation_dataset=tiny.sft_rows(12, seed=1), processing_class=tiny.tokenizer(),
-        )  # fmt: skip
+        more = {"retention": retention, "gradient_accumulation_steps": 2}
+        more |= {"fisher_offload": offload, "fisher_cache": str(tmp_path / "cache")}
+        trainer = tiny.sft(tmp_path / f"{retention}-{offload}", **more)
         assert trainer.rows.fisher.streamed == offload
         trainer.train()
         found.append((tiny.weights(trainer.model), trainer.state.log_history))
@@ -120,14 +114,8 @@ def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path:
 def test_dpo_runs_with_its_fisher_on_disk(tmp_path: Path) -> None:
     found = []
     for offload in (False, True):
-        args = AlphaDPOConfig(
-            **tiny.options(tmp_path / f"{offload}"), **tiny.ALPHA, fisher_offload=offload,
-            fisher_cache=str(tmp_path / "cache"),
-        )  # fmt: skip
-        trainer = AlphaDPOTrainer(
-            tiny.model(), tiny.model(), args=args, train_dataset=tiny.preference_rows(),
-            validation_dataset=tiny.preference_rows(12, seed=1), processing_class=tiny.tokenizer(),
-        )  # fmt: skip
+        more = {"fisher_offload": offload, "fisher_cache": str(tmp_path / "cache")}
+        trainer = tiny.dpo(tmp_path / f"{offload}", ref_model=tiny.model(), **more)
         trainer.train()
         found.append(tiny.weights(trainer.model))
     assert all(torch.equal(w, found[1][name]) for name, w in found[0].items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,25 +27,22 @@ from alphatoken.train import (
 )
 from tests.integration.tiny_training import (
     ALPHA,
+    dpo,
     model,
     options,
     preference_rows,
     saved,
+    sft,
     sums,
     tokenizer,
 )
 
 
 def pairs_trainer(folder: Path, **more: Any) -> AlphaDPOTrainer:
-    own = {**ALPHA, "held_out_steps": 1, "retention": "none", "learning_rate": 0.03, **more}
-    return AlphaDPOTrainer(
-        model=model(),
-        ref_model=None if own.get("precompute_ref_log_probs") else model(),
-        args=AlphaDPOConfig(**options(folder, **own)),
-        train_dataset=preference_rows(24),
-        validation_dataset=preference_rows(12, seed=5),
-        processing_class=tokenizer(),
-    )
+    own = {"held_out_steps": 1, "retention": "none", "learning_rate": 0.03, **more}
+    reference = None if own.get("precompute_ref_log_probs") else model()
+    rows = preference_rows(24)
+    return cast("AlphaDPOTrainer", dpo(folder, ref_model=reference, train_dataset=rows, **own))
 
 
 def looks(trainer: AlphaDPOTrainer) -> list[float]:
@@ -195,11 +192,8 @@ def test_validation_rows_of_another_form_are_said(tmp_path: Path) -> None:
     made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
     def trainer(train: Any, held: Any) -> None:
-        own = {**ALPHA, "retention": "none"}
-        AlphaSFTTrainer(
-            model=model(), args=AlphaSFTConfig(**options(tmp_path, **own)), train_dataset=train,
-            validation_dataset=held, processing_class=made,
-        )  # fmt: skip
+        rows = {"train_dataset": train, "validation_dataset": held}
+        sft(tmp_path, retention="none", processing_class=made, **rows)
 
     for held in (text, chats):
         with pytest.warns(AlphaTokenWarning, match=r"label 100% of their tokens .* another form"):

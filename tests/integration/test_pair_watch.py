@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from trl import SFTConfig, SFTTrainer
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
 from alphatoken.train.checks import check_watch
-from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.manifest import RESULTS
 from alphatoken.train.pair_watch import FILE, PROBE, PairWatch
 from alphatoken.train.plan import Layout
@@ -28,13 +27,8 @@ NOTHING = {"policy": "all", "export_values": False}
 def sft(folder: Path, **more: Any) -> AlphaSFTTrainer:
     """A run of four steps with dropout, under which values are by path."""
     torch.manual_seed(11)
-    return AlphaSFTTrainer(
-        model=tiny.model(dropout=0.1),
-        args=AlphaSFTConfig(**tiny.options(folder, **{**tiny.ALPHA, "estimator": "path", **more})),
-        train_dataset=tiny.sft_rows(),
-        processing_class=tiny.tokenizer(),
-        validation_dataset=tiny.sft_rows(12, seed=5),
-    )
+    made = tiny.sft(folder, model=tiny.model(dropout=0.1), **{"estimator": "path", **more})
+    return cast("AlphaSFTTrainer", made)
 
 
 def collected(folder: Path) -> CollectedPairs:
@@ -200,15 +194,8 @@ def test_any_transformers_trainer_takes_the_callback(tmp_path: Path) -> None:
 
 def test_pairs_of_both_branches_are_collected_under_preferences(tmp_path: Path) -> None:
     torch.manual_seed(11)
-    trainer = AlphaDPOTrainer(
-        model=tiny.model(),
-        ref_model=tiny.model(),
-        args=AlphaDPOConfig(
-            **tiny.options(tmp_path, max_steps=1, collect_value_propagation=1, **NOTHING)
-        ),
-        train_dataset=tiny.preference_rows(),
-        processing_class=tiny.tokenizer(),
-    )
+    more = {"max_steps": 1, "collect_value_propagation": 1, "ref_model": tiny.model(), **NOTHING}
+    trainer = tiny.dpo(tmp_path, retention="none", **more)
     trainer.train()
     found = collected(tmp_path)
     assert found.about["rows"] == 2 * PROBE
@@ -218,12 +205,8 @@ def test_pairs_of_both_branches_are_collected_under_preferences(tmp_path: Path) 
 
 def test_a_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no first training rows"):
-        AlphaSFTTrainer(
-            model=tiny.model(),
-            args=AlphaSFTConfig(**tiny.options(tmp_path, collect_value_propagation=1, **NOTHING)),
-            train_dataset=tiny.sft_rows().to_iterable_dataset(),
-            processing_class=tiny.tokenizer(),
-        )
+        sft(tmp_path, train_dataset=tiny.sft_rows().to_iterable_dataset(),
+            validation_dataset=None, collect_value_propagation=1, **NOTHING)  # fmt: skip
 
 
 def test_sharded_weights_are_refused(tmp_path: Path) -> None:

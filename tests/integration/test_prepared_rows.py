@@ -84,13 +84,10 @@ def test_every_column_of_tokens_is_looked_at(column: str) -> None:
 
 
 def packed(folder: Path, prompts: list[str], strategy: str = "bfd") -> Any:
-    args = AlphaSFTConfig(
-        **tiny.options(folder, max_length=16), policy="random", retention="none",
-        export_values=False, packing=True, packing_strategy=strategy,
-    )  # fmt: skip
-    return AlphaSFTTrainer(
-        model=tiny.model(), args=args, train_dataset=rows("sft", prompts),
-        processing_class=tiny.tokenizer(),
+    own = {"policy": "random", "retention": "none", "export_values": False, "max_length": 16}
+    return tiny.sft(
+        folder, train_dataset=rows("sft", prompts), validation_dataset=None, packing=True,
+        packing_strategy=strategy, **own,
     )  # fmt: skip
 
 
@@ -113,10 +110,9 @@ def test_packed_rows_are_not_called_left_out(strategy: str, tmp_path: Path) -> N
 
 
 def paired(folder: Path, reference: Any, policy: Any = None) -> Any:
-    args = AlphaDPOConfig(**tiny.options(folder), policy="random", retention="none")
-    return AlphaDPOTrainer(
-        model=policy or tiny.model(), ref_model=reference, args=args,
-        train_dataset=rows("dpo", ["1+2=", "3+4="]), processing_class=tiny.tokenizer(),
+    return tiny.dpo(
+        folder, model=policy or tiny.model(), ref_model=reference, validation_dataset=None,
+        train_dataset=rows("dpo", ["1+2=", "3+4="]), policy="random", retention="none",
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from datasets import Dataset
 from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTConfig
 from alphatoken.train.card import card_section, kept_share
-from tests.integration.tiny_training import ALPHA, model, options, preference_rows, tokenizer
+from tests.integration.tiny_training import dpo, model, options, preference_rows, sft, tokenizer
 
 MARKER = "qzxjvwkq"
 """In every response; its letters in this order are in nothing else."""
@@ -94,19 +94,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def trained(folder: Path, strategy: str, **more: Any) -> Any:
-    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
-
-    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "hub_always_push": True}
-    args = AlphaSFTConfig(
-        **options(folder, **ALPHA, **given, push_to_hub=True, hub_strategy=strategy, **more)
-    )
-    trainer = AlphaSFTTrainer(
-        model=model(),
-        args=args,
-        train_dataset=rows(16),
-        validation_dataset=rows(8, OTHER),
-        processing_class=tokenizer(),
-    )
+    given: dict[str, Any] = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "hub_always_push": True,
+    }
+    given |= {"train_dataset": rows(16), "validation_dataset": rows(8, OTHER)}
+    trainer = sft(folder, push_to_hub=True, hub_strategy=strategy, **given, **more)
     trainer.train()
     trainer.save_model(str(folder))  # as the command line does: this pushes
     trainer.push_to_hub()
@@ -166,21 +161,12 @@ def test_the_card_names_no_place_on_the_machine(tmp_path: Path) -> None:
 
 
 def test_nothing_of_preference_pairs_is_uploaded(tmp_path: Path, hub: Hub) -> None:
-    from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
-
     pairs = [{**row, "chosen": f" {MARKER}{i}"} for i, row in enumerate(preference_rows(8))]
     folder = tmp_path / "run"
     more = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "hub_always_push": True}
-    trainer = AlphaDPOTrainer(
-        model=model(),
-        ref_model=model(),
-        args=AlphaDPOConfig(
-            **options(folder, **ALPHA, **more, push_to_hub=True, hub_strategy="every_save")
-        ),
-        train_dataset=Dataset.from_list(pairs),
-        validation_dataset=preference_rows(8, seed=5),
-        processing_class=tokenizer(),
-    )
+    data = {"train_dataset": Dataset.from_list(pairs), "ref_model": model()}
+    push = {"push_to_hub": True, "hub_strategy": "every_save"}
+    trainer = dpo(folder, **data, **more, **push)
     trainer.train()
     trainer.push_to_hub()
     assert [name for name, content in hub.files.items() if told(content)] == []

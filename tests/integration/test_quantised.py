@@ -12,7 +12,6 @@ from trl import SFTConfig, SFTTrainer
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import ModelError, UnsupportedError
-from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration import tiny_training as tiny
 
 pytest.importorskip("bitsandbytes", reason="quantised models need bitsandbytes")
@@ -33,14 +32,7 @@ def load(folder: Path, bits: int) -> Any:
 
 def sft(folder: Path, bits: int, **more: Any) -> Any:
     torch.manual_seed(7)  # of the adapters
-    return AlphaSFTTrainer(
-        model=load(folder, bits),
-        args=AlphaSFTConfig(**{**tiny.options(folder / "ours"), **tiny.ALPHA, **more}),
-        train_dataset=tiny.sft_rows(),
-        validation_dataset=tiny.sft_rows(12, seed=5),
-        processing_class=tiny.tokenizer(),
-        peft_config=tiny.lora(),
-    )
+    return tiny.sft(folder / "ours", model=load(folder, bits), peft_config=tiny.lora(), **more)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -76,14 +68,8 @@ def test_options_train(tmp_path: Path, bits: int, more: dict[str, Any]) -> None:
 
 
 def test_pairs_train(tmp_path: Path) -> None:
-    trainer = AlphaDPOTrainer(
-        model=load(tmp_path, 4),
-        args=AlphaDPOConfig(**{**tiny.options(tmp_path), **tiny.ALPHA, "retention": "none"}),
-        train_dataset=tiny.preference_rows(),
-        validation_dataset=tiny.preference_rows(12, seed=5),
-        processing_class=tiny.tokenizer(),
-        peft_config=tiny.lora(),
-    )
+    own = {"model": load(tmp_path, 4), "peft_config": tiny.lora()}
+    trainer = tiny.dpo(tmp_path, retention="none", **own)
     trainer.train()
     assert "alpha/kept_share" in trainer.state.log_history[0]
 

@@ -19,6 +19,7 @@ from tests.integration.tiny_training import (
     mixture,
     model,
     options,
+    sft,
     sft_rows,
     tokenizer,
 )
@@ -28,15 +29,17 @@ def config(folder: Path, **more: Any) -> AlphaSFTConfig:
     return AlphaSFTConfig(**{**options(folder), **ALPHA, **more})
 
 
+def plain(folder: Path, rows: int = 48, **more: Any) -> SFTTrainer:
+    """TRL's own trainer."""
+    return SFTTrainer(
+        model=model(), args=SFTConfig(**options(folder, **more)),
+        train_dataset=sft_rows(rows), processing_class=tokenizer(),
+    )  # fmt: skip
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "compiled": ({"torch_compile": True}, "a compiled model"),
     "Liger": ({"use_liger_kernel": True}, "Liger kernels"),
     "offloading": ({"activation_offloading": True}, "offloaded activations"),
-    "reentrant": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        "reentrant",
-    ),
-    "shared and global": ({"scoring_forward": "shared", "keep_scope": "global"}, "cannot share"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     "full and fp16": ({"preconditioner": "full", "fp16": True}, "does not work with fp16"),
 }
@@ -49,7 +52,7 @@ def test_settings_are_refused_where_the_configuration_is_made(tmp_path: Path, na
         config(tmp_path, **more)
 
 
-@pytest.mark.parametrize("name", ["Liger", "offloading", "smoothing", "reentrant"])
+@pytest.mark.parametrize("name", ["Liger", "offloading", "smoothing"])
 def test_a_run_that_weighs_nothing_refuses_nothing_of_the_trainers_below(
     tmp_path: Path, name: str
 ) -> None:
@@ -60,14 +63,8 @@ def test_a_run_that_weighs_nothing_refuses_nothing_of_the_trainers_below(
 @pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated:FutureWarning")
 def test_standard_is_trls_trainer_with_what_weights_would_refuse(tmp_path: Path) -> None:
     more = {"label_smoothing_factor": 0.1}
-    ours = AlphaSFTTrainer(
-        model=model(), args=config(tmp_path / "ours", policy="standard", **more),
-        train_dataset=sft_rows(), processing_class=tokenizer(),
-    )  # fmt: skip
-    theirs = SFTTrainer(
-        model=model(), args=SFTConfig(**options(tmp_path / "theirs", **more)),
-        train_dataset=sft_rows(), processing_class=tokenizer(),
-    )  # fmt: skip
+    ours = sft(tmp_path / "ours", validation_dataset=None, policy="standard", **more)
+    theirs = plain(tmp_path / "theirs", **more)
     ours.train()
     theirs.train()
     assert furthest(ours, theirs) == 0
@@ -89,11 +86,7 @@ def test_what_a_run_lacks_is_said_before_a_row_is_tokenised(
 ) -> None:
     monkeypatch.setattr(SFTTrainer, "__init__", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(ConfigError, match=said):
-        AlphaSFTTrainer(
-            model="nowhere", args=config(tmp_path, **more), train_dataset=sft_rows(),
-            validation_dataset=sft_rows(rows, seed=5) if rows else None,
-            processing_class=tokenizer(),
-        )  # fmt: skip
+        sft(tmp_path, model="nowhere", validation_dataset=sft_rows(rows) if rows else None, **more)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "at hand"])
@@ -113,11 +106,7 @@ def test_what_the_model_lacks_is_said_before_its_weights_are_loaded(
     model().save_pretrained(place)
     monkeypatch.setattr(SFTTrainer, "__init__", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(ConfigError, match=said):
-        AlphaSFTTrainer(
-            model=str(place) if named else model(), args=config(tmp_path, **more),
-            train_dataset=sft_rows(), validation_dataset=sft_rows(12, seed=5),
-            processing_class=tokenizer(),
-        )  # fmt: skip
+        sft(tmp_path, model=str(place) if named else model(), **more)
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -140,20 +129,13 @@ def test_what_refuses_a_step_refuses_before_the_fisher(
 ) -> None:
     monkeypatch.setattr(run_rows, "fitted_fisher", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(error):
-        AlphaSFTTrainer(
-            model=start(), args=config(tmp_path, retention="diagonal", **more),
-            train_dataset=sft_rows(), validation_dataset=sft_rows(12, seed=5),
-            processing_class=tokenizer(),
-        )  # fmt: skip
+        sft(tmp_path, model=start(), **more)
 
 
 def test_the_look_ahead_leaves_no_trace(tmp_path: Path) -> None:
     """Random state, mode and gradients are as they were: the run is the one without it."""
     start = model(dropout=0.0).eval()
-    trainer = AlphaSFTTrainer(
-        model=start, args=config(tmp_path, retention="none"), train_dataset=sft_rows(),
-        validation_dataset=sft_rows(12, seed=5), processing_class=tokenizer(),
-    )  # fmt: skip
+    trainer = sft(tmp_path, model=start, retention="none")
     before = torch.get_rng_state()
     run_rows._value_one_row(trainer, trainer.rows.validation[0])
     assert torch.equal(before, torch.get_rng_state())
@@ -168,25 +150,14 @@ def test_packed_rows_may_be_longer_than_the_model(tmp_path: Path) -> None:
     """TRL trains on them: positions begin anew in each document. So do values."""
     more = {"packing": True, "max_length": 256, "retention": "none"}
     assert model().config.max_position_embeddings < 256
-    trainer = AlphaSFTTrainer(
-        model=model(), args=config(tmp_path / "ours", keep_ratio=1.0, **more),
-        train_dataset=sft_rows(96), validation_dataset=sft_rows(12, seed=5),
-        processing_class=tokenizer(),
-    )  # fmt: skip
+    trainer = sft(tmp_path / "ours", train_dataset=sft_rows(96), keep_ratio=1.0, **more)
     assert max(len(row["input_ids"]) for row in trainer.train_dataset) > 128
-    plain = SFTTrainer(
-        model=model(), args=SFTConfig(**options(tmp_path / "trl", packing=True, max_length=256)),
-        train_dataset=sft_rows(96), processing_class=tokenizer(),
-    )  # fmt: skip
+    theirs = plain(tmp_path / "trl", 96, packing=True, max_length=256)
     trainer.train()
-    plain.train()
-    assert furthest(trainer, plain) == 0
-    long = config(tmp_path / "wrapped", packing_strategy="wrapped", **more)
+    theirs.train()
+    assert furthest(trainer, theirs) == 0
     with pytest.raises(AlphaTokenError, match="more than the model allows"):
-        AlphaSFTTrainer(
-            model=model(), args=long, train_dataset=sft_rows(96),
-            validation_dataset=sft_rows(12, seed=5), processing_class=tokenizer(),
-        )  # fmt: skip
+        sft(tmp_path / "wrapped", packing_strategy="wrapped", **more)
 
 
 # --- 16 bits with a scaled loss -------------------------------------------------------------------
@@ -233,11 +204,7 @@ def test_fp16_with_a_scaled_loss(tmp_path: Path, estimator: str) -> None:
     common = {"estimator": estimator, "retention": "none"}
 
     def made(name: str, **more: Any) -> AlphaSFTTrainer:
-        return AlphaSFTTrainer(
-            model=model(), args=config(tmp_path / name, **common, **more),
-            train_dataset=sft_rows(96), validation_dataset=sft_rows(12, seed=5),
-            processing_class=tokenizer(),
-        )  # fmt: skip
+        return sft(tmp_path / name, train_dataset=sft_rows(96), **common, **more)
 
     exact = first_values(made("float32"))
     rough = first_values(in_fp16(made("fp16"), 2.0**16))
@@ -245,12 +212,7 @@ def test_fp16_with_a_scaled_loss(tmp_path: Path, estimator: str) -> None:
     assert float((rough - exact).norm() / exact.norm()) < 2e-3
 
     ours = in_fp16(made("ours", keep_ratio=1.0), 2.0**40)
-    theirs = in_fp16(
-        SFTTrainer(
-            model=model(), args=SFTConfig(**options(tmp_path / "theirs")),
-            train_dataset=sft_rows(96), processing_class=tokenizer(),
-        ), 2.0**40,
-    )  # fmt: skip
+    theirs = in_fp16(plain(tmp_path / "theirs", 96), 2.0**40)
     ours.train()
     theirs.train()
     norms = [entry["grad_norm"] for entry in ours.state.log_history if "grad_norm" in entry]
@@ -276,13 +238,8 @@ class Moved(TrainerCallback):
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
 def test_a_step_that_the_scaler_skips_is_in_no_ledger(tmp_path: Path, optim: str) -> None:
     """Its gradient overflowed and nothing moved: the values of its tokens are of no step."""
-    trainer = in_fp16(
-        AlphaSFTTrainer(
-            model=model(), args=config(tmp_path, retention="none", max_steps=3, optim=optim),
-            train_dataset=sft_rows(96), validation_dataset=sft_rows(12, seed=5),
-            processing_class=tokenizer(),
-        ), 2.0**40,
-    )  # fmt: skip
+    more = {"retention": "none", "max_steps": 3, "optim": optim}
+    trainer = in_fp16(sft(tmp_path, train_dataset=sft_rows(96), **more), 2.0**40)
     trainer.accelerator.scaler.set_backoff_factor(2.0**-24)
     moved = Moved()
     trainer.add_callback(moved)

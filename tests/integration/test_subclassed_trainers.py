@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,15 +15,13 @@ from alphatoken import FisherDrift, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train import (
     AlphaConfig,
-    AlphaDPOConfig,
     AlphaDPOTrainer,
-    AlphaSFTConfig,
     AlphaSFTTrainer,
     AlphaTrainer,
 )
 from alphatoken.train.step_guard import StepGuard
+from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import (
-    ALPHA,
     furthest,
     lora,
     model,
@@ -58,13 +56,9 @@ def recorded_masks(trainer: Any) -> list[Tensor]:
 
 
 def sft(kind: type[AlphaSFTTrainer], folder: Path, **more: Any) -> AlphaSFTTrainer:
-    return kind(
-        model=model(),
-        args=AlphaSFTConfig(**options(folder, **{"max_steps": 2, **ALPHA, **more})),
-        train_dataset=sft_rows(32),
-        validation_dataset=sft_rows(12, seed=5) if more.get("policy") != "random" else None,
-        processing_class=tokenizer(),
-    )
+    held = {"validation_dataset": None} if more.get("policy") == "random" else {}
+    made = tiny.sft(folder, kind, train_dataset=sft_rows(32), **{"max_steps": 2, **held, **more})
+    return cast("AlphaSFTTrainer", made)
 
 
 def test_weights_are_of_the_labels_that_compute_loss_is_given(tmp_path: Path) -> None:
@@ -181,13 +175,8 @@ def test_a_fisher_that_nothing_reads_is_part_of_the_run(tmp_path: Path) -> None:
     start = model()
     weights = {n: p.detach().clone() for n, p in start.named_parameters() if "q_proj" in n}
     fisher = FisherDrift({n: torch.ones_like(w) for n, w in weights.items()}, weights)
-    trainer = AlphaSFTTrainer(
-        model=start,
-        args=AlphaSFTConfig(**options(tmp_path, **{**ALPHA, "policy": "random"})),
-        train_dataset=sft_rows(8),
-        fisher=fisher,
-        processing_class=tokenizer(),
-    )
+    rows = {"train_dataset": sft_rows(8), "validation_dataset": None}
+    trainer = tiny.sft(tmp_path, model=start, fisher=fisher, policy="random", **rows)
     assert trainer.alpha_data()["fisher"] is not None
 
 
@@ -206,14 +195,10 @@ def plain(kind: type[Trainer], folder: Path, **more: Any) -> Trainer:
 
 
 def dpo(kind: type[AlphaDPOTrainer], folder: Path, **more: Any) -> AlphaDPOTrainer:
-    return kind(
-        model=model(),
-        args=AlphaDPOConfig(**options(folder, **{"max_steps": 2, **ALPHA, **more})),
-        train_dataset=preference_rows(16),
-        validation_dataset=preference_rows(8, seed=5) if "policy" not in more else None,
-        processing_class=tokenizer(),
-        peft_config=lora(),
-    )
+    held = preference_rows(8, seed=5) if "policy" not in more else None
+    rows = {"train_dataset": preference_rows(16), "validation_dataset": held}
+    made = tiny.dpo(folder, kind, peft_config=lora(), **{"max_steps": 2, **rows, **more})
+    return cast("AlphaDPOTrainer", made)
 
 
 @pytest.mark.filterwarnings("ignore:.return_outputs=True:FutureWarning")

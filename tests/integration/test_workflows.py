@@ -56,24 +56,9 @@ def test_the_lock_has_what_the_package_asks_for() -> None:
     assert all(pin in lock.splitlines() for pin in pins if pin and not pin.startswith("#"))
 
 
-def test_owned_folders_are_there() -> None:
-    lines = (ROOT / ".github" / "CODEOWNERS").read_text("utf-8").splitlines()
-    paths = [line.split()[0] for line in lines if line and not line.startswith("#")]
-    assert [one for one in paths[1:] if not (ROOT / one.strip("/")).is_dir()] == []
-
-
 def test_files_to_read_first_are_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     first = text.partition("## Read first")[2].partition("\n## ")[0]
     found = re.findall(r"^\d+\. `([\w/]+\.py)`", first, re.MULTILINE)
     assert len(found) == 10
     assert [one for one in found if not (ROOT / one).is_file()] == []
-
-
-def test_every_decision_is_listed() -> None:
-    folder = ROOT / "docs" / "adr"
-    listed = re.findall(r"^(\d\d-[\w-]+)$", (folder / "index.md").read_text("utf-8"), re.MULTILINE)
-    pages = sorted(path.stem for path in folder.glob("[0-9]*.md"))
-    assert listed == pages
-    for number, name in enumerate(pages, 1):
-        assert (folder / f"{name}.md").read_text("utf-8").startswith(f"# {number}. ")

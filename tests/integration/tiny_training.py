@@ -169,5 +169,36 @@ ALPHA: dict[str, Any] = {
 """Small values of our own options."""
 
 
+def sft(folder: Any, kind: Any = None, **more: Any) -> Any:
+    """An ``AlphaSFTTrainer``, or a subclass: its own arguments by name, all others are options."""
+    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+
+    given = _given(more, sft_rows)
+    args = AlphaSFTConfig(**options(folder, **{**ALPHA, **more}))
+    return (kind or AlphaSFTTrainer)(args=args, **given)
+
+
+def dpo(folder: Any, kind: Any = None, **more: Any) -> Any:
+    """The same of preference pairs."""
+    from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
+
+    given = _given(more, preference_rows)
+    args = AlphaDPOConfig(**options(folder, **{**ALPHA, **more}))
+    return (kind or AlphaDPOTrainer)(args=args, **given)
+
+
+def _given(more: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """What a trainer takes beside its options, out of ``more``; what is missing is made."""
+    made = {
+        "model": model,
+        "train_dataset": rows,
+        "validation_dataset": lambda: rows(12, seed=5),
+        "processing_class": tokenizer,
+    }
+    found = {name: more.pop(name) if name in more else make() for name, make in made.items()}
+    others = ("ref_model", "peft_config", "fisher")
+    return found | {name: more.pop(name) for name in others if name in more}
+
+
 def weights(trained: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trained.named_parameters()}
