@@ -35,8 +35,8 @@ help:
 	@echo "make coverage     lines and branches that the fast tests run, by module"
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make tutorials    run the recorded tutorials again (TUTORIALS=docs/tutorials/2-choose.ipynb: one)"
-	@echo "make bench        the ratios with a target, about 25 minutes; writes docs/benchmarks.md"
-	@echo "make gpu          numbers, ratios and a training run of one CUDA GPU, ten minutes, no network;"
+	@echo "make bench        the ratios with a target, about 25 minutes, and the tables of docs"
+	@echo "make gpu          values, a training run and the targets on one CUDA GPU, no network;"
 	@echo "                  make gpu-wheels fetches into wheels/ what such a machine may lack"
 	@echo "make random       property tests on 4 new examples each; SEED=... repeats a run"
 	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
@@ -164,15 +164,18 @@ tutorials: $(READY_DOCS) models-if-reachable
 
 bench: $(READY)
 	$(RUN) -m benchmarks.run
+	$(RUN) -m benchmarks
 
 # For a bare machine with torch and one GPU: nothing of it is changed. Needs no .venv.
 GPU_WHEELS ?= wheels
 gpu:
-	@test ! -d $(GPU_WHEELS) || $(PY) -m benchmarks.gpu.wheels install $(GPU_WHEELS) build/gpu
+	@test ! -d $(GPU_WHEELS) || $(PY) -m pip install --quiet --no-index --no-deps --upgrade \
+		--find-links $(GPU_WHEELS) --target build/gpu -r $(GPU_WHEELS)/requirements.txt
 	PYTHONPATH=build/gpu:. $(PY) -m benchmarks.gpu
+	PYTHONPATH=build/gpu:. $(PY) -m benchmarks.run --device cuda
 
 gpu-wheels: $(READY)
-	$(RUN) -m benchmarks.gpu.wheels fetch $(GPU_WHEELS) $(if $(GPU_PYTHONS),--pythons $(GPU_PYTHONS))
+	$(RUN) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(GPU_PYTHON)
 
 mutants: $(READY)
 	@echo "== mutants: sampled over the syntax trees; goes on where it was stopped"

@@ -22,12 +22,11 @@ from benchmarks.floors import Shape
 from benchmarks.gram import contract_gram, gram_flops, projected_flops
 from benchmarks.measure import Run, alternate, flops
 from benchmarks.models import DEEP, TINY, Size
-from benchmarks.peak import LAYERS, fresh_peak, length_size, observed_step, plain_step, scorer_for
+from benchmarks.peak import LAYERS, fresh_peak, observed_step, plain_step, scorer_for
 
 __all__ = [
     "label_vs_per_token",
     "label_vs_step",
-    "overhead_row",
     "projected_vs_gram",
     "score_overhead",
     "score_peak_memory",
@@ -42,19 +41,6 @@ Row = dict[str, Any]
 def projected_vs_gram(run: Run) -> Iterator[Row]:
     """The two routes of one contraction at d = 4096 and 16,384 validation tokens."""
     width, tokens, count = (64, 32, 256) if run.quick else (4096, 512, 16384)
-    yield from _routes(run, width, tokens, count, "", built_pairs=2)
-
-
-def projected_vs_gram_sizes(run: Run) -> Iterator[Row]:
-    """The two routes over the number of validation tokens."""
-    width, tokens = (64, 32) if run.quick else (1024, 512)
-    for count in (64, 128) if run.quick else (256, 1024, 4096, 16384):
-        yield from _routes(run, width, tokens, count, "_sizes", built_pairs=7)
-
-
-def _routes(
-    run: Run, width: int, tokens: int, count: int, suffix: str, *, built_pairs: int
-) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Any:
@@ -79,10 +65,10 @@ def _routes(
     contraction = 2 * tokens * width**2
     for name, ours, work, pairs, which in (
         ("projected_vs_gram", at_hand, contraction, 7, "G at hand"),
-        ("projected_vs_gram_built", built, projected_flops(*sizes), built_pairs, "G built anew"),
+        ("projected_vs_gram_built", built, projected_flops(*sizes), 2, "G built anew"),
     ):
         yield {
-            "name": name + suffix,
+            "name": name,
             "size": f"{size}, {which}",
             **alternate(ours, gram, repeats=run.pairs(pairs)),
             "floor": work / gram_flops(*sizes),
@@ -99,17 +85,7 @@ def _routes(
 
 def label_vs_step(run: Run) -> Iterator[Row]:
     """All label values, every layer scored and G built, against one plain training step."""
-    yield _label_row(run, "label_vs_step", TINY if run.quick else DEEP.on(run.device), pairs=5)
-
-
-def label_vs_step_sizes(run: Run) -> Iterator[Row]:
-    """The same on smaller models."""
-    sizes = [Size(128, 4), Size(256, 8), Size(512, 12)]
-    for size in [TINY] if run.quick else sizes:
-        yield _label_row(run, "label_vs_step_sizes", size.on(run.device), pairs=7)
-
-
-def _label_row(run: Run, name: str, size: Size, *, pairs: int) -> Row:
+    size = TINY if run.quick else DEEP.on(run.device)
     model, batch = size.model(run.device), size.batch(run.device)
     config = ScorerConfig(estimator="label", layers="all")
     scorer = Scorer(model, size.batch(run.device, seed=1), None, config)
@@ -118,10 +94,10 @@ def _label_row(run: Run, name: str, size: Size, *, pairs: int) -> Row:
     counted = {"flops": flops(ours), "flops_other": flops(other)}
     shape = size.shape(model)
     bytes_ratio = shape.dual_bytes() / shape.step_bytes()
-    return {
-        "name": name,
+    yield {
+        "name": "label_vs_step",
         "size": f"K=all, {size.text}",
-        **alternate(ours, other, repeats=run.pairs(pairs), warm=False),
+        **alternate(ours, other, repeats=run.pairs(5), warm=False),
         "floor": shape.dual_forward(size.depth) / shape.step,
         "floor_bytes": bytes_ratio,
         **counted,
@@ -133,17 +109,7 @@ def _label_row(run: Run, name: str, size: Size, *, pairs: int) -> Row:
 
 def label_vs_per_token(run: Run) -> Iterator[Row]:
     """All T label values in one dual forward, against one backward a token."""
-    yield _per_token_row(run, "label_vs_per_token", TINY if run.quick else Size(256, 4))
-
-
-def label_vs_per_token_sizes(run: Run) -> Iterator[Row]:
-    """The same over T."""
-    for length in (16, 32) if run.quick else (32, 64, 128):
-        size = Size(128, 4, vocabulary=512, length=length)
-        yield _per_token_row(run, "label_vs_per_token_sizes", size)
-
-
-def _per_token_row(run: Run, name: str, size: Size) -> Row:
+    size = TINY if run.quick else Size(256, 4)
     model = size.model(run.device).eval()
     batch = size.batch(run.device)
     scorer = Scorer(model, size.batch(run.device, seed=1), None, ScorerConfig(estimator="label"))
@@ -156,8 +122,8 @@ def _per_token_row(run: Run, name: str, size: Size) -> Row:
     tokens = checked.response_tokens
     shape = size.shape(model)
     backward = shape.partial_backward(LAYERS) + shape.contraction(LAYERS)
-    return {
-        "name": name,
+    yield {
+        "name": "label_vs_per_token",
         "size": f"K={LAYERS}, {size.text}, T={tokens} of them valued",
         **alternate(ours, other, repeats=run.pairs(5), warm=False),
         "floor": shape.dual_forward(LAYERS) / (shape.forward + tokens * backward),
@@ -190,58 +156,27 @@ def score_overhead(run: Run) -> Iterator[Row]:
     model = size.model(run.device)
     for name, retention in (("score_overhead_k3", False), ("score_overhead_k3_fisher", True)):
         scorer = scorer_for(model, size, run.device, retention=retention)
+        components = not retention
+        batch = size.batch(run.device)
+        # Builds G and proves coverage, which both timed sides leave out.
+        scorer.score(batch, components=components)
+        ours = partial(observed_step, scorer, model, batch, components=components)
+        other = partial(plain_step, model, batch)
+        counted = {"flops": flops(ours), "flops_other": flops(other)}
+        shape, layers = size.shape(model), len(scorer.scope.layers)
+        bytes_ratio = 1 + shape.scoring_bytes(layers) / shape.step_bytes()
         sides = "G and V, total alone" if retention else "G, with components"
-        yield overhead_row(
-            run,
-            name,
-            (model, size, f"alphatoken, K={LAYERS}, {sides}"),
-            scorer,
-            components=not retention,
-        )
-
-
-def score_overhead_small(run: Run) -> Iterator[Row]:
-    """The same on a small model, where the small work shows, at three K and three estimators."""
-    size = TINY if run.quick else Size(384, 12)
-    model = size.model(run.device)
-    for layers in (1, 3, size.depth):
-        for estimator in ("alphatoken", "path", "label"):
-            config = ScorerConfig(estimator=estimator, layers=layers)
-            scorer = Scorer(model, size.batch(run.device, seed=1), None, config)
-            name = f"score_overhead_small_k{'all' if layers == size.depth else layers}"
-            yield overhead_row(run, name, (model, size, f"{estimator}, K={layers}"), scorer)
-
-
-def overhead_row(
-    run: Run,
-    name: str,
-    subject: tuple[Any, Size, str],
-    scorer: Scorer,
-    *,
-    components: bool = True,
-    pairs: int = 7,
-) -> Row:
-    """Observed step against plain step; ``subject`` is (model, size, what is scored)."""
-    model, size, what = subject
-    batch = size.batch(run.device)
-    # Builds G and proves coverage, which both timed sides leave out.
-    scorer.score(batch, components=components)
-    ours = partial(observed_step, scorer, model, batch, components=components)
-    other = partial(plain_step, model, batch)
-    counted = {"flops": flops(ours), "flops_other": flops(other)}
-    shape, layers = size.shape(model), len(scorer.scope.layers)
-    bytes_ratio = 1 + shape.scoring_bytes(layers) / shape.step_bytes()
-    return {
-        "name": name,
-        "size": f"{what}; {size.text}",
-        **alternate(ours, other, repeats=run.pairs(pairs), warm=False),
-        "floor": 1 + scoring_floor(shape, layers, scorer.config.estimator) / shape.step,
-        "floor_bytes": bytes_ratio,
-        **counted,
-        "tokens": shape.tokens,
-        "note": f"FLOPs counted: {counted['flops'] / counted['flops_other']:.3f}x; floor in bytes: "
-        f"{bytes_ratio:.2f}x; validation side left out",
-    }
+        yield {
+            "name": name,
+            "size": f"alphatoken, K={LAYERS}, {sides}; {size.text}",
+            **alternate(ours, other, repeats=run.pairs(7), warm=False),
+            "floor": 1 + scoring_floor(shape, layers, "alphatoken") / shape.step,
+            "floor_bytes": bytes_ratio,
+            **counted,
+            "tokens": shape.tokens,
+            "note": f"FLOPs counted: {counted['flops'] / counted['flops_other']:.3f}x; floor in "
+            f"bytes: {bytes_ratio:.2f}x; validation side left out",
+        }
 
 
 def scoring_floor(shape: Shape, layers: int, estimator: str) -> int:
@@ -290,26 +225,3 @@ def score_peak_memory(run: Run) -> Iterator[Row]:
             "note": f"MiB of the whole process, G built at every step; {above:.2f}x above the bare "
             f"process ({bare:.0f} MiB)",
         }
-
-
-def score_peak_memory_length(run: Run) -> Iterator[Row]:
-    """Scoring by itself against a plain training step, over T, on a small model."""
-    for length in (64, 128) if run.quick else (1024, 2048, 4096, 8192):
-        size = length_size(length)
-        base = fresh_peak("import", size, run.device)
-        plain = fresh_peak("plain", size, run.device) - base
-        for estimator in ("alphatoken", "label"):
-            scored = fresh_peak(estimator, size, run.device) - base
-            squares = length**2 * 4 * size.heads / 2**20
-            yield {
-                "name": "score_peak_memory_length",
-                "size": f"{estimator}, d=256, 4 layers, K=3, T={length}",
-                "ours": scored,
-                "other": plain,
-                "ratio": scored / plain,
-                "floor": 1.0,
-                "unit": "MiB",
-                "length": length,
-                "note": f"MiB above the bare process; {scored / length * 1024:.0f} KiB a token, "
-                f"T x T floats for the {size.heads} heads would add {squares:.0f} MiB",
-            }

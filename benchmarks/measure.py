@@ -23,6 +23,7 @@ __all__ = [
     "flops",
     "in_turn",
     "machine",
+    "quiet",
 ]
 
 
@@ -33,16 +34,14 @@ class Run:
     Attributes:
         device: where models live.
         quick: tiny sizes, one pair: shows that everything runs, measures nothing.
-        repeats: pairs a row; None for each case's own number.
     """
 
     device: torch.device
     quick: bool = False
-    repeats: int | None = None
 
     def pairs(self, own: int) -> int:
         """How many pairs to measure where a case asks for ``own``."""
-        return self.repeats or (1 if self.quick else own)
+        return 1 if self.quick else own
 
 
 def machine(device: torch.device | None = None) -> dict[str, str]:
@@ -63,6 +62,11 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def quiet() -> bool:
+    """Whether hardly anything else ran in the last minute: less than a third of one core."""
+    return os.getloadavg()[0] < 1 / 3
 
 
 def alternate(

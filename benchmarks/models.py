@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken import FisherDrift
 from benchmarks.floors import Shape
 
-__all__ = ["DEEP", "LLAMA_3B_LAYER", "TINY", "Size", "decoder", "fisher", "random_batch"]
+__all__ = ["DEEP", "TINY", "Size", "decoder", "fisher", "random_batch"]
 
 
 def decoder(
@@ -121,9 +121,6 @@ class Size:
 
 DEEP = Size(1024, 28, vocabulary=8192, heads=16)
 """The targets' model: 28 layers at d = 1024; one step takes seconds on two cores."""
-
-LLAMA_3B_LAYER = Size(3072, 1, vocabulary=128256, heads=24, kv_heads=8, ffn=8192, tied=True)
-"""One decoder layer of Llama-3.2-3B, with its vocabulary and tied head."""
 
 TINY = Size(32, 4, vocabulary=64, heads=4, length=32)
 """For ``--quick``."""

@@ -1,6 +1,5 @@
 """One piece of work in a fresh process; prints its peak memory as JSON.
 
-    python -m benchmarks.peak label 8192             scores one row of 8,192 tokens, a small model
     python -m benchmarks.peak step --size '{...}'    training steps of a model of this size
 
 Peak memory is resident memory, or on CUDA what the allocator handed out at most.
@@ -15,21 +14,19 @@ import resource
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, masked_sft_loss
-from alphatoken.estimate.estimators import ESTIMATORS
 from benchmarks.models import Size, fisher
 
 __all__ = [
     "fresh_environment",
     "fresh_mib",
     "fresh_peak",
-    "length_size",
     "observed_step",
     "peak_mib",
     "plain_step",
@@ -38,17 +35,11 @@ __all__ = [
 
 LAYERS = 3
 STEPS = {
-    "step": None,
     "step_alphatoken": {"components": True, "retention": False},
     "step_fisher": {"components": False, "retention": True},
     "step_offload": {"components": False, "retention": True, "offload": True},
 }
-"""A plain training step, and the ways in which it is valued."""
-
-
-def length_size(length: int) -> Size:
-    """The small model on which memory is measured over T."""
-    return Size(256, 4, vocabulary=512, length=length)
+"""The ways in which a training step is valued."""
 
 
 def plain_step(model: Any, batch: Any) -> None:
@@ -90,24 +81,18 @@ def work(what: str, size: Size, device: torch.device) -> None:
     """Run ``what``; of steps two, so that gradients, G and activations of both are met."""
     model = size.model(device)
     batch = size.batch(device)
-    if what == "plain":
-        plain_step(model, batch)
-    elif what == "step":
+    if what == "step":
         for _ in range(2):
             plain_step(model, batch)
-    elif what in STEPS:
-        chosen = STEPS[what]
-        assert chosen is not None
-        with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder) if chosen.get("offload") else None
-            scorer = scorer_for(model, size, device, retention=chosen["retention"], folder=place)
-            for _ in range(2):
-                model.zero_grad()
-                scorer.refresh()  # the validation side belongs to the peak of a step
-                observed_step(scorer, model, batch, components=chosen["components"])
-    else:
-        validation = replace(size, length=min(256, size.length)).batch(device, seed=1)
-        Scorer(model, validation, None, ScorerConfig(estimator=what)).score(batch)
+        return
+    chosen = STEPS[what]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) if chosen.get("offload") else None
+        scorer = scorer_for(model, size, device, retention=chosen["retention"], folder=place)
+        for _ in range(2):
+            model.zero_grad()
+            scorer.refresh()  # the validation side belongs to the peak of a step
+            observed_step(scorer, model, batch, components=chosen["components"])
 
 
 def peak_mib() -> float:
@@ -161,16 +146,16 @@ def fresh_peak(what: str, size: Size, device: torch.device) -> float:
 def main() -> None:
     """Do one thing and print the peak."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["import", "plain", *STEPS, *ESTIMATORS])
-    parser.add_argument("length", type=int, nargs="?", default=1024, help="without --size")
-    parser.add_argument("--size", type=json.loads, help="fields of benchmarks.models.Size")
+    parser.add_argument("what", choices=["import", "step", *STEPS])
+    parser.add_argument(
+        "--size", type=json.loads, required=True, help="fields of benchmarks.models.Size"
+    )
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    size = Size(**options.size) if options.size else length_size(options.length)
     if options.what != "import":
-        work(options.what, size, options.device)
+        work(options.what, Size(**options.size), options.device)
     print_peak(options.device)
 
 

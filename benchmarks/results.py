@@ -1,46 +1,39 @@
-"""results.json: rows read, finished, merged and written whole."""
+"""Measured rows: finished, merged, written whole, and the history of runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import write_text
 from benchmarks.measure import Ceiling
 from benchmarks.targets import judged
 
-__all__ = ["Places", "finished", "load", "merged", "write_text"]
+__all__ = ["Places", "finished", "load", "merged", "remember", "write"]
 
 Row = dict[str, Any]
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
 class Places:
     """Where the outcome goes."""
 
-    results: Path = ROOT / "benchmarks" / "results.json"
-    precision: Path = ROOT / "benchmarks" / "precision.json"
-    notes: Path = ROOT / "benchmarks" / "notes.md"
-    page: Path = ROOT / "docs" / "benchmarks.md"
+    folder: Path = HERE
 
     @property
-    def figures(self) -> Path:
-        """Folder beside the page."""
-        return self.page.with_suffix("")
+    def results(self) -> Path:
+        """The newest row of each measurement."""
+        return self.folder / "results.json"
 
-    @classmethod
-    def under(cls, folder: Path) -> Places:
-        """Everything in one folder, nothing of the repository touched."""
-        return cls(
-            folder / "results.json",
-            folder / "precision.json",
-            folder / "notes.md",
-            folder / "benchmarks.md",
-        )
+    @property
+    def history(self) -> Path:
+        """A line a run."""
+        return self.folder / "history.jsonl"
 
 
 def load(path: Path) -> list[Row]:
@@ -70,7 +63,7 @@ def finished(
 
 def key(row: Row) -> tuple[str, str]:
     """What a new row stands in for: the rows of its name on its kind of device."""
-    return row["name"], row.get("device", "cpu")
+    return row["name"], row["device"]
 
 
 def merged(old: list[Row], new: list[Row]) -> list[Row]:
@@ -79,13 +72,21 @@ def merged(old: list[Row], new: list[Row]) -> list[Row]:
     return [row for row in old if key(row) not in measured] + new
 
 
-def write_text(path: Path, text: str) -> None:
-    """The whole file or the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def write(path: Path, rows: list[Row]) -> None:
-    """The rows as JSON."""
+    """The rows as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(rows, indent=1) + "\n")
+
+
+def remember(path: Path, machine: Mapping[str, str], quiet: bool, rows: Sequence[Row]) -> None:
+    """Add one run to the history: commit, machine, whether it was quiet, and the ratios."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    line = {
+        "commit": found.stdout.strip() or None,
+        "machine": dict(machine),
+        "quiet": quiet,
+        "ratios": {f"{row['name']}: {row['size']}": round(row["ratio"], 4) for row in rows},
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["TARGETS", "Target", "judged"]
+from benchmarks.pages import number, span, table
+
+__all__ = ["TARGETS", "Target", "judged", "table_of_targets"]
 
 Row = dict[str, Any]
 
@@ -63,3 +67,28 @@ def judged(row: Row) -> Row:
     promise = TARGETS.get(row["name"])
     limit = row.get("target") if promise is None or promise.limit is None else promise.limit
     return {**row, "target": limit, "met": None if limit is None else row["ratio"] <= limit}
+
+
+def table_of_targets() -> str:
+    """What is promised, what is measured where it comes off worst, whether it is met."""
+    rows = json.loads((Path(__file__).with_name("results.json")).read_text(encoding="utf-8"))
+    lines = []
+    for name in TARGETS:
+        own = [row for row in rows if row["name"] == name]
+        for device in dict.fromkeys(row["device"] for row in own):
+            here = [row for row in own if row["device"] == device]
+            row = max(here, key=lambda one: one["ratio"] / one["target"])
+            ratio = span((row["ratio"], row["low"], row["high"]), 3) if "low" in row else None
+            lines.append(
+                (
+                    f"`{name}`: {TARGETS[name].says}",
+                    row["size"],
+                    device,
+                    ratio or number(row["ratio"], 3),
+                    number(row["floor"], 3),
+                    number(row["target"], 3),
+                    "yes" if row["met"] else "**no**",
+                )
+            )
+    head = ("promise", "at its worst", "device", "ratio", "floor", "target", "met")
+    return table(head, lines)

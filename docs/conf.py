@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 PACKAGE = HERE.parent / "alphatoken"
@@ -107,8 +109,19 @@ def write_module_pages() -> None:
         (folder / f"{name}.rst").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
+LOG = """# Log of experiments
+
+Each entry states a question, the command that answers it, the figures and what was concluded;
+failed ideas stay in. Figures of SmolLM2-135M-Instruct and Gemma 3 270M are of four-bit weights,
+read back as float32. The entries are those of docs/log.yaml.
+"""
+
+
 def write_generated_pages() -> None:
-    """Pages that are tables of the code and its tests, written anew for each build."""
+    """Pages made of data, of the code and of its tests, written anew for each build."""
+    entries = yaml.safe_load((HERE / "log.yaml").read_text(encoding="utf-8"))
+    log = [LOG, *(f"## {one['question']}\n\n{one['answer']}" for one in entries)]
+    (HERE / "log.md").write_text("\n".join(log), encoding="utf-8")
     for words in (["tests.property.generate_docs"], ["tests.options_page", "docs/options.md"]):
         subprocess.run([sys.executable, "-m", *words], cwd=HERE.parent, check=True)
 

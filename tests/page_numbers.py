@@ -27,8 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
-    "benchmarks/selection/conclusions.md",
-    "benchmarks/training/conclusions.md",
+    "docs/log.yaml",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 )
 MARK = re.compile(r"(?P<shown>[+\-]?\d+(?:\.\d+)?)<!-- = (?P<source>[^>]+?) -->")

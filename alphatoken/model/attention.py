@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 # Blocks bound the memory, and smaller ones are faster as well, since they fit the processor's
-# caches (measured, docs/log.md).
+# caches (measured, docs/log.yaml).
 _CHUNK = 256  # queries per block, at most
 _WORKSPACE = 2**22  # numbers per block, b * h * queries * keys: long rows get smaller blocks
 

@@ -7,11 +7,23 @@ import os
 import shutil
 from pathlib import Path
 
-from benchmarks.comparison.report import write_report
+from alphatoken.support.storage import write_json
+from alphatoken_lab.commands.compare import parse
+from alphatoken_lab.commands.compare_grid import read_grid
+from alphatoken_lab.compare.folder import GridFolder
+from alphatoken_lab.compare.grid import all_cells
+from alphatoken_lab.compare.page import collect, rounded
 from benchmarks.comparison.rows import write_rows
-from benchmarks.training.tasks import data_folder, model_folder
+from benchmarks.data import data_folder
+from benchmarks.pages import DOCS
 
 GRID = Path(__file__).with_name("stories.yaml")
+FIRST = (
+    "task", "policy", "mode", "seed", "kept_tokens", "target", "retention", "overall", "time",
+    "peak_memory", "status",
+)  # fmt: skip
+"""Fields that lead a record."""
+MODEL = "stories260K/transformers"
 
 
 def main() -> None:
@@ -25,7 +37,9 @@ def main() -> None:
     prepare(work)
     words = ["--config", str(GRID), "--output_dir", str(work / "cells")]
     if options.command == "report":
-        write_report(words, work / "cells")
+        cells = all_cells(read_grid(*parse(words)))
+        found = collect(cells, GridFolder(work / "cells"))
+        write_json(DOCS / "comparison.json", [rounded(record, FIRST) for record in found])
         return
     from alphatoken_lab.commands import main as lab
 
@@ -45,7 +59,7 @@ def prepare(work: Path) -> None:
 
     partial = work / "rows.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    write_rows(partial, AutoTokenizer.from_pretrained(model_folder()))
+    write_rows(partial, AutoTokenizer.from_pretrained(data_folder() / MODEL))
     partial.rename(work / "rows")
 
 

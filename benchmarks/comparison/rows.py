@@ -10,20 +10,35 @@ their last turns as fit.
 
 from __future__ import annotations
 
-import json
+import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training import tasks
-from benchmarks.training.tasks import Encoder, read, size
+from alphatoken.support.storage import write_jsonl
+from benchmarks.data import cut, read
 
 LENGTH = 288
 SIZES = {"train": 240, "validation": 128}
 MIXED = 120
 PAIRS = {"train": 160, "validation": 64, "target": 88, "fisher": 40}
 TARGET, FISHER, STORIES, STORY = 96, 64, 64, 256
+
+
+class Encoder:
+    """Tokens of text: start token, prompt, response, end token; each tokenised by itself."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, with its start or end token."""
+        return 1 + len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def size(self, prompt: str, response: str) -> int:
+        """Tokens of a row."""
+        return self.count(prompt + "\n") + self.count(response)
 
 
 def write_rows(folder: Path, tokenizer: Any) -> None:
@@ -33,46 +48,46 @@ def write_rows(folder: Path, tokenizer: Any) -> None:
     _mathematics(folder, encoder)
     _dialogues(folder, encoder)
     texts = [row["text"] for row in read("tinystories/stories.jsonl")]
-    long = [text for text in texts if len(encoder.prompt(text)) >= STORY]
-    _write(folder / "stories.jsonl", [{"text": text} for text in long[:STORIES]])
+    long = [text for text in texts if encoder.count(text) >= STORY]
+    write_jsonl(folder / "stories.jsonl", [{"text": text} for text in long[:STORIES]])
 
 
 def _mathematics(folder: Path, encoder: Encoder) -> None:
     def rows(name: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
         """Those that fit, and the others."""
         found = [{"prompt": r["question"], "response": r["answer"]} for r in read(name)]
-        found = tasks._shuffled(found, "sft_math")
-        fit = [size(encoder.row(r["prompt"], r["response"])) <= LENGTH for r in found]
+        found = _shuffled(found, "sft_math")
+        fit = [encoder.size(r["prompt"], r["response"]) <= LENGTH for r in found]
         return [r for r, f in zip(found, fit, strict=True) if f], [
             r for r, f in zip(found, fit, strict=True) if not f
         ]
 
     fitting, longer = rows("gsm8k/train.jsonl")
-    parts = tasks._cut(fitting, *SIZES.values())
-    for name, part in zip(SIZES, parts, strict=False):
-        _write(folder / f"math-{name}.jsonl", part)
+    parts = cut(fitting, **SIZES)
+    for name, part in parts.items():
+        write_jsonl(folder / f"math-{name}.jsonl", part)
     code = [{"prompt": r["text"], "response": r["code"]} for r in read("mbpp/train.jsonl")]
-    code = [r for r in code if size(encoder.row(r["prompt"], r["response"])) <= LENGTH]
-    mixed = parts[0][:MIXED] + tasks._cut(tasks._shuffled(code, "sft_mixed"), MIXED)[0]
-    _write(folder / "mixed-train.jsonl", mixed)
-    short = [r for r in longer if len(encoder.prompt(r["prompt"])) < LENGTH // 2 + 32]
-    _write(folder / "math-fisher.jsonl", tasks._cut(short, FISHER)[0])
-    _write(folder / "math-target.jsonl", rows("gsm8k/test.jsonl")[0][:TARGET])
+    code = [r for r in code if encoder.size(r["prompt"], r["response"]) <= LENGTH]
+    mixed = parts["train"][:MIXED] + _shuffled(code, "sft_mixed")[:MIXED]
+    write_jsonl(folder / "mixed-train.jsonl", mixed)
+    short = [r for r in longer if encoder.count(r["prompt"]) < LENGTH // 2 + 32]
+    write_jsonl(folder / "math-fisher.jsonl", short[:FISHER])
+    write_jsonl(folder / "math-target.jsonl", rows("gsm8k/test.jsonl")[0][:TARGET])
 
 
 def _dialogues(folder: Path, encoder: Encoder) -> None:
-    rows = tasks._shuffled(read("hh_rlhf/train.jsonl"), "dpo")
+    rows = _shuffled(read("hh_rlhf/train.jsonl"), "dpo")
     pairs = [pair for row in rows if (pair := _shortened(row, encoder)) is not None]
-    parts = tasks._cut(pairs, *PAIRS.values())
-    for name, part in zip(PAIRS, parts, strict=False):
-        _write(folder / f"pairs-{name}.jsonl", part)
+    parts = cut(pairs, **PAIRS)
+    for name, part in parts.items():
+        write_jsonl(folder / f"pairs-{name}.jsonl", part)
     general = [
         {"prompt": f"Human: {r['instruction']}\n\nAssistant:", "response": r["response"]}
         for r in _general()
     ]
-    fit = [r for r in general if size(encoder.row(r["prompt"], r["response"])) <= LENGTH]
-    chosen = [{"prompt": p["prompt"], "response": p["chosen"]} for p in parts[0]]
-    _write(folder / "warm-up.jsonl", [*fit, *chosen])
+    fit = [r for r in general if encoder.size(r["prompt"], r["response"]) <= LENGTH]
+    chosen = [{"prompt": p["prompt"], "response": p["chosen"]} for p in parts["train"]]
+    write_jsonl(folder / "warm-up.jsonl", [*fit, *chosen])
 
 
 def _shortened(row: dict[str, str], encoder: Encoder) -> dict[str, str] | None:
@@ -81,10 +96,16 @@ def _shortened(row: dict[str, str], encoder: Encoder) -> dict[str, str] | None:
     _, rejected = _split(row["rejected"])
     for begin in re.finditer("\n\nHuman:", prompt):
         text = prompt[begin.start() :].strip()
-        longest = max(len(encoder.response(chosen)), len(encoder.response(rejected)))
-        if len(encoder.prompt(text + "\n")) + longest <= LENGTH:
+        longest = max(encoder.count(chosen), encoder.count(rejected))
+        if encoder.count(text + "\n") + longest <= LENGTH:
             return {"prompt": text, "chosen": chosen, "rejected": rejected}
     return None
+
+
+def _shuffled(rows: list[Any], name: str) -> list[Any]:
+    rows = list(rows)
+    random.Random(f"split of {name}").shuffle(rows)
+    return rows
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -98,7 +119,3 @@ def _general() -> Iterable[dict[str, str]]:
         instruction, found, _ = rest.partition("### Response:")
         if found and instruction.strip():
             yield {"instruction": instruction.strip(), "response": row["response"].strip()}
-
-
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,24 +1,20 @@
 """The tables inside docs/fidelity.md, docs/estimators.md and README.md.
 
-The prose is written by hand; each table in it stands between two comments, and
-is written anew from the figures.
+The prose is written by hand; ``python -m benchmarks`` writes the tables.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from alphatoken.errors import ConfigError
 from benchmarks.diagnoses.facts import FACTS
-from benchmarks.frontier.page import table
+from benchmarks.pages import DOCS, Writer, load, table
 
-__all__ = ["with_tables"]
+__all__ = ["WRITERS"]
 
 Figures = Mapping[str, Any]
-
-_PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 _RANKED = (
     ("`alphatoken`, K = 3 (default)", "alphatoken, last 3"),
@@ -36,30 +32,9 @@ _RANKED = (
 """Label, and name of a setting of the frontier."""
 
 
-def with_tables(text: str, subjects: Figures, frontier: Figures) -> str:
-    """The page with its tables written anew.
-
-    Raises:
-        ConfigError: it names a table that there is not.
-    """
-
-    def anew(match: re.Match[str]) -> str:
-        name = match[2]
-        if name == "ranking":
-            written = _ranking(frontier)
-        elif name == "conditions":
-            written = _conditions(subjects)
-        elif name in FACTS:
-            written = _side_by_side(name, subjects)
-        else:
-            raise ConfigError("the page names no table", got=name, remedy=", ".join(FACTS))
-        return match[1] + written + match[3]
-
-    return _PLACE.sub(anew, text)
-
-
-def _side_by_side(name: str, subjects: Figures) -> str:
+def _side_by_side(name: str) -> str:
     """Facts one below the other, models beside each other."""
+    subjects = load(DOCS / "fidelity.json")
     rows = [
         [
             fact.label,
@@ -80,8 +55,9 @@ def _estimate(found: list[float] | None, *, percent: bool = False) -> str:
     return f"{value}{' %' if percent else ''} [{low}, {high}]"
 
 
-def _ranking(frontier: Figures) -> str:
+def _ranking() -> str:
     """Settings by price and rank correlation, from the frontier's figures."""
+    frontier = load(DOCS / "frontier.json")
     found = [{r["name"]: r for r in one["records"]} for one in frontier.values()]
     head = [word for one in frontier.values() for word in (f"{one['name']}: steps", "Spearman")]
 
@@ -98,10 +74,18 @@ def _ranking(frontier: Figures) -> str:
     return table(["", *head], rows)
 
 
-def _conditions(subjects: Figures) -> str:
+def _conditions() -> str:
     """Which model on which rows, how long all nine took, and the command."""
     parts = []
-    for one in subjects.values():
+    for one in load(DOCS / "fidelity.json").values():
         said = f"**{one['name']}**: {one['said']}; {one['minutes']:g} minutes on one core."
         parts += [said, "", "```", one["command"], "```", ""]
     return "\n".join(parts)
+
+
+WRITERS: dict[str, Writer] = {
+    "ranking": _ranking,
+    "conditions": _conditions,
+    **{name: partial(_side_by_side, name) for name in FACTS},
+}
+"""Name of a table -> what writes it."""

@@ -39,8 +39,8 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import write_json
-from benchmarks.frontier.draws import data_folder
-from benchmarks.frontier.figures import load
+from benchmarks.data import data_folder
+from benchmarks.pages import load
 
 BLOCK, STEPS = 32, {1: 15, 2: 7}
 """Weights that share a scale and an offset in GGUF's Q4_1, and steps between them: 4 and 3 bits."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
-from benchmarks.frontier.draws import data_folder
+from benchmarks.data import data_folder
 
 __all__ = ["SUBJECTS", "Subject"]
 

@@ -5,6 +5,7 @@ valued by parts of the parameters on SmolLM2-135M-Instruct, Gemma 3 270M and a d
 parameters. What each setting of the scorer ranks at is then a sum of columns, and its price a
 count of FLOPs. Needs the models (``make models``, $ALPHATOKEN_MODELS) and the data
 ($ALPHATOKEN_DATA). Every draw is written when it is done; started again, the command goes on.
+Tables of docs/frontier.md are written by ``python -m benchmarks``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import torch
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from benchmarks.frontier.draws import MODELS, Model, draw_rows, formats_of
-from benchmarks.frontier.figures import collect, load, save
+from benchmarks.frontier.figures import collect, save
 from benchmarks.frontier.measure import measure, trained
-from benchmarks.frontier.page import write_page
+from benchmarks.frontier.pictures import draw
+from benchmarks.pages import load
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def run(work: Path, model: Model, draws: int, adam: int) -> None:
 
 
 def publish(work: Path, out: Path, model: Model) -> None:
-    """Figures of this model's draws, and the page of all models' figures."""
+    """Figures of this model's draws, and the picture of all models' figures."""
     from transformers import AutoConfig
 
     sizes = SimpleNamespace(config=AutoConfig.from_pretrained(model.folder()))
@@ -98,11 +100,11 @@ def publish(work: Path, out: Path, model: Model) -> None:
     kept = load(out / "frontier.json") | {model.key: figures}
     models = {key: kept[key] for key in MODELS if key in kept}
     save(models, out / "frontier.json")
-    write_page(models, out / "frontier.md")
+    draw(models, out / "frontier" / "frontier.svg")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, and write the page."""
+    """Measure, and write figures and picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frontier", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument(
@@ -112,8 +114,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "--adam", type=int, default=1, choices=range(4), help="of them for Adam (default: 1)"
     )
     parser.add_argument("--work", type=Path, default=Path("build/frontier"))
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="of page and figures")
-    parser.add_argument("--page", action="store_true", help="of the draws that are there")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="of figures and picture")
+    parser.add_argument(
+        "--page", action="store_true", help="measure nothing: figures of the draws that are there"
+    )
     options = parser.parse_args(words)
     try:
         for key in options.models:

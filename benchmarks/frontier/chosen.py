@@ -53,10 +53,10 @@ class _Search:
         upper = tuple(range(lowest, self.depth))
         scope = Scope("label", (), upper, embedding=lowest == 0, final=True, head=True)
         setting = Setting(f"label, chosen for {budget:.2f}", "label, chosen", scope)
-        if self.draws.price(setting).own > budget:
+        if self.draws.price(setting) > budget:
             return None
         while True:
-            wider = [w for w in self._wider(setting, upper) if self.draws.price(w).own <= budget]
+            wider = [w for w in self._wider(setting, upper) if self.draws.price(w) <= budget]
             best = max(wider, key=self.score, default=None)
             if best is None or self.score(best) <= self.score(setting):
                 return setting

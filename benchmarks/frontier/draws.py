@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from alphatoken.data.rows import Fields, Row
 from alphatoken.data.stdlib import code_rows
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from alphatoken.errors import DataError
+from benchmarks.data import data_folder
 
 __all__ = ["FORMATS", "MODELS", "Draw", "Model", "draw_rows", "formats_of"]
 
@@ -68,23 +68,6 @@ MODELS = {
         Model("small", "decoder of 260,032 parameters", "stories260K/transformers", shared=True),
     )
 }
-
-
-def data_folder() -> Path:
-    """The folder of the larger sets.
-
-    Raises:
-        DataError: ALPHATOKEN_DATA is not set, or leads nowhere.
-    """
-    folder = Path(os.environ.get("ALPHATOKEN_DATA") or "no ALPHATOKEN_DATA")
-    if not folder.is_dir():
-        raise DataError(
-            "the folder of data is not there",
-            got=str(folder),
-            why="rows of gsm8k, tinystories and mbpp are valued",
-            remedy="set ALPHATOKEN_DATA to a folder that holds them",
-        )
-    return folder
 
 
 # --- formats -------------------------------------------------------------------------------------

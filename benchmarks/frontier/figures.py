@@ -1,4 +1,4 @@
-"""All figures of the frontier as one record a model, which the page is written from."""
+"""All figures of the frontier as one record a model, which the page's tables are written from."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from alphatoken.certificate.metrics import spearman
 from alphatoken.fidelity.advice import front
 from alphatoken.support.storage import replacing
 from benchmarks.frontier.chosen import chosen
 from benchmarks.frontier.draws import Model
-from benchmarks.frontier.measure import CAPTURED
 from benchmarks.frontier.price import Scope
-from benchmarks.frontier.settings import Setting, corrected, plain, random_settings, singles
+from benchmarks.frontier.settings import Setting, plain
 from benchmarks.frontier.tables import Draws, measured, records
 
-__all__ = ["collect", "load", "save", "worth"]
+__all__ = ["collect", "save", "worth"]
 
 _OF_ADAM = {
     "frozen": "label, all parameters, frozen denominator",
@@ -35,9 +31,7 @@ def collect(model: Model, folder: Path, sizes: Any) -> dict[str, Any] | None:
     if not draws.names:
         return None
     depth = int(sizes.config.num_hidden_layers)
-    found = records(
-        draws, [*plain(depth), *corrected(depth), *random_settings(depth)], f"{model.name}, figures"
-    )
+    found = records(draws, plain(depth), f"{model.name}, figures")
     found += chosen(draws, depth)
     adam = Draws.load(folder, sizes, adam=True)
     return {
@@ -48,31 +42,8 @@ def collect(model: Model, folder: Path, sizes: Any) -> dict[str, Any] | None:
         "rows": draws.rows,
         "sum_error": max(shares.facts["sum_error"] for shares in draws.shares),
         "records": [record.as_dict() for record in found],
-        "singles": _singles(draws, depth),
-        "sizes": _sizes(draws),
         "adam": _adam(model, adam, depth) if adam.names else None,
     }
-
-
-def _singles(draws: Draws, depth: int) -> dict[str, list[float]]:
-    """Mean Spearman of each layer's linears alone, by estimator."""
-    found: dict[str, list[float]] = {name: [] for name in ("label", *CAPTURED)}
-    for setting in singles(depth):
-        ranks = [spearman(setting.values(s), s.columns["total"]) for s in draws.shares]
-        found[setting.scope.estimator].append(round(float(np.mean(ranks)), 4))
-    return found
-
-
-def _sizes(draws: Draws) -> dict[str, float]:
-    """Mean size of each part of label values, over the mean size of the values."""
-    found: dict[str, list[float]] = {}
-    for shares in draws.shares:
-        whole = np.abs(shares.columns["total"]).mean()
-        for name, column in shares.columns.items():
-            if name.startswith("label/"):
-                share = float(np.abs(column).mean() / whole)
-                found.setdefault(name.removeprefix("label/"), []).append(share)
-    return {name: round(float(np.mean(values)), 4) for name, values in found.items()}
 
 
 def _adam(model: Model, draws: Draws, depth: int) -> dict[str, Any]:
@@ -87,16 +58,13 @@ def _adam(model: Model, draws: Draws, depth: int) -> dict[str, Any]:
         )
         for name, said in _OF_ADAM.items()
     ]
-    settings = [*plain(depth), *corrected(depth), *random_settings(depth)]
-    found = records(draws, settings, f"{model.name}, Adam")
+    found = records(draws, plain(depth), f"{model.name}, Adam")
     found += chosen(draws, depth)
     return {
         "draws": list(draws.names),
         "tokens": draws.tokens,
         "rows": draws.rows,
         "records": [record.as_dict() for record in (*found, *others)],
-        "singles": _singles(draws, depth),
-        "sizes": _sizes(draws),
     }
 
 
@@ -124,11 +92,3 @@ def _lines(value: Any, depth: int) -> str:
         return "[\n" + ",\n".join(_lines(entry, depth - 1) for entry in value) + "\n]"
     entries = (f"{json.dumps(name)}: {_lines(entry, depth - 1)}" for name, entry in value.items())
     return "{\n" + ",\n".join(entries) + "\n}"
-
-
-def load(path: Path) -> dict[str, Any]:
-    """What is there; nothing where there is no file."""
-    if not path.is_file():
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found

@@ -1,4 +1,4 @@
-"""The frontier as a picture, and what each layer carries."""
+"""The frontier as a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ Figures = Mapping[str, Any]
 _CURVES = {
     "label, last": "label: last K layers",
     "label, spread": "label: K spread layers",
-    "label, everything last": "label: everything in the last K layers",
     "alphatoken, last": "alphatoken: last K layers",
     "direct, last": "direct: last K layers",
     "path, last": "path: last K layers",
@@ -30,21 +29,17 @@ _CURVES = {
 _ENDS = {
     "label, last": "label, all linears",
     "label, spread": "label, all linears",
-    "label, everything last": "label, all parameters",
     "alphatoken, last": "alphatoken, all linears",
     "direct, last": "direct, all linears",
     "path, last": "path, all linears",
 }
 
 
-def draw(models: Figures, folder: Path) -> list[tuple[str, str]]:
-    """Write the pictures; (file name, caption) of each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = _frontier(models), _layers(models)
-    for one in figures:
-        lines = drawn(one).svg.splitlines()
-        write_text(folder / f"{one.key}.svg", "\n".join(map(str.rstrip, lines)) + "\n")
-    return [(f"{one.key}.svg", one.caption) for one in figures]
+def draw(models: Figures, path: Path) -> None:
+    """Write the picture."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = drawn(_frontier(models)).svg.splitlines()
+    write_text(path, "\n".join(map(str.rstrip, lines)) + "\n")
 
 
 def _frontier(models: Figures) -> Figure:
@@ -80,27 +75,4 @@ def _frontier(models: Figures) -> Figure:
         xlabel="price in training steps",
         ylabel="Spearman with the exact value",
         limits=((0.28, 1.04), (0.0, 1.03)),
-    )
-
-
-def _layers(models: Figures) -> Figure:
-    records = [
-        {"model": one["name"], "estimator": name, "layer": layer, "spearman": rank}
-        for one in models.values()
-        for name in ("label", "alphatoken", "direct", "path")
-        for layer, rank in enumerate(one["singles"][name])
-    ]
-    return Figure(
-        "lines",
-        "layers",
-        Table.of("layers", "Rank correlation of single layers", records),
-        "Rank correlation of single layers",
-        "Rank correlation of the linears of one layer alone with the exact value over all "
-        "parameters.",
-        x="layer",
-        y="spearman",
-        series="estimator",
-        facets="model",
-        guides=(Guide(0.0, "y"),),
-        ylabel="Spearman, one layer's linears",
     )

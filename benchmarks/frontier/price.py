@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from benchmarks.floors import Shape
 
-__all__ = ["Price", "Scope"]
+__all__ = ["Scope", "flops_of"]
 
 _BACKWARD = {"label": 2.0, "path": 2.5, "direct": 3.1, "alphatoken": 4.0}
 
@@ -54,32 +54,11 @@ class Scope:
         return 0 if self.embedding else min((*self.layers, *self.norms), default=depth)
 
 
-@dataclass(frozen=True)
-class Price:
-    """Of one setting, in training steps.
-
-    Attributes:
-        own: with a forward of its own, as ``Scorer.score`` takes it.
-        beside: beyond the forward that training runs anyway, as ``Scorer.observe`` takes it; a
-            dual forward repeats the layers from the lowest one in scope on.
-    """
-
-    own: float
-    beside: float
-
-    @classmethod
-    def of(cls, shape: Shape, scope: Scope) -> Price:
-        """Of a batch whose head is formed at the R positions before a response token."""
-        spent, repeated = _values(shape, scope)
-        return cls((shape.forward + spent) / shape.step, (spent + repeated) / shape.step)
-
-
-def _values(shape: Shape, scope: Scope) -> tuple[float, float]:
-    """FLOPs of the values beyond a forward, and of the forward that label repeats."""
+def flops_of(shape: Shape, scope: Scope) -> float:
+    """FLOPs of a forward and the values, of a batch whose head is formed at the R positions."""
     depth, linears = shape.depth, shape.contraction(1)
     above = depth - scope.lowest(depth)
-    spent = float(shape.contraction(len(scope.layers)))  # M x
-    repeated = 0.0
+    spent = float(shape.forward + shape.contraction(len(scope.layers)))  # M x
     if above:
         attention = _BACKWARD[scope.estimator] * shape.attention
         spent += above * (linears + attention) + shape.head
@@ -88,6 +67,4 @@ def _values(shape: Shape, scope: Scope) -> tuple[float, float]:
             spent -= 2 * shape.tokens * sum(i * o for i, o in shape.qkv)
     elif scope.final:
         spent += shape.head  # the error at the head's input, which the others have at hand
-    if scope.estimator == "label" and above:
-        repeated = above * (linears + shape.attention) + shape.head
-    return spent + (shape.head if scope.head else 0), repeated
+    return spent + (shape.head if scope.head else 0)

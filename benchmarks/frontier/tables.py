@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from alphatoken.certificate.metrics import spearman, top_overlap
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.support.progress import Tracker
 from benchmarks.floors import Shape
 from benchmarks.frontier.measure import Numbers, Shares
-from benchmarks.frontier.price import Price
+from benchmarks.frontier.price import flops_of
 from benchmarks.frontier.settings import Setting
 
 __all__ = ["Draws", "Record", "agreement", "records"]
@@ -65,16 +64,15 @@ class Draws:
         """Valued in all draws."""
         return sum(len(np.unique(shares.columns["row"])) for shares in self.shares)
 
-    def price(self, setting: Setting) -> Price:
-        """Mean over the batches of all draws, weighted by what their steps cost."""
-        sums, steps = np.zeros(2), 0.0
+    def price(self, setting: Setting) -> float:
+        """In training steps: mean over the batches of all draws, weighted by what steps cost."""
+        spent = steps = 0.0
         for shares in self.shares:
             for rows, length, tokens in shares.facts["batches"]:
                 batch = Shape.of(self.model, rows, length).with_responses(tokens)
-                price = Price.of(batch, setting.scope)
-                sums += batch.step * np.array([price.own, price.beside])
+                spent += flops_of(batch, setting.scope)
                 steps += batch.step
-        return Price(*(sums / steps).tolist())
+        return spent / steps
 
 
 @dataclass(frozen=True)
@@ -88,15 +86,13 @@ class Record:
             their rows.
         by_draw: Spearman in each draw.
         depth: layers of the model.
-        noise: of random layers, the standard deviation of Spearman from step to step; None else.
     """
 
     setting: Setting
-    price: Price
+    price: float
     measures: Mapping[str, Estimate]
     by_draw: Mapping[str, float]
     depth: int
-    noise: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For the file of figures."""
@@ -111,11 +107,9 @@ class Record:
             "lowest": min(self.setting.scope.norms, default=None),
             "usable": self.setting.usable,
             "options": self.setting.options(self.depth),
-            "price": round(self.price.own, 4),
-            "price_beside_a_step": round(self.price.beside, 4),
+            "price": round(self.price, 4),
             **estimates,
             "by_draw": {name: round(value, 4) for name, value in self.by_draw.items()},
-            "noise": None if self.noise is None else round(self.noise, 4),
         }
 
 
@@ -146,18 +140,14 @@ def records(draws: Draws, settings: Iterable[Setting], label: str) -> list[Recor
     tracker = Tracker(label, len(settings), True)
     found = []
     for number, setting in enumerate(settings):
-        found.append(_random(draws, setting) if setting.draws else _fixed(draws, setting))
+        values = [setting.values(shares) for shares in draws.shares]
+        found.append(measured(draws, setting, values))
         tracker.report(number + 1)
     return found
 
 
-def _fixed(draws: Draws, setting: Setting) -> Record:
-    values = [setting.values(shares) for shares in draws.shares]
-    return measured(draws, setting, values)
-
-
 def measured(draws: Draws, setting: Setting, values: Sequence[Numbers]) -> Record:
-    """A record of values that were computed elsewhere."""
+    """The record of a setting whose values are at hand."""
     truths = [shares.columns["total"] for shares in draws.shares]
     rows = [shares.columns["row"] for shares in draws.shares]
     measures = {
@@ -165,27 +155,3 @@ def measured(draws: Draws, setting: Setting, values: Sequence[Numbers]) -> Recor
     }
     by_draw = {n: spearman(v, t) for n, v, t in zip(draws.names, values, truths, strict=True)}
     return Record(setting, draws.price(setting), measures, by_draw, draws.depth)
-
-
-def _random(draws: Draws, setting: Setting) -> Record:
-    """Mean over random choices of the layers; the interval is over those and the draws."""
-    generator = np.random.default_rng(0)
-    prices = []
-    tables: dict[str, list[list[float]]] = {name: [] for name in MEASURES}
-    for _ in range(setting.draws):
-        chosen = setting.drawn(generator)
-        price = draws.price(chosen)
-        prices.append([price.own, price.beside])
-        for name, measure in MEASURES.items():
-            tables[name].append(
-                [measure(chosen.values(s), s.columns["total"]) for s in draws.shares]
-            )
-    table: dict[str, NDArray[np.float64]] = {name: np.array(t) for name, t in tables.items()}
-    measures = {
-        name: bootstrap(lambda x: float(np.mean(x)), t.mean(1), draws=_RESAMPLES)
-        for name, t in table.items()
-    }
-    by_draw = dict(zip(draws.names, table["spearman"].mean(0).tolist(), strict=True))
-    noise = float(table["spearman"].std(0).mean())
-    price = Price(*np.mean(prices, axis=0).tolist())
-    return Record(setting, price, measures, by_draw, draws.depth, noise)

@@ -1,5 +1,4 @@
-"""Everything that one CUDA GPU is asked, in ten minutes: ``make gpu``.
+"""What one CUDA GPU is asked without a network: ``make gpu``.
 
-It runs without a network. ``--device cpu`` runs the same questions in small on a CPU, which shows
-that they run and measures nothing.
+``--device cpu`` runs the same questions in small on a CPU, which shows that they run.
 """

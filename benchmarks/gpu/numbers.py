@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from alphatoken import Scorer, ScorerConfig
@@ -16,7 +17,6 @@ from alphatoken.errors import AlphaTokenError
 from alphatoken.model import attention
 from benchmarks.measure import Run
 from benchmarks.models import Size
-from benchmarks.precision import arithmetic, in_dtype
 
 __all__ = ["ALLOWED", "LAYOUTS", "kernels", "layout_of", "numbers"]
 
@@ -143,3 +143,41 @@ def _passes() -> Iterator[list[int]]:
 
     with patch.object(attention.AttentionStatistics, "lse", property(counting)):
         yield count
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """A copy whose weights are rounded to bf16, then held in ``dtype``.
+
+    Buffers stay as they are: the rotary frequencies are float32 in every dtype, as loaders keep
+    them. In float64 the norms compute in float64: transformers' own would cast to float32.
+    """
+    copied = copy.deepcopy(model).eval()
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.bfloat16().to(dtype)
+    if dtype == torch.float64:
+        for module in copied.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                _exact_norm(module)
+    return copied
+
+
+def _exact_norm(norm: nn.Module) -> None:
+    weight: Any = norm.weight
+    epsilon: Any = norm.variance_epsilon
+
+    def forward(x: Tensor) -> Tensor:
+        scaled: Tensor = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon))
+        return scaled
+
+    norm.forward = forward  # of this copy alone
+
+
+@contextmanager
+def arithmetic(precision: str) -> Iterator[torch.dtype]:
+    """The dtype of a precision; inside, tf32 products are on for "tf32" and off for the others."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        yield torch.bfloat16 if precision == "bf16" else torch.float32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -9,12 +9,13 @@ probes     HellaSwag's contexts with their endings
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from alphatoken.support.storage import write_jsonl
+from benchmarks.data import read
 from benchmarks.selection.rows import (
     LETTERS,
     general_instructions,
@@ -22,7 +23,6 @@ from benchmarks.selection.rows import (
     preferences,
     programs,
 )
-from benchmarks.training.tasks import read
 
 __all__ = ["write_sources"]
 
@@ -44,7 +44,7 @@ def write_sources(folder: Path, grid: str) -> dict[str, Path]:
         found |= {"train": preferences(), "warm": general[GENERAL:]}
     paths = {name: folder / f"{name}.jsonl" for name in found}
     for name, rows in found.items():
-        paths[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_jsonl(paths[name], rows)
     return paths
 
 

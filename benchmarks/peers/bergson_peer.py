@@ -169,7 +169,6 @@ PEERS = (
         "one value a row: gradient dot product, no projection, no preconditioner",
         "sample",
         by_row,
-        twin=True,
         requires=("bergson", "datasets"),
         tolerance=FLOAT32,
     ),

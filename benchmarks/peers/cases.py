@@ -1,4 +1,4 @@
-"""The measurements against peers. Each yields rows as ``benchmarks.cases`` does.
+"""The measurements against peers, on the CPU. Each yields rows as ``benchmarks.cases`` does.
 
 Two keys more: ``agreement`` (largest difference from our exact value, over the largest value) and
 ``correlation`` (Spearman of the peer's values with the exact label values of the same layers).
@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.certificate.metrics import spearman
 from alphatoken.model.batch import label_mask
 from alphatoken.support.machine import timed
-from benchmarks.measure import alternate
-from benchmarks.peers import fresh, sizes
+from benchmarks.measure import Run, alternate
+from benchmarks.peak import fresh_mib
+from benchmarks.peers import sizes
 from benchmarks.peers.agreement import (
     OURS,
     Agreement,
@@ -37,9 +39,6 @@ from benchmarks.peers.registry import ALL
 from benchmarks.small_rows import batch_of, rows_of
 
 Row = dict[str, Any]
-
-BUDGET_MIB, SECONDS = 512.0, 8.0
-"""What a size must fit in: memory beyond the warm process, processor time of all threads."""
 
 SLOW = 2.0
 """Seconds from which on a peer is timed 3 times instead of 7."""
@@ -61,8 +60,10 @@ def failed(name: str, size: str, error: Exception) -> Row:
     return {"name": name, "size": size, **nothing, "note": f"{type(error).__name__}: {error}"}
 
 
-def peer_time() -> Iterator[Row]:
+def peer_time(run: Run) -> Iterator[Row]:
     """Seconds of the whole work, validation side included; agreement is checked first."""
+    if run.quick:  # each peer has sizes of its own
+        return
     work = sizes.standard()
     exact = in_double(work)
     for peer in present():
@@ -75,11 +76,11 @@ def peer_time() -> Iterator[Row]:
 
 def _timed(peer: Peer, work: Work, exact: Work) -> Row:
     score = ours(work, OURS[peer.estimand])
-    with started(peer, work) as run:
-        found = run()
+    with started(peer, work) as value:
+        found = value()
         seen = agreement(peer, work, found, exact)
-        repeats = 3 if timed(run) > SLOW else 7
-        times = alternate(score, run, repeats=repeats)
+        repeats = 3 if timed(value) > SLOW else 7
+        times = alternate(score, value, repeats=repeats)
     return {
         **times,
         "floor": 1.0,
@@ -89,13 +90,15 @@ def _timed(peer: Peer, work: Work, exact: Work) -> Row:
     }
 
 
-def peer_memory() -> Iterator[Row]:
+def peer_memory(run: Run) -> Iterator[Row]:
     """Peak MiB of the same work in a fresh process, above what the warm process held."""
+    if run.quick:  # each peer has sizes of its own
+        return
     for peer in present():
         name = f"peer_memory/{peer.name}"
         try:
-            own, other = fresh.memory(f"ours:{OURS[peer.estimand]}"), fresh.memory(peer.name)
-        except fresh.ChildError as error:
+            own, other = _peak(f"ours:{OURS[peer.estimand]}"), _peak(peer.name)
+        except RuntimeError as error:
             yield failed(name, sizes.DESCRIPTION, error)
             continue
         yield {
@@ -109,33 +112,15 @@ def peer_memory() -> Iterator[Row]:
         }
 
 
-def peer_limits() -> Iterator[Row]:
-    """Largest T, and largest number of validation tokens N_v, within a memory and time budget."""
-    axes = {
-        "T": f"one row of T tokens, {sizes.HELD_OUT_LENGTH} validation tokens",
-        "N_v": f"{sizes.LENGTH} tokens, N_v validation tokens",
-    }
-    for peer in present():
-        if peer.twin:
-            continue
-        own = fresh.limits(f"ours:{OURS[peer.estimand]}", BUDGET_MIB, SECONDS)
-        other = fresh.limits(peer.name, BUDGET_MIB, SECONDS)
-        for axis, what in axes.items():
-            mine, theirs = own[axis], other[axis]
-            yield {
-                "name": f"peer_limits/{peer.name}",
-                "size": f"largest {axis}: {what}, {BUDGET_MIB:.0f} MiB, {SECONDS:.0f} CPU s",
-                "ours": mine.size,
-                "other": theirs.size,
-                "ratio": mine.size / theirs.size if theirs.size else math.nan,
-                "floor": 1.0,
-                "note": f"sizes double; stopped by: ours ({OURS[peer.estimand]}, with its proofs "
-                f"at first use) {mine.stopped}; {peer.name} {theirs.stopped}",
-            }
+@cache
+def _peak(name: str) -> float:
+    return fresh_mib("benchmarks.peers.child", name, device=torch.device("cpu"))
 
 
-def peer_correlation() -> Iterator[Row]:
+def peer_correlation(run: Run) -> Iterator[Row]:
     """On a real small model (ALPHATOKEN_DATA): how each peer ranks tokens by their utility."""
+    if run.quick:  # each peer has sizes of its own
+        return
     folder = os.environ.get("ALPHATOKEN_DATA")
     if not folder:
         print("peer_correlation not run: ALPHATOKEN_DATA is not set", file=sys.stderr)
@@ -148,8 +133,8 @@ def peer_correlation() -> Iterator[Row]:
         utility = _utility(exact)
         own = spearman(reference(exact, "label"), utility, mask)
         for peer in present():
-            with started(peer, work) as run:
-                found = run()
+            with started(peer, work) as value:
+                found = value()
             seen = agreement(peer, work, found, exact)
             other = spearman(tokenwise(found, work, peer.estimand), utility, mask)
             yield _correlated(peer, kind, work, seen, (own, other))
@@ -192,4 +177,4 @@ def _utility(work: Work) -> torch.Tensor:
     return Scorer(work.model, list(work.validation), None, config).score(work.batch).total
 
 
-CASES = (peer_time, peer_memory, peer_limits, peer_correlation)
+CASES = (peer_time, peer_memory, peer_correlation)

@@ -78,7 +78,6 @@ PEERS = (
         "one value a row: In-Run Data Shapley's ghost dot product, gram form",
         "sample",
         partial(gram_ghost, by_position=False),
-        twin=True,
     ),
     Peer(
         "gram_ghost_position",

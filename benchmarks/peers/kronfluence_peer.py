@@ -121,7 +121,6 @@ PEERS = (
         "one value a row: pairwise scores, strategy identity, queries aggregated",
         "sample",
         partial(pairwise, per_token=False),
-        twin=True,
         requires=("kronfluence",),
     ),
     Peer(

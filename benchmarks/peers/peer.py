@@ -85,7 +85,6 @@ class Peer:
         prepare: sets up once (copies, hooks, folders), outside of what is timed; what it returns
             does the whole work, validation side included.
         requires: packages that must be installed.
-        twin: the same passes as the next peer, summed differently; its limits are not sought.
         tolerance: largest error, relative to the largest value, on a float64 and on a float32
             model. Not rounding in float64: transformers' norms and softmax run in float32 there.
     """
@@ -95,7 +94,6 @@ class Peer:
     estimand: str
     prepare: Callable[[Work], Run]
     requires: tuple[str, ...] = ()
-    twin: bool = False
     tolerance: tuple[float, float] = (1e-6, 1e-4)
 
     def __post_init__(self) -> None:

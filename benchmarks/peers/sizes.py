@@ -1,4 +1,4 @@
-"""The work of the peer benchmark: one size for time and memory, growing ones for the limits."""
+"""The work of the peer benchmark, for time and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from benchmarks.peers.peer import Work
 WIDTH, DEPTH, LAYERS, VOCABULARY = 256, 4, 3, 2048
 ROWS, LENGTH = 4, 64
 HELD_OUT_ROWS, HELD_OUT_LENGTH, HELD_OUT_BATCHES = 4, 128, 2
-LONGEST = 2**16
 
 DESCRIPTION = (
     f"d={WIDTH}, {DEPTH} layers, K={LAYERS}, {ROWS} x {LENGTH} tokens, "
@@ -27,7 +26,7 @@ def batch_of(rows: int, length: int, seed: int) -> dict[str, Tensor]:
 
 def model() -> torch.nn.Module:
     """The decoder, in evaluation mode."""
-    made: torch.nn.Module = decoder(WIDTH, DEPTH, vocabulary=VOCABULARY, length=LONGEST)
+    made: torch.nn.Module = decoder(WIDTH, DEPTH, vocabulary=VOCABULARY)
     return made.eval()
 
 
@@ -36,20 +35,3 @@ def standard(own: torch.nn.Module | None = None, *, disposable: bool = False) ->
     held_out = [batch_of(HELD_OUT_ROWS, HELD_OUT_LENGTH, 1 + i) for i in range(HELD_OUT_BATCHES)]
     train = batch_of(ROWS, LENGTH, 0)
     return Work(model() if own is None else own, train, held_out, LAYERS, disposable)
-
-
-def longer(own: torch.nn.Module, tokens: int) -> Work:
-    """One training row of so many tokens, one validation row."""
-    held_out = [batch_of(1, HELD_OUT_LENGTH, 1)]
-    return Work(own, batch_of(1, tokens, 0), held_out, LAYERS)
-
-
-def wider(own: torch.nn.Module, tokens: int) -> Work:
-    """So many validation tokens in batches of ``HELD_OUT_ROWS`` rows, one short training row."""
-    one = HELD_OUT_ROWS * HELD_OUT_LENGTH
-    held_out = [batch_of(HELD_OUT_ROWS, HELD_OUT_LENGTH, 1 + i) for i in range(tokens // one)]
-    return Work(own, batch_of(1, LENGTH, 0), held_out, LAYERS)
-
-
-AXES = {"T": (longer, 64, LONGEST), "N_v": (wider, 512, 2**20)}
-"""Axis -> (work of a size, first size, last size); sizes double."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.selection run|find|kept|list|report [GRID]``: resumed where it was."""
+"""``python -m benchmarks.selection run|find|list|report [GRID]``: resumed where it was."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
-from alphatoken_lab.compare.folder import GridFolder
+from benchmarks.data import data_folder
 from benchmarks.selection.report import MODELS, write_report
-from benchmarks.selection.rows import write_rows, write_task
+from benchmarks.selection.rows import write_rows
 from benchmarks.selection.store import RESULTS, synchronised
-from benchmarks.training.tasks import data_folder
 
 HERE = Path(__file__).parent
 FOLDERS = {name: GEMMA3.name if name == "gemma3" else SMOLLM2.name for name in MODELS}
@@ -21,7 +20,7 @@ FOLDERS = {name: GEMMA3.name if name == "gemma3" else SMOLLM2.name for name in M
 def main() -> None:
     """Parse the command line and go."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.selection", description=__doc__)
-    parser.add_argument("command", choices=["run", "find", "kept", "list", "report"])
+    parser.add_argument("command", choices=["run", "find", "list", "report"])
     parser.add_argument("grid", choices=[*MODELS], nargs="?", default="smollm2")
     parser.add_argument("--work", type=Path, default=Path("build/selection"), help="work folder")
     parser.add_argument(
@@ -41,12 +40,6 @@ def main() -> None:
         from benchmarks.selection.finding import main as find
 
         find(model, rows, RESULTS / f"finding-{folder}.json")
-        return
-    if options.command == "kept":
-        from benchmarks.selection.kept import main as keep
-
-        grid = synchronised(work / folder)
-        keep(grid, GridFolder(work / folder), model, rows, RESULTS / f"kept-{folder}.json")
         return
     from alphatoken_lab.commands import main as lab
 
@@ -76,7 +69,6 @@ def prepare(work: Path, draw: int = 0) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         write_rows(partial, draw)
         partial.rename(rows)
-    write_task(rows)  # names the folder
 
 
 if __name__ == "__main__":

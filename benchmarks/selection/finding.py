@@ -31,7 +31,7 @@ from alphatoken.data import EncodeOptions, Example, batches, encode_rows, read_r
 from alphatoken.model.batch import label_mask
 from alphatoken.model.response_losses import response_losses
 
-__all__ = ["ROWS", "examples_of", "excess", "find_dirt", "replaced_tokens", "walk"]
+__all__ = ["ROWS", "examples_of", "excess", "find_dirt", "walk"]
 
 ROWS, HELD, PARTS, BATCH, DRAWS = 80, 16, 4, 4, 500
 SHORT = 0.02
@@ -94,14 +94,6 @@ def examples_of(path: Path, tokenizer: Any) -> list[Example]:
     """The rows of a file, tokenised as they are trained on."""
     options = EncodeOptions(max_length=LENGTH, chat_template=False, on_empty="skip")
     return encode_rows(read_rows(path), tokenizer, options)[0]
-
-
-def replaced_tokens(
-    rows: Path, examples: Sequence[Example], tokenizer: Any
-) -> list[NDArray[np.bool_]]:
-    """Of each example of ``noisy-words``: which of its response tokens are of replaced words."""
-    marks = _marks(rows, "noisy-words")
-    return [_replaced(one, marks[one.row.index], tokenizer) for one in examples]
 
 
 def _marks(rows: Path, task: str) -> list[dict[str, Any]]:

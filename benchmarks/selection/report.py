@@ -1,14 +1,12 @@
-"""docs/selection.md, its data and its picture, from the folders of the grids."""
+"""Figures of docs/selection.md and its picture, from the folders of the grids."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,31 +15,15 @@ from alphatoken.report.drawing import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
 from alphatoken_lab.compare.folder import GridFolder
 from alphatoken_lab.compare.grid import Cell, Grid, all_cells
-from alphatoken_lab.compare.methods import PLAIN, START
+from alphatoken_lab.compare.methods import PLAIN
 from alphatoken_lab.compare.page import collect
-from alphatoken_lab.compare.tables import Line, lines_of, markdown
-from benchmarks.selection.answers import solved, table
-from benchmarks.selection.choices import answered, read_questions
-from benchmarks.selection.hypotheses import Effect, effects
+from alphatoken_lab.compare.tables import Line, lines_of
+from benchmarks.pages import DOCS
+from benchmarks.selection.hypotheses import effects
 from benchmarks.selection.paired import Difference, Each, difference
-from benchmarks.selection.rows import BENCHMARKS
 from benchmarks.selection.store import RESULTS, synchronised, to_read
-from benchmarks.selection.texts import (
-    ABOUT,
-    AGREEMENT,
-    ANSWERED,
-    CHOICES,
-    FINDING,
-    INTRODUCTION,
-    KEPT,
-    OPTIONS,
-    SECONDS,
-)
 
 __all__ = ["MODELS", "in_nats", "write_report"]
-
-DOCS = Path(__file__).parents[2] / "docs"
-CONCLUSIONS = Path(__file__).with_name("conclusions.md")
 
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
@@ -50,17 +32,16 @@ MODELS = {
     "pairs": "SmolLM2-135M-Instruct, preferences",
     "gemma3": "Gemma 3 270M",
     "merged": "SmolLM2-135M-Instruct, merged with its start",
-    "choices": "SmolLM2-135M-Instruct, benchmarks of knowledge",
-    "answers": "SmolLM2-135M-Instruct, answers in its own words",
 }
 """Grid -> its title on the page: the model, and what it learns if not mathematics."""
 
-BASELINES = (tuple(PLAIN.values()), ("random",), ("after-validation", "validation-first"))
+BASELINES = (
+    tuple(PLAIN.values()),
+    ("random",),
+    ("after-validation", "validation-first"),
+    ("standard-longer",),
+)
 """What every method is compared with; of several names the first that a task has."""
-
-LONGER = "standard-longer"
-FIRST = 24 / 16
-"""Steps on the clean rows before the first step, as a multiple of those of a run."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +56,17 @@ class Entry:
     rate: float | None
     target: float | None
     retention: float | None
-    first: float
     against: dict[str, dict[str, Difference | None]]
 
 
 def write_report(work: Path, docs: Path = DOCS) -> Path:
-    """The page from whatever is finished.
+    """The figures of whatever is finished; ``python -m benchmarks`` writes the page's tables.
 
     Args:
-        work: with a folder of cells for each grid, and what is kept in results/.
-        docs: where page, data and picture go.
+        work: with a folder of cells for each grid; what is kept in results/ is added.
+        docs: where data and picture go.
     """
-    found: dict[str, Any] = {"grids": {}, "finding": {}, "kept": {}}
-    text = [INTRODUCTION]
-    if CONCLUSIONS.exists():
-        text.append(CONCLUSIONS.read_text(encoding="utf-8"))
+    found: dict[str, Any] = {"grids": {}, "finding": {}}
     drawn: dict[str, list[Entry]] = {}
     for name, model in _folders(work).items():
         grid, tasks, losses, missing = _grid(work / name)
@@ -100,46 +77,16 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
             "tasks": {
                 task: [asdict(entry) for entry in entries] for task, entries in tasks.items()
             },
+            "options": [asdict(one) for one in effects(losses)],
         }
-        text.append(f"## {model}\n")
-        if name.startswith("answers"):
-            found["grids"][name]["solved"] = problems = solved(grid, GridFolder(work / name))
-            text += [ANSWERED, table(problems)]
-            continue
-        if name.startswith("choices"):
-            text += [CHOICES, *(_choices(of) for of in losses.values())]
-            continue
-        for task, entries in tasks.items():
-            text += [f"### {task}\n", ABOUT.get(task, ""), _table(entries)]
-            longer = _beside_longer(entries, losses[task])
-            text += [SECONDS, longer] if longer else []
-            if "-draw" not in name:
-                drawn[f"{model}: {task}"] = entries
-        tried = effects(losses)
-        if tried:
-            found["grids"][name]["options"] = [asdict(one) for one in tried]
-            valuing = {(task, e.method): e.valuing for task, of in tasks.items() for e in of}
-            text += ["### One option at a time\n", OPTIONS, _options(tried, valuing)]
-        if missing:
-            text.append(
-                f"{len(missing)} of the grid's {len(all_cells(grid))} cells have not run.\n"
-            )
+        if "-draw" not in name:
+            drawn |= {f"{model}: {task}": entries for task, entries in tasks.items()}
         finding = RESULTS / f"finding-{name}.json"
         if finding.exists():
             found["finding"][name] = json.loads(finding.read_text(encoding="utf-8"))
-            text += [f"### Who finds the dirt on {model}\n", FINDING]
-            text.append(_finding(found["finding"][name]))
-        kept = RESULTS / f"kept-{name}.json"
-        if kept.exists():
-            found["kept"][name] = json.loads(kept.read_text(encoding="utf-8"))
-            text += [f"### What a half keeps of the dirt on {model}\n", KEPT]
-            text.append(_kept(found["kept"][name]["kept"]))
-            text += [AGREEMENT, _agreement(found["kept"][name]["agreement"])]
     draw(drawn, docs / "selection.svg")
     write_json(docs / "selection.json", found)
-    page = docs / "selection.md"
-    page.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
-    return page
+    return docs / "selection.json"
 
 
 def _folders(work: Path) -> dict[str, str]:
@@ -156,7 +103,7 @@ def _folders(work: Path) -> dict[str, str]:
 
 
 def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], dict[str, Losses], list[str]]:
-    """The grid, its tables and losses by task, and the cells that have not run."""
+    """The grid, its figures and losses by task, and the cells that have not run."""
     grid = synchronised(folder, to_read)
     cells, place = to_read(grid), GridFolder(folder)
     found = collect(cells, place)
@@ -164,13 +111,7 @@ def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], dict[str, Losses]
     for task in grid.tasks:
         lines = [line for line in lines_of(found, task.name) if line.values("target")]
         losses[task.name] = _losses(cells, place, task.name)
-        prepared = {
-            cell.policy for cell in cells if any(n.startswith("references/") for n in cell.needs)
-        }
-        tasks[task.name] = [
-            _entry(line, losses[task.name], line.policy in prepared | {"validation-first"})
-            for line in lines
-        ]
+        tasks[task.name] = [_entry(line, losses[task.name]) for line in lines]
     missing = [f"{r['task']}/{r['policy']}-seed{r['seed']}" for r in found if r["status"] != "done"]
     # Nothing can be said of a task before its plain training.
     begun = {k: v for k, v in tasks.items() if any(e.method in PLAIN.values() for e in v)}
@@ -212,7 +153,7 @@ def in_nats(rows: Each) -> Each:
     }
 
 
-def _entry(line: Line, losses: Losses, prepared: bool) -> Entry:
+def _entry(line: Line, losses: Losses) -> Entry:
     own = losses.get(line.policy, {})
     against = {
         kind: {
@@ -235,7 +176,6 @@ def _entry(line: Line, losses: Losses, prepared: bool) -> Entry:
         rate=rates[0] if rates else None,
         target=line.mean("target_loss"),
         retention=line.mean("retention_loss"),
-        first=FIRST if prepared else 0.0,
         against=against,
     )
 
@@ -247,148 +187,11 @@ def _valuing(line: Line) -> float | None:
     return parts / time if time else None
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-
-def _table(entries: Sequence[Entry]) -> str:
-    plain = next(e for e in entries if e.method in PLAIN.values())
-    others = [
-        o for names in BASELINES for o in names if any(o in e.against["target"] for e in entries)
-    ]
-    heads = [
-        "method", "seeds", "rate", "tokens", "time", "values", "target",
-        *(f"− {name}" for name in others), "retention", f"− {plain.method}",
-    ]  # fmt: skip
-    rows = []
-    for e in entries:
-        seeds = _seeds(e)
-        time = None if not e.seconds or not plain.seconds else e.seconds / plain.seconds
-        rows.append([
-            f"`{e.method}`",
-            str(seeds) if seeds else "–",
-            "–" if e.rate is None else f"{e.rate:g}",
-            "–" if not e.tokens else f"{e.tokens:,.0f}",
-            "–" if time is None else f"{time:.1f}",
-            _share(e.valuing),
-            _number(e.target),
-            *(_gap(e.against["target"].get(name)) for name in others),
-            _number(e.retention),
-            _gap(e.against["retention"].get(plain.method)),
-        ])  # fmt: skip
-    return markdown(heads, rows)
-
-
-def _beside_longer(entries: Sequence[Entry], losses: Losses) -> str:
-    """The table of equal seconds; empty where plain training has not run for longer."""
-    seconds = {e.method: e.seconds for e in entries}
-    plain = seconds.get(PLAIN["sft"])
-    if not losses.get(LONGER) or not plain:
-        return ""
-    rows = []
-    for e in entries:
-        gaps = [
-            difference(losses[e.method].get(kind, {}), losses[LONGER][kind])
-            for kind in ("target", "retention")
-        ]
-        if e.seconds and gaps[0] is not None:
-            whole = e.seconds / plain + e.first
-            said = ["–" if e.method == LONGER else _gap(gap) for gap in gaps]
-            rows.append([f"`{e.method}`", f"{whole:.1f}", _number(e.target), *said])
-    return markdown(["method", "seconds", "target", f"− {LONGER}", "retention, difference"], rows)
-
-
-def _seeds(entry: Entry) -> int:
-    gaps = [d.seeds for by in entry.against.values() for d in by.values() if d is not None]
-    return max(gaps, default=0)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _gap(gap: Difference | None) -> str:
-    if gap is None:
-        return "–"
-    said = f"{gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]"
-    return f"**{said}**" if gap.apart else said
-
-
-def _options(tried: Sequence[Effect], valuing: Mapping[tuple[str, str], float | None]) -> str:
-    heads = ["option", "task", "method", "beside", "seeds", "target", "retention", "values"]
-    rows = []
-    for one in tried:
-        what = one.hypothesis
-        names = [what.what, what.task, f"`{what.method}`", f"`{what.base}`"]
-        gaps = [_gap(one.target), _gap(one.retention)]
-        price = _share(valuing.get((what.task, what.method)))
-        rows.append([*names, str(one.target.seeds), *gaps, price])
-    return markdown(heads, rows)
-
-
-def _share(value: float | None) -> str:
-    return f"{value:.0%}" if value else "–"
-
-
-def _choices(losses: Losses) -> str:
-    """Shares of right answers, and differences to the start and to plain training."""
-    questions = read_questions(Path(os.environ["SELECTION_ROWS"]))
-    right: dict[str, dict[str, dict[int, Each]]] = {name: {} for name in BENCHMARKS}
-    for method, found in losses.items():
-        for seed, rows in found["retention"].items():
-            for name, each in answered(rows, questions).items():
-                right[name].setdefault(method, {})[seed] = each
-    heads = ["method", "seeds"]
-    lines = [[f"`{method}`", str(len(found["retention"]))] for method, found in losses.items()]
-    for name, of in right.items():
-        heads += [name, f"− {START}", f"− {PLAIN['sft']}"]
-        for line, (method, own) in zip(lines, of.items(), strict=True):
-            # The start has no seeds: it is the same beside each of them.
-            start = dict.fromkeys(own, next(iter(of[START].values())))
-            share = fmean(fmean(each["loss"]) for each in own.values())
-            gaps = [difference(own, other) for other in (start, of.get(PLAIN["sft"], {}))]
-            names = (START, PLAIN["sft"])
-            line += [f"{share:.1f}", *("–" if method == other else _points(gap)
-                                      for other, gap in zip(names, gaps, strict=True))]  # fmt: skip
-    return markdown(heads, lines)
-
-
-def _points(gap: Difference | None) -> str:
-    if gap is None:
-        return "–"
-    said = f"{gap.mean:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]"
-    return f"**{said}**" if gap.apart else said
-
-
-def _finding(found: Mapping[str, Any]) -> str:
-    tasks = list(found)
-    names = [name for name in found[tasks[0]] if isinstance(found[tasks[0]][name], dict)]
-    rows = []
-    for name in names:
-        areas = [found[task][name] for task in tasks]
-        rows.append([name, *(f"{a['auc']:.2f} [{a['low']:.2f}, {a['high']:.2f}]" for a in areas)])
-    heads = ["number", *(f"{task} ({found[task]['planted']:.0%} planted)" for task in tasks)]
-    return markdown(heads, rows)
-
-
-def _kept(found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    quarters = range(1, 1 + len(next(iter(found.values()))))
-    rows = [
-        [f"`{method}`", *(f"{one['planted']:.0%} / {one['real']:.0%}" for one in by)]
-        for method, by in found.items()
-    ]
-    return markdown(["method", *(f"quarter {k}" for k in quarters)], rows)
-
-
-def _agreement(found: Mapping[str, Mapping[str, float]]) -> str:
-    rows = [[k, f"{v['rho']:.2f} [{v['low']:.2f}, {v['high']:.2f}]"] for k, v in found.items()]
-    return markdown(["value", "correlation"], rows)
-
-
 DRAWN = (
     "oracle", "random", "alphatoken", "label", "full-step-all", "label-responses", "rho-1",
     "rho-1-responses", "on-validation", "after-validation", "validation-first",
 )  # fmt: skip
-"""Methods of the picture, where three seeds have run; the tables have all."""
+"""Methods of the picture, where three seeds have run."""
 
 NAMES = dict.fromkeys(("after-validation", "validation-first"), "clean rows first")
 NAMES["on-validation"] = "clean rows alone"

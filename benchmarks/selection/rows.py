@@ -6,9 +6,7 @@
     mixed            half of the rows, and as many general instructions (dolly)
     code             Python problems (MBPP)
     pairs            preferences (alpaca_eval), and with 25 % of them flipped
-    choices          questions of ARC-Challenge and HellaSwag, each choice a row, and which is right
     oracle-*         what of a dirty task is clean: the most that any selection could find
-    answers          other problems of GSM8K's test file, to be answered
     general          other general instructions than those that retention is measured on
 
 Every task keeps its target, validation and selection rows clean. Retention is measured on general
@@ -17,23 +15,18 @@ instructions and stories that nothing is trained on.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from benchmarks.training.tasks import read
+from alphatoken.support.storage import write_jsonl
+from benchmarks.data import cut, read
 
 __all__ = [
-    "ANSWERS",
-    "BENCHMARKS",
     "DIRT",
     "LETTERS",
-    "QUESTIONS",
     "SIZES",
     "exchanged",
     "general_instructions",
@@ -42,7 +35,6 @@ __all__ = [
     "programs",
     "replaced",
     "write_rows",
-    "write_task",
 ]
 
 Row = dict[str, Any]
@@ -54,14 +46,6 @@ SIZES = {"train": 320, "validation": 16, "choosing": 16}
 """Rows: trained on, valued against, and those by whose loss a learning rate is chosen."""
 
 TARGET, GENERAL, STORIES = 40, 20, 8
-ANSWERS = 200
-"""Problems of mathematics that a model answers in its own words."""
-
-QUESTIONS = 300
-BENCHMARKS = {
-    "ARC-Challenge": "arc_challenge/test.jsonl",
-    "HellaSwag": "hellaswag/validation.jsonl",
-}
 DIRT = 0.3
 FLIPPED = 0.25
 
@@ -70,36 +54,34 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     """All files of the grid, anew; another seed draws other rows and other dirt."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(f"selection {seed}")
-    cut = _cut(_shuffled(mathematics("train"), generator), **SIZES)
-    general = _cut(
+    parts = cut(_shuffled(mathematics("train"), generator), **SIZES)
+    general = cut(
         _shuffled(general_instructions(), generator), retention=GENERAL, train=SIZES["train"] // 2
     )
-    target = _cut(_shuffled(mathematics("test"), generator), target=TARGET, answers=ANSWERS)
+    target = _shuffled(mathematics("test"), generator)[:TARGET]
     for name in ("validation", "choosing"):
-        _write(folder / f"{name}.jsonl", cut[name])
-    _write(folder / "target.jsonl", target["target"])
-    rows = cut["train"]
+        write_jsonl(folder / f"{name}.jsonl", parts[name])
+    write_jsonl(folder / "target.jsonl", target)
+    rows = parts["train"]
     half = len(rows) // 2
     words, marks = replaced(rows, DIRT, generator)
     swapped, dirty = exchanged(rows, DIRT, generator)
     clean = [row for row, bad in zip(rows, dirty, strict=True) if not bad]
     mixed = _shuffled([*rows[:half], *general["train"]], generator)
-    _write(folder / "clean.jsonl", rows)
-    _write(folder / "noisy-words.jsonl", words)
-    _write(folder / "noisy-words-marks.jsonl", marks)
-    _write(folder / "noisy-responses.jsonl", swapped)
-    _write(folder / "noisy-responses-marks.jsonl", ({"exchanged": int(bad)} for bad in dirty))
-    _write(folder / "oracle-noisy-responses.jsonl", clean)
-    _write(folder / "mixed.jsonl", mixed)
-    _write(folder / "oracle-mixed.jsonl", rows[:half])
+    write_jsonl(folder / "clean.jsonl", rows)
+    write_jsonl(folder / "noisy-words.jsonl", words)
+    write_jsonl(folder / "noisy-words-marks.jsonl", marks)
+    write_jsonl(folder / "noisy-responses.jsonl", swapped)
+    write_jsonl(folder / "noisy-responses-marks.jsonl", ({"exchanged": int(bad)} for bad in dirty))
+    write_jsonl(folder / "oracle-noisy-responses.jsonl", clean)
+    write_jsonl(folder / "mixed.jsonl", mixed)
+    write_jsonl(folder / "oracle-mixed.jsonl", rows[:half])
     for name in ("clean", "noisy-words"):
-        _write(folder / f"oracle-{name}.jsonl", rows)
-    _write(folder / "general.jsonl", general["train"][:16])
-    _write(folder / "retention.jsonl", [*general["retention"], *_stories(generator)])
+        write_jsonl(folder / f"oracle-{name}.jsonl", rows)
+    write_jsonl(folder / "general.jsonl", general["train"][:16])
+    write_jsonl(folder / "retention.jsonl", [*general["retention"], *_stories(generator)])
     _code(folder, generator)
     _pairs(folder, generator)
-    _choices(folder, generator)
-    _write(folder / "answers.jsonl", target["answers"])
 
 
 def replaced(
@@ -164,11 +146,11 @@ def _code(folder: Path, generator: random.Random) -> None:
     """MBPP's own training and test files."""
 
     sizes = {name: SIZES[name] for name in ("choosing", "validation")}
-    parts = _cut(_shuffled(programs("train"), generator), **sizes, train=None)
+    parts = cut(_shuffled(programs("train"), generator), **sizes, train=None)
     for name, rows in parts.items():
-        _write(folder / f"code-{name}.jsonl", rows)
+        write_jsonl(folder / f"code-{name}.jsonl", rows)
     tests = _shuffled(programs("test"), generator)
-    _write(folder / "code-target.jsonl", tests[:TARGET])
+    write_jsonl(folder / "code-target.jsonl", tests[:TARGET])
 
 
 def programs(part: str) -> list[Row]:
@@ -197,40 +179,13 @@ def _preference(row: Row) -> Row | None:
     return {"prompt": prompt, "chosen": both[better], "rejected": both[1 - better]}
 
 
-def write_task(folder: Path) -> None:
-    """lm-eval's description of the folder's answers.jsonl: right is the number after ``####``."""
-    task = {
-        "task": "mathematics",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "answers.jsonl")}},
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_text": "{{prompt}}\n",  # as training rows are joined
-        "doc_to_target": "{{response.split('#### ')[-1]}}",
-        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 128, "do_sample": False},
-        "filter_list": [{
-            "name": "after-marks",
-            "filter": [
-                {"function": "regex", "regex_pattern": r"#### (-?[0-9.,]+)"},
-                {"function": "take_first"},
-            ],
-        }],
-        "metric_list": [{
-            "metric": "exact_match", "aggregation": "mean", "higher_is_better": True,
-            "regexes_to_ignore": [",", r"\.$"],
-        }],
-    }  # fmt: skip
-    (folder / "tasks").mkdir(exist_ok=True)
-    (folder / "tasks" / "mathematics.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-
-
 def _pairs(folder: Path, generator: random.Random) -> None:
     """Pairs with a clear preference."""
     drawn = map(_preference, _shuffled(read("alpaca_eval/pairs.jsonl"), generator))
     found = [row for row in drawn if row]
-    parts = _cut(found, choosing=20, validation=32, target=48, train=None)
+    parts = cut(found, choosing=20, validation=32, target=48, train=None)
     for name, rows in parts.items():
-        _write(folder / f"pairs-{name}.jsonl", rows)
+        write_jsonl(folder / f"pairs-{name}.jsonl", rows)
     flipped = set(
         generator.sample(range(len(parts["train"])), round(FLIPPED * len(parts["train"])))
     )
@@ -238,22 +193,9 @@ def _pairs(folder: Path, generator: random.Random) -> None:
         {**row, "chosen": row["rejected"], "rejected": row["chosen"]} if i in flipped else row
         for i, row in enumerate(parts["train"])
     ]
-    _write(folder / "pairs-flipped.jsonl", turned)
+    write_jsonl(folder / "pairs-flipped.jsonl", turned)
     straight = [row for i, row in enumerate(parts["train"]) if i not in flipped]
-    _write(folder / "oracle-pairs-flipped.jsonl", straight)
-
-
-def _choices(folder: Path, generator: random.Random) -> None:
-    """Rows of one choice each, and by question: its benchmark, right choice, letters of each."""
-    rows, questions = [], []
-    for benchmark, file in BENCHMARKS.items():
-        for question in _shuffled(read(file), generator)[:QUESTIONS]:
-            choices = [choice.strip() for choice in question["choices"]]
-            rows += [{"prompt": question["query"], "response": choice} for choice in choices]
-            letters = [len(choice) for choice in choices]
-            questions.append({"benchmark": benchmark, "gold": question["gold"], "letters": letters})
-    _write(folder / "choices.jsonl", rows)
-    _write(folder / "choices-questions.jsonl", questions)
+    write_jsonl(folder / "oracle-pairs-flipped.jsonl", straight)
 
 
 def _fitting(rows: Iterable[Row]) -> list[Row]:
@@ -262,18 +204,3 @@ def _fitting(rows: Iterable[Row]) -> list[Row]:
 
 def _shuffled(rows: Sequence[Row], generator: random.Random) -> list[Row]:
     return generator.sample(list(rows), len(rows))
-
-
-def _cut(rows: Sequence[Row], **sizes: int | None) -> dict[str, list[Row]]:
-    """Parts one after the other; None takes what is left."""
-    found, at = {}, 0
-    for name, size in sizes.items():
-        end = len(rows) if size is None else at + size
-        if end > len(rows):
-            raise RuntimeError(f"{name}: {size} rows are asked for, {len(rows) - at} are left")
-        found[name], at = list(rows[at:end]), end
-    return found
-
-
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -14,18 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from alphatoken.support.storage import replacing, write_json
+from alphatoken.support.storage import write_json, write_jsonl
 from alphatoken_lab.commands.compare import parse
 from alphatoken_lab.commands.compare_grid import read_grid
 from alphatoken_lab.compare.folder import GridFolder
 from alphatoken_lab.compare.grid import Cell, Grid, all_cells
 from benchmarks.selection.rows import (
-    ANSWERS,
     DIRT,
     FLIPPED,
     GENERAL,
     LETTERS,
-    QUESTIONS,
     SIZES,
     STORIES,
     TARGET,
@@ -46,13 +44,6 @@ RESULTS = Path(__file__).with_name("results")
 
 PLACES = ("SELECTION_ROWS", "ALPHATOKEN_MODELS", "ALPHATOKEN_DATA")
 """Variables whose folders differ between machines."""
-
-_OF_FILES = {
-    "/tasks": ANSWERS,
-    "choices.jsonl": QUESTIONS,
-    "pairs-flipped": FLIPPED,
-}
-"""What the rows of some files depend on besides."""
 
 _FIGURES = (
     "steps", "kept_tokens", "response_tokens", "effective_tokens", "kept_share", "time",
@@ -102,7 +93,8 @@ def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
     for name in PLACES:
         if os.environ.get(name):
             text = text.replace(os.environ[name], f"${name}")
-    text += "".join(f" {name} {size}" for name, size in _OF_FILES.items() if name in text)
+    if "pairs-flipped" in text:
+        text += f" pairs-flipped {FLIPPED}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -136,10 +128,7 @@ def keep(
     order = sorted(found.values(), key=lambda line: (line["cell"], line["digest"]))
     if order:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(
-                "".join(json.dumps(line) + "\n" for line in order), encoding="utf-8"
-            )
+        write_jsonl(path, order)
     return len(order)
 
 

@@ -17,8 +17,10 @@ from torch import nn
 from alphatoken.errors import ConfigError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
+from benchmarks.measure import Run
 from benchmarks.models import decoder, random_batch
-from benchmarks.peers import CASES, cases, child, fresh, sizes
+from benchmarks.peak import fresh_mib
+from benchmarks.peers import cases, sizes
 from benchmarks.peers.agreement import agreement, ours, reference, relative_error, tokenwise
 from benchmarks.peers.autograd import per_token_autograd
 from benchmarks.peers.peer import Peer, Work, started, validation_gradient
@@ -26,6 +28,7 @@ from benchmarks.peers.registry import ALL, BY_NAME
 
 pytestmark = pytest.mark.slow  # other libraries, memory
 
+RUN = Run(torch.device("cpu"))
 OWN = [peer for peer in ALL if not peer.requires]
 PACKAGES = [peer for peer in ALL if peer.requires]
 TORCH_OF_OLD = "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
@@ -199,7 +202,7 @@ def test_rows_of_peers_that_run_fail_or_are_missing(monkeypatch, capsys):
     peers = (absent, unable, BY_NAME["gram_ghost_position"])
     monkeypatch.setattr(cases, "ALL", peers)
     monkeypatch.setattr(sizes, "standard", small)
-    failed, timed = cases.peer_time()
+    failed, timed = cases.peer_time(RUN)
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     for part in ("absent", "no_such_package_here", 'pip install "alphatoken[bench]"'):
@@ -218,7 +221,7 @@ def test_correlation_on_the_real_model(monkeypatch, data_dir):
     monkeypatch.setenv("ALPHATOKEN_DATA", str(data_dir))
     peers = (BY_NAME["gram_ghost"], BY_NAME["gram_ghost_position"])
     monkeypatch.setattr(cases, "ALL", peers)
-    rows = list(cases.peer_correlation())
+    rows = list(cases.peer_correlation(RUN))
     assert len(rows) == 4
     assert all(row["agreement"] < 1e-4 for row in rows)
     near = next(row for row in rows if "position" in row["name"] and "near" in row["size"])
@@ -228,104 +231,30 @@ def test_correlation_on_the_real_model(monkeypatch, data_dir):
 
 def test_correlation_without_data_says_so(monkeypatch, capsys):
     monkeypatch.delenv("ALPHATOKEN_DATA", raising=False)
-    assert list(cases.peer_correlation()) == []
+    assert list(cases.peer_correlation(RUN)) == []
     assert "ALPHATOKEN_DATA is not set" in capsys.readouterr().err
 
 
-def test_cases_are_named_as_their_rows():
-    assert [case.__name__ for case in CASES] == [
-        "peer_time",
-        "peer_memory",
-        "peer_limits",
-        "peer_correlation",
-    ]
-
-
-# --- limits --------------------------------------------------------------------------------------
-
-
-def test_outcome_tells_memory_from_time_from_errors(monkeypatch):
-    def greedy(_: Work):
-        return lambda: torch.empty(2**50)
-
-    monkeypatch.setitem(child.BY_NAME, "greedy", Peer("greedy", "x", "label", greedy))
-    monkeypatch.setitem(child.BY_NAME, "unable", Peer("unable", "x", "label", broken))
-    work = small()
-    assert child.outcome("greedy", work, 20) == "memory"
-    assert child.outcome("per_token_autograd", work, 1e-3) == "time"
-    assert child.outcome("unable", work, 20) == "RuntimeError: no CPU kernel"
-    assert child.outcome("gram_ghost", work, 20) == "fits"
-    assert child.outcome("ours:label", work, 20) == "fits"
-
-
-def test_sizes_double_to_the_first_that_does_not_fit(monkeypatch):
-    def up_to_512(_: str, size: int, __: float) -> str:
-        return "fits" if size <= 512 else "memory"
-
-    monkeypatch.setattr(child, "outcome", up_to_512)
-    monkeypatch.setitem(sizes.AXES, "T", (lambda _, size: size, 64, 2048))
-    lines = list(child.doubling("any", "T", small().model, 1.0))
-    assert [line["size"] for line in lines] == [64, 128, 256, 512, 1024]
-    assert fresh.limit_of(lines, "T", "") == fresh.Limit(512, "memory")
-    assert fresh.limit_of(lines[:2], "T", "exit code -9: no message") == fresh.Limit(
-        128, "exit code -9: no message"
-    )
-    assert fresh.limit_of([], "N_v", "exit code 1: x") == fresh.Limit(0, "exit code 1: x")
-
-
-def test_growing_works_have_the_tokens_they_say():
-    model = small().model
-    assert sizes.longer(model, 256).batch["input_ids"].numel() == 256
-    wide = sizes.wider(model, 2048)
-    assert sum(batch["input_ids"].numel() for batch in wide.validation) == 2048
-    assert len(wide.validation) == 4
-
-
-@pytest.mark.timeout(180)
-def test_a_fresh_process_runs_into_its_memory_budget():
-    lines, failed = fresh.call("limits", "gram_ghost_position", "1", "40", "60", timeout=150)
-    assert not failed
-    for axis in ("T", "N_v"):  # every pair of positions is formed
-        assert fresh.limit_of(lines, axis, failed).stopped == "memory"
-    assert fresh.limit_of(lines, "T", failed).size >= 64
+# --- memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(180)
 def test_peak_memory_of_a_fresh_process():
-    lines, failed = fresh.call("memory", "ours:path", "1", timeout=150)
-    assert not failed
-    assert 1 < lines[-1]["mib"] < 1000
+    assert 1 < fresh_mib("benchmarks.peers.child", "ours:path") < 1000
+    with pytest.raises(RuntimeError, match="no_such_peer"):
+        fresh_mib("benchmarks.peers.child", "no_such_peer")
 
 
-@pytest.mark.timeout(180)
-def test_a_child_that_fails_says_why():
-    lines, failed = fresh.call("memory", "no_such_peer", "1", timeout=150)
-    assert lines == []
-    assert "no_such_peer" in failed
-
-
-def test_rows_of_memory_and_limits(monkeypatch):
+def test_rows_of_memory(monkeypatch):
     def memory(name: str) -> float:
         if name == "kronfluence":
-            raise fresh.ChildError("kronfluence: exit code 1: boom")
+            raise RuntimeError("kronfluence: exit code 1: boom")
         return {"ours:path": 50.0, "gram_ghost": 200.0}[name]
 
     peers = [replace(BY_NAME[name], requires=()) for name in ("gram_ghost", "kronfluence")]
     monkeypatch.setattr(cases, "ALL", peers)
-    monkeypatch.setattr(fresh, "memory", memory)
-    row, failed = cases.peer_memory()
+    monkeypatch.setattr(cases, "_peak", memory)
+    row, failed = cases.peer_memory(RUN)
     assert (row["ours"], row["other"], row["ratio"]) == (50.0, 200.0, 0.25)
     assert math.isnan(failed["other"])
     assert "boom" in failed["note"]
-
-    found = {
-        "ours:path": {"T": fresh.Limit(4096, "time"), "N_v": fresh.Limit(8192, "time")},
-        "gram_ghost_position": {"T": fresh.Limit(1024, "memory"), "N_v": fresh.Limit(0, "memory")},
-    }
-    monkeypatch.setattr(fresh, "limits", lambda name, *_: found[name])
-    monkeypatch.setattr(cases, "ALL", (BY_NAME["gram_ghost"], BY_NAME["gram_ghost_position"]))
-    length, width = cases.peer_limits()  # the twin by row is left out
-    assert (length["ours"], length["other"], length["ratio"]) == (4096, 1024, 4.0)
-    assert (width["ours"], width["other"]) == (8192, 0)
-    assert math.isnan(width["ratio"])
-    assert "gram_ghost_position memory" in width["note"]

@@ -10,24 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.selection.answers import solved, table
-from benchmarks.selection.choices import answered, read_questions
+from benchmarks.data import read
 from benchmarks.selection.hypotheses import HYPOTHESES, Hypothesis, effects
 from benchmarks.selection.paired import difference
 from benchmarks.selection.report import in_nats
 from benchmarks.selection.rows import (
-    ANSWERS,
-    BENCHMARKS,
     DIRT,
     FLIPPED,
     LETTERS,
-    QUESTIONS,
     exchanged,
     replaced,
     write_rows,
-    write_task,
 )
-from benchmarks.training.tasks import read
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
 
@@ -182,87 +176,6 @@ def test_an_option_is_set_beside_its_own_base() -> None:
     assert found.retention is None  # not measured of the base
 
 
-def test_the_likeliest_choice_is_the_answer(rows: Path) -> None:
-    questions = [
-        {"benchmark": "A", "gold": 1, "letters": [10, 10]},
-        {"benchmark": "B", "gold": 0, "letters": [30, 10, 10]},
-    ]
-    # By letters: 0.4 and 0.3; 0.2, 0.3 and 0.3. A mean by token would have taken the last one.
-    found = answered({"loss": [2, 3, 2, 1.5, 1], "tokens": [2, 1, 3, 2, 3]}, questions)
-    assert found == {"A": each([100], [1]), "B": each([100], [1])}
-    wrong = answered({"loss": [2, 5, 4, 1.5, 1], "tokens": [2, 1, 3, 2, 3]}, questions)
-    assert wrong == {"A": each([0], [1]), "B": each([0], [1])}
-    with pytest.raises(ValueError, match="4 losses for 5 choices"):
-        answered({"loss": [1] * 4, "tokens": [1] * 4}, questions)
-    real, choices = read_questions(rows), lines(rows / "choices.jsonl")
-    assert [len(row["response"]) for row in choices] == [n for q in real for n in q["letters"]]
-    of = [question["benchmark"] for question in real]
-    assert {name: of.count(name) for name in set(of)} == dict.fromkeys(BENCHMARKS, QUESTIONS)
-
-
-# --- answers --------------------------------------------------------------------------------------
-
-
-def test_the_number_after_the_marks_is_the_answer(
-    rows: Path,
-) -> None:
-    """lm-eval reads the task, and finds right and wrong in what a model could have written."""
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
-    from lm_eval.tasks import TaskManager
-
-    problems = lines(rows / "answers.jsonl")
-    assert len(problems) == ANSWERS
-    targets = {row["prompt"] for row in lines(rows / "target.jsonl")}
-    assert not targets & {row["prompt"] for row in problems}
-    write_task(rows)
-    manager = TaskManager(include_path=str(rows / "tasks"), include_defaults=False)
-    task = manager.load(["mathematics"])["tasks"]["mathematics"]
-    doc = next(iter(task.test_docs()))
-    assert task.doc_to_text(doc) == problems[0]["prompt"] + "\n"
-    right = task.doc_to_target(doc)
-    assert problems[0]["response"].endswith(f"#### {right}")
-    for said, score in (
-        (problems[0]["response"], 1.0),
-        (f"So it is\n#### {right}.", 1.0),
-        (f"#### {right}1", 0.0),
-        (f"It is {right}", 0.0),
-    ):
-        (instance,) = task.construct_requests(
-            doc=doc, ctx="", metadata=("mathematics", 0, 1), apply_chat_template=False
-        ),  # fmt: skip
-        instance.resps = [said]
-        task._instances = [instance]
-        task.apply_filters()
-        found = task.process_results(doc, [instance.filtered_resps["after-marks"]])
-        assert found["exact_match"] == score, said
-
-
-def test_solved_problems_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from alphatoken_lab.commands.compare import parse
-    from alphatoken_lab.commands.compare_grid import read_grid
-    from alphatoken_lab.compare.folder import GridFolder
-    from alphatoken_lab.compare.grid import all_cells
-
-    for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
-        monkeypatch.setenv(name, str(tmp_path))
-    (path,) = (one for one in GRIDS if one.stem == "answers")
-    grid = read_grid(*parse(["--config", str(path), "--output_dir", str(tmp_path / "out")]))
-    folder = GridFolder(tmp_path / "out")
-    for cell in all_cells(grid):
-        if cell.policy != "validation-first":
-            place = folder.of(cell).path
-            place.mkdir(parents=True)
-            (place / "result.json").write_text('{"target": 12.0}')
-    found = solved(grid, folder)
-    assert [(one["task"], one["method"], one["solved"], one["of"]) for one in found] == [
-        ("mathematics", "start", 24, 200), ("mathematics", "standard", 24, 200),
-    ]  # fmt: skip
-    # Wilson's interval of 24 of 200, from its formula.
-    assert "| mathematics | `start` | 24 of 200 | 12.0% [8.2%, 17.2%] |" in table(found)
-
-
 # --- the grids ------------------------------------------------------------------------------------
 
 
@@ -352,7 +265,7 @@ def test_files_hold_what_they_are_said_to_hold(rows: Path) -> None:
     assert not any("<<" in row["response"] for row in of["clean"])
 
 
-def test_the_chosen_output_and_the_right_choice_are_the_sources(rows: Path) -> None:
+def test_the_chosen_output_is_that_of_the_source(rows: Path) -> None:
     better = {
         (r["instruction"].strip(), r[f"output_{int(r['preference'])}"].strip())
         for r in read("alpaca_eval/pairs.jsonl") if r["preference"] in (1, 2)
@@ -360,16 +273,6 @@ def test_the_chosen_output_and_the_right_choice_are_the_sources(rows: Path) -> N
     for name in ("train", "target", "validation", "choosing"):
         for row in lines(rows / f"pairs-{name}.jsonl"):
             assert (row["prompt"], row["chosen"]) in better
-    right = {
-        (r["query"], r["choices"][r["gold"]].strip())
-        for file in BENCHMARKS.values() for r in read(file)
-    }  # fmt: skip
-    choices = iter(lines(rows / "choices.jsonl"))
-    for question in lines(rows / "choices-questions.jsonl"):
-        own = [next(choices) for _ in question["letters"]]
-        gold = own[question["gold"]]
-        assert 0 <= question["gold"] < len(own)
-        assert (gold["prompt"], gold["response"]) in right
 
 
 def test_words_come_from_other_responses_too() -> None:

@@ -15,7 +15,7 @@ from alphatoken_lab.commands.compare import parse
 from alphatoken_lab.commands.compare_grid import read_grid
 from alphatoken_lab.compare.folder import GridFolder
 from alphatoken_lab.compare.grid import Cell, all_cells
-from benchmarks.selection import kept, report, store
+from benchmarks.selection import report, store
 
 GRID = """
 about: two methods of a small grid
@@ -142,61 +142,36 @@ def test_a_result_of_other_settings_is_not_taken(
     assert all(place.of(name).result() is None for name in cells)
 
 
-def test_equal_seconds_hold_what_comes_first(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside plain training for longer; 24 steps on the clean rows count as 1.5 runs."""
-    longer = "standard, standard-longer, validation-first"
-    more = "methods:\n  standard-longer: {policy: all, max_steps: 5, family: sft}\n"
-    (places / "small.yaml").write_text(GRID.replace("standard", longer) + more)
-    for name, gain in (("standard-longer", -0.3), ("validation-first", -0.35)):
-        monkeypatch.setitem(GAIN, name, gain)
-    run(places / "here" / "work" / "small")
-    (places / "docs").mkdir()
-    page = report.write_report(places / "here" / "work", places / "docs").read_text()
-    _, _, table = page.partition("Beside all tokens for 40 steps")
-    rows = {line.split(" | ")[0]: line for line in table.splitlines() if line.startswith("| `")}
-    assert rows["| `random`"].startswith("| `random` | 1.0 | 2.160 | **+0.200 [+0.200, +0.200]**")
-    assert rows["| `standard-longer`"].startswith("| `standard-longer` | 1.0 | 1.960 | – | – |")
-    first = rows["| `validation-first`"]
-    assert first.startswith("| `validation-first` | 2.5 | 1.910 | **-0.050 [-0.050, -0.050]**")
-
-
-def test_the_page_holds_what_was_measured(places: Path) -> None:
+def test_the_figures_are_of_what_was_measured(places: Path) -> None:
     folder = places / "here" / "work" / "small"
     run(folder)
     docs = places / "docs"
     docs.mkdir()
-    (places / "results").mkdir()
-    quarters = [{"planted": 0.4, "real": 0.54}, {"planted": 0.3, "real": 0.58}]
-    agreement = {"label": {"rho": 0.43, "low": 0.37, "high": 0.5}}
-    kept = {"kept": {"label": quarters}, "agreement": agreement}
-    write_json(places / "results" / "kept-small.json", kept)
-    page = report.write_report(folder.parent, docs).read_text()
-    assert "### noisy-words" in page
-    assert "| `label` | 40% / 54% | 30% / 58% |" in page
-    assert "| label | 0.43 [0.37, 0.50] |" in page
-    (row,) = [line for line in page.splitlines() if line.startswith("| `random`")]
+
+    def entry(method: str) -> dict[str, Any]:
+        data = json.loads(report.write_report(folder.parent, docs).read_text())["grids"]["small"]
+        (found,) = [e for e in data["tasks"]["noisy-words"] if e["method"] == method]
+        return found
+
     # Three seeds, the better of the two rates; 0.1 worse at every seed and row.
-    assert "| 3 | 0.0001 | 40 | 1.0 | 25% | 2.160 | **+0.100 [+0.100, +0.100]**" in row
-    data = json.loads((docs / "selection.json").read_text())["grids"]["small"]
-    assert data["missing"] == []
-    assert {e["method"]: e["share"] for e in data["tasks"]["noisy-words"]}["random"] == 0.5
+    found = entry("random")
+    assert found["target"] == pytest.approx(2.16)
+    assert [found[key] for key in ("rate", "tokens", "valuing", "share")] == [1e-4, 40, 0.25, 0.5]
+    gap = found["against"]["target"]["standard"]
+    assert [gap[end] for end in ("mean", "low", "high")] == pytest.approx([0.1] * 3)
+    assert gap["seeds"] == 3
     assert (docs / "selection.svg").exists()
-    for seed in (1, 2):  # two seeds say nothing
+    for seed in (1, 2):
         (folder / f"noisy-words/random-budget-seed{seed}/result.json").unlink()
     (places / "results" / "small.jsonl").unlink()
-    (row,) = [
-        line
-        for line in report.write_report(folder.parent, docs).read_text().splitlines()
-        if line.startswith("| `random`")
-    ]
-    assert "| 1 | 0.0001 | 40 | 1.0 | 25% | 2.150 | +0.100 [+0.100, +0.100] |" in row
+    assert entry("random")["against"]["target"]["standard"]["seeds"] == 1
     # A task without its plain training is not shown, and what is missing is counted.
     for cell in folder.glob("noisy-words/standard-*"):
         (cell / "result.json").unlink()
     (places / "results" / "small.jsonl").unlink()
-    page = report.write_report(folder.parent, docs).read_text()
-    assert "### noisy-words" not in page
-    assert "6 of the grid's 11 cells have not run." in page
+    data = json.loads(report.write_report(folder.parent, docs).read_text())["grids"]["small"]
+    assert data["tasks"] == {}
+    assert (len(data["missing"]), data["cells"]) == (6, 11)
 
 
 def test_no_rate_is_chosen_before_all_have_run(places: Path) -> None:
@@ -221,24 +196,15 @@ def test_a_digest_is_of_the_rows_sizes(
     assert store.digest_of(cell, cells) != before
 
 
-@pytest.mark.parametrize(
-    ("grid", "file"),
-    [
-        ("answers", "/tasks"), ("choices", "choices.jsonl"),
-        ("pairs", "pairs-flipped"),
-    ],
-)  # fmt: skip
-def test_a_digest_is_of_how_many_rows_a_file_has(
-    monkeypatch: pytest.MonkeyPatch, grid: str, file: str
-) -> None:
+def test_a_digest_of_flipped_pairs_is_of_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in store.PLACES:
         monkeypatch.setenv(name, f"/{name}")
-    path = Path(report.__file__).with_name(f"{grid}.yaml")
+    path = Path(report.__file__).with_name("pairs.yaml")
     cells = {one.name: one for one in all_cells(read_grid(*parse(["--config", str(path)])))}
     before = {name: store.digest_of(cell, cells) for name, cell in cells.items()}
-    monkeypatch.setitem(store._OF_FILES, file, 7)
+    monkeypatch.setattr(store, "FLIPPED", 0.7)
     after = {name: store.digest_of(cell, cells) for name, cell in cells.items()}
-    of = {name for name, cell in cells.items() if file in json.dumps(cell.spec())}
+    of = {name for name, cell in cells.items() if "pairs-flipped" in json.dumps(cell.spec())}
     assert of
     assert {name for name in cells if before[name] != after[name]} == of
 
@@ -295,10 +261,3 @@ def test_a_folder_of_other_settings_is_not_kept(places: Path) -> None:
     (places / "small.yaml").write_text(GRID.replace("max_steps: 2", "max_steps: 3"))
     with pytest.raises(ConfigError):
         store.synchronised(first)
-
-
-def test_the_rate_that_was_chosen_is_run_again(places: Path) -> None:
-    folder = places / "here" / "work" / "small"
-    run(folder)
-    grid = store.synchronised(folder)
-    assert kept._chosen(grid, store.GridFolder(folder), "random").tried == {"learning_rate": 1e-4}

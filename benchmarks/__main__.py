@@ -1,0 +1,53 @@
+"""``python -m benchmarks``: tables of docs and README written anew, from what is measured.
+
+``python -m benchmarks.run`` measures the targets; frontier, selection, comparison, diagnoses, paper
+and gpu are commands of their own (``python -m benchmarks.frontier``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alphatoken.support.storage import write_text
+from benchmarks.comparison import page as comparison
+from benchmarks.diagnoses import page as diagnoses
+from benchmarks.frontier import page as frontier
+from benchmarks.gpu import page as gpu
+from benchmarks.pages import DOCS, Writer, filled
+from benchmarks.paper import page as paper
+from benchmarks.peers import page as peers
+from benchmarks.selection import page as selection
+from benchmarks.targets import table_of_targets
+
+__all__ = ["WRITERS", "pages"]
+
+WRITERS: dict[str, Writer] = {
+    "targets": table_of_targets,
+    "frontier": frontier.tables,
+    "peers": peers.tables,
+    "selection": selection.tables,
+    "comparison": comparison.comparison,
+    "results": comparison.results,
+    "gpu": gpu.tables,
+    "paper": paper.tables,
+    **diagnoses.WRITERS,
+}
+"""First word of a table's comment -> what writes it."""
+
+
+def pages() -> list[Path]:
+    """README and the pages of docs."""
+    return [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def main() -> None:
+    """Write every page anew whose tables differ."""
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (new := filled(text, WRITERS)) != text:
+            write_text(page, new)
+            print(f"written: {page}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Tables of the pages are those of their figures, and none can be edited by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from alphatoken.errors import ConfigError
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.intervals import Estimate
+from benchmarks.__main__ import WRITERS, pages
+from benchmarks.comparison.page import _beside
+from benchmarks.diagnoses.facts import FACTS, cell
+from benchmarks.diagnoses.subjects import SUBJECTS
+from benchmarks.pages import DOCS, filled, load
+from benchmarks.selection import page as selection
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda path: path.stem)
+def test_a_page_says_what_its_figures_say(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert filled(text, WRITERS) == text, "python -m benchmarks"
+
+
+def test_every_writer_has_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in pages())
+    assert [name for name in WRITERS if f"<!-- table: {name}" not in text] == []
+
+
+def test_a_table_that_was_edited_is_written_anew() -> None:
+    right = (DOCS / "estimators.md").read_text(encoding="utf-8")
+    line = next(x for x in right.splitlines() if x.startswith("| `label`, all linears"))
+    assert filled(right.replace(line, line.replace("0.", "1.")), WRITERS) == right
+
+
+def test_a_table_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no table"):
+        filled("<!-- table: rankin -->\n<!-- end of table -->", WRITERS)
+
+
+# --- single cells --------------------------------------------------------------------------------
+
+
+def test_a_difference_is_bold_by_three_seeds_only() -> None:
+    sure = {"mean": -0.5, "low": -0.6, "high": -0.4, "seeds": 3}
+    assert selection._gap(sure) == "**-0.500 [-0.600, -0.400]**"
+    assert selection._gap({**sure, "seeds": 2}) == "-0.500 [-0.600, -0.400]"
+    assert selection._gap({**sure, "high": 0.1}) == "-0.500 [-0.600, +0.100]"
+    assert selection._gap(None) == "–"
+    entry = {"against": {"target": {"random": None, "dpo": sure}}}
+    assert selection._beside_plain(entry, "target") == "**-0.500 [-0.600, -0.400]**"
+
+
+def test_a_mean_difference_has_the_half_width_of_its_t_interval() -> None:
+    base = [{"seed": seed, "loss": 1.0} for seed in (0, 1, 2)]
+    runs = [{"seed": seed, "loss": 1.0 + gap} for seed, gap in enumerate((0.1, 0.2, 0.3))]
+    # 4.303 standard errors of 0.1 / sqrt(3).
+    assert _beside(runs, base, "loss") == "+0.20 ± 0.25"
+    assert _beside(runs[:1], base, "loss") == "+0.10"
+    close = [{"seed": seed, "loss": 1.2 + gap} for seed, gap in enumerate((0.0, 0.01, 0.02))]
+    assert _beside(close, base, "loss") == "**+0.21 ± 0.02**"
+    assert _beside(runs, [], "loss") == "–"
+
+
+# --- diagnoses -----------------------------------------------------------------------------------
+
+
+def test_every_subject_is_published_with_every_fact() -> None:
+    """A fact whose row a diagnosis does not have would leave an empty cell."""
+    figures = load(DOCS / "fidelity.json")
+    assert set(figures) == set(SUBJECTS)
+    for one in figures.values():
+        for table, facts in FACTS.items():
+            for fact in facts:
+                assert one["facts"][table][fact.label] is not None, (one["name"], fact.label)
+
+
+def test_a_fact_is_the_cell_of_its_row() -> None:
+    fact = FACTS["causal"][0]
+    records = [
+        {"layer": layer, "part": fact.where["part"], "signed": Estimate(value, 0.1, 0.9, 7)}
+        for layer, value in (("3", 0.2), ("all", 0.5))
+    ]
+    diagnosis = Diagnosis(
+        "value-propagation", "", Answer("", "", "", ""), (Table.of("shares", "", records),)
+    )
+    assert cell(fact, diagnosis) == [0.5, 0.1, 0.9]
+    assert cell(FACTS["causal"][1], diagnosis) is None
