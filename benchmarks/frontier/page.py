@@ -100,7 +100,5 @@ def _formats(one: Record) -> str:
     def mean(draws: Mapping[str, float], kind: str) -> float:
         return fmean(x for name, x in draws.items() if name.rsplit("-", 1)[0] == kind)
 
-    rows = [
-        (name, *(number(mean(by_name[name], kind)) for kind in formats)) for name in _BY_FORMAT
-    ]
+    rows = [(name, *(number(mean(by_name[name], kind)) for kind in formats)) for name in _BY_FORMAT]
     return table((one["name"], *formats), rows)
