@@ -28,7 +28,7 @@ def batches(tokenizer: Any, rows: int, length: int) -> tuple[dict[str, Tensor], 
     """
     options = EncodeOptions(max_length=length, chat_template=False, on_empty="skip")
     # A few more than are needed: a long first problem may leave no room for its solution.
-    examples, _ = encode_rows(list(_conversations(3 * rows, length)), tokenizer, options)
+    examples, _ = encode_rows(list(_conversations(4 * rows, length)), tokenizer, options)
     examples = [example for example in examples if len(example.input_ids) == length]
     if len(examples) < 2 * rows:
         raise RuntimeError(f"{len(examples)} of {2 * rows} rows of real text have {length} tokens")
