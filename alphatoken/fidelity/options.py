@@ -65,7 +65,7 @@ def thinned(values: Sequence[Any], least: int, share: float) -> tuple[Any, ...]:
     """So many of the values as ``grown`` says, evenly spread, both ends among them.
 
     >>> thinned((0, 1, 2, 4, 8), 2, 0.5), thinned((0, 1, 2, 4, 8), 2, 1.0)
-    ((0, 2, 4, 8), (0, 1, 2, 4, 8))
+    ((0, 1, 4, 8), (0, 1, 2, 4, 8))
     """
     if not values:
         return ()
