@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.direction import algebra as direction
-from alphatoken.direction import current, preconditioner
+from alphatoken.direction import build, preconditioner
 from alphatoken.estimate import columns, contraction, forward_mode
 from alphatoken.model import attention
 from alphatoken.model import batch as batches
@@ -128,13 +128,13 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
         valuing, "label_values", lambda: claims.check_label_over_all_parameters(SETUP)
     ),
     "validation gradient": (
-        current, "objective_sums", lambda: whole.check_validation_gradient(SETUP)
+        build, "objective_sums", lambda: whole.check_validation_gradient(SETUP)
     ),
     "retention by data": (
-        current, "objective_sums", lambda: whole.check_retention_by_data(SETUP)
+        build, "objective_sums", lambda: whole.check_retention_by_data(SETUP)
     ),
     "given preconditioner": (
-        current, "precondition", lambda: whole.check_given_preconditioner(SETUP)
+        build, "precondition", lambda: whole.check_given_preconditioner(SETUP)
     ),
     "token losses": (
         batches, "token_losses",
