@@ -53,7 +53,7 @@ from alphatoken.support.precision import wide
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
 
-__all__ = ["FisherDrift", "ResponseSource", "draw_responses", "fit_fisher"]
+__all__ = ["ResponseSource", "draw_responses", "fit_fisher"]
 
 _KIND = "alphatoken Fisher checkpoint"
 _FORMAT = "1"

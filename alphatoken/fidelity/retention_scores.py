@@ -66,8 +66,8 @@ def growing_fishers(
 
 
 DIAGONALS = {"sequence": "diagonal", "token": "diagonal, token labels"}
-"""The diagonal Fisher by kind of labels: responses sampled freely, as the paper does, or labels
-sampled on the given text."""
+"""Name of the diagonal Fisher by kind of labels, which are responses sampled freely, as the paper
+does, or tokens sampled on the given text."""
 
 
 def fitting(labels: str, max_new_tokens: int) -> dict[str, Any]:
