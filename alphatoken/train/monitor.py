@@ -52,24 +52,24 @@ def weight_drift(
         ``drift`` in units of weight; ``relative_drift``, 0 where the reference is 0.
     """
     read = masters if sharding is None or masters is not None else sharding.local
-    moved: list[Tensor] = []
-    whole: list[Tensor] = []
+    moved, whole = dict[str, Tensor](), dict[str, Tensor]()
 
-    def norm(name: str, part: Tensor) -> Tensor:
+    def together(norms: Mapping[str, Tensor]) -> float:
         if sharding is None:
-            size: Tensor = part.norm()
-            return size
-        return torch.tensor(sharding.norms({name: part})[name], dtype=torch.float64)
+            return float(torch.stack([*norms.values()]).norm())
+        # The norm of a matrix is that of its parts' norms: one collective, of numbers, does.
+        found = torch.tensor([*sharding.norms(norms).values()], dtype=torch.float64)
+        return float(found.norm())
 
+    wider = None if sharding is None else torch.float64  # as ``sharding.norms`` sums
     for name, weight in parameters.items():
         now = (weight.detach() if read is None else read(name, weight)).to(torch.float32)
         start = reference[name].to(now.device, torch.float32)
         start = start if sharding is None else sharding.part_of(name, start)
-        moved.append(norm(name, now - start))
-        whole.append(norm(name, start))
+        moved[name], whole[name] = (now - start).norm(dtype=wider), start.norm(dtype=wider)
     if not moved:
         return {"drift": 0.0, "relative_drift": 0.0}
-    distance, size = torch.stack([torch.stack(moved).norm(), torch.stack(whole).norm()]).tolist()
+    distance, size = together(moved), together(whole)
     return {"drift": distance, "relative_drift": distance / size if size > 0 else 0.0}
 
 

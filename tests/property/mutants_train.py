@@ -530,8 +530,8 @@ TRAINERS = (
         "the drift is logged relative to the current weights",
         (
             "train.monitor.weight_drift",
-            "whole.append(norm(name, start))",
-            "whole.append(norm(name, now))",
+            "start.norm(dtype=wider)",
+            "now.norm(dtype=wider)",
         ),
         PAPER,
     ),
