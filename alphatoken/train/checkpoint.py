@@ -32,14 +32,13 @@ from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
     data_fingerprint,
     frozen_fingerprint,
-    option_values,
-    stated_options,
+    library_versions,
+    run_options,
 )
 from alphatoken.train.manifest import Manifest, latest_complete, rotate, write_manifest
 from alphatoken.train.resume import (
     chosen_checkpoint,
     finished_step,
-    library_versions,
     note_run,
     require_same_run,
 )
@@ -71,7 +70,7 @@ class RunCheckpoints(TrainerCallback):
     Args:
         trainer: a transformers trainer with ``CheckpointMixin``; private state of transformers' and
             TRL's is saved with it.
-        identity: what the run's result depends on; None on processes that save nothing.
+        facts: what the run's result depends on; None on processes that save nothing.
 
     Attributes:
         resuming: the checkpoint that this call goes on from, or None.
@@ -80,19 +79,12 @@ class RunCheckpoints(TrainerCallback):
             ``resuming``; it is loaded once an attempt.
     """
 
-    def __init__(self, trainer: Any, identity: Mapping[str, Any] | None) -> None:
-        self._trainer, self._identity = trainer, identity
+    def __init__(self, trainer: Any, facts: Mapping[str, Any] | None) -> None:
+        self._trainer, self._facts = trainer, facts
         self._run = ""
         self.resuming: Path | None = None
         self.staging = False
         self.random_state_loaded = False
-
-    def finished(self, identity: Callable[[], Mapping[str, Any]]) -> int | None:
-        """See ``CheckpointMixin.finished``; ``identity`` is asked on one process, if at all."""
-        args = self._trainer.args
-        folder = Path(str(args.output_dir))
-        found = self._agreed(lambda: finished_step(folder, identity, args.world_size))
-        return None if found is None else int(found)
 
     # --- going on ---------------------------------------------------------------------------------
 
@@ -102,39 +94,22 @@ class RunCheckpoints(TrainerCallback):
         Raises:
             DataError, ConfigError: as in ``CheckpointMixin.train``, on every process.
         """
-        path, self._run = self._agreed(lambda: self._find(wanted, allow_changed))
+        path, self._run = agreed(self._trainer.args, lambda: self._find(wanted, allow_changed))
         self.resuming = None if path is None else Path(path)
 
     def _find(
         self, wanted: str | bool | None, allow_changed: Collection[str]
     ) -> tuple[str | None, str]:
         """The checkpoint to go on from, if any, and the name of the run (one process only)."""
-        args = self._trainer.args
-        output_dir = Path(str(args.output_dir))
+        assert self._facts is not None
+        output_dir = Path(str(self._trainer.args.output_dir))
         shutil.rmtree(output_dir / STAGING, ignore_errors=True)
-        chosen = chosen_checkpoint(output_dir, wanted)
-        if chosen is None:
-            run = secrets.token_hex(8)
-        else:
-            path, manifest = chosen
-            assert self._identity is not None
-            require_same_run(path, manifest, self._identity, args.world_size, allow_changed)
-            run = manifest.run
-        note_run(output_dir, run, self._identity, stated_options(args))
-        return None if chosen is None else str(chosen[0]), run
-
-    def _agreed(self, decide: Callable[[], Any]) -> Any:
-        """What the first process decides, or its error, on all of them."""
-        outcome: list[Any] = [None, None]
-        if self._trainer.args.process_index == 0:
-            try:
-                outcome[0] = decide()
-            except AlphaTokenError as problem:
-                outcome[1] = problem
-        broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        path, run = None, secrets.token_hex(8)
+        if (chosen := chosen_checkpoint(output_dir, wanted)) is not None:
+            require_same_run(*chosen, self._facts, allow_changed)
+            path, run = str(chosen[0]), chosen[1].run
+        note_run(output_dir, run, self._facts)
+        return path, run
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Load own state; on every attempt of ``auto_find_batch_size``."""
@@ -232,16 +207,9 @@ class RunCheckpoints(TrainerCallback):
             return
         if not args.save_on_each_node and not args.save_only_model:
             self._require_shared(staged)
-        assert self._identity is not None
-        manifest = Manifest(
-            step=state.global_step,
-            run=self._run,
-            world_size=args.world_size,
-            resumable=not args.save_only_model,
-            identity=self._identity,
-            versions=library_versions(),
-        )
-        write_manifest(staged, manifest)
+        assert self._facts is not None
+        resumable = not args.save_only_model
+        write_manifest(staged, Manifest(state.global_step, self._run, resumable, self._facts))
         if final.exists():
             final.rename(staged.with_name("former"))
         staged.rename(final)
@@ -322,26 +290,25 @@ class CheckpointMixin(_Base):
         """Data sets that the run depends on, by name; compared when the run is resumed."""
         return {"train_dataset": self.train_dataset}
 
-    def run_identity(self) -> dict[str, Any]:
-        """Options, data and frozen weights that the run's result depends on, as JSON values."""
+    def run_facts(self) -> dict[str, Any]:
+        """All that the run's result depends on, as JSON values."""
         return {
+            "processes": self.args.world_size,
             "trainer": type(self).__name__,
-            "options": option_values(self.args),
+            "options": run_options(self.args),
             "data": {name: data_fingerprint(data) for name, data in self.alpha_data().items()},
             "frozen_weights": frozen_fingerprint(cast(nn.Module, self.model)),
+            "versions": library_versions(),
         }
 
     def finished(self) -> int | None:
         """The step that the run of ``output_dir`` ended with, if nothing is left to do; else None.
 
-        Of this very run: the same options, data, frozen weights and number of processes.
+        Of this very run: the same facts.
         """
-        return RunCheckpoints(self, None).finished(self.run_identity)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether this call of ``train`` goes on from a checkpoint."""
-        return self._resuming is not None
+        folder = Path(str(self.args.output_dir))
+        found: int | None = agreed(self.args, lambda: finished_step(folder, self.run_facts))
+        return found
 
     @property
     def _resuming(self) -> Path | None:
@@ -374,12 +341,11 @@ class CheckpointMixin(_Base):
                 differ; names each.
         """
         self.remove_callback(RunCheckpoints)
-        identity = self.run_identity() if self.args.should_save else None
-        run_checkpoints = RunCheckpoints(self, identity)
-        run_checkpoints.begin(resume_from_checkpoint, allow_changed)
-        self._checkpoints = run_checkpoints
-        self.add_callback(run_checkpoints)
-        path = None if run_checkpoints.resuming is None else str(run_checkpoints.resuming)
+        run = RunCheckpoints(self, self.run_facts() if self.args.should_save else None)
+        run.begin(resume_from_checkpoint, allow_changed)
+        self._checkpoints = run
+        self.add_callback(run)
+        path = None if run.resuming is None else str(run.resuming)
         return super().train(path, trial, ignore_keys_for_eval)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -433,6 +399,20 @@ class CheckpointMixin(_Base):
         final = self._checkpoints.save(run_dir, lambda: write(model, trial))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
+
+
+def agreed(args: Any, decide: Callable[[], Any]) -> Any:
+    """What the first process decides, or its error, on all of them."""
+    outcome: list[Any] = [None, None]
+    if args.process_index == 0:
+        try:
+            outcome[0] = decide()
+        except AlphaTokenError as problem:
+            outcome[1] = problem
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def _of_system(cause: Exception, folder: Path) -> OSError:

@@ -1,23 +1,29 @@
-"""What a run's result depends on: options, data, frozen weights; compared when a run is resumed."""
+"""The facts that a run's result depends on, as one table; compared when the run goes on.
+
+Processes, trainer, options, data, frozen weights and versions of libraries. What differs is refused
+by name, or noted where the result changes by no more than rounding.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 __all__ = [
+    "apart",
     "data_fingerprint",
     "differences",
     "frozen_fingerprint",
-    "option_values",
-    "rounding_only",
-    "stated_options",
+    "library_versions",
+    "run_options",
 ]
 
 _WATCHING = (
@@ -44,14 +50,25 @@ _ROUNDING = (
     "precompute_ref_batch_size", "remove_unused_columns", "tf32",
 )  # fmt: skip
 """Options that say how the same numbers are computed. (A Fisher is compared by itself.)"""
+_LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
+"""Libraries that a run's bits depend on."""
 
 _SAMPLED_ROWS = 256
 _SAMPLED_NUMBERS = 1024
 _ARROW_ROWS = 1000
 
 
-def stated_options(args: Any) -> dict[str, Any]:
-    """The options of a run that its result depends on, as given, as plain JSON values.
+def library_versions() -> dict[str, str]:
+    """Versions of the installed libraries that a run's bits depend on."""
+    versions = {}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+def run_options(args: Any) -> dict[str, Any]:
+    """The options of a run that its result depends on, as plain JSON values.
 
     Every dataclass field of ``args`` counts unless it is known to be about logging, saving,
     evaluation or the machine: a field added by a later library version takes part by itself.
@@ -59,60 +76,6 @@ def stated_options(args: Any) -> dict[str, Any]:
     names = (field.name for field in dataclasses.fields(args))
     kept = (name for name in names if not name.startswith(_WATCHING + _MACHINE))
     return {name: _plain(getattr(args, name, None)) for name in sorted(kept)}
-
-
-def option_values(args: Any) -> dict[str, Any]:
-    """What of :func:`stated_options` has to be the same when a run is resumed."""
-    values = stated_options(args)
-    if "held_out_steps" in values:  # how often rows are looked at; whether some are held out counts
-        values["held_out_steps"] = bool(values["held_out_steps"])
-    return values
-
-
-def rounding_only(
-    before: Mapping[str, Any], now: Mapping[str, Any], world_size: int
-) -> frozenset[str]:
-    """Names of options that may differ between two runs of one result but for rounding.
-
-    "But for rounding" leaves draws of dropout out, which follow the shape of a batch.
-
-    Args:
-        before: ``option_values`` of the one run.
-        now: of the other.
-        world_size: processes of both.
-    """
-    names = set(_ROUNDING)
-    if world_size == 1:
-        names.add("average_tokens_across_devices")
-    if now.get("policy") != "harmless":  # whose errors are from the spread between forwards
-        names.add("validation_micro_batch_size")
-    if {before.get("optim"), now.get("optim")} <= {"adamw_torch", "adamw_torch_fused"}:
-        names.add("optim")
-    if _steps_of_the_same_rows(before, now):
-        names |= set(_BATCH)
-    return frozenset(names)
-
-
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-
-
-def _steps_of_the_same_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a step has the same rows and tokens however it is cut into micro-batches.
-
-    Not where tokens are ranked or drawn within one, where a pair's loss is a mean over one, and
-    where rows are sorted by length within so many batches.
-    """
-    sizes = [options.get(_BATCH[0], 1) * options.get(_BATCH[1], 1) for options in (before, now)]
-    policy = now.get("policy", "all")  # TRL's own trainer
-    ranked_apart = policy == "all" or (
-        policy in ("top", "bottom")
-        and now.get("keep_scope") in ("global", "sequence")
-        and not now.get("interaction_weight")
-        and now.get("preconditioner") != "full"
-    )
-    by_length = now.get("train_sampling_strategy") == "group_by_length"
-    pairs = "max_response_length" in now
-    return sizes[0] == sizes[1] and ranked_apart and not by_length and not pairs
 
 
 def _plain(value: Any) -> Any:
@@ -133,10 +96,8 @@ def _unordered(value: Any) -> bool:
     return isinstance(value, (set, frozenset))
 
 
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
-) -> dict[str, tuple[Any, Any]]:
-    """What differs, by name: (before, now). ``allowed`` names are left out.
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two tables of facts, by name: (before, now).
 
     A name that differs in two parts comes with its part the second time.
 
@@ -151,10 +112,34 @@ def differences(
         if not isinstance(old, Mapping) or not isinstance(new, Mapping):
             old, new = {part: old}, {part: new}
         for name in sorted({*old, *new}):
-            if old.get(name) != new.get(name) and name not in allowed:
+            if old.get(name) != new.get(name):
                 key = f"{part}.{name}" if name in differing else name
                 differing[key] = (old.get(name), new.get(name))
     return differing
+
+
+Differences = dict[str, tuple[Any, Any]]
+
+
+def apart(
+    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
+) -> tuple[Differences, Differences]:
+    """What differs in the result of two runs, and what by no more than rounding.
+
+    "No more than rounding" leaves draws of dropout out.
+
+    Args:
+        before: facts of the one run.
+        now: of the other.
+        allowed: names that may differ; the number of processes may not.
+    """
+    found = {
+        name: pair
+        for name, pair in differences(before, now).items()
+        if name not in allowed or name == "processes"
+    }
+    noted = {name: found.pop(name) for name in (*_ROUNDING, *_LIBRARIES) if name in found}
+    return found, noted
 
 
 def frozen_fingerprint(model: nn.Module) -> str | None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ __all__ = [
     "latest_complete",
     "read_manifest",
     "rotate",
-    "set_aside",
     "verify",
     "write_manifest",
 ]
@@ -54,19 +53,15 @@ class Manifest:
     Attributes:
         step: optimizer steps taken.
         run: random name of the run; a run that is resumed keeps it.
-        world_size: processes of the run.
         resumable: whether optimizer and random state are there (not so under ``save_only_model``).
-        identity: everything the run's result depends on; see :mod:`alphatoken.train.identity`.
-        versions: of the libraries.
+        facts: that the run's result depends on; see :mod:`alphatoken.train.identity`.
         files: size and digest of every other file, by path inside the folder.
     """
 
     step: int
     run: str
-    world_size: int
     resumable: bool
-    identity: Mapping[str, Any]
-    versions: Mapping[str, str]
+    facts: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -163,25 +158,6 @@ def latest_complete(output_dir: Path, run: str | None = None) -> tuple[Path, Man
     return None
 
 
-def set_aside(output_dir: Path, after: int) -> list[Path]:
-    """Rename folders ``checkpoint-N``, N > ``after``, that are not complete; their new paths.
-
-    Nothing is deleted: they become ``incomplete-checkpoint-N``, a name that no trainer looks for.
-    """
-    moved = []
-    for step, path in checkpoints(output_dir):
-        if step <= after:
-            continue
-        try:
-            verify(path)
-        except DataError:
-            target = path.with_name(f"incomplete-{path.name}")
-            while target.exists():
-                target = target.with_name(f"{target.name}-again")
-            moved.append(path.rename(target))
-    return moved
-
-
 def rotate(output_dir: Path, limit: int | None, newest: Path, best: str | None, bin: Path) -> None:
     """Delete the oldest checkpoints until ``limit`` are left, as transformers does.
 
@@ -213,16 +189,15 @@ def _entry(path: Path) -> dict[str, Any]:
 
 def _digest(path: Path, size: int) -> str:
     """SHA-256 of a file, or of 64 evenly spread blocks of a large one."""
+    starts: Iterable[int] = range(0, size, _BLOCK)
+    if size > _WHOLE:
+        last = _WHOLE // _BLOCK - 1
+        starts = (index * (size - _BLOCK) // last for index in range(last + 1))
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        if size <= _WHOLE:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        else:
-            count = _WHOLE // _BLOCK
-            for index in range(count):
-                file.seek(index * (size - _BLOCK) // (count - 1))
-                digest.update(file.read(_BLOCK))
+        for start in starts:
+            file.seek(start)
+            digest.update(file.read(_BLOCK))
     return digest.hexdigest()
 
 

@@ -22,7 +22,7 @@ from transformers import PrinterCallback
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.train.checks import require_second_model, require_validation
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.identity import option_values
+from alphatoken.train.identity import run_options
 from alphatoken.train.layouts import layout
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import PolicyStage, TokenPolicy
@@ -158,7 +158,7 @@ def make_stage(
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
         train=partial(_train_copy, trainer) if can_train_copies else None,
-        run=option_values(options),
+        run=run_options(options),
         tokenizer=_tokenizer(trainer),
     )
 

@@ -6,16 +6,13 @@ and know nothing of the trainer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import ConfigError, DataError, warn_caller
-from alphatoken.support.storage import write_json
-from alphatoken.train.identity import differences, rounding_only
+from alphatoken.support.storage import read_json, write_json
+from alphatoken.train.identity import apart
 from alphatoken.train.manifest import (
     MANIFEST,
     RESULTS,
@@ -23,29 +20,10 @@ from alphatoken.train.manifest import (
     Manifest,
     checkpoints,
     latest_complete,
-    set_aside,
     verify,
 )
 
-__all__ = [
-    "chosen_checkpoint",
-    "finished_step",
-    "library_versions",
-    "note_finished",
-    "note_run",
-    "require_same_run",
-]
-
-_LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of the installed libraries that a run's bits depend on."""
-    versions = {}
-    for name in _LIBRARIES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+__all__ = ["chosen_checkpoint", "finished_step", "note_finished", "note_run", "require_same_run"]
 
 
 def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path, Manifest] | None:
@@ -61,8 +39,13 @@ def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path
     latest = latest_complete(output_dir, _current_run(output_dir))
     if latest is None and wanted is True:
         raise _nothing_to_resume(output_dir)
-    for moved in set_aside(output_dir, latest[1].step if latest else -1):
-        warn_caller(f"an incomplete checkpoint is set aside as '{moved}'")
+    after = latest[1].step if latest else -1
+    passed = [path.name for step, path in checkpoints(output_dir) if step > after]
+    if passed:
+        warn_caller(
+            f"passed over, as incomplete or of another run: {', '.join(passed)}; a checkpoint of "
+            "the same step takes its place"
+        )
     return latest
 
 
@@ -89,90 +72,52 @@ def _nothing_to_resume(output_dir: Path) -> DataError:
 
 
 def _current_run(output_dir: Path) -> str | None:
-    try:
-        run = json.loads((output_dir / RUN).read_text(encoding="utf-8"))["run"]
-        return str(run)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return (read_json(output_dir / RUN) or {}).get("run")
 
 
-def note_run(
-    output_dir: Path, run: str, identity: Mapping[str, Any] | None, options: Mapping[str, Any]
-) -> None:
-    """Leave in the folder which run it belongs to, what that run is, and its options as given."""
+def note_run(output_dir: Path, run: str, facts: Mapping[str, Any]) -> None:
+    """Leave in the folder which run it belongs to, its options and the libraries' versions."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    content = {
-        "run": run,
-        "identity": identity,
-        "options": options,
-        "versions": library_versions(),
-        "results": RESULTS,
-    }
-    write_json(output_dir / RUN, content)
+    told = {name: facts[name] for name in ("options", "versions")}
+    write_json(output_dir / RUN, {"run": run, **told, "results": RESULTS})
 
 
 def note_finished(output_dir: Path, step: int) -> None:
     """Leave in the folder that its run ended with this step, and that its model is written."""
-    told = json.loads((output_dir / RUN).read_text(encoding="utf-8"))
-    write_json(output_dir / RUN, {**told, "finished": step})
+    write_json(output_dir / RUN, {**(read_json(output_dir / RUN) or {}), "finished": step})
 
 
-def finished_step(
-    output_dir: Path, identity: Callable[[], Mapping[str, Any]], world_size: int
-) -> int | None:
+def finished_step(output_dir: Path, facts: Callable[[], Mapping[str, Any]]) -> int | None:
     """The step that this run ended with, if nothing of it is left to do; else None.
 
     Args:
         output_dir: where :func:`note_finished` may have said so.
-        identity: gives what this run's result depends on; asked only where the run has ended,
-            since it reads data and weights.
-        world_size: number of processes.
+        facts: gives what this run's result depends on; asked only where the run has ended, since
+            it reads data and weights.
     """
     latest = latest_complete(output_dir, _current_run(output_dir))
     if latest is None or not any(output_dir.glob("*.safetensors")):
         return None
     manifest = latest[1]
-    told = json.loads((output_dir / RUN).read_text(encoding="utf-8"))
-    if told.get("finished") != manifest.step or manifest.world_size != world_size:
+    if (read_json(output_dir / RUN) or {}).get("finished") != manifest.step:
         return None
-    return None if _apart(manifest.identity, identity(), world_size)[1] else manifest.step
-
-
-def _apart(
-    then: Mapping[str, Any],
-    now: Mapping[str, Any],
-    world_size: int,
-    allowed: Collection[str] = (),
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What differs by rounding only, and what by more: name -> (then, now)."""
-    options = [one.get("options", {}) for one in (then, now)]
-    harmless = rounding_only(options[0], options[1], world_size)
-    rounded = differences({"options": options[0]}, {"options": options[1]}, allowed)
-    rounded = {name: pair for name, pair in rounded.items() if name in harmless}
-    return rounded, differences(then, now, {*allowed, *rounded})
+    return None if apart(manifest.facts, facts())[0] else manifest.step
 
 
 def require_same_run(
-    path: Path,
-    manifest: Manifest,
-    identity: Mapping[str, Any],
-    world_size: int,
-    allowed: Collection[str],
+    path: Path, manifest: Manifest, facts: Mapping[str, Any], allowed: Collection[str]
 ) -> None:
-    """Refuse to go on from a checkpoint as another run.
-
-    Warn of what changes it by rounding only: some options, and other library versions.
+    """Refuse to go on from a checkpoint as another run; warn of what changes it by rounding only.
 
     Args:
         path: the checkpoint.
         manifest: its seal.
-        identity: what this run's result depends on.
-        world_size: number of processes.
+        facts: what this run's result depends on.
         allowed: names that may differ.
 
     Raises:
         DataError: the checkpoint holds the model only.
-        ConfigError: another number of processes, or something that differs; names each.
+        ConfigError: something that differs; names each.
     """
     if not manifest.resumable:
         raise DataError(
@@ -180,34 +125,26 @@ def require_same_run(
             got="it was saved with save_only_model=True",
             remedy="give it as the model of a new run",
         )
-    if manifest.world_size != world_size:
-        raise ConfigError(
-            "a run can only be resumed with the number of processes that it had",
-            got=f"{world_size} now, {manifest.world_size} in '{path}'",
-            why="each process has its own part of data order, random state and statistics",
-            remedy=f"launch {manifest.world_size} processes, or start a new run from this model",
-        )
-    rounded, changed = _apart(manifest.identity, identity, world_size, allowed)
+    changed, noted = (
+        {name: f"{name}: {old!r} then, {new!r} now" for name, (old, new) in found.items()}
+        for found in apart(manifest.facts, facts, allowed)
+    )
     if changed:
-        listed = [f"{name}: {old!r} then, {new!r} now" for name, (old, new) in changed.items()]
+        names = sorted(changed)
+        on_purpose = (
+            f"; or, to go on with new ones on purpose, train(..., allow_changed={names!r}), which "
+            f"is --allow_changed {' '.join(names)} on the command line"
+        )
         raise ConfigError(
             f"this is not the run that '{path}' belongs to",
-            got="; ".join(listed),
-            why="its result would be neither run's",
-            remedy="give the values of the interrupted run; or, to go on with new ones on "
-            f"purpose, train(..., allow_changed={sorted(changed)!r}), which is --allow_changed "
-            f"{' '.join(sorted(changed))} on the command line",
+            got="; ".join(changed.values()),
+            why="its result would be neither run's; and each process has its own part of data "
+            "order, random state and statistics",
+            remedy="give the values of the interrupted run"
+            + ("" if "processes" in changed else on_purpose),
         )
-    if rounded:
-        listed = [f"{name}: {old!r} then, {new!r} now" for name, (old, new) in rounded.items()]
+    if noted:
         warn_caller(
-            f"other options ({'; '.join(listed)}): the run goes on, and differs by rounding (and "
-            "by draws of dropout) from the one that it would have been",
-        )
-    other = differences({"versions": manifest.versions}, {"versions": library_versions()})
-    if other:
-        listed = [f"{name}: {old} then, {new} now" for name, (old, new) in other.items()]
-        warn_caller(
-            f"other library versions ({'; '.join(listed)}): the run goes on, but perhaps not "
-            "to the bits that it would have had",
+            f"not as before ({'; '.join(noted.values())}): the run goes on, and may differ by "
+            "rounding (and by draws of dropout) from the one that it would have been"
         )

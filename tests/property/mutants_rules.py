@@ -8,10 +8,8 @@ from tests.property.mutation import Claim, Mutant, claim, mutant
 NEEDS = ("trl", "peft")
 DPO = "train.dpo.AlphaDPOTrainer"
 LABELLED = "train.sft.LabelledRows"
-ROUNDING = "train.identity.rounding_only"
-SAME_ROWS = "train.identity._steps_of_the_same_rows"
+APART = "train.identity.apart"
 FINISHED = "train.resume.finished_step"
-APART = "train.resume._apart"
 REFERENCE = "train.reference.check_reference"
 LENGTH = tuple(
     claim(rules.check_the_pool_begins_at_log_two, name, examples=1, needs=NEEDS)
@@ -36,16 +34,14 @@ def _rowless(what: str, adapted: bool = False) -> Claim:
     return claim(check, what, adapted, examples=1, needs=NEEDS)
 
 
-def _resumed(
-    name: str, sentence: str, old: str, new: str, case: str, of: str = SAME_ROWS
-) -> Mutant:
+def _resumed(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
     one = claim(rules.check_rounding_is_told_from_results, case, examples=1, needs=NEEDS)
-    return mutant(name, sentence, (of, old, new), one)
+    return mutant(name, sentence, (APART, old, new), one)
 
 
-def _ended(name: str, sentence: str, old: str, new: str, case: str, of: str = FINISHED) -> Mutant:
+def _ended(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
     one = claim(rules.check_a_finished_run_is_known, case, examples=1, needs=NEEDS)
-    return mutant(name, sentence, (of, old, new), one)
+    return mutant(name, sentence, (FINISHED, old, new), one)
 
 
 def _reference(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
@@ -166,83 +162,31 @@ MUTANTS = (
         COUNTED[0],
     ),
     _resumed(
-        "average-over-processes-taken-for-rounding",
-        "a run of two processes is resumed under another average over them",
-        "if world_size == 1:",
-        "if True:",
-        "average over processes, two",
-        ROUNDING,
+        "rounding-taken-for-another-result",
+        "a run is refused for what changes rounding alone",
+        "(*_ROUNDING, *_LIBRARIES)",
+        "_LIBRARIES",
+        "checkpointing",
     ),
     _resumed(
-        "errors-of-other-forwards-taken-for-rounding",
-        "a policy that measures errors between forwards is resumed under another cut of them",
-        'if now.get("policy") != "harmless":',
-        "if True:",
-        "cut of validation, with errors from it",
-        ROUNDING,
+        "any-option-taken-for-rounding",
+        "a run goes on with another learning rate",
+        "(*_ROUNDING, *_LIBRARIES)",
+        "list(found)",
+        "learning rate",
     ),
     _resumed(
-        "optimizers-taken-for-one",
-        "a run is resumed with another optimizer",
-        'if {before.get("optim"), now.get("optim")} <= {"adamw_torch", "adamw_torch_fused"}:',
-        "if True:",
-        "another optimizer",
-        ROUNDING,
-    ),
-    _resumed(
-        "steps-of-other-rows",
-        "a step of more rows is taken for the same step",
-        "sizes[0] == sizes[1] and",
+        "processes-that-may-differ",
+        "a run goes on with another number of processes",
+        ' or name == "processes"',
         "",
-        "a longer step",
-    ),
-    _resumed(
-        "ranked-within-another-micro-batch",
-        "tokens that are ranked by micro-batch are resumed under another cut",
-        'and now.get("keep_scope") in ("global", "sequence")',
-        "",
-        "cut of a step that is ranked by micro-batch",
-    ),
-    _resumed(
-        "drawn-within-another-micro-batch",
-        "masks that are drawn by micro-batch are resumed under another cut",
-        'policy in ("top", "bottom")',
-        "True",
-        "cut of a step, drawn",
-    ),
-    _resumed(
-        "repeats-within-another-micro-batch",
-        "tokens that are compared by micro-batch are resumed under another cut",
-        'and not now.get("interaction_weight")',
-        "",
-        "cut of a step, repeats",
-    ),
-    _resumed(
-        "full-steps-of-another-micro-batch",
-        "the preconditioner of a micro-batch's gradient is resumed under another cut",
-        'and now.get("preconditioner") != "full"',
-        "",
-        "cut of a step, full",
-    ),
-    _resumed(
-        "rows-sorted-otherwise",
-        "rows that are sorted by length are resumed under another cut",
-        "and not by_length",
-        "",
-        "cut of a step, sorted",
-    ),
-    _resumed(
-        "pairs-cut-otherwise",
-        "pairs, whose loss is a mean over a micro-batch, are resumed under another cut",
-        "and not pairs",
-        "",
-        "cut of a step, pairs",
+        "two processes, on purpose",
     ),
     _ended(
         "cut-off-taken-for-finished",
         "a run that was cut off after its last checkpoint is left without its model's last word",
-        'told.get("finished") != manifest.step or ',
-        "",
+        '(read_json(output_dir / RUN) or {}).get("finished") != manifest.step',
+        "False",
         "cut off after its last checkpoint",
     ),
     _ended(
@@ -253,34 +197,11 @@ MUTANTS = (
         "without its model",
     ),
     _ended(
-        "finished-on-other-processes",
-        "a finished run is taken for one on other processes",
-        " or manifest.world_size != world_size",
-        "",
-        "two processes",
-    ),
-    _ended(
         "finished-with-another-result",
         "a finished run is taken for one of other rows",
-        "None if _apart(manifest.identity, identity(), world_size)[1] else manifest.step",
+        "None if apart(manifest.facts, facts())[0] else manifest.step",
         "manifest.step",
         "other rows",
-    ),
-    _ended(
-        "rounding-taken-for-another-result",
-        "a finished run is trained again for what changes rounding alone",
-        "{*allowed, *rounded}",
-        "allowed",
-        "checkpointing",
-        APART,
-    ),
-    _ended(
-        "any-option-taken-for-rounding",
-        "a finished run is taken for one with another learning rate",
-        " if name in harmless",
-        "",
-        "learning rate",
-        APART,
     ),
     _reference(
         "reference-without-the-policys-rows",

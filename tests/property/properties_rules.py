@@ -197,77 +197,66 @@ def _mixture(share: float) -> Any:
 
 # --- what is said of a run ------------------------------------------------------------------------
 
-RUN = {
-    "optim": "adamw_torch", "policy": "top", "keep_scope": "global",
-    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3,
+OPTIONS = {"optim": "adamw_torch", "keep_scope": "global", "learning_rate": 1e-3}
+FACTS: dict[str, Any] = {
+    "processes": 1, "options": OPTIONS, "data": {"train_dataset": "these rows"},
+    "versions": {"torch": "2.13.0"},
 }  # fmt: skip
-CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
-    "checkpointing": ({}, {"gradient_checkpointing": True}, 1, True),
-    "learning rate": ({}, {"learning_rate": 2e-3}, 1, False),
-    "fused": ({}, {"optim": "adamw_torch_fused"}, 1, True),
-    "another optimizer": ({}, {"optim": "sgd"}, 1, False),
-    "average over processes, one": ({}, {"average_tokens_across_devices": True}, 1, True),
-    "average over processes, two": ({}, {"average_tokens_across_devices": True}, 2, False),
-    "cut of validation": ({}, {"validation_micro_batch_size": 2}, 1, True),
-    "cut of validation, with errors from it": (
-        {"policy": "harmless"}, {"validation_micro_batch_size": 2}, 1, False,
-    ),
-    "cut of a step": ({}, CUT, 1, True),
-    "cut of a step, whole responses": ({"keep_scope": "sequence"}, CUT, 1, True),
-    "cut of a step that is ranked by micro-batch": ({"keep_scope": "batch"}, CUT, 1, False),
-    "cut of a step, drawn": ({"policy": "random"}, CUT, 1, False),
-    "cut of a step, repeats": ({"interaction_weight": 0.5}, CUT, 1, False),
-    "cut of a step, full": ({"preconditioner": "full"}, CUT, 1, False),
-    "cut of a step, sorted": ({"train_sampling_strategy": "group_by_length"}, CUT, 1, False),
-    "cut of a step, pairs": ({"max_response_length": None}, CUT, 1, False),
-    "a longer step": ({}, {"gradient_accumulation_steps": 4}, 1, False),
-}  # fmt: skip
-"""Options of both runs, those changed in the second, processes, whether only rounding differs."""
+FASTER = {"options": {**OPTIONS, "learning_rate": 2e-3}}
+CHECKPOINTED = {"options": {**OPTIONS, "gradient_checkpointing": True}}
+OTHER_ROWS = {"data": {"train_dataset": "other rows"}}
+RESUMED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "the same": ({}, (), ""),
+    "checkpointing": (CHECKPOINTED, (), "noted"),
+    "versions": ({"versions": {"torch": "2.14.0"}}, (), "noted"),
+    "learning rate": (FASTER, (), "refused"),
+    "learning rate, on purpose": (FASTER, ("learning_rate",), ""),
+    "learning rate, another on purpose": (FASTER, ("train_dataset",), "refused"),
+    "rows": (OTHER_ROWS, (), "refused"),
+    "rows, on purpose": (OTHER_ROWS, ("train_dataset",), ""),
+    "two processes, on purpose": ({"processes": 2}, ("processes",), "refused"),
+}
+"""Facts that are other in the second run, names that may be, and what is done about it."""
 
 
 def check_rounding_is_told_from_results(name: str) -> None:
-    """A run is resumed freely under options that change rounding alone, and no others."""
+    """A run goes on, and it is said, under facts that change rounding alone; under others only
+    where they are named, and never on other processes."""
+    changed, allowed, done = RESUMED[name]
     identity = import_module("alphatoken.train.identity")
-    shared, changed, processes, free = RESUMED[name]
-    before = {**RUN, **shared}
-    now = {**before, **changed}
-    differing = identity.differences({"options": before}, {"options": now})
-    assert differing.keys() == changed.keys()
-    allowed = identity.rounding_only(before, now, processes)
-    assert (differing.keys() <= allowed) == free, f"{name}: {sorted(allowed)}"
+    refused, noted = identity.apart(FACTS, {**FACTS, **changed}, allowed)
+    assert (bool(refused), bool(noted)) == (done == "refused", done == "noted"), name
 
 
-ENDED: dict[str, tuple[dict[str, Any], int | None, bool, int, bool]] = {
-    "the same": ({}, 8, True, 1, True),
-    "cut off after its last checkpoint": ({}, None, True, 1, False),
-    "without its model": ({}, 8, False, 1, False),
-    "two processes": ({}, 8, True, 2, False),
-    "other rows": ({"train_dataset": "other rows"}, 8, True, 1, False),
-    "learning rate": ({"options": {**RUN, "learning_rate": 2e-3}}, 8, True, 1, False),
-    "checkpointing": ({"options": {**RUN, "gradient_checkpointing": True}}, 8, True, 1, True),
+ENDED: dict[str, tuple[dict[str, Any], int | None, bool, bool]] = {
+    "the same": ({}, 8, True, True),
+    "cut off after its last checkpoint": ({}, None, True, False),
+    "without its model": ({}, 8, False, False),
+    "two processes": ({"processes": 2}, 8, True, False),
+    "other rows": (OTHER_ROWS, 8, True, False),
+    "learning rate": (FASTER, 8, True, False),
+    "checkpointing": (CHECKPOINTED, 8, True, True),
 }
-"""What is asked for otherwise, the step that the run ended with, whether its model is written,
-processes now, and whether nothing is left to do."""
+"""What is asked for otherwise, the step that the run ended with, whether its model is written, and
+whether nothing is left to do."""
 
 
 def check_a_finished_run_is_known(name: str) -> None:
     """A run that ended with its model written is left as it is exactly where all that its result
     depends on is the same but for rounding, processes included."""
     resume, manifest = map(import_module, ("alphatoken.train.resume", "alphatoken.train.manifest"))
-    changed, ended, written, processes, nothing_left = ENDED[name]
-    before = {"options": RUN, "train_dataset": "these rows"}
+    changed, ended, written, nothing_left = ENDED[name]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "checkpoint-8").mkdir()
-        seal = manifest.Manifest(8, "a run", 1, True, before, {})
+        seal = manifest.Manifest(8, "a run", True, FACTS)
         manifest.write_manifest(folder / "checkpoint-8", seal)
-        resume.note_run(folder, "a run", before, {})
+        resume.note_run(folder, "a run", FACTS)
         if ended is not None:
             resume.note_finished(folder, ended)
         if written:
             (folder / "model.safetensors").touch()
-        found = resume.finished_step(folder, lambda: {**before, **changed}, processes)
+        found = resume.finished_step(folder, lambda: {**FACTS, **changed})
     assert found == (8 if nothing_left else None), f"{name}: {found}"
 
 
