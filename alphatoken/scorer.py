@@ -27,10 +27,12 @@ from alphatoken.estimate.columns import Columns, Side, contract_columns
 from alphatoken.estimate.estimators import SWITCHED
 from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches
-from alphatoken.model.capture import Scope, is_compiled, is_wrapper, record
+from alphatoken.model.capture import record
 from alphatoken.model.fingerprint import settings_of, trained_of
 from alphatoken.model.head import watch_head
+from alphatoken.model.modes import is_compiled, is_wrapper
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.scoring.observed import Observed
 from alphatoken.scoring.passes import Pass, Weights

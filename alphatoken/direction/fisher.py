@@ -40,14 +40,11 @@ from alphatoken.errors import (
     NumericalError,
     UnsupportedError,
 )
-from alphatoken.model.capture import (
-    Scope,
-    evaluation_mode,
-    graph_from_layer,
-    used_outside,
-)
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.model.partial_forward import graph_from_layer
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.scope import Scope, used_outside
 from alphatoken.model.token_ids import require_rows
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import ProgressSink, Tracker

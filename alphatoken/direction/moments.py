@@ -14,8 +14,10 @@ from torch import Tensor
 
 from alphatoken.errors import NumericalError
 from alphatoken.estimate.proofs import compare_gradients
-from alphatoken.model.capture import LinearUse, Recorder, Scope, record
+from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.scope import Scope
+from alphatoken.model.uses import LinearUse
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = ["DiagonalMoments", "KroneckerMoments"]

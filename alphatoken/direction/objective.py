@@ -20,14 +20,16 @@ from torch import Tensor
 
 from alphatoken.errors import InputError, ModelError, NumericalError
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
+from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import (
     LabelledBatch,
     PreferenceBatch,
     read_batch,
     require_finite,
 )
-from alphatoken.model.capture import Recorder, accumulate_errors, evaluation_mode, graph_from_layer
-from alphatoken.model.partial_forward import Start, losses_from, remember_start
+from alphatoken.model.capture import Recorder
+from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.partial_forward import Start, graph_from_layer, losses_from, remember_start
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding

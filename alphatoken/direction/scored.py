@@ -10,9 +10,9 @@ from torch import Tensor
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.estimate.proofs import require_covered
-from alphatoken.model.capture import Scope, used_outside
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.scope import Scope, used_outside
 from alphatoken.model.sharding import Sharding
 
 __all__ = ["ScoredParameters", "choose_parameters"]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
 from alphatoken.model.batch import LabelledBatch, documents_in_rows, token_losses
-from alphatoken.model.capture import evaluation_mode, graph_from_layer, hidden_of, with_hidden
+from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.partial_forward import graph_from_layer, hidden_of, with_hidden
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = ["argument_kinds", "prove_causality"]

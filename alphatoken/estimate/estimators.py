@@ -23,13 +23,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alphatoken.model.capture import (
-    AttentionUse,
-    DeltaUse,
-    Recorder,
-    accumulate_errors,
-    stream_errors,
-)
+from alphatoken.model.backward import accumulate_errors, stream_errors
+from alphatoken.model.capture import Recorder
+from alphatoken.model.uses import AttentionUse, DeltaUse
 
 __all__ = [
     "CAPTURED",

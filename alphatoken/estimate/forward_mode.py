@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
 from alphatoken.model.attention import forward_mode_attention
 from alphatoken.model.batch import LabelledBatch, require_finite
-from alphatoken.model.capture import evaluation_mode
 from alphatoken.model.head import HeadUse
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.partial_forward import Start, can_start_at, start_at
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.model.response_losses import response_losses

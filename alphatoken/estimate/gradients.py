@@ -9,8 +9,9 @@ from torch import Tensor
 
 from alphatoken.estimate import contraction
 from alphatoken.estimate.columns import uses_by_weight
-from alphatoken.model.capture import LinearUse, Recorder
+from alphatoken.model.capture import Recorder
 from alphatoken.model.protocol import ScoredExperts
+from alphatoken.model.uses import LinearUse
 from alphatoken.support.precision import full_precision
 
 __all__ = ["captured_gradients", "gradient_of"]

@@ -28,10 +28,13 @@ from alphatoken.estimate.causality import argument_kinds, prove_causality
 from alphatoken.estimate.derivatives import prove_derivatives
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
+from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.batch_slice import around_documents, around_responses, real_tokens
-from alphatoken.model.capture import Recorder, Scope, accumulate_errors, evaluation_mode, record
+from alphatoken.model.capture import Recorder, record
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.finite import refuse_first
 

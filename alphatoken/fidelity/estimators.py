@@ -49,7 +49,7 @@ from alphatoken.fidelity.tokenwise import (
 )
 from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.model.batch import read_batch
-from alphatoken.model.capture import resolve_layers
+from alphatoken.model.scope import resolve_layers
 from alphatoken.select.masks import keep_count
 
 __all__ = ["Options", "Prices", "agreement", "diagnose", "kept_share", "spread", "windows_of"]

@@ -13,7 +13,7 @@ from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import IGNORE, read_batch, token_losses
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 
 __all__ = ["Calibration", "Planted", "calibration", "plant"]
 

@@ -25,8 +25,9 @@ from torch import Tensor
 from alphatoken.errors import UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import LabelledBatch
-from alphatoken.model.capture import evaluation_mode, resolve_layers
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
+from alphatoken.model.scope import resolve_layers
 
 __all__ = [
     "SeenCall",

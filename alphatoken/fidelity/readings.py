@@ -35,9 +35,11 @@ from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.estimate.token_values import assign_columns
 from alphatoken.fidelity.subject import Subject
+from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
-from alphatoken.model.capture import Recorder, accumulate_errors, evaluation_mode, record
+from alphatoken.model.capture import Recorder, record
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.scorer import Scorer
 
 __all__ = [

@@ -40,8 +40,8 @@ from alphatoken.fidelity.sweeps import (
     weight_sweep,
 )
 from alphatoken.fidelity.valuing import scorer_for, with_estimator
-from alphatoken.model.capture import find_scope, resolve_layers
 from alphatoken.model.protocol import find_adapter
+from alphatoken.model.scope import find_scope, resolve_layers
 from alphatoken.select.masks import keep_count
 
 __all__ = ["Options", "diagnose", "layer_choices"]

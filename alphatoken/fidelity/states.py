@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ModelError, require_choice
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, token_losses
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.progress import Tracker
 

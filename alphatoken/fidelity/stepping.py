@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, NumericalError, require_choice
 from alphatoken.model.batch import LabelledBatch, read_batch
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.support.precision import blocks

@@ -45,7 +45,7 @@ from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw_short, token_gradients
 from alphatoken.model.batch import LabelledBatch
-from alphatoken.model.capture import resolve_layers
+from alphatoken.model.scope import resolve_layers
 from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
 

@@ -39,7 +39,7 @@ from alphatoken.fidelity.pairs import (
 from alphatoken.fidelity.registry import find
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import read_batch, to_label_position
-from alphatoken.model.capture import mixers_without_rule
+from alphatoken.model.scope import mixers_without_rule
 
 __all__ = ["Options", "collect_pairs", "diagnose", "training_records"]
 

@@ -13,14 +13,16 @@ training step meets these files in this order:
    losses of the labels a block of positions at a time, of logits that somebody has formed;
    :mod:`~alphatoken.model.head` takes them at the output head, with its error, a block of the
    vocabulary at a time. :mod:`~alphatoken.model.response_losses` does so in forwards of our own.
-3. :mod:`~alphatoken.model.capture` records the input ``x`` of every scored linear map in a
-   forward that the model does not notice, and the errors ``delta = d(loss)/d(output)`` in a
-   backward.
+3. :mod:`~alphatoken.model.scope` chooses the scored linear maps.
+   :mod:`~alphatoken.model.capture` records the input ``x`` of each of them in a forward that the
+   model does not notice (:mod:`~alphatoken.model.uses` is what it keeps of a call), and
+   :mod:`~alphatoken.model.backward` takes the errors ``delta = d(loss)/d(output)``.
 4. :mod:`~alphatoken.model.attention` is softmax attention whose backward can be cut to the
    position itself; from its probabilities come Value-Propagation's banded weights.
 5. :mod:`~alphatoken.model.fingerprint` tells whether anything that values depend on has changed.
-6. :mod:`~alphatoken.model.partial_forward` begins a second forward at the first scored layer,
-   whose input the first one has remembered.
+6. :mod:`~alphatoken.model.partial_forward` builds the graph from the first scored layer on, and
+   begins a second forward there, whose input the first one has remembered;
+   :mod:`~alphatoken.model.modes` puts the model into evaluation mode and back.
 
 :mod:`~alphatoken.model.layer_choice` reads which layers are scored,
 :mod:`~alphatoken.model.sharding` says what the core must know of weights that are spread over

@@ -21,8 +21,8 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
-from alphatoken.model.capture import Scope, find_scope, resolve_layers
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.scope import Scope, find_scope, resolve_layers
 
 __all__ = ["ParameterChoice"]
 

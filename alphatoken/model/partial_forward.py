@@ -1,7 +1,7 @@
-"""Forwards that skip the trunk, the layers below the first scored one, whose output is known.
+"""Forwards of which only the part from the first scored layer on has a graph, or runs at all.
 
-A scoring pass changes nothing below the first scored layer, so where a forward on the same tokens
-has run before, the layers below need not run again. Two places use it: label values, whose dual
+The layers below are the trunk. A scoring pass changes nothing in it, so where a forward on the same
+tokens has run before, the trunk need not run again. Two places use it: label values, whose dual
 forward follows a training forward, and DPO's objective, which needs two forwards of each branch.
 Whether the model allows it is not taken for granted: the token losses of the shortened forward are
 compared with the known ones, and where they differ the whole forward is run.
@@ -9,7 +9,7 @@ compared with the known ones, and where they differ the whole forward is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +17,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.model.capture import hidden_of, with_hidden
 from alphatoken.model.head import rounding_tolerance
 from alphatoken.model.protocol import DecoderAdapter
 
-__all__ = ["Start", "can_start_at", "losses_from", "remember_start", "start_at"]
+__all__ = [
+    "Start",
+    "can_start_at",
+    "graph_from_layer",
+    "hidden_of",
+    "losses_from",
+    "remember_start",
+    "start_at",
+    "with_hidden",
+]
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden states among the arguments of a decoder block."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a decoder block with these hidden states in place of its own."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # A block that is used at two depths is entered twice; gradients are on since the first time,
+    # and a second cut would take the graph between the two away.
+    if torch.is_grad_enabled():
+        return None
+    # Gradients stay on for all that follows in this forward, the head included;
+    # ``torch.no_grad`` in ``graph_from_layer`` puts the caller's setting back at the end.
+    torch.set_grad_enabled(True)
+    return with_hidden(args, kwargs, hidden_of(args, kwargs).detach().requires_grad_())
+
+
+@contextmanager
+def graph_from_layer(adapter: DecoderAdapter, first: int) -> Iterator[None]:
+    """Build the graph from the input of layer ``first`` on; the layers below leave none.
+
+    Inside, gradients are off until that decoder block is entered, which saves the activations of
+    the layers below. The block's input is then detached and made to require gradients, so that
+    errors exist even where the weights between two scored linears are frozen.
+    """
+    block = adapter.layers()[first]
+    handle = block.register_forward_pre_hook(_cut, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        handle.remove()
 
 
 @dataclass

@@ -26,7 +26,7 @@ from alphatoken.estimate.proofs import CaptureCheck
 from alphatoken.estimate.token_values import assign_columns, combine
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
-from alphatoken.model.capture import draws
+from alphatoken.model.modes import draws
 from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores

@@ -23,8 +23,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from alphatoken.errors import InputError, NumericalError, require_choice
-from alphatoken.model.capture import LinearUse
 from alphatoken.model.protocol import ScoredExperts
+from alphatoken.model.uses import LinearUse
 from alphatoken.select.masks import check_values, keep_count
 from alphatoken.support.precision import full_precision, wide
 

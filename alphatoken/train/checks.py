@@ -17,10 +17,10 @@ from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
 from alphatoken.fidelity.pairs import softmax_layers
-from alphatoken.model.capture import Scope
 from alphatoken.model.layer_choice import layers_within, read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.scope import Scope
 from alphatoken.train.layouts import SHARDED, check_layout, layout
 from alphatoken.train.loading import limits_of
 from alphatoken.train.policy import TokenPolicy

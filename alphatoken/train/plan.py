@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alphatoken.model.capture import Scope
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
+from alphatoken.model.scope import Scope
 from alphatoken.train.checks import Given, check_run, check_watch
 from alphatoken.train.policy_names import chosen_policy
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, CoverageError
-from alphatoken.model.capture import resolve_layers
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import find_adapter
+from alphatoken.model.scope import resolve_layers
 from alphatoken.scorer import Scorer
 from alphatoken.train.checks import check_lengths, check_pool
 from alphatoken.train.datasets import plain_rows

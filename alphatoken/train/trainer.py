@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask, token_losses
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
 from alphatoken.train.options import AlphaOptions

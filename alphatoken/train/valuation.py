@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.objective import forward_losses, weighted_losses
 from alphatoken.model.batch import PreferenceBatch
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
 from alphatoken.train.distributed import Ranks, even_micro_batches

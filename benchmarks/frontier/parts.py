@@ -23,7 +23,8 @@ from torch.func import functional_call, jvp, vjp, vmap
 
 from alphatoken.errors import ModelError
 from alphatoken.model.batch import LabelledBatch
-from alphatoken.model.capture import evaluation_mode, hidden_of, with_hidden
+from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.partial_forward import hidden_of, with_hidden
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 
 __all__ = ["Parts", "norm_groups", "part_names", "part_values"]

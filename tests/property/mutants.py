@@ -746,7 +746,7 @@ OWN = (
         "named-parameters-of-the-scored-layers-alone",
         "what names choose is left out where linears are chosen too",
         (
-            "model.capture.Scope.parameters",
+            "model.scope.Scope.parameters",
             "return chosen | {name: p for name, p in self.named.items() if id(p) not in known}",
             "return chosen or dict(self.named)",
         ),
@@ -995,7 +995,7 @@ OWN = (
     mutant(
         "errors-beside-the-way-forgotten",
         "a linear that no other one's error passes is not asked for by itself",
-        ("model.capture.stream_errors", "if i not in seen]", "if False]"),
+        ("model.backward.stream_errors", "if i not in seen]", "if False]"),
         claim(options.check_errors_streamed_are_the_errors_kept, DEEP, True),
     ),
     mutant(
@@ -1427,7 +1427,7 @@ OWN = (
     mutant(
         "modes-not-put-back",
         "the user's model stays in evaluation mode",
-        ("model.capture.evaluation_mode", "module.training = flag", "pass"),
+        ("model.modes.evaluation_mode", "module.training = flag", "pass"),
         claim(scoring.check_model_is_left_alone, small(), "direct"),
     ),
     mutant(

@@ -211,7 +211,7 @@ MUTANTS = (
         "delta-window-off-by-one",
         "a position more than the window",
         (
-            "model.capture.DeltaUse.propagated",
+            "model.uses.DeltaUse.propagated",
             "None if window is None else window - j)",
             "None if window is None else window - j + 1)",
         ),
@@ -221,7 +221,7 @@ MUTANTS = (
         "delta-window-from-the-value",
         "the window begins at the value that a tap reaches",
         (
-            "model.capture.DeltaUse.propagated",
+            "model.uses.DeltaUse.propagated",
             "None if window is None else window - j)",
             "window)",
         ),
@@ -230,14 +230,14 @@ MUTANTS = (
     mutant(
         "delta-own-position-propagated",
         "the read of the own write counts as direct and as causal",
-        ("model.capture.DeltaUse.propagated", "(int(j == 0),", "(0,"),
+        ("model.uses.DeltaUse.propagated", "(int(j == 0),", "(0,"),
         PROPAGATED,
         VALUES,
     ),
     mutant(
         "delta-write-of-a-tap-left-out",
         "what a tap brings to a later position is not read there",
-        ("model.capture.DeltaUse.propagated", "(int(j == 0),", "(1,"),
+        ("model.uses.DeltaUse.propagated", "(int(j == 0),", "(1,"),
         PROPAGATED,
     ),
     mutant(

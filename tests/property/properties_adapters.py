@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.model.capture import mixers_without_rule
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.model.scope import mixers_without_rule
 from tests.property.architectures import BY_NAME, MIXER, VOCABULARY
 from tests.property.decoder import explicit_attention
 from tests.property.properties_proofs import refusal

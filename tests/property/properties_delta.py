@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alphatoken.model import attention, convolution, delta_rule
-from alphatoken.model.capture import ConvolutionUse, DeltaUse
 from alphatoken.model.protocol import ConvolutionCall, DeltaCall
+from alphatoken.model.uses import ConvolutionUse, DeltaUse
 from alphatoken.oracle import delta_net
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close

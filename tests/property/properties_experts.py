@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.estimate import contraction
 from alphatoken.estimate.gradients import captured_gradients
-from alphatoken.model.capture import accumulate_errors, record
+from alphatoken.model.backward import accumulate_errors
+from alphatoken.model.capture import record
 from alphatoken.model.experts import routed_experts
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence

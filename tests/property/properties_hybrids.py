@@ -17,8 +17,9 @@ from transformers import Qwen3_5ForCausalLM
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import UnsupportedError
 from alphatoken.model import delta_dispatch
-from alphatoken.model.capture import find_scope, record
+from alphatoken.model.capture import record
 from alphatoken.model.protocol import find_adapter
+from alphatoken.model.scope import find_scope
 from alphatoken.oracle import gradients, influence
 from alphatoken.oracle.influence import Influence
 from tests.property.architectures import BY_NAME, VOCABULARY, Architecture, plain_forward

@@ -7,7 +7,7 @@ import torch
 
 from alphatoken.fidelity import collected_pairs, pairs
 from alphatoken.model.batch import to_label_position
-from alphatoken.model.capture import hidden_of
+from alphatoken.model.partial_forward import hidden_of
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import jacobian
 from tests.property.decoder import DecoderConfig, ReferenceDecoder

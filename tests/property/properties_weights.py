@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from alphatoken.estimate import estimators
 from alphatoken.model import batch as batches
-from alphatoken.model import capture
+from alphatoken.model.capture import record
+from alphatoken.model.partial_forward import graph_from_layer
 from alphatoken.model.protocol import ScoredLinear
+from alphatoken.model.scope import find_scope
+from alphatoken.model.uses import LinearUse
 from alphatoken.oracle import gradients, influence
 from alphatoken.select import interaction, weights
 from alphatoken.select import masks as selection
@@ -157,9 +160,9 @@ class GramCase:
             for name in names
         }
 
-    def uses(self) -> tuple[list[capture.LinearUse], list[Tensor | None]]:
+    def uses(self) -> tuple[list[LinearUse], list[Tensor | None]]:
         parameters = self.parameters()
-        uses: list[capture.LinearUse] = []
+        uses: list[LinearUse] = []
         errors: list[Tensor | None] = []
         for index, kind in enumerate(self.sharing):
             weight, bias = parameters.get(kind.lower(), next(iter(parameters.values())))
@@ -167,7 +170,7 @@ class GramCase:
             module.weight, module.bias = weight, bias
             linear = ScoredLinear(f"use{index}", module, 0, transposed=kind.isupper())
             x, delta = (self.integers(2 * index + j) for j in (0, 1))
-            uses.append(capture.LinearUse(linear, x, delta, index))
+            uses.append(LinearUse(linear, x, delta, index))
             errors.append(None if kind == "-" else delta)
         return uses, errors
 
@@ -234,10 +237,10 @@ def recorded(
 ) -> Tensor:
     """What ``take`` makes of the self-only errors of one recorded forward."""
     adapter = ReferenceAdapter(model)
-    scope = capture.find_scope(adapter, setup.layers)
+    scope = find_scope(adapter, setup.layers)
     mask = response_mask(gradients.known_labels(batch))
-    with capture.record(adapter, scope) as recorder:
-        with capture.graph_from_layer(adapter, scope.first):
+    with record(adapter, scope) as recorder:
+        with graph_from_layer(adapter, scope.first):
             logits = adapter.forward({k: v for k, v in batch.items() if k != "labels"})
         loss = batches.token_losses(logits, gradients.known_labels(batch)).sum()
         errors = estimators.token_errors(

@@ -14,9 +14,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from alphatoken import Scorer, ScorerConfig, fit_fisher
 from alphatoken.errors import ConfigError, CoverageError, ModelError, UnsupportedError
-from alphatoken.model.capture import find_scope
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import ScoredExperts, find_adapter
+from alphatoken.model.scope import find_scope
 from alphatoken.oracle import gradients, influence
 from alphatoken.oracle.experts import copied_per_position, expert_influence
 from tests.property import properties_experts as claims

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from alphatoken import InputError, NumericalError
 from alphatoken.estimate import estimators
 from alphatoken.model import batch as batches
-from alphatoken.model import capture
+from alphatoken.model.capture import record
 from alphatoken.model.protocol import find_adapter
+from alphatoken.model.scope import find_scope
+from alphatoken.model.uses import LinearUse
 from alphatoken.oracle import gradients, influence
 from alphatoken.select import interaction
 from tests.property import properties_weights as claims
@@ -93,8 +95,8 @@ def test_the_two_factors_of_lora() -> None:
 
     model = adapted()
     adapter = find_adapter(model)
-    scope = capture.find_scope(adapter, 2)
-    with capture.record(adapter, scope) as recorder:
+    scope = find_scope(adapter, 2)
+    with record(adapter, scope) as recorder:
         logits = adapter.forward({k: v for k, v in BATCH.items() if k != "labels"})
         loss = batches.token_losses(logits, BATCH["labels"]).sum()
         errors = estimators.token_errors(
@@ -124,9 +126,7 @@ def test_the_two_factors_of_lora() -> None:
 def test_half_precision_factors_are_multiplied_in_float32() -> None:
     case = GramCase(2, 6, 3, "aA", 3)
     uses, errors = case.uses()
-    narrow = [
-        capture.LinearUse(u.linear, u.x.bfloat16(), u.s.bfloat16(), u.execution) for u in uses
-    ]
+    narrow = [LinearUse(u.linear, u.x.bfloat16(), u.s.bfloat16(), u.execution) for u in uses]
     with torch.autocast("cpu", torch.bfloat16):
         found = interaction.token_gram(narrow, [e.bfloat16() for e in errors], case.mask())
     assert found.dtype == torch.float32

@@ -16,7 +16,7 @@ from alphatoken.estimate import proofs
 from alphatoken.estimate.causality import prove_causality
 from alphatoken.estimate.derivatives import _tolerance
 from alphatoken.model.batch import documents_in_rows, read_batch
-from alphatoken.model.capture import draws
+from alphatoken.model.modes import draws
 from tests.property import properties_proofs as claims
 from tests.property.architectures import BY_NAME
 from tests.property.decoder import ReferenceAdapter

@@ -25,8 +25,9 @@ from transformers.pytorch_utils import Conv1D
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
-from alphatoken.model.capture import find_scope, record
+from alphatoken.model.capture import record
 from alphatoken.model.protocol import find_adapter
+from alphatoken.model.scope import find_scope
 from alphatoken.oracle import gradients, influence, propagation
 from alphatoken.oracle.influence import Influence, Use
 from tests.property.architectures import (

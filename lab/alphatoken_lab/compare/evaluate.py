@@ -36,7 +36,7 @@ from alphatoken.data import (
 )
 from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import ProgressSink, Tracker

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from alphatoken.errors import ModelError
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 
 __all__ = ["answers", "prompt_ids"]
 

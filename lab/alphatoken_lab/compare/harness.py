@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken_lab.compare.code_tasks import given_answers, require_container, score_in_container
 from alphatoken_lab.compare.measures import Measures, Score
 

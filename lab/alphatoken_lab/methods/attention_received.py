@@ -15,8 +15,8 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.attention import AttentionStatistics
-from alphatoken.model.capture import resolve_layers
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.model.scope import resolve_layers
 
 __all__ = ["HEADS", "QUERIES", "receiving"]
 

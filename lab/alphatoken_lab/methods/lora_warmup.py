@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import Tracker

@@ -30,7 +30,7 @@ from alphatoken.model.batch import (
     label_mask,
     predicted_labels,
 )
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.select.masks import keep_count

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError, require_choice
 from alphatoken.model.batch import label_mask, token_losses
-from alphatoken.model.capture import evaluation_mode
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings
 from alphatoken_lab.methods.attribution import forward_inputs, gradient_attribution
