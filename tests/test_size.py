@@ -26,15 +26,15 @@ ROOMS = {
     "scoring": 703,
     "select": 990,
     "support": 596,
-    "train": 12_536,
+    "train": 12_398,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_506,
-    "compare": 4_022,
-    "methods": 4_473,
+    "commands": 2_505,
+    "compare": 4_029,
+    "methods": 4_395,
     "paper": 814,
 }
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_681), ("tests", 70_737)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_681), ("tests", 70_674)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -23,7 +23,7 @@ from alphatoken.cli.recipes import Recipe, close_to, joined, packaged_file, reci
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.policy_names import unread_options
+from alphatoken.train.policies import unread_options
 
 __all__ = ["Arguments", "DataArguments", "RunArguments", "full_help", "read_arguments"]
 

@@ -16,7 +16,7 @@ from alphatoken.data.source import find_source
 from alphatoken.data.split import check_draw
 from alphatoken.errors import ConfigError
 from alphatoken.train.checks import Given, check_pool
-from alphatoken.train.policy_names import chosen_policy
+from alphatoken.train.policies import chosen_policy
 
 __all__ = ["HeldOut", "RunData", "check_rows", "count_rows", "held_out", "load_run_data"]
 

@@ -33,8 +33,8 @@ from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form, uses_temp
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.sft import padded_batch
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]

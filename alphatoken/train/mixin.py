@@ -55,8 +55,8 @@ from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import CURVES, TrainMonitor
 from alphatoken.train.pair_watch import pair_watch
+from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.policy_names import chosen_policy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
 from alphatoken.train.prepared import check_prepared, refusals_named
 from alphatoken.train.records import RunRecords

@@ -15,13 +15,13 @@ from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.train.fields import AlphaFields
-from alphatoken.train.policy import PolicySettings
-from alphatoken.train.policy_names import (
+from alphatoken.train.policies import (
+    STANDS_FOR,
     TRAINER_POLICIES,
     chosen_policy,
     read_policy_options,
-    trainer_fields,
 )
+from alphatoken.train.policy import PolicySettings
 from alphatoken.train.refused_settings import refused_early
 
 __all__ = ["AlphaOptions"]
@@ -80,12 +80,8 @@ class AlphaOptions(AlphaFields):
         arguments = read_policy_options(self.policy_options)
         if self.policy == "dpo" and self.FAMILY != "preference":
             raise ConfigError("policy='dpo' is DPO's own loss", remedy="AlphaDPOTrainer")
-        if self.policy not in TRAINER_POLICIES:
-            fields = trainer_fields(self.policy, arguments)
-            if fields is not None:
-                for name, value in fields.items():
-                    setattr(self, name, value)
-                self.policy_options, arguments = None, {}
+        for name, value in STANDS_FOR.get(self.policy, {}).items():
+            setattr(self, name, value)
         if self.policy in TRAINER_POLICIES and arguments:
             raise ConfigError(
                 f"policy='{self.policy}' takes no options of its own",

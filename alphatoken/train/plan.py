@@ -15,7 +15,7 @@ from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.model.scope import Scope
 from alphatoken.train.checks import Given, check_run, check_watch
-from alphatoken.train.policy_names import chosen_policy
+from alphatoken.train.policies import chosen_policy
 
 __all__ = ["Layout", "Plan", "make_plan"]
 

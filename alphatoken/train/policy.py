@@ -35,7 +35,6 @@ __all__ = ["MODES", "Needs", "PolicyBatch", "PolicySettings", "PolicyStage", "To
 
 MODES = ("native", "budget")
 ROUNDINGS = ("floor", "ceil")
-SCOPES = ("dataset", "batch", "sequence")
 
 
 @dataclass(frozen=True)
@@ -69,26 +68,16 @@ class PolicySettings:
         mode: "native": the published rule, whose share of tokens is an outcome; "budget": the
             same score, the best ``keep_ratio`` of the tokens.
         keep_ratio: rho, the budget.
-        scope: tokens ranked together: "dataset" (static scores), "batch" or "sequence"; None for
-            what was published.
-        rounding: of rho N, "floor" or "ceil"; None for what was published.
         seed: of random choices.
     """
 
     mode: str = "native"
     keep_ratio: float = 0.5
-    scope: str | None = None
-    rounding: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check each once."""
-        for name, given, allowed in (
-            ("policy_mode", self.mode, MODES),
-            ("scope", self.scope, (None, *SCOPES)),
-            ("rounding", self.rounding, (None, *ROUNDINGS)),
-        ):
-            require_choice(name, given, allowed)
+        require_choice("policy_mode", self.mode, MODES)
         if not 0 < self.keep_ratio <= 1:
             raise ConfigError("keep_ratio must lie in (0, 1]", got=repr(self.keep_ratio))
 
@@ -176,8 +165,8 @@ class TokenPolicy:
         family: "sft", "preference", or "both".
         published_loss: "cross_entropy", "dpo" or "simpo".
         needs: see ``Needs``.
-        scope: published, see ``PolicySettings``.
-        rounding: published.
+        scope: tokens ranked together: "dataset" (static scores), "batch" or "sequence".
+        rounding: of rho N, "floor" or "ceil".
         native_ratio: the published budget, where the rule is one; None for other rules.
         static: weights follow from columns, labels and mask alone, so that they are known before
             the forward.
@@ -268,14 +257,13 @@ class TokenPolicy:
                 batch.mask[rows],
                 ratio,
                 scope=self._ranked,
-                rounding=self.settings.rounding or self.rounding,
+                rounding=self.rounding,
             )
         return kept.to(batch.log_probs.dtype)
 
     @property
     def _ranked(self) -> str:
-        scope = self.settings.scope or self.scope
-        return "sequence" if scope == "sequence" else "batch"
+        return "sequence" if self.scope == "sequence" else "batch"
 
     def weights(self, batch: PolicyBatch) -> Tensor:
         """(b, t), in the mode that was asked for; 0 off the response.
@@ -314,11 +302,10 @@ class TokenPolicy:
             if kind.budget_weights is not TokenPolicy.budget_weights:
                 return None
             ratio = self.settings.keep_ratio
-        rounding = self.settings.rounding or self.rounding
         counts = [batch.mask[rows].sum(-1).tolist() for rows in batch.pools]
         if self._ranked == "batch":
             counts = [[sum(rows)] for rows in counts]
-        total = sum(keep_count(ratio, n, rounding=rounding) for rows in counts for n in rows)
+        total = sum(keep_count(ratio, n, rounding=self.rounding) for rows in counts for n in rows)
         return torch.tensor(float(total))
 
     def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor | None:

@@ -24,7 +24,7 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
-from alphatoken.train.policies.by_value import AlphaToken
+from alphatoken.train.policies import STANDS_FOR
 from alphatoken.train.policies.standard import DPO, Random, Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
@@ -34,7 +34,6 @@ from tests.integration.distributed.compare import same_weights
 from tests.integration.distributed.launch import launch
 from tests.integration.killed_run import Moment, Run, finish, kill
 from tests.integration.tiny_training import (
-    ALPHA,
     furthest,
     lora,
     losses,
@@ -298,30 +297,11 @@ def test_random_by_name_and_as_an_object(tmp_path: Path) -> None:
     assert logged(one, "kept_share") == logged(two, "kept_share")
 
 
-@pytest.mark.slow
-def test_alphatoken_by_name_is_top(tmp_path: Path) -> None:
-    """The name, an order and a variant stand for the trainers' own options."""
-    shared = {**ALPHA, "fisher_cache": str(tmp_path / "fisher"), "retention": "none"}
-    rows = sft_rows(24, seed=5)
-    pairs = [
-        ({"args_policy": "alphatoken"}, {}),
-        (
-            {"args_policy": "alphatoken", "policy_options": '{"order": "bottom", "window": 4}'},
-            {"args_policy": "bottom", "window": 4},
-        ),
-        (
-            {"args_policy": "label", "policy_options": {"objective": "adaptation"}},
-            {"estimator": "label", "objective": "adaptation"},
-        ),
-    ]
-    for name, own in pairs:
-        ends = []
-        for more in (name, own):
-            trainer = sft(tmp_path / "run", validation_dataset=rows, **shared, **more)
-            trainer.train()
-            ends.append(trainer)
-        assert furthest(*ends) == 0.0
-        assert ends[0].args.policy == ends[1].args.policy
+def test_names_that_stand_for_options(tmp_path: Path) -> None:
+    for name, stands_for in STANDS_FOR.items():
+        kind = AlphaDPOConfig if name == "dpo" else AlphaSFTConfig
+        made = kind(**options(tmp_path, policy=name))
+        assert {one: getattr(made, one) for one in stands_for} == stands_for
 
 
 def test_transformers_trainer_takes_policies(tmp_path: Path) -> None:
@@ -558,8 +538,7 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, args_policy="talr", policy_options="[1]"), "by name"),
         (lambda d: sft(d, args_policy="talr", policy_options={"to": 1}), "does not take"),
         (lambda d: sft(d, args_policy="top", policy_options={"to": 1}), "no options of its own"),
-        (lambda d: sft(d, args_policy="alphatoken", policy_options={"to": 1}), "no such variant"),
-        (lambda d: sft(d, args_policy="label", policy_options={"order": "up"}), "order"),
+        (lambda d: sft(d, args_policy="label", policy_options={"to": 1}), "no options of its own"),
         (lambda d: sft(d, args_policy="talr", policy_mode="soft"), "policy_mode"),
         (lambda d: sft(d, args_policy="talr", keep_scope="global"), "keep_scope"),
         (
@@ -578,7 +557,6 @@ def streamed() -> IterableDataset:
         (lambda d: dpo(d, examples.OwnDPO, precompute_ref_log_probs=True), "precompute"),
         (lambda d: dpo(d, examples.NoLoss).train(), "gave no loss"),
         (lambda d: sft(d, DPO), "preference pairs"),
-        (lambda d: sft(d, AlphaToken), "trainer's own"),
     ],
 )
 def test_bad_input(tmp_path: Path, make: Any, match: str) -> None:

@@ -273,34 +273,30 @@ def test_fingerprint_of_rows() -> None:
     sizes=st.lists(st.integers(1, 7), min_size=1, max_size=5),
     seed=st.integers(0, 2**16),
     percent=st.integers(1, 100),
-    scope=st.sampled_from(["dataset", "sequence"]),
     rounding=st.sampled_from(["floor", "ceil"]),
 )
 def test_the_best_of_all_by_brute_force(
-    sizes: list[int], seed: int, percent: int, scope: str, rounding: str
+    sizes: list[int], seed: int, percent: int, rounding: str
 ) -> None:
     found = table(sizes)
     # few values, so that there are ties
     scores = np.random.default_rng(seed).integers(0, 4, sum(sizes)).astype(np.float64)
-    ends = np.cumsum([0, *sizes]).tolist()
-    groups = list(itertools.pairwise(ends)) if scope == "sequence" else [(0, ends[-1])]
-    expected = [False] * ends[-1]
-    for a, b in groups:
-        exact = Fraction(percent, 100) * (b - a)
-        count = math.floor(exact) if rounding == "floor" else math.ceil(exact)
-        for i in sorted(range(a, b), key=lambda i: (-scores[i], i))[:count]:
-            expected[i] = True
+    expected = [False] * sum(sizes)
+    exact = Fraction(percent, 100) * sum(sizes)
+    count = math.floor(exact) if rounding == "floor" else math.ceil(exact)
+    for i in sorted(range(sum(sizes)), key=lambda i: (-scores[i], i))[:count]:
+        expected[i] = True
     if any(expected):
-        assert keep_best(found, scores, percent / 100, scope, rounding).tolist() == expected
+        assert keep_best(found, scores, percent / 100, rounding).tolist() == expected
     else:
         with pytest.raises(DataError, match="keeps no token"):
-            keep_best(found, scores, percent / 100, scope, rounding)
+            keep_best(found, scores, percent / 100, rounding)
 
 
 def test_ratios_are_decimal_numbers() -> None:
     found = table([100])
     for rounding in ("floor", "ceil"):
-        assert keep_best(found, np.arange(100.0), 0.55, "dataset", rounding).sum() == 55
+        assert keep_best(found, np.arange(100.0), 0.55, rounding).sum() == 55
 
 
 def test_bad_selections_are_refused() -> None:
@@ -308,7 +304,7 @@ def test_bad_selections_are_refused() -> None:
     for ratio in (0.0, 1.5, -1.0):
         with pytest.raises(InputError, match="ratio"):
             keep_best(found, np.zeros(8), ratio)
-    with pytest.raises(InputError, match="scope"):
+    with pytest.raises(InputError, match="rounding"):
         keep_best(found, np.zeros(8), 0.5, "batch")
     with pytest.raises(InputError, match="one score a token"):
         keep_best(found, np.zeros(7), 0.5)
@@ -328,9 +324,8 @@ class Falling(StaticMask):
         return table.spread(np.arange(len(table)) * 10.0) - table.positions
 
 
-@pytest.mark.parametrize("scope", ["dataset", "sequence", "batch"])
-def test_a_budget_in_every_scope(tmp_path: Path, scope: str) -> None:
-    policy = Falling(PolicySettings("budget", 0.5, scope=scope, rounding="floor"))
+def test_a_budget_of_the_data_set(tmp_path: Path) -> None:
+    policy = Falling(PolicySettings("budget", 0.5))
     at = stage(tmp_path)
     found = policy.prepare(at)
     batch = right_padded(at.rows)
@@ -338,22 +333,10 @@ def test_a_budget_in_every_scope(tmp_path: Path, scope: str) -> None:
     weights = policy.weights(at_batch(batch, columns))
     kept = [int(w.sum()) for w in weights]
     sizes = [m.count("x") for m in MARKS]
-    total = sum(sizes) // 2
-    if scope == "sequence":
-        assert kept == [n // 2 for n in sizes]
-    else:
-        assert sum(kept) == total
-        assert kept == [0, 0, 0, 3, 4, 4]  # the last documents score highest
+    assert sum(kept) == -(-sum(sizes) // 2)
+    assert kept == [0, 0, 0, 3, 4, 4]  # the last documents score highest
     assert not weights[~label_mask(batch["labels"])].any()
-    if scope == "batch":  # two rows at a time: half of each two
-        parts = [right_padded(at.rows[i : i + 2]) for i in (0, 2, 4)]
-        shares = []
-        for part in parts:
-            mask = label_mask(part["labels"])
-            shares.append(int(policy.weights(at_batch(part, found.columns_of(part, mask))).sum()))
-        assert shares == [(sizes[i] + sizes[i + 1]) // 2 for i in (0, 2, 4)]
-    else:
-        assert policy.summary["kept_share"] == sum(kept) / sum(sizes)
+    assert policy.summary["kept_share"] == sum(kept) / sum(sizes)
 
 
 def test_a_given_table(tmp_path: Path) -> None:
@@ -526,10 +509,6 @@ def test_token_cleaning_by_hand() -> None:
     np.testing.assert_allclose(scores, [2.0, 0.0, -1.0, 0.4, 3.0, 0.5, 0.8, 0.1], atol=1e-12)
     # floor(0.6 x 8) = 4: over the whole data set, most gained first
     assert np.flatnonzero(policy.native_keep(found)).tolist() == [0, 4, 5, 6]
-    per_document = TokenCleaning(PolicySettings(scope="sequence"))
-    assert np.flatnonzero(per_document.native_keep(found)).tolist() == [0, 4, 6]
-    up = TokenCleaning(PolicySettings(rounding="ceil"))
-    assert np.flatnonzero(up.native_keep(found)).tolist() == [0, 3, 4, 5, 6]
 
 
 def test_token_cleaning_takes_what_the_reference_learned(tmp_path: Path) -> None:
@@ -808,21 +787,15 @@ def test_adam_update_is_the_step_that_torch_takes(kind: str) -> None:
 @given(
     tokens=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     percent=st.integers(1, 100),
-    rounding=st.sampled_from(["floor", "ceil"]),
 )
-def test_filling_by_tokens(tokens: list[int], percent: int, rounding: str) -> None:
+def test_filling_by_tokens(tokens: list[int], percent: int) -> None:
     order = np.arange(len(tokens))[::-1]
-    found = fill_tokens(order, np.asarray(tokens), percent / 100, rounding).tolist()
+    found = fill_tokens(order, np.asarray(tokens), percent / 100).tolist()
     taken = sum(tokens[i] for i in found)
     exact = Fraction(percent, 100) * sum(tokens)
     assert found == order[: len(found)].tolist()
-    if rounding == "ceil":
-        assert taken >= exact
-        assert not found or sum(tokens[i] for i in found[:-1]) < math.ceil(exact) or not exact
-    else:
-        assert taken <= exact
-        if len(found) < len(tokens):
-            assert taken + tokens[order[len(found)]] > math.floor(exact)
+    assert taken >= exact
+    assert not found or sum(tokens[i] for i in found[:-1]) < math.ceil(exact) or not exact
 
 
 LESS_ARGUMENTS: dict[str, Any] = {
@@ -916,12 +889,10 @@ def test_less_takes_the_rows_that_help_first(tmp_path: Path) -> None:
 
 def test_less_budget_counts_tokens(tmp_path: Path) -> None:
     sizes = np.asarray([m.count("x") for m in MARKS])
-    for rounding in ("floor", "ceil"):
-        policy = LESS(PolicySettings("budget", 0.5, rounding=rounding), **LESS_ARGUMENTS)
-        chosen = policy.choose_rows(less_stage(tmp_path))
-        taken = sizes[chosen].sum()
-        assert policy.summary["kept_share"] == taken / sizes.sum()
-        assert taken <= 0.5 * sizes.sum() if rounding == "floor" else taken >= 0.5 * sizes.sum()
+    policy = LESS(PolicySettings("budget", 0.5), **LESS_ARGUMENTS)
+    taken = sizes[policy.choose_rows(less_stage(tmp_path))].sum()
+    assert policy.summary["kept_share"] == taken / sizes.sum()
+    assert taken >= 0.5 * sizes.sum()
     batch = at_batch(right_padded(rows()))
     assert torch.equal(policy.weights(batch), batch.mask.float())
 

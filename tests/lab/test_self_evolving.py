@@ -182,8 +182,8 @@ def test_a_warm_up_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(kept) == 2
 
 
-def test_budget_and_scope(tmp_path: Path) -> None:
-    settings = PolicySettings(mode="budget", keep_ratio=0.25, scope="sequence")
+def test_budget(tmp_path: Path) -> None:
+    settings = PolicySettings(mode="budget", keep_ratio=0.25)
     policy = TokenCleaning(settings, rounds=2)
     trainer = run(tmp_path / "run", policy)
     assert len(trainer.train_dataset) == ROWS // 2
@@ -199,11 +199,6 @@ def test_budget_and_scope(tmp_path: Path) -> None:
         (lambda: TokenCleaning(rounds=2), {"packing": True}, "packed rows"),
         (lambda: TokenCleaning(rounds=ROWS + 1), {}, "a row for each"),
         (lambda: TokenCleaning(rounds=2), {"reference": tiny.model(1, layers=2)}, "no reference"),
-        (
-            lambda: TokenCleaning(PolicySettings(mode="budget", scope="batch"), rounds=2),
-            {},
-            "scope='batch'",
-        ),
     ],
 )
 def test_bad_input(tmp_path: Path, policy: Any, more: dict[str, Any], match: str) -> None:

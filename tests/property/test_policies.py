@@ -159,10 +159,8 @@ def test_weights_must_be_weights(bad: float) -> None:
         (lambda: policy("standard", threshold=1), "does not take"),
         (lambda: policy("os:path"), "no policy"),
         (lambda: policy("nowhere.at_all:Thing"), "cannot be imported"),
-        (lambda: policy("alphatoken").scores(batch([[1.0]])), "trainers' own"),
+        (lambda: policy("bottoms"), "did you mean bottom"),
         (lambda: PolicySettings(mode="soft"), "policy_mode"),
-        (lambda: PolicySettings(scope="row"), "scope"),
-        (lambda: PolicySettings(rounding="up"), "rounding"),
         (lambda: PolicySettings(keep_ratio=0.0), "keep_ratio"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Policies of the trainers' own package, and how those of any package are found by name.
+"""Policies of the trainers' own package, how any is found by name, and the one that a run takes.
 
     policy("stm", PolicySettings(mode="budget", keep_ratio=0.4), threshold=2.5)
 
@@ -7,10 +7,10 @@ named as ``package.module:Class``: a subclass of ``TokenPolicy`` with ``scores``
 it does what its paper does; in budget mode it ranks tokens and the trainer keeps as many as it is
 told, which makes methods comparable.
 
-Here are ``standard`` (every token, and a random share), ``validation_first`` (every token, after
-the validation rows) and ``by_value`` (our values as policies). Another package gives its policies
-names by entry points of the group ``alphatoken.policies``, as ``alphatoken-lab`` does for the
-methods that people compare with.
+Here are ``standard`` (every token, and a random share) and ``validation_first`` (every token, after
+the validation rows). Tokens by value are the trainers' own (``TRAINER_POLICIES``). Another package
+gives its policies names by entry points of the group ``alphatoken.policies``, as ``alphatoken-lab``
+does for the methods that people compare with.
 
 **May import** ``train.policy`` and what it stands on. **Oracle**: values computed by hand in
 ``tests/property/test_policies*.py``; weights of 1 equal TRL bit for bit.
@@ -19,31 +19,63 @@ methods that people compare with.
 from __future__ import annotations
 
 import difflib
+import json
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from alphatoken.errors import ConfigError
-from alphatoken.train.policies.by_value import AlphaToken, Label
 from alphatoken.train.policies.standard import DPO, Random, Standard
 from alphatoken.train.policies.validation_first import ValidationFirst
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 
-__all__ = ["GROUP", "find_policy", "policy", "policy_names"]
+__all__ = [
+    "GROUP",
+    "STANDS_FOR",
+    "TRAINER_POLICIES",
+    "chosen_policy",
+    "find_policy",
+    "policy",
+    "policy_names",
+    "read_policy_options",
+    "unread_options",
+]
 
 GROUP = "alphatoken.policies"
 """Entry points by which a package names its policies: ``name = "module:Class"``."""
+
+TRAINER_POLICIES = ("top", "harmless", "random", "bottom", "all")
+"""Policies of the trainers themselves, by value."""
+
+STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
+    "standard": {"policy": "all", "export_values": False},
+    "dpo": {"policy": "all", "export_values": False},
+    "alphatoken": {"policy": "top", "estimator": "alphatoken"},
+    "label": {"policy": "top", "estimator": "label"},
+}
+"""Names of methods that are the trainers' own, and the options that each stands for."""
 
 _OWN: dict[str, type[TokenPolicy]] = {
     "standard": Standard,
     "random": Random,
     "validation-first": ValidationFirst,
     "dpo": DPO,
-    "alphatoken": AlphaToken,
-    "label": Label,
 }
+
+_ONLY_VALUES: Mapping[str, Any] = {
+    "value_unit": "token",
+    "keep_scope": "batch",
+    "interaction_weight": 0.0,
+    "shared_threshold": False,
+    "masked_logit": False,
+}
+"""Options that act on token values, and what they are where they do nothing."""
+
+
+# --- by name ------------------------------------------------------------------------------------
 
 
 def policy_names() -> tuple[str, ...]:
@@ -72,13 +104,14 @@ def find_policy(name: str) -> type[TokenPolicy]:
         return _OWN[name]
     target = name if ":" in name else _of_other_packages().get(name)
     if target is None:
-        close = difflib.get_close_matches(name, policy_names(), n=1)
+        known = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
+        close = difflib.get_close_matches(name, known, n=1)
         raise ConfigError(
             "there is no such policy",
             got=repr(name),
             why="published methods are in the package alphatoken-lab",
             remedy=(f"did you mean {close[0]}? " if close else "")
-            + f"known: {', '.join(policy_names())}; or module:Class; "
+            + f"known: {', '.join(known)}; or module:Class; "
             'pip install "alphatoken[lab]" brings the methods that people compare with',
         )
     module, _, attribute = target.partition(":")
@@ -102,7 +135,7 @@ def policy(
 
     Args:
         name: see :func:`policy_names`; or "module:Class", or the class.
-        settings: mode, budget, scope, rounding, seed; None for the defaults.
+        settings: mode, budget, seed; None for the defaults.
         **options: arguments of its own.
 
     Raises:
@@ -117,3 +150,159 @@ def policy(
             got=f"{', '.join(options) or 'none'} ({problem})",
             remedy="`alphatoken-lab policies NAME` describes them",
         ) from problem
+
+
+# --- of a run ------------------------------------------------------------------------------------
+
+
+def read_policy_options(given: Any) -> dict[str, Any]:
+    """A policy's own arguments, from a mapping or its JSON text.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if given is None:
+        return {}
+    options = given
+    if isinstance(given, str):
+        try:
+            options = json.loads(given)
+        except ValueError as problem:
+            raise ConfigError(
+                "policy_options cannot be read",
+                got=f"{given!r}: {problem}",
+                remedy="""JSON with names in double quotes, such as '{"threshold": 2.5}'""",
+            ) from None
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        raise ConfigError(
+            "policy_options are arguments by name",
+            got=repr(given),
+            remedy="a mapping, or a JSON object as text",
+        )
+    return dict(options)
+
+
+def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Options that the policy of a run does not look at or cannot run beside: name -> neutral.
+
+    A recipe says how its own policy is carried out. Another policy in its place has a rule of its
+    own, beside which the recipe's threshold, divisor or precomputed sums would be refused.
+
+    Args:
+        options: of the run, by name; of these ``policy``, ``policy_options`` and ``policy_mode``
+            are read.
+        family: "sft" or "preference", the trainer's.
+
+    Returns:
+        Empty for the trainers' own policies but "harmless", which has no ratio, and for a policy
+        that cannot be made: what is wrong with it is said where it is chosen.
+    """
+    name = options.get("policy") or "top"
+    if name in STANDS_FOR:
+        return {}
+    if name in TRAINER_POLICIES:
+        return {"keep_scope": _ONLY_VALUES["keep_scope"]} if name == "harmless" else {}
+    try:
+        arguments = read_policy_options(options.get("policy_options"))
+        mode = PolicySettings(mode=options.get("policy_mode") or "native")
+        made = policy(name, mode, **arguments)
+    except (ConfigError, TypeError):
+        return {}
+    found = dict(_ONLY_VALUES)
+    if mode.mode == "native" or type(made).loss is not TokenPolicy.loss:
+        found["kept_normalization"] = "response"
+    if family == "preference" and made.needs.reference:
+        found["precompute_ref_log_probs"] = False
+    return found
+
+
+def chosen_policy(
+    options: Any,
+    given: TokenPolicy | type[TokenPolicy] | None,
+    family: str,
+    *,
+    second_model: bool = False,
+) -> TokenPolicy | None:
+    """The policy of a run; None where the trainer's own one is meant.
+
+    Args:
+        options: ``AlphaOptions``; a name that stands for options has been replaced by them.
+        given: policy or class that was handed over; goes before the name in the options.
+        family: "sft" or "preference", the trainer's.
+        second_model: whether one was handed over, beside what the options name.
+
+    Raises:
+        ConfigError: unknown, made for the other kind of trainer, or options that contradict it.
+    """
+    second_model = second_model or options.policy_reference is not None
+    if given is None and options.policy in TRAINER_POLICIES:
+        if second_model:
+            raise _unread_reference(options.policy)
+        return None
+    settings: PolicySettings = options.policy_settings()
+    arguments = read_policy_options(options.policy_options)
+    if isinstance(given, TokenPolicy):
+        chosen = given
+        chosen.bind(settings)
+    else:
+        chosen = policy(options.policy if given is None else given, settings, **arguments)
+    # With other options it may score with a second model.
+    if second_model and not (chosen.needs.scorer_model or type(chosen).needs.scorer_model):
+        raise _unread_reference(chosen.name)
+    _refuse(chosen, options, family)
+    return chosen
+
+
+def _refuse_divisor(chosen: TokenPolicy, asked: str) -> None:
+    """See that ``kept_normalization`` is not ignored."""
+    published = chosen.settings.mode == "native" and chosen.denominator != asked
+    own_loss = type(chosen).loss is not TokenPolicy.loss
+    if asked == "response" or not (own_loss or published):
+        return
+    raise ConfigError(
+        f"kept_normalization has no effect on policy '{chosen.name}'",
+        got=f"kept_normalization={asked!r}, policy_mode={chosen.settings.mode!r}",
+        why="it has a loss of its own"
+        if own_loss
+        else f"its published rule divides by the {chosen.denominator} tokens",
+        remedy="leave it out" if own_loss else "leave it out, or policy_mode='budget'",
+    )
+
+
+def _unread_reference(name: str) -> ConfigError:
+    """A second model was named, and the policy would not look at it."""
+    return ConfigError(
+        f"policy '{name}' scores with no second model",
+        got="policy_reference",
+        why="it would be loaded for nothing, and the run is not what its options say",
+        remedy="leave it out; a policy of your own that reads it says "
+        "needs = Needs(scorer_model=True)",
+    )
+
+
+def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
+    if chosen.family not in (family, "both"):
+        place = {"sft": "supervised fine-tuning", "preference": "preference pairs"}
+        raise ConfigError(
+            f"policy '{chosen.name}' is made for {place[chosen.family]}",
+            got=f"a trainer for {place[family]}",
+            remedy="AlphaSFTTrainer or `alphatoken sft`"
+            if chosen.family == "sft"
+            else "AlphaDPOTrainer or `alphatoken dpo`",
+        )
+    if chosen.needs.reference and family != "preference":
+        raise ConfigError(
+            f"policy '{chosen.name}' asks for reference log-probabilities",
+            got="a trainer without a reference model",
+            remedy="a column of prepare(), made with policy_reference",
+        )
+    _refuse_divisor(chosen, options.kept_normalization)
+    for name, neutral in _ONLY_VALUES.items():
+        if getattr(options, name) != neutral:
+            raise ConfigError(
+                f"{name} belongs to token values, and policy '{chosen.name}' makes none",
+                got=f"{name}={getattr(options, name)!r}",
+                remedy="leave it out: keep_ratio is the setting of such a policy"
+                if name == "keep_scope"
+                else f"leave it out, or policy='top' in place of '{chosen.name}'",
+            )

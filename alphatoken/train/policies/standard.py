@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,11 +28,6 @@ class Standard(TokenPolicy):
     static: bool = True
     direction: ClassVar[str] = "no order: all tokens"
     source: ClassVar[str] = "supervised fine-tuning"
-
-    @staticmethod
-    def trainer_fields() -> dict[str, Any]:
-        """Options that the name stands for."""
-        return {"policy": "all", "export_values": False}
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """0: no token goes before another."""

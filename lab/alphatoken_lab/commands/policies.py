@@ -58,7 +58,8 @@ def _list(every: Sequence[dict[str, Any]]) -> str:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         lines.append("  ".join([*cells, row[-1]]))
     return "\n".join(lines) + (
-        "\n\nalso: top, bottom (by token value) and all; merging with the initial model is "
+        "\n\nalso: top, bottom, harmless (by token value; alphatoken and label are top by "
+        "that estimator) and all; merging with the initial model is "
         "`alphatoken-lab merge`\nuse: alphatoken sft --policy NAME [--policy_mode budget "
         "--keep_ratio 0.5] [--policy_options JSON]"
     )
@@ -99,10 +100,8 @@ def _needs(kind: type[TokenPolicy]) -> list[str]:
 
 def _options(kind: type[TokenPolicy]) -> dict[str, Any]:
     """Own arguments and their defaults, those handed on to a base class too."""
-    own: Any = getattr(kind, "trainer_fields", None)
-    sources = [own] if own else [vars(base).get("__init__") for base in kind.__mro__]
     found: dict[str, Any] = {}
-    for source in filter(None, sources):
+    for source in filter(None, (vars(base).get("__init__") for base in kind.__mro__)):
         taken = list(inspect.signature(source).parameters.values())
         for p in taken:
             if p.kind != inspect.Parameter.VAR_KEYWORD and p.name not in ("self", "settings"):

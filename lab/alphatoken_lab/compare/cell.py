@@ -20,7 +20,7 @@ from alphatoken.support.locks import exclusive_lock
 from alphatoken.support.storage import read_json, write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.layouts import SHARDED, layout
-from alphatoken.train.policy_names import TRAINER_POLICIES
+from alphatoken.train.policies import TRAINER_POLICIES
 from alphatoken.train.selection_cost import measured_selection
 from alphatoken_lab.compare.evaluate import check_rows, measure
 from alphatoken_lab.compare.folder import CellFolder

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.train.policy_names import unread_options
+from alphatoken.train.policies import unread_options
 from alphatoken_lab.compare.measures import Measures
 from alphatoken_lab.compare.methods import PLAIN, Method, reference_option
 

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from alphatoken.errors import ConfigError
-from alphatoken.train.policies import find_policy, policy, policy_names
+from alphatoken.train.policies import (
+    STANDS_FOR,
+    TRAINER_POLICIES,
+    find_policy,
+    policy,
+    policy_names,
+    read_policy_options,
+)
 from alphatoken.train.policy import PolicySettings, TokenPolicy
-from alphatoken.train.policy_names import TRAINER_POLICIES, read_policy_options
 
 __all__ = [
     "KINDS",
@@ -68,8 +74,8 @@ class Method:
 def known_methods() -> dict[str, Method]:
     """Every method by name, in the order of the tables.
 
-    What `alphatoken-lab policies` lists, and: LoRA, WiSE-FT, the worst tokens by value, all tokens
-    but the harmful ones, and the model before training.
+    What `alphatoken-lab policies` lists, and: LoRA, WiSE-FT, the best tokens by value and the
+    worst, all tokens but the harmful ones, and the model before training.
     """
     wise = "arXiv 2109.01903; mlfoundations/wise-ft"
     named = {name: _named(find_policy(name), name) for name in policy_names()}
@@ -82,6 +88,10 @@ def known_methods() -> dict[str, Method]:
         Method("bottom", modes=("budget",), options={"policy": "bottom"}, source="control"),
         Method("harmless", options={"policy": "harmless"}, source="AlphaToken; no budget"),
     ]
+    own += [
+        Method(name, modes=("budget",), options={"policy": name}, source="AlphaToken")
+        for name in ("alphatoken", "label")
+    ]
     return {method.name: method for method in (*own, *named.values())}
 
 
@@ -89,16 +99,15 @@ def _named(kind: type[TokenPolicy], name: str) -> Method:
     """A policy of the list."""
     family = "sft" if name == PLAIN["sft"] else kind.family  # pairs have a name of their own
     return Method(
-        name, family=family, modes=_modes(kind, name), options={"policy": name}, source=kind.source
+        name, family=family, modes=_modes(name), options={"policy": name}, source=kind.source
     )
 
 
-def _modes(kind: type[TokenPolicy], name: str) -> tuple[str, ...]:
+def _modes(name: str) -> tuple[str, ...]:
     """Those that differ: of the trainers' own policies either all tokens or a budget."""
-    fields = getattr(kind, "trainer_fields", None)
     if name in (*PLAIN.values(), "validation-first"):  # all tokens
         return ("native",)
-    return ("budget",) if fields is not None or name in TRAINER_POLICIES else ("native", "budget")
+    return ("budget",) if name in TRAINER_POLICIES else ("native", "budget")
 
 
 def custom_method(name: str, given: Mapping[str, Any]) -> Method:
@@ -139,9 +148,7 @@ def custom_method(name: str, given: Mapping[str, Any]) -> Method:
 def reference_option(method: Method) -> bool:
     """Whether a method asks for a second model (``policy_reference``)."""
     name = method.options.get("policy")
-    if method.kind != "train" or name in TRAINER_POLICIES or name is None:
-        return False
-    if getattr(find_policy(name), "trainer_fields", None) is not None:
+    if method.kind != "train" or name is None or name in (*TRAINER_POLICIES, *STANDS_FOR):
         return False
     own = read_policy_options(method.options.get("policy_options"))
     return bool(policy(name, PolicySettings(), **own).needs.scorer_model)

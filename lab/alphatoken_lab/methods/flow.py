@@ -70,12 +70,7 @@ class Flow(TokenPolicy):
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """The weights, and at a budget over the data set the tokens that are kept."""
-        return Needs(columns=(_WEIGHT, _KEPT) if self._by_dataset else (_WEIGHT,))
-
-    @property
-    def _by_dataset(self) -> bool:
-        scope = self.settings.scope or self.scope
-        return self.settings.mode == "budget" and scope == "dataset"
+        return Needs(columns=(_WEIGHT, _KEPT) if self.settings.mode == "budget" else (_WEIGHT,))
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """Losses under the initial model, then weights.
@@ -100,10 +95,8 @@ class Flow(TokenPolicy):
         if self.normalize_weights:
             weights = weights / weights.mean()
         found = table.with_columns(**{_WEIGHT: weights})
-        if self._by_dataset:
-            settings = self.settings
-            rounding = settings.rounding or self.rounding
-            kept = keep_best(found, weights, settings.keep_ratio, "dataset", rounding)
+        if self.settings.mode == "budget":
+            kept = keep_best(found, weights, self.settings.keep_ratio, self.rounding)
             found = found.with_columns(**{_KEPT: kept})
         return found
 
@@ -117,6 +110,4 @@ class Flow(TokenPolicy):
 
     def budget_weights(self, batch: PolicyBatch) -> Tensor:
         """1 on the kept tokens."""
-        if self._by_dataset:
-            return (batch.columns[_KEPT] > 0).to(batch.log_probs.dtype)
-        return super().budget_weights(batch)
+        return (batch.columns[_KEPT] > 0).to(batch.log_probs.dtype)

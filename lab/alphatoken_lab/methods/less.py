@@ -172,13 +172,12 @@ class LESS(TokenPolicy):
         if self.settings.mode == "native":
             chosen = order[: max(1, keep_count(self.share, len(tokens), rounding="floor"))]
         else:
-            rounding = self.settings.rounding or self.rounding
-            chosen = fill_tokens(order, tokens, self.settings.keep_ratio, rounding)
+            chosen = fill_tokens(order, tokens, self.settings.keep_ratio)
         if not len(chosen):
             raise DataError(
                 "LESS chooses no row",
                 got=f"keep_ratio={self.settings.keep_ratio}, {len(tokens)} rows",
-                remedy="a larger keep_ratio, or rounding 'ceil'",
+                remedy="a larger keep_ratio",
             )
         share = float(tokens[chosen].sum() / tokens.sum())
         self._summary |= {
@@ -247,16 +246,10 @@ def _check_rows(stage: PolicyStage) -> None:
             )
 
 
-def fill_tokens(order: Array, tokens: Array, ratio: float, rounding: str) -> Array:
-    """The first rows of ``order`` that hold ``ratio`` of all tokens.
-
-    "ceil": the fewest rows with at least ``ceil(ratio N)`` tokens; "floor": the most rows with at
-    most ``floor(ratio N)``, in the order given.
-    """
-    budget = keep_count(ratio, int(tokens.sum()), rounding=rounding)
+def fill_tokens(order: Array, tokens: Array, ratio: float) -> Array:
+    """The fewest rows with at least ``ceil(ratio N)`` of all N tokens, in the order given."""
+    budget = keep_count(ratio, int(tokens.sum()))
     filled = np.cumsum(tokens[order])
-    if rounding == "floor":
-        return order[: int(np.searchsorted(filled, budget, side="right"))]
     return order[: int(np.searchsorted(filled, budget, side="left")) + 1]
 
 

@@ -155,30 +155,11 @@ class PreferencePolicy(TokenPolicy):
             raise ConfigError("gamma is SimPO's margin", got=f"loss={self.base_loss!r}")
         if beta is not None and not beta > 0:
             raise ConfigError("beta must be greater than 0", got=repr(beta))
-        self._check_scope()
         published = self.losses[self.base_loss]
         self.beta = published[0] if beta is None else beta
         self.gamma = published[1] if gamma is None else gamma
         if self.base_loss == "dpo":  # the class says what it needs whatever the base loss
             vars(self)["needs"] = replace(self.needs, reference=True)
-
-    def bind(self, settings: PolicySettings) -> None:
-        """Take the trainer's settings, unless the policy was made with its own.
-
-        Raises:
-            ConfigError: a scope that no score at a batch can honour.
-        """
-        super().bind(settings)
-        self._check_scope()
-
-    def _check_scope(self) -> None:
-        if self.settings.scope == "dataset":
-            raise ConfigError(
-                f"{self.name} ranks at most the tokens of a batch",
-                got="PolicySettings(scope='dataset')",
-                why="chosen and rejected tokens are ranked apart, batch by batch",
-                remedy="'batch' or 'sequence'",
-            )
 
     @property
     def variant(self) -> str:

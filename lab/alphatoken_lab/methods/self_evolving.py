@@ -67,7 +67,6 @@ def self_evolving(
     rounds: int = 5,
     ratio: float = 0.6,
     rounding: str = "floor",
-    scope: str = "dataset",
 ) -> list[Round]:
     """All rounds, around any trainer; :class:`RoundsBefore` is for the trainers of this library.
 
@@ -88,7 +87,6 @@ def self_evolving(
         rounds: parts of the data, 5 as published.
         ratio: rho.
         rounding: of rho N_t, "floor" as published.
-        scope: tokens ranked together: "dataset" (the part of a round, as published) or "sequence".
 
     Returns:
         The rounds; the last one's folder holds the result.
@@ -99,13 +97,11 @@ def self_evolving(
 
     Source: UCSC-REAL/TokenCleaning, ``self_evolving_cleaning.sh`` (which does not run as shipped).
     """
-    made_of = _made_of(stage, rounds, ratio, rounding, scope)
+    made_of = _made_of(stage, rounds, ratio, rounding)
     return _run_rounds(stage, train, load, made_of, rounds)
 
 
-def _made_of(
-    stage: PolicyStage, rounds: int, ratio: float, rounding: str, scope: str
-) -> dict[str, Any]:
+def _made_of(stage: PolicyStage, rounds: int, ratio: float, rounding: str) -> dict[str, Any]:
     """What every round of a run depends on.
 
     Raises:
@@ -122,7 +118,6 @@ def _made_of(
         "rounds": rounds,
         "ratio": ratio,
         "rounding": rounding,
-        "scope": scope,
     }
 
 
@@ -165,8 +160,7 @@ def _round(
     if before is not None:
         table = excess_losses(replace(stage, rows=part, folder=folder), stage.model, load(before))
         score = table.columns["base"] - table.columns["reference"]
-        scope, rounding = str(made_of["scope"]), str(made_of["rounding"])
-        keep = keep_best(table, score, float(made_of["ratio"]), scope, rounding)
+        keep = keep_best(table, score, float(made_of["ratio"]), str(made_of["rounding"]))
         table = table.with_columns(keep=keep)
         tokens, kept = table.tokens, int(keep.sum())
     train(before, part, table, folder)
@@ -222,9 +216,7 @@ class RoundsBefore:
     kept: int
 
     @classmethod
-    def run(
-        cls, stage: PolicyStage, rounds: int, ratio: float, rounding: str, scope: str
-    ) -> RoundsBefore:
+    def run(cls, stage: PolicyStage, rounds: int, ratio: float, rounding: str) -> RoundsBefore:
         """Run them, or find them finished.
 
         They are kept under a digest of base, rows, settings and the trainer's arguments; after a
@@ -235,7 +227,6 @@ class RoundsBefore:
             rounds: all of them, the last included.
             ratio: rho.
             rounding: see ``self_evolving``.
-            scope: see ``self_evolving``.
 
         Raises:
             ConfigError: a trainer that cannot train a copy, or fewer rows than rounds.
@@ -247,10 +238,10 @@ class RoundsBefore:
                 why="earlier rounds train a copy of the model, in one process with whole weights",
                 remedy="one process; or self_evolving() with a trainer of your own",
             )
-        made_of = _made_of(stage, rounds, ratio, rounding, scope)
+        made_of = _made_of(stage, rounds, ratio, rounding)
         folder = weights_folder(
             stage, f"token-cleaning-{rounds}-rounds", made_of["model"], made_of["data"],
-            ratio, rounding, scope,
+            ratio, rounding,
         )  # fmt: skip
         done = _run_rounds(
             replace(stage, folder=folder), partial(_train_copy, stage), partial(load_copy, stage),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.errors import ConfigError, DataError, InputError, NumericalError, require_choice
+from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.model.batch import (
     IGNORE,
     PreferenceBatch,
@@ -37,7 +37,7 @@ from alphatoken.select.masks import keep_count
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import weights_digest
 from alphatoken.train.documents import Document, split_batch
-from alphatoken.train.policy import ROUNDINGS, PolicyStage
+from alphatoken.train.policy import PolicyStage
 from alphatoken.train.token_table import TableHeader, TokenTable, rows_fingerprint
 
 __all__ = [
@@ -327,20 +327,17 @@ def keep_best(
     table: TokenTable,
     score: Array,
     ratio: float,
-    scope: str = "dataset",
     rounding: str = "ceil",
 ) -> Array:
-    """(N,) True for the best ``ratio`` of the tokens, by score, higher first.
+    """(N,) True for the best ``ratio`` of all tokens, by score, higher first.
 
-    Exactly ``ceil(ratio n)`` or ``floor(ratio n)`` in exact arithmetic, of the n tokens ranked
-    together; among equal scores the earlier (document, position) wins. A document that several
-    rows share counts once.
+    Exactly ``ceil(ratio N)`` or ``floor(ratio N)`` in exact arithmetic; among equal scores the
+    earlier (document, position) wins. A document that several rows share counts once.
 
     Args:
         table: of the tokens.
         score: (N,) one number a token.
         ratio: rho in (0, 1].
-        scope: "dataset": all tokens ranked together; "sequence": those of each document.
         rounding: "ceil" or "floor".
 
     Raises:
@@ -348,24 +345,14 @@ def keep_best(
         NumericalError: a score that is not finite.
         DataError: nothing is kept.
     """
-    require_choice("scope", scope, ("dataset", "sequence"), InputError)
-    require_choice("rounding", rounding, ROUNDINGS, InputError)
-    keep_count(ratio, 0)  # refuses a ratio outside (0, 1]
+    count = keep_count(ratio, table.tokens, rounding=rounding)
     if len(score) != table.tokens:
         raise InputError("one score a token", got=f"{len(score)} scores, {table.tokens} tokens")
     if not np.isfinite(score).all():
         token = int((~np.isfinite(score)).argmax())
         raise NumericalError("the score of a token is not finite", got=f"{score[token]} at {token}")
-    sizes = table.sizes if scope == "sequence" else np.asarray([table.tokens], np.int64)
-    groups = np.repeat(np.arange(len(sizes)), sizes)
-    # lexsort is stable: within ties the order of the table stays.
-    order = np.lexsort((-score, groups))
-    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    counts = np.asarray(
-        [keep_count(ratio, int(size), rounding=rounding) for size in sizes], np.int64
-    )
     keep = np.zeros(table.tokens, bool)
-    keep[order] = np.arange(table.tokens) - first < np.repeat(counts, sizes)
+    keep[np.argsort(-score, kind="stable")[:count]] = True  # within ties the table's order
     return require_selection(keep, f"ratio {ratio}, rounding {rounding!r}")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,19 +53,11 @@ class StaticMask(TokenPolicy):
 
     def native_keep(self, table: TokenTable) -> Array:
         """(N,) True where the published rule keeps a token; its budget where that is the rule."""
-        ratio = self.native_ratio or self.settings.keep_ratio
-        return self.best_tokens(table, ratio, dataset=True)
+        return self.best_tokens(table, self.native_ratio or self.settings.keep_ratio)
 
-    def best_tokens(self, table: TokenTable, ratio: float, *, dataset: bool = False) -> Array:
-        """(N,) the best ``ratio``, in scope and rounding; ``dataset`` where a batch has no say."""
-        scope = self.settings.scope or self.scope
-        rounding = self.settings.rounding or self.rounding
-        scope = "dataset" if dataset and scope == "batch" else scope
-        return keep_best(table, self.static_scores(table), ratio, scope, rounding)
-
-    def by_batch(self) -> bool:
-        """The tokens of a batch are ranked together: the mask is made at each batch."""
-        return self.settings.mode == "budget" and (self.settings.scope or self.scope) == "batch"
+    def best_tokens(self, table: TokenTable, ratio: float) -> Array:
+        """(N,) the best ``ratio`` of all tokens."""
+        return keep_best(table, self.static_scores(table), ratio, self.rounding)
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """Measure, decide, and keep both as columns ``score`` and ``keep``.
@@ -76,16 +67,15 @@ class StaticMask(TokenPolicy):
         """
         table = self.measured(stage)
         scores = self.static_scores(table)
-        keep = np.ones(table.tokens, bool)
         if self.settings.mode == "native":
             keep = require_selection(self.native_keep(table), f"the rule of {self.name}")
-        elif not self.by_batch():
+        else:
             keep = self.best_tokens(table, self.settings.keep_ratio)
         self._summary |= {"tokens": float(table.tokens), "kept_share": float(keep.mean())}
         return table.with_columns(score=scores, keep=keep)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
-        """The static score of each token, for a budget of the batch."""
+        """The static score of each token."""
         return batch.columns["score"]
 
     def native_weights(self, batch: PolicyBatch) -> Tensor:
@@ -93,8 +83,8 @@ class StaticMask(TokenPolicy):
         return batch.columns["keep"].to(batch.log_probs.dtype)
 
     def budget_weights(self, batch: PolicyBatch) -> Tensor:
-        """The mask that was fixed before training; the batch's best where those were asked for."""
-        return super().budget_weights(batch) if self.by_batch() else self.native_weights(batch)
+        """The mask that was fixed before training."""
+        return self.native_weights(batch)
 
 
 class GivenTable(StaticMask):
@@ -120,10 +110,6 @@ class GivenTable(StaticMask):
         keep = require_selection(self.table.columns["keep"], "the given table")
         self._summary |= {"tokens": float(self.table.tokens), "kept_share": float(keep.mean())}
         return self.table
-
-    def by_batch(self) -> bool:
-        """Never."""
-        return False
 
 
 def require_model(stage: PolicyStage, policy: str) -> Any:

@@ -96,17 +96,13 @@ class TokenCleaning(StaticMask):
                 why="each round's model is the reference of the next",
                 remedy="leave one of the two out",
             )
-        if self.settings.scope == "batch" or any(
-            len(row.get("seq_lengths") or ()) > 1 for row in stage.rows
-        ):
+        if any(len(row.get("seq_lengths") or ()) > 1 for row in stage.rows):
             raise ConfigError(
                 "the rounds of self-evolving Token Cleaning rank whole rows of a part together",
-                got="packed rows" if self.settings.scope != "batch" else "scope='batch'",
-                remedy="packing=False; PolicySettings(scope='dataset'), or 'sequence'",
+                got="packed rows",
+                remedy="packing=False",
             )
-        found = RoundsBefore.run(
-            stage, self.rounds, self._share(), self.settings.rounding or self.rounding, self._pool()
-        )
+        found = RoundsBefore.run(stage, self.rounds, self._share(), self.rounding)
         self._last = found.folder
         self._summary |= {"earlier_tokens": float(found.tokens), "earlier_kept": float(found.kept)}
         return found.rows
@@ -114,9 +110,6 @@ class TokenCleaning(StaticMask):
     def _share(self) -> float:
         own = self.native_ratio if self.settings.mode == "native" else None
         return self.settings.keep_ratio if own is None else own
-
-    def _pool(self) -> str:
-        return "sequence" if self.settings.scope == "sequence" else "dataset"
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """Losses, scores and mask; a self-evolving run then starts from the last round's model."""
