@@ -26,15 +26,15 @@ ROOMS = {
     "scoring": 703,
     "select": 990,
     "support": 596,
-    "train": 12_398,
+    "train": 11_985,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
     "commands": 2_505,
-    "compare": 4_029,
-    "methods": 4_395,
+    "compare": 4_136,
+    "methods": 4_736,
     "paper": 814,
 }
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_681), ("tests", 70_674)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_681), ("tests", 70_675)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -12,7 +12,7 @@ response tokens, the room is read from a step of training:
 3. :mod:`~alphatoken.train.value_weigher`: values, and weights of them. Which validation rows,
    direction and schedule hold at a step is in ``valuation``, ``pool`` and ``running``.
    :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method
-   (``policy``, ``policy_names``, ``policy_stage``, ``token_table``).
+   (``policy``, ``policy_names``, ``policy_stage``).
 4. :mod:`~alphatoken.train.gradient_weights`: weights act on the update and not on the loss that
    is reported.
 5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` and

@@ -19,7 +19,7 @@ from alphatoken.train.fused_head import errors_only
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token, gated_loss
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.records import RunRecords
-from alphatoken.train.selection_cost import selecting
+from alphatoken.train.selecting import selecting
 from alphatoken.train.valuation import Valuation
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +28,15 @@ from alphatoken.model.attention import AttentionStatistics
 from alphatoken.select.masks import keep_count, select_top
 from alphatoken.support.finite import refuse_first
 
-if TYPE_CHECKING:
-    from alphatoken.train.token_table import TokenTable
-
-__all__ = ["MODES", "Needs", "PolicyBatch", "PolicySettings", "PolicyStage", "TokenPolicy"]
+__all__ = [
+    "MODES",
+    "Columns",
+    "Needs",
+    "PolicyBatch",
+    "PolicySettings",
+    "PolicyStage",
+    "TokenPolicy",
+]
 
 MODES = ("native", "budget")
 ROUNDINGS = ("floor", "ceil")
@@ -153,6 +158,21 @@ class PolicyStage:
     run: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Columns(Protocol):
+    """Numbers of every response token of the training rows, found again in any batch."""
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Names of the columns, and their numbers."""
+        ...
+
+    def columns_of(
+        self, inputs: Mapping[str, Any], mask: Tensor, names: Sequence[str]
+    ) -> Mapping[str, Tensor]:
+        """Columns of a batch's response tokens: name -> (b, t), 0 off the response."""
+        ...
+
+
 class TokenPolicy:
     """Base of all policies; at least ``scores`` or ``weights`` is given by a subclass.
 
@@ -220,7 +240,7 @@ class TokenPolicy:
         """The log of a training that came before the run, one entry a step; filled likewise."""
         return ()
 
-    def prepare(self, stage: PolicyStage) -> TokenTable | None:
+    def prepare(self, stage: PolicyStage) -> Columns | None:
         """Static pass over the training rows: columns of every response token, or None."""
         return None
 

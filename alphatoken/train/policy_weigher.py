@@ -40,14 +40,13 @@ from alphatoken.train.gradient_weights import (
 )
 from alphatoken.train.micro_batch import Carried, MicroBatch, draw_seed, normalised
 from alphatoken.train.placement import on_accelerator
-from alphatoken.train.policy import PolicyBatch, TokenPolicy
+from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 from alphatoken.train.records import RunRecords
-from alphatoken.train.selection_cost import selecting
+from alphatoken.train.selecting import selecting
 
 if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
-    from alphatoken.train.token_table import TokenTable
 
 __all__ = ["PolicyWeigher", "policy_digest"]
 
@@ -89,7 +88,7 @@ class PolicyWeigher:
         reference: nn.Module | None,
     ) -> None:
         self._trainer, self._records, self.policy = trainer, records, policy
-        self._columns: TokenTable | None = None
+        self._columns: Columns | None = None
         trainer.check_policy(policy)
         self._prepare(validation, reference)
         self._write()

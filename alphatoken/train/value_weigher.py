@@ -30,7 +30,7 @@ from alphatoken.train.layouts import needs_own_forward
 from alphatoken.train.micro_batch import Carried, MicroBatch, Scored, draw_seed, normalised
 from alphatoken.train.micro_batch_values import MicroBatchValues
 from alphatoken.train.records import RunRecords
-from alphatoken.train.selection_cost import selecting
+from alphatoken.train.selecting import selecting
 from alphatoken.train.token_rules import rule_of
 from alphatoken.train.valuation import Valuation
 

@@ -18,12 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.storage import write_json
-from alphatoken.train.selection_cost import measured_selection, selecting
+from alphatoken.train.selecting import selecting
 from alphatoken_lab.commands.compare import parse as parse_compare
 from alphatoken_lab.commands.compare_grid import read_grid
 from alphatoken_lab.commands.paper import PaperOptions
 from alphatoken_lab.commands.paper_plan import Work
 from alphatoken_lab.compare.grid import all_cells
+from alphatoken_lab.compare.selection_cost import measured_selection
 from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find
 from alphatoken_lab.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
 from alphatoken_lab.paper.rows import OTHER, SIZES, write_rows

@@ -12,8 +12,8 @@ import torch
 from alphatoken.errors import ConfigError, DataError, UnsupportedError
 from alphatoken.train.policy import PolicySettings, PolicyStage
 from alphatoken.train.sft import padded_batch
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.cft import CFT, NUMBER, final_answer
+from alphatoken_lab.methods.token_table import TokenTable
 from tests.integration import tiny_training as tiny
 
 Row = dict[str, Any]

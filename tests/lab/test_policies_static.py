@@ -23,11 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses as oracle_losses
-from alphatoken.train.documents import split_batch
+from alphatoken.train.documents import rows_fingerprint, split_batch
 from alphatoken.train.policies.trained_weights import trainable
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
 from alphatoken.train.sft import padded_batch
-from alphatoken.train.token_table import TableHeader, TokenTable, rows_fingerprint
 from alphatoken_lab.methods.attention_received import receiving
 from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens
 from alphatoken_lab.methods.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, warm_up
@@ -37,6 +36,7 @@ from alphatoken_lab.methods.static import keep_best, measure_losses, model_losse
 from alphatoken_lab.methods.static_mask import GivenTable, StaticMask
 from alphatoken_lab.methods.stm import STM
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
+from alphatoken_lab.methods.token_table import TableHeader, TokenTable
 from alphatoken_lab.methods.xtf import XTF, low_outliers, task_relevance
 from tests.property.profiles import budget
 from tests.property.tolerance import close

@@ -28,12 +28,12 @@ from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicySettings, PolicyStage
 from alphatoken.train.second_model import check_tokenizers, load_reference
 from alphatoken.train.sft import padded_batch
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.less import LESS
 from alphatoken_lab.methods.self_evolving import self_evolving
 from alphatoken_lab.methods.static import measure_losses, model_losses, static_pass
 from alphatoken_lab.methods.stm import STM
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
+from alphatoken_lab.methods.token_table import TokenTable
 from alphatoken_lab.methods.xtf import XTF
 from tests.integration import subjects
 from tests.integration import tiny_training as tiny

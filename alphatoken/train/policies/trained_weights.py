@@ -22,8 +22,8 @@ from alphatoken.support.storage import (
     write_json,
     write_tensors,
 )
+from alphatoken.train.documents import rows_fingerprint
 from alphatoken.train.policy import PolicyStage
-from alphatoken.train.token_table import rows_fingerprint
 
 __all__ = [
     "Trained",

@@ -21,11 +21,11 @@ from alphatoken.support.storage import read_json, write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.layouts import SHARDED, layout
 from alphatoken.train.policies import TRAINER_POLICIES
-from alphatoken.train.selection_cost import measured_selection
 from alphatoken_lab.compare.evaluate import check_rows, measure
 from alphatoken_lab.compare.folder import CellFolder
 from alphatoken_lab.compare.measures import Measures
 from alphatoken_lab.compare.scores import prepare
+from alphatoken_lab.compare.selection_cost import measured_selection
 from alphatoken_lab.methods.merge import merge_models
 
 __all__ = ["TokenCounter", "run_cell"]

@@ -18,9 +18,9 @@ from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.batch import label_mask
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.train.policy import PolicySettings, PolicyStage
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.static import static_pass
 from alphatoken_lab.methods.static_mask import StaticMask
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["CFT", "NUMBER", "final_answer"]
 

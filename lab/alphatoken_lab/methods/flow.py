@@ -9,8 +9,8 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.static import keep_best, model_losses
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["Flow"]
 

@@ -22,9 +22,9 @@ from alphatoken.select.masks import keep_count
 from alphatoken.support.precision import full_precision
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
+from alphatoken.train.documents import rows_fingerprint
 from alphatoken.train.policies.trained_weights import copy_weights, trainable
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
-from alphatoken.train.token_table import TableHeader, rows_fingerprint
 from alphatoken_lab.methods.lora_warmup import (
     AdamCheckpoint,
     LoraWarmup,
@@ -34,6 +34,7 @@ from alphatoken_lab.methods.lora_warmup import (
 )
 from alphatoken_lab.methods.projection import Projection
 from alphatoken_lab.methods.static import device_of, row_inputs, wait_for
+from alphatoken_lab.methods.token_table import TableHeader
 
 __all__ = ["LESS", "adam_update", "fill_tokens"]
 

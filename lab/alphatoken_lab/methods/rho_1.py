@@ -12,8 +12,8 @@ from alphatoken.errors import ConfigError, require_choice
 from alphatoken.select.masks import response_values
 from alphatoken.train.policies.trained_weights import trained_copy, validation_schedule
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.static import model_losses
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["Rho1"]
 

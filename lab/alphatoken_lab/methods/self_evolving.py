@@ -20,12 +20,13 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.storage import weights_digest, write_json
+from alphatoken.train.documents import rows_fingerprint
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policies.trained_weights import load_copy, save_weights, weights_folder
 from alphatoken.train.policy import PolicyStage
-from alphatoken.train.token_table import TokenTable, rows_fingerprint
 from alphatoken_lab.methods.static import keep_best, model_losses
 from alphatoken_lab.methods.static_mask import GivenTable
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["Round", "RoundsBefore", "excess_losses", "self_evolving"]
 

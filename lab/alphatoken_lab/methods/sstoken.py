@@ -12,8 +12,8 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.static import model_losses
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["SsToken", "prompt_attention", "scaled_by_row"]
 

@@ -36,9 +36,9 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.select.masks import keep_count
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import weights_digest
-from alphatoken.train.documents import Document, split_batch
+from alphatoken.train.documents import Document, rows_fingerprint, split_batch
 from alphatoken.train.policy import PolicyStage
-from alphatoken.train.token_table import TableHeader, TokenTable, rows_fingerprint
+from alphatoken_lab.methods.token_table import TableHeader, TokenTable
 
 __all__ = [
     "ROWS_PER_SHARD",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.static import keep_best, require_selection
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["GivenTable", "StaticMask", "require_model"]
 

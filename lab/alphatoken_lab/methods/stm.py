@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from alphatoken.errors import ConfigError
 from alphatoken.train.policy import PolicySettings, PolicyStage
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.static import model_losses
 from alphatoken_lab.methods.static_mask import StaticMask
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["STM"]
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from alphatoken.errors import ConfigError
 from alphatoken.train.policies.trained_weights import load_copy, load_weights, trained_copy
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.self_evolving import RoundsBefore, excess_losses
 from alphatoken_lab.methods.static_mask import StaticMask, require_model
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["TokenCleaning"]
 

@@ -16,11 +16,11 @@ from alphatoken.errors import ConfigError, ModelError, require_choice
 from alphatoken.model.batch import token_losses
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.policy import PolicySettings, PolicyStage
-from alphatoken.train.token_table import TokenTable
 from alphatoken_lab.methods.attention_received import HEADS, QUERIES, receiving
 from alphatoken_lab.methods.otsu import multi_otsu
 from alphatoken_lab.methods.static import keep_best, measure_losses, static_pass
 from alphatoken_lab.methods.static_mask import StaticMask
+from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["XTF", "low_outliers", "task_relevance"]
 

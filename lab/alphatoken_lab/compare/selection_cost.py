@@ -1,11 +1,10 @@
 """What choosing tokens costs apart from training on them: the peak of memory, and the seconds.
 
-The parts of a run that score tokens and make masks of the scores say so with :func:`selecting`.
-Nothing is measured unless somebody asks, inside :func:`measured_selection`.
-
-A section's peak is all that is in use while it runs, weights and activations of the step included:
-what a device must have to choose tokens at all, as in the paper's runtime tables ("Peak Sel. Mem.",
-there the maximum GPU memory during scoring and mask construction).
+Measured are the parts of a run that are in ``alphatoken.train.selecting``, inside
+:func:`measured_selection`. A section's peak is all that is in use while it runs, weights and
+activations of the step included: what a device must have to choose tokens at all, as in the paper's
+runtime tables ("Peak Sel. Mem.", there the maximum GPU memory during scoring and mask
+construction).
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 import torch
 
-__all__ = ["SelectionCost", "measured_selection", "selecting"]
+from alphatoken.train.selecting import AROUND
+
+__all__ = ["SelectionCost", "measured_selection"]
 
 
 class SelectionCost:
@@ -96,26 +96,12 @@ class SelectionCost:
         return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-_ASKED: ContextVar[SelectionCost | None] = ContextVar("selection_cost", default=None)
-
-
 @contextmanager
 def measured_selection() -> Iterator[SelectionCost]:
     """Sections that run inside are measured; gives where."""
     cost = SelectionCost()
-    token = _ASKED.set(cost)
+    token = AROUND.set(cost.section)
     try:
         yield cost
     finally:
-        _ASKED.reset(token)
-
-
-@contextmanager
-def selecting() -> Iterator[None]:
-    """Around whatever scores tokens or makes masks; free where nobody measures."""
-    cost = _ASKED.get()
-    if cost is None:
-        yield
-        return
-    with cost.section():
-        yield
+        AROUND.reset(token)

@@ -25,10 +25,10 @@ from torch import Tensor
 from alphatoken.errors import DataError, InputError
 from alphatoken.support.precision import wide
 from alphatoken.support.storage import read_tensors, write_tensors
-from alphatoken.train.documents import KEY_BYTES, Document, row_documents, split_batch
+from alphatoken.train.documents import KEY_BYTES, Document, split_batch
 from alphatoken.train.identity import differences
 
-__all__ = ["TableHeader", "TokenTable", "rows_fingerprint"]
+__all__ = ["TableHeader", "TokenTable"]
 
 _COLUMN = "column/"
 
@@ -42,7 +42,7 @@ class TableHeader:
     Attributes:
         kind: what was computed, in a word.
         model: digest of the weights (``alphatoken.support.storage.weights_digest``), or "".
-        data: ``rows_fingerprint`` of the rows, or "".
+        data: ``alphatoken.train.documents.rows_fingerprint`` of the rows, or "".
         settings: everything else, as plain JSON values.
     """
 
@@ -91,20 +91,6 @@ class TableHeader:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 20 else f"{text[:12]}..."
-
-
-def rows_fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Digest of the documents of all rows, in order; read once, nothing is sampled.
-
-    Args:
-        rows: tokenised, as :func:`~alphatoken.train.documents.row_documents` takes them. The same
-            rows packed give the same digest if the order of the documents is the same.
-    """
-    digest = blake2b(digest_size=16)
-    for row in rows:
-        for key, branch in row_documents(row):
-            digest.update(key + bytes([branch]))
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
