@@ -13,9 +13,9 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_104,
     "certificate": 1_423,
-    "cli": 4_646,
-    "corpus": 1_820,
-    "data": 2_633,
+    "cli": 4_613,
+    "corpus": 1_771,
+    "data": 2_629,
     "demo": 717,
     "direction": 4_007,
     "estimate": 1_927,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_681), ("tests", 70_675)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_681), ("tests", 70_672)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

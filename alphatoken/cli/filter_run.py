@@ -22,7 +22,7 @@ from alphatoken.corpus.folder import (
     same_settings,
 )
 from alphatoken.corpus.job import prepare_rows
-from alphatoken.corpus.rows import Corpus, encode_some
+from alphatoken.corpus.rows import OUTCOMES, Corpus, encode_some
 from alphatoken.corpus.spec import on_device
 from alphatoken.data import Example, batches
 from alphatoken.data.source import RowSource
@@ -69,7 +69,7 @@ def run(options: FilterOptions) -> None:
     prepared = prepare_rows(spec)
     corpus = prepared.corpus
     _check_records(corpus.source, options)
-    count = corpus.survey().counts["train"]
+    survey = corpus.survey()
     validation, _ = encode_some(prepared.held, corpus.tokenizer, corpus.how, "validation")
     parts = min(options.validation_batches, len(validation))
     if parts < 2:
@@ -99,8 +99,8 @@ def run(options: FilterOptions) -> None:
     journal = Journal(
         _journal(out), settings, resume=options.resume, overwrite=options.overwrite_output
     )
-    found = _valued(scorer, corpus, journal, options, count)
-    _write(out, corpus, found, _kept(found, parts, options), options)
+    found = _valued(scorer, corpus, journal, options, survey.counts["train"])
+    _write(out, corpus.source, survey.outcomes, found, _kept(found, parts, options), options)
     journal.path.unlink()
 
 
@@ -207,8 +207,8 @@ def _valued(
     """All ``count`` rows that can be valued, those that the journal holds first."""
     tracker = Tracker("Valuing rows", count, not options.quiet)
     tracker.resume(len(journal.found))
-    valued = (row.example for row in corpus.rows() if row.example is not None)
-    left = islice(valued, len(journal.found), None)
+    start = journal.found[-1].row + 1 if journal.found else 0
+    left = (row.example for row in corpus.rows(start) if row.example is not None)
     try:
         while some := list(islice(left, options.batch_size)):
             journal.add(list(_of_batch(scorer, some)))
@@ -271,19 +271,24 @@ def _best(found: Sequence[_Judged], ratio: float) -> set[int]:
 
 
 def _write(
-    out: Path, corpus: Corpus, found: Sequence[_Judged], kept: set[int], options: FilterOptions
+    out: Path,
+    rows: RowSource,
+    outcomes: bytearray,
+    found: Sequence[_Judged],
+    kept: set[int],
+    options: FilterOptions,
 ) -> None:
     """Write every row with its verdict, and say in one line what became of all of them."""
     judged, others, broken = {one.row: one for one in found}, Counter[str](), 0
     with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for row, source in zip(corpus.rows(), corpus.source.read(), strict=True):
+        for source, outcome in zip(rows.read(), outcomes, strict=True):
             if isinstance(source.record, DataError):  # not a record, so that none can be written
                 broken += 1
                 continue
-            one = judged.get(row.index)
-            verdict = "keep" if row.index in kept else "drop"
+            one = judged.get(source.index)
+            verdict = "keep" if source.index in kept else "drop"
             if one is None:
-                verdict = _OTHERS[row.outcome]
+                verdict = _OTHERS[OUTCOMES[outcome]]
                 others[verdict] += 1
             if not options.kept_only:
                 value, error = (None, None) if one is None else (one.value, one.error)

@@ -9,9 +9,8 @@ from torch import nn
 
 from alphatoken.cli.common import ModelOptions, TrainingRowOptions, ValuationOptions
 from alphatoken.config import ScorerConfig
-from alphatoken.corpus.rows import read_rows
 from alphatoken.corpus.spec import JobSpec, ModelSpec
-from alphatoken.data import EncodeOptions, Fields, Row
+from alphatoken.data import EncodeOptions, Fields, Row, read_rows
 from alphatoken.model.layer_choice import read_layers
 
 __all__ = [
@@ -53,15 +52,10 @@ def read_file(path: str, options: Any, *, limit: int | None, **more: Any) -> lis
     """Rows of ``path`` with the columns that the command line names; ``more`` is of ``Fields``.
 
     Raises:
-        DataError: as of :func:`alphatoken.corpus.rows.read_rows`.
+        DataError: as of :func:`alphatoken.data.read_rows`.
     """
-    return read_rows(
-        path,
-        fields_of(options, **more),
-        on_bad_rows=options.on_bad_rows,
-        limit=limit,
-        quiet=options.quiet,
-    )
+    named = fields_of(options, **more)
+    return read_rows(path, fields=named, limit=limit, on_bad_rows=options.on_bad_rows)
 
 
 def read_held_out(path: str, options: Any) -> list[Row]:

@@ -27,7 +27,7 @@ class RunData:
 
     Attributes:
         train: a ``datasets.Dataset``; validation, retention, fisher and evaluation likewise.
-        notes: what was held out, removed and dropped, in sentences.
+        notes: what was held out and removed, in sentences.
     """
 
     train: Any
@@ -43,7 +43,8 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
 
     Tokens are looked for in the ``vocabulary`` rows of the model's embedding, if they are known.
     Training rows that repeat a validation, retention or Fisher row are removed, rows that cannot
-    be trained on are dropped; both are counted in the notes (or refused, if so asked).
+    be trained on are left out (or refused, if so asked): the notes count the former, the line that
+    says what was read of a file the latter.
 
     Raises:
         ConfigError: no training rows named, or two sources of them.
@@ -52,25 +53,24 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
     _check_clean_rows(arguments)
     _check_fisher(arguments)
     reader = RowReader(arguments, tokenizer, vocabulary)
-    notes: list[str] = []
     held, data = held_out(arguments), arguments.data
-    train = reader.training_rows(notes)
+    train = reader.training_rows()
     sources = {
         "validation": data.validation_file if held.validation is not None else None,
         "fisher": data.fisher_data if held.fisher is not None else None,
         "retention": data.retention_data,
     }
     own = {
-        name: reader.source_rows(source, name, notes)
+        name: reader.source_rows(source, name)
         for name, source in sources.items()
         if source is not None
     }
-    kept, more = _separate(arguments, held, train, own)
+    kept, notes = _separate(arguments, held, train, own)
     found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
     evaluation = None
     if evaluates(arguments):
-        evaluation = reader.dataset(reader.evaluation_rows(notes))
-    return RunData(**found, evaluation=evaluation, notes=notes + more)
+        evaluation = reader.dataset(reader.evaluation_rows())
+    return RunData(**found, evaluation=evaluation, notes=notes)
 
 
 # --- how many rows are held out -----------------------------------------------------------------

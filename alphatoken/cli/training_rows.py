@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,13 @@ from alphatoken.data import (
     row_of,
 )
 from alphatoken.data.encode import require_shown
-from alphatoken.data.source import find_source
-from alphatoken.errors import ColumnsError, ConfigError, DataError, InputError
+from alphatoken.data.source import SUFFIXES, Found, each_row, find_source
+from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.train.datasets import is_longer, preference_problems, preference_records
 from alphatoken.train.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
 
-_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 _HUB = re.compile(r"(?P<name>[\w./-]+)(#(?P<config>[\w.-]+))?(:(?P<split>[^:#]+))?")
 
 Item = Example | Pair
@@ -101,39 +101,37 @@ class RowReader:
                 remedy="--chat_template_path, or --row_format text",
             )
 
-    def training_rows(self, notes: list[str]) -> list[Item]:
+    def training_rows(self) -> list[Item]:
         """From the file, the hub, or TRL's mixture."""
         data, mixture = self.data, self.arguments.mixture
         if not check_source(self.arguments):
-            raise ConfigError(
-                "training rows must come from one place", got="none named", remedy=_ONE
-            )
+            raise ConfigError(_PLACE, got="none named", remedy=_ONE)
         if data.train_file is not None:
-            found = _in_file(data.train_file)
-            return self._usable(found, data.train_file, "training", notes, data.train_limit)
+            found = find_source(data.train_file).read()
+            return self._usable(found, data.train_file, "training", data.train_limit)
         if data.dataset_name is not None:
             name = data.dataset_name
-            dataset = _hub(name, data.dataset_config, data.dataset_train_split)
+            found = _of_hub(name, name, data.dataset_config, data.dataset_train_split)
         else:
             from trl.scripts.utils import get_dataset
 
-            name, dataset = "mixture", get_dataset(mixture)["train"]
-        return self._usable(_placed(dataset, name), name, "training", notes, data.train_limit)
+            name, found = "mixture", _placed(get_dataset(mixture)["train"], "mixture")
+        return self._usable(found, name, "training", data.train_limit)
 
-    def evaluation_rows(self, notes: list[str]) -> list[Item]:
+    def evaluation_rows(self) -> list[Item]:
         """Of ``eval_data``, or of the hub's test split."""
-        if self.data.eval_data is not None:
-            return self.source_rows(self.data.eval_data, "evaluation", notes)
-        assert self.data.dataset_name is not None  # see check_source
-        split = self.data.dataset_test_split
-        name = f"{self.data.dataset_name}:{split}"
-        found = _hub(self.data.dataset_name, self.data.dataset_config, split)
-        return self._usable(_placed(found, name), name, "evaluation", notes)
+        data = self.data
+        if data.eval_data is not None:
+            return self.source_rows(data.eval_data, "evaluation")
+        assert data.dataset_name is not None  # see check_source
+        name = f"{data.dataset_name}:{data.dataset_test_split}"
+        found = _of_hub(name, data.dataset_name, data.dataset_config, data.dataset_test_split)
+        return self._usable(found, name, "evaluation")
 
-    def source_rows(self, source: str, name: str, notes: list[str]) -> list[Item]:
+    def source_rows(self, source: str, name: str) -> list[Item]:
         """Rows of a SOURCE: a local file, or ``name#config:split`` of the hub."""
-        if Path(source).suffix.lower() in _FILES or Path(source).exists():
-            return self._usable(_in_file(source), source, name, notes)
+        if Path(source).suffix.lower() in SUFFIXES or Path(source).exists():
+            return self._usable(find_source(source).read(), source, name)
         match = _HUB.fullmatch(source)
         if match is None:
             raise ConfigError(
@@ -141,8 +139,8 @@ class RowReader:
                 got=source,
                 remedy="a .jsonl, .json or .parquet file, or name, name:split, name#config:split",
             )
-        found = _hub(match["name"], match["config"], match["split"] or "train")
-        return self._usable(_placed(found, source), source, name, notes)
+        found = _of_hub(source, match["name"], match["config"], match["split"] or "train")
+        return self._usable(found, source, name)
 
     def dataset(self, items: Sequence[Item]) -> Any:
         """A data set in TRL's form."""
@@ -158,61 +156,36 @@ class RowReader:
         return preference_records([item], chat=self.chat, separator=separator, end=end)[0]
 
     def _usable(
-        self,
-        records: Iterable[tuple[str, Mapping[str, Any] | DataError]],
-        source: str,
-        name: str,
-        notes: list[str],
-        limit: int | None = None,
+        self, found: Iterator[Found], source: str, name: str, limit: int | None = None
     ) -> list[Item]:
-        """Those rows that can be trained on; the others are counted in ``notes``, or refused.
+        """Those rows that can be trained on; the others are left out, or refused, if so asked.
 
         Before anything is held out, so that as many are held out as was asked for.
         """
-        reading = Reading(Path(source).name)
-        found: list[Item] = []
-        bad, empty = dict[str, list[str]](), dict[str, list[str]]()
-        first: DataError | None = None
-        for index, (place, record) in enumerate(islice(records, limit)):
-            try:
-                if isinstance(record, DataError):
-                    raise record
-                item = self._item(record, index, place, reading, held=name != "training")
-            except ColumnsError:
-                raise
-            except DataError as error:
-                first = first or error
-                bad.setdefault(error.what, []).append(place)
-                continue
-            if problem := self._problem(item):
-                empty.setdefault(problem, []).append(place)
+        reading, items, first = Reading(Path(source).name), list[Item](), None
+        make = partial(self._item, reading=reading, held=name != "training")
+        for one, item in each_row(islice(found, limit), make, self.data.on_bad_rows):
+            if isinstance(item, DataError):
+                first = first or item
+                reading.leave(item.what, one.place)
+            elif (problem := self._problem(item)) is None:
+                items.append(item)
+            elif self.data.on_empty == "error":
+                raise InputError(
+                    f"a {name} row cannot be trained on: {problem}",
+                    got=one.place,
+                    remedy="mend it, or have such rows left out: --on_empty skip",
+                )
             else:
-                found.append(item)
+                reading.leave(problem, one.place)
         reading.say()
-        if first is not None and (not found or self.data.on_bad_rows == "error"):
-            raise first
-        self._report(bad, name, "on_bad_rows", notes)
-        self._report(empty, name, "on_empty", notes)
-        if not found:
-            raise InputError(
+        if not items:
+            raise first or InputError(
                 f"no {name} row is left",
-                got=" ".join(notes) or f"{source}: no rows",
+                got=str(reading),
                 remedy="look at the columns, max_length and max_prompt_length",
             )
-        return found
-
-    def _report(
-        self, bad: Mapping[str, Sequence[str]], name: str, option: str, notes: list[str]
-    ) -> None:
-        for what, places in bad.items():
-            some = ", ".join(places[:3])
-            if getattr(self.data, option) == "error":
-                raise InputError(
-                    f"{len(places)} {name} rows cannot be trained on: {what}",
-                    got=some,
-                    remedy=f"mend them, or have them left out: --{option} skip",
-                )
-            notes.append(f"{len(places)} {name} rows dropped: {what} (such as {some}).")
+        return items
 
     def _item(
         self, record: Mapping[str, Any], index: int, place: str, reading: Reading, *, held: bool
@@ -253,22 +226,17 @@ class RowReader:
         return None
 
 
-def _in_file(path: str) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
-    """Rows of a data file or folder; of a broken line, what is wrong with it."""
-    return ((found.place, found.record) for found in find_source(path).read())
-
-
-def _placed(dataset: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _placed(dataset: Any, name: str) -> Iterator[Found]:
     """Rows of a data set, each with how a person finds it."""
-    return ((f"{name}, row {index}", record) for index, record in enumerate(dataset))
+    return (Found(index, f"{name}, row {index}", row) for index, row in enumerate(dataset))
 
 
-def _hub(name: str, config: str | None, split: str) -> Any:
-    """A data set of the hub, or of its cache."""
+def _of_hub(said: str, name: str, config: str | None, split: str) -> Iterator[Found]:
+    """Rows of a data set of the hub, or of its cache, which messages call ``said``."""
     from datasets import load_dataset
 
     try:
-        return load_dataset(name, name=config, split=split)
+        return _placed(load_dataset(name, name=config, split=split), said)
     except Exception as error:  # whatever the hub, the network and the file formats raise
         text = " ".join(str(error).split())
         raise DataError(

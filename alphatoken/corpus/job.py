@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from torch import nn
 
 from alphatoken import FisherDrift, Scorer
 from alphatoken.corpus.folder import examples_digest, file_digest, read_manifest
-from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some, read_rows
+from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
 from alphatoken.corpus.spec import JobSpec, on_device
-from alphatoken.data import EncodeReport, Example, Row, batches, leak_keys
+from alphatoken.data import EncodeReport, Example, Row, batches, leak_keys, read_rows
 from alphatoken.data.source import find_source, source_of
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.progress import Tracker
@@ -133,7 +131,6 @@ def prepare_job(spec: JobSpec) -> Job:
     reading = Tracker("Reading rows", corpus.source.rows, not spec.quiet)
     survey = corpus.survey(reading.report)
     survey.counts["validation"] = len(prepared.held)
-    _say_left_out(survey.counts, spec)
     return replace(_job(spec, prepared), survey=survey)
 
 
@@ -172,21 +169,7 @@ def _validation_rows(spec: JobSpec) -> list[Row]:
     """Rows of the validation file: by the named columns where a row has them."""
     assert spec.validation_file is not None
     fields = replace(spec.fields, optional=True)
-    return read_rows(
-        spec.validation_file, fields, on_bad_rows=spec.how.on_bad_rows, quiet=spec.quiet
-    )
-
-
-def _say_left_out(counts: Mapping[str, int], spec: JobSpec) -> None:
-    """How many rows will not be valued for what they are, before the model is loaded."""
-    said = {
-        "bad_rows": "cannot be read or written as tokens",
-        "too_long": "are longer than allowed",
-        "without_response": "have no response within the length",
-    }
-    for kind, what in said.items():
-        if counts.get(kind) and not spec.quiet:
-            print(f"note: {counts[kind]} training rows {what}: left out", file=sys.stderr)
+    return read_rows(spec.validation_file, fields=fields, on_bad_rows=spec.how.on_bad_rows)
 
 
 def _job(spec: JobSpec, prepared: Prepared) -> Job:
@@ -272,7 +255,7 @@ def open_job(spec: JobSpec) -> Job:
     if spec.validation_file is not None:
         held = _validation_rows(spec)
     else:
-        held = [corpus.read(one) for i in drawn for one in source.read(i, i + 1)]
+        held = [row for index in drawn if isinstance(row := corpus.row(index), Row)]
     job = _job(spec, Prepared(corpus, held, fisher))
     due, found = document["settings"], json.loads(json.dumps(job.settings, default=str))
     differing = [key for key in due if due[key] != found.get(key)]

@@ -7,21 +7,20 @@ depends on itself and on the held-out keys, so that any process can start at any
 from __future__ import annotations
 
 import random
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, encode_rows
 from alphatoken.data.reading import Reading
 from alphatoken.data.rows import Fields, Row, row_of
-from alphatoken.data.source import Found, RowSource, find_source
-from alphatoken.data.split import check_draw, leak_keys, none_left, refuse_leaks
-from alphatoken.errors import ColumnsError, DataError
+from alphatoken.data.source import RowSource, each_row
+from alphatoken.data.split import check_draw, none_left, refuse_leaks, repeated_in
+from alphatoken.errors import DataError
 
-__all__ = ["OUTCOMES", "Corpus", "CorpusRow", "Survey", "draw_rows", "encode_some", "read_rows"]
+__all__ = ["OUTCOMES", "Corpus", "CorpusRow", "Survey", "draw_rows", "encode_some"]
 
 OUTCOMES = (
     "drawn_validation",
@@ -33,6 +32,13 @@ OUTCOMES = (
     "without_response",
 )
 """What becomes of a row; "train" alone is valued."""
+
+_LEFT = {
+    "bad_rows": "cannot be read or written as tokens",
+    "too_long": "longer than allowed",
+    "without_response": "no response within the length",
+}
+"""What is said of rows that are left out for what they are."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,17 @@ class CorpusRow:
 
 @dataclass(frozen=True)
 class Survey:
-    """What becomes of all rows, by number; ``encoded`` sums up those that became tokens."""
+    """What becomes of all rows.
+
+    Attributes:
+        counts: of rows, by what becomes of them.
+        encoded: sums up those that became tokens.
+        outcomes: of each row, its place in :data:`OUTCOMES`.
+    """
 
     counts: dict[str, int]
     encoded: EncodeReport
+    outcomes: bytearray
 
 
 @dataclass(frozen=True)
@@ -98,37 +111,29 @@ class Corpus:
         Raises:
             DataError: a row that is to stop the run, by ``how`` or ``on_leak``.
         """
-        for found in self.source.read(start, stop):
-            if found.index in self.drawn:
-                yield CorpusRow(found.index, found.place, "drawn_validation")
-                continue
-            try:
-                row = self.read(found, reading)
-            except DataError as error:
-                if self.how.on_bad_rows == "error" or isinstance(error, ColumnsError):
-                    raise
-                yield CorpusRow(found.index, found.place, "bad_rows", str(error))
+        make = partial(row_of, fields=self.fields, reading=reading)
+        records = self.source.read(start, stop)
+        for found, row in each_row(records, make, self.how.on_bad_rows):
+            if isinstance(row, DataError):
+                yield CorpusRow(found.index, found.place, "bad_rows", str(row))
             else:
                 yield self._become(row)
 
-    def read(self, found: Found, reading: Reading | None = None) -> Row:
-        """What was found as a row.
-
-        Raises:
-            DataError: it cannot be read.
-        """
-        if isinstance(found.record, DataError):
-            raise found.record
-        return row_of(found.record, found.index, found.place, self.fields, reading)
+    def row(self, index: int) -> Row | DataError:
+        """One row, also of those that are drawn, or what is wrong with it."""
+        records = self.source.read(index, index + 1)
+        ((_, row),) = each_row(records, partial(row_of, fields=self.fields), "skip")
+        return row
 
     def _become(self, row: Row) -> CorpusRow:
         """What becomes of a row that could be read."""
-        keys = leak_keys(row, self.leak_key)
-        for name, pool in (("validation", self.held), ("fisher", self.fisher)):
-            if pool & keys:
-                if self.on_leak == "error":
-                    refuse_leaks({name: [row]})
-                return CorpusRow(row.index, row.place, f"removed_same_as_{name}")
+        if row.index in self.drawn:
+            return CorpusRow(row.index, row.place, "drawn_validation")
+        pools = {"validation": self.held, "fisher": self.fisher}
+        if (pool := repeated_in(row, pools, self.leak_key)) is not None:
+            if self.on_leak == "error":
+                refuse_leaks({pool: [row]})
+            return CorpusRow(row.index, row.place, f"removed_same_as_{pool}")
         examples, report = encode_rows([row], self.tokenizer, self.how)
         if report.skipped_bad:
             reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
@@ -139,7 +144,7 @@ class Corpus:
         return CorpusRow(row.index, row.place, outcome, encoded=report)
 
     def survey(self, report: Callable[[int], None] | None = None) -> Survey:
-        """Go through all rows once, before any work, and say which columns were read as what.
+        """Go through all rows once, before any work; one line says what was read and left out.
 
         Args:
             report: is told how many rows were read, now and then.
@@ -147,21 +152,24 @@ class Corpus:
         Raises:
             DataError: as of :meth:`rows`; or no row is left.
         """
-        seen, encoded = Counter[str](), EncodeReport()
+        outcomes, encoded = bytearray(), EncodeReport()
         reading = Reading(Path(self.source.path).name)
         for number, row in enumerate(self.rows(reading=reading)):
-            seen[row.outcome] += 1
+            outcomes.append(OUTCOMES.index(row.outcome))
+            if row.outcome in _LEFT:
+                reading.leave(_LEFT[row.outcome], row.place)
             if row.encoded is not None:
                 encoded.add(row.encoded)
             if report is not None and number % 256 == 0:
                 report(number)
         reading.say()
+        seen = {name: outcomes.count(place) for place, name in enumerate(OUTCOMES)}
         always = OUTCOMES[: OUTCOMES.index("train") + 1]
-        counts = {name: seen[name] for name in OUTCOMES if seen[name] or name in always}
+        counts = {name: count for name, count in seen.items() if count or name in always}
         counts = {"rows": self.source.rows, **counts}
         if not seen["train"]:
             raise none_left(counts)
-        return Survey(counts, encoded)
+        return Survey(counts, encoded, outcomes)
 
 
 def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
@@ -180,15 +188,12 @@ def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
     found: dict[int, Row] = {}
     while left := sorted(chosen - found.keys()):
         for index in left:
-            (one,) = corpus.source.read(index, index + 1)
-            try:
-                found[index] = corpus.read(one)
+            row = corpus.row(index)
+            if isinstance(row, Row):
+                found[index] = row
                 continue
-            except ColumnsError:
-                raise
-            except DataError:
-                if corpus.how.on_bad_rows == "error":
-                    corpus.survey()  # stops at the first bad row of the file, not of the draw
+            if corpus.how.on_bad_rows == "error":
+                corpus.survey()  # stops at the first bad row of the file, not of the draw
             # A bad row is passed over: another one is drawn in its place.
             bad.add(index)
             check_draw(count, total - len(bad), "validation rows")
@@ -198,43 +203,6 @@ def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
                 if other not in bad:
                     chosen.add(other)
     return [found[index] for index in sorted(found)]
-
-
-def read_rows(
-    path: str | Path,
-    fields: Fields,
-    *,
-    on_bad_rows: str = "error",
-    limit: int | None = None,
-    quiet: bool = False,
-) -> list[Row]:
-    """All rows of a small file; those that cannot be read are counted on stderr under "skip".
-
-    Raises:
-        DataError: a row that cannot be read, under "error"; or no row can.
-    """
-    reading, source = Reading(Path(path).name), find_source(path).limited(limit)
-    corpus = Corpus(source, fields, None)
-    rows, errors = list[Row](), list[DataError]()
-    for found in source.read():
-        try:
-            rows.append(corpus.read(found, reading))
-        except ColumnsError:
-            raise
-        except DataError as error:
-            errors.append(error)
-            if on_bad_rows == "error":
-                break
-    reading.say()
-    if errors and (on_bad_rows == "error" or not rows):
-        raise errors[0]
-    if errors and not quiet:
-        print(
-            f"note: {len(errors)} rows of {path} cannot be read and are left out; "
-            f"the first: {errors[0]}",
-            file=sys.stderr,
-        )
-    return rows
 
 
 def encode_some(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from alphatoken.data.rows import (
     value_turns,
     with_system,
 )
-from alphatoken.data.source import read_records
+from alphatoken.data.source import find_source, take_rows
 from alphatoken.errors import DataError
 
 __all__ = ["CHOSEN", "REJECTED", "Pair", "PairFields", "pair_of", "read_pairs"]
@@ -81,13 +81,8 @@ def read_pairs(
     Raises:
         DataError: as for ``read_rows``; a record that is no pair. The message names file and line.
     """
-    reading = Reading(Path(path).name)
-    pairs = [
-        pair_of(record, index, place, fields, reading)
-        for index, (place, record) in enumerate(islice(read_records(path), limit))
-    ]
-    reading.say()
-    return pairs
+    found, make = find_source(path).read(0, limit), partial(pair_of, fields=fields)
+    return take_rows(found, make, Reading(Path(path).name))
 
 
 def pair_of(

@@ -1,4 +1,4 @@
-"""What was read of a file as what, and what was not read: one line, said before any work."""
+"""What was read of a file as what, what was not read and what was left out: one line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ __all__ = ["Columns", "Reading", "short"]
 _log = logging.getLogger("alphatoken.data")
 _FORMS = 4
 """Forms of row that are named one by one."""
+_NAMED = 3
+"""Rows that are named of those that are left out for one reason."""
 
 
 class Columns:
@@ -107,7 +109,7 @@ class Columns:
 
 
 class Reading:
-    """What was read of the rows of one file; as text the line that says so.
+    """What was read of the rows of one file, and what was left out; as text the line that says so.
 
     >>> reading = Reading("train.jsonl")
     >>> columns = Columns({"question": "2 + 2?", "answer": "4", "id": 7}, "line 1")
@@ -124,7 +126,16 @@ class Reading:
         self.name = name
         self.forms: Counter[str] = Counter()
         self.unread: dict[str, None] = {}
+        self.left: Counter[str] = Counter()
+        """Rows that were left out, by what is wrong with them."""
+        self._places: dict[str, list[str]] = {}
         self._holding = 0
+
+    def leave(self, what: str, place: str) -> None:
+        """Count one row that is left out, by what is wrong with it; the first few are named."""
+        self.left[what] += 1
+        if self.left[what] <= _NAMED:
+            self._places.setdefault(what, []).append(place)
 
     def add(self, columns: Columns) -> None:
         """Count one row."""
@@ -146,12 +157,18 @@ class Reading:
         if self._holding:
             total = self.forms.total()
             said.append(f"in {self._holding} of {total} rows the prompt ends with the response")
+        said += [
+            f"{count} rows left out: {what} ({', '.join(self._places[what])}"
+            f"{', ...' if count > _NAMED else ''})"
+            for what, count in self.left.items()
+        ]
         return f"{self.name}: {'; '.join(said)}"
 
     def say(self) -> None:
-        """Log the line: as a warning where a column was not read, else for information."""
-        if self.forms:
-            _log.log(logging.WARNING if self.unread or self._holding else logging.INFO, "%s", self)
+        """Log the line: as a warning where a column or row was not read, else for information."""
+        lost = self.unread or self.left or self._holding
+        if self.forms or self.left:
+            _log.log(logging.WARNING if lost else logging.INFO, "%s", self)
 
 
 def short(text: str, length: int = 80) -> str:

@@ -1,6 +1,6 @@
 """Rows of a data file of any size: counted once, then read from any row on, in bounded memory.
 
-Every command reads its files here.
+Every command and every reader in Python takes its rows here.
 
 A source is a ``.jsonl``, ``.json`` or ``.parquet`` file, a folder that ``datasets`` saved, or a
 folder of such files. Finding it reads everything once, for the number of rows and a digest; what
@@ -12,21 +12,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from itertools import accumulate, islice
+from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from alphatoken.data.reading import Reading, short
 from alphatoken.data.rows import Fields, Row, row_of
-from alphatoken.errors import DataError
+from alphatoken.errors import ColumnsError, DataError
 
-__all__ = ["Found", "RowSource", "find_source", "read_records", "read_rows", "source_of"]
+__all__ = [
+    "SUFFIXES",
+    "Found",
+    "RowSource",
+    "each_row",
+    "find_source",
+    "read_records",
+    "read_rows",
+    "source_of",
+    "take_rows",
+]
 
 STRIDE = 256
 """Rows between two places of a JSONL file that are remembered."""
@@ -41,44 +50,11 @@ _OTHER_ENCODINGS = {
 }  # fmt: skip
 _LISTS = ("data", "rows", "train", "examples")
 """Names under which one JSON object holds the rows of a file."""
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
+"""How the names of data files end."""
 
-
-def read_rows(
-    path: str | Path, *, fields: Fields | None = None, limit: int | None = None
-) -> list[Row]:
-    """The rows of a data file or folder; plain texts as all response.
-
-    What was read as what is logged in one line (``alphatoken.data``), as a warning where a column
-    was not read.
-
-    Args:
-        path: see the top of this file.
-        fields: field names, where they are not among the known ones.
-        limit: read at most this many rows.
-
-    Raises:
-        DataError: no such file, unknown suffix, not UTF-8, a broken line, a missing or wrong
-            field, a file without rows, an unreadable Parquet file. The message names file and line.
-    """
-    reading = Reading(Path(path).name)
-    rows = [
-        row_of(record, index, place, fields, reading)
-        for index, (place, record) in enumerate(islice(read_records(path), limit))
-    ]
-    reading.say()
-    return rows
-
-
-def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, record) of every row of a data file or folder, as they are.
-
-    Raises:
-        DataError: as for :func:`read_rows`, but for the fields.
-    """
-    for found in find_source(path).read():
-        if isinstance(found.record, DataError):
-            raise found.record
-        yield found.place, found.record
+Record = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,24 +66,129 @@ class Found:
 
     index: int
     place: str
-    record: Mapping[str, Any] | DataError
+    record: Record | DataError
+
+
+# --- taking rows ----------------------------------------------------------------------------------
+
+
+def each_row(
+    found: Iterable[Found], make: Callable[[Record, int, str], T], on_bad_rows: str = "error"
+) -> Iterator[tuple[Found, T | DataError]]:
+    """Every record with the row that is made of it, or with what is wrong with it.
+
+    Args:
+        found: the records.
+        make: a row of a record, its index and its place.
+        on_bad_rows: "error" stops at the first record that is no row, "skip" goes on after it.
+
+    Raises:
+        DataError: such a record, under "error"; a choice about the columns of all rows, always.
+    """
+    for one in found:
+        row: T | DataError
+        try:
+            if isinstance(one.record, DataError):
+                raise one.record
+            row = make(one.record, one.index, one.place)
+        except ColumnsError:
+            raise
+        except DataError as error:
+            if on_bad_rows == "error":
+                raise
+            row = error
+        yield one, row
+
+
+def take_rows(
+    found: Iterable[Found], make: Callable[..., T], reading: Reading, on_bad_rows: str = "error"
+) -> list[T]:
+    """The rows that are made of these records; one line says what was read and what was left out.
+
+    Args:
+        found: the records.
+        make: as of :func:`each_row`, with ``reading`` beside: ``row_of``, ``pair_of``.
+        reading: is told what was read, and logs it.
+        on_bad_rows: as of :func:`each_row`.
+
+    Raises:
+        DataError: as of :func:`each_row`; under "skip" the first one where no row is left.
+    """
+    rows, first = list[T](), None
+    for one, row in each_row(found, partial(make, reading=reading), on_bad_rows):
+        if isinstance(row, DataError):
+            first = first or row
+            reading.leave(row.what, one.place)
+        else:
+            rows.append(row)
+    reading.say()
+    if first is not None and not rows:
+        raise first
+    return rows
+
+
+def read_rows(
+    path: str | Path,
+    *,
+    fields: Fields | None = None,
+    limit: int | None = None,
+    on_bad_rows: str = "error",
+) -> list[Row]:
+    """The rows of a data file or folder; plain texts as all response.
+
+    What was read as what, and what was left out, is logged in one line (``alphatoken.data``), as a
+    warning where a column or a row was not read.
+
+    Args:
+        path: see the top of this file.
+        fields: field names, where they are not among the known ones.
+        limit: read at most this many rows.
+        on_bad_rows: "skip" leaves out rows that cannot be read; "error" stops at the first.
+
+    Raises:
+        DataError: no such file, unknown suffix, not UTF-8, a broken line, a missing or wrong
+            field, a file without rows, an unreadable Parquet file. The message names file and line.
+    """
+    found, make = find_source(path).read(0, limit), partial(row_of, fields=fields)
+    return take_rows(found, make, Reading(Path(path).name), on_bad_rows)
+
+
+def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
+    """(place, record) of every row of a data file or folder, as they are.
+
+    Raises:
+        DataError: as for :func:`read_rows`, but for the fields.
+    """
+    for found, record in each_row(find_source(path).read(), lambda record, *_: record):
+        assert not isinstance(record, DataError)
+        yield found.place, record
+
+
+# --- sources --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RowSource(ABC):
+class RowSource:
     """Rows that can be read from any one on.
 
     Attributes:
+        kind: "lines", "list", "parquet", "saved" or "folder".
         path: of the file or folder.
         rows: how many there are.
         sha256: digest of what the rows were read from.
         stamp: size and time of change of the file when it was found.
+        marks: where rows can be reached: byte and line of every ``STRIDE``-th row of "lines", the
+            rows of each row group of "parquet".
+        parts: the files of a "folder", one after the other by name.
     """
 
+    kind: str
     path: str
     rows: int
     sha256: str
     stamp: tuple[int, int]
+    marks: Sequence[Any] = ()
+    parts: tuple[RowSource, ...] = ()
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Found]:
         """Rows ``start`` to ``stop`` (the last one excluded), in order.
@@ -115,7 +196,8 @@ class RowSource(ABC):
         Raises:
             DataError: the file is not what it was when it was found, or cannot be read at all.
         """
-        if self._stamp_now() != self.stamp:
+        path = Path(self.path)
+        if (_saved_stamp(path) if self.kind == "saved" else _stamp(path)) != self.stamp:
             raise DataError(
                 "a data file changed while it was in use",
                 got=self.path,
@@ -124,13 +206,7 @@ class RowSource(ABC):
             )
         stop = self.rows if stop is None else min(stop, self.rows)
         if start < stop:
-            yield from self._read(start, stop)
-
-    def _stamp_now(self) -> tuple[int, int]:
-        return _stamp(Path(self.path))
-
-    @abstractmethod
-    def _read(self, start: int, stop: int) -> Iterator[Found]: ...
+            yield from _READERS[self.kind](self, path, start, stop)
 
     def limited(self, rows: int | None) -> RowSource:
         """The first rows alone; None leaves all."""
@@ -141,7 +217,13 @@ class RowSource(ABC):
 
     def as_dict(self) -> dict[str, Any]:
         """What another process needs to read the same rows; see :func:`source_of`."""
-        return {"kind": type(self).__name__, **asdict(self)}
+        return asdict(self)
+
+
+def source_of(document: Mapping[str, Any]) -> RowSource:
+    """The source that ``as_dict`` wrote down."""
+    parts = tuple(source_of(part) for part in document["parts"])
+    return RowSource(**{**document, "stamp": tuple(document["stamp"]), "parts": parts})
 
 
 def find_source(path: str | Path) -> RowSource:
@@ -160,20 +242,6 @@ def find_source(path: str | Path) -> RowSource:
     return source
 
 
-def source_of(document: Mapping[str, Any]) -> RowSource:
-    """The source that ``as_dict`` wrote down."""
-    fields = dict(document)
-    kind = _KINDS[fields.pop("kind")]
-    if "parts" in fields:
-        fields["parts"] = tuple(source_of(part) for part in fields["parts"])
-    fields = {k: _tuples(v) if isinstance(v, list) else v for k, v in fields.items()}
-    return kind(**fields)
-
-
-def _tuples(value: list[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(one) if isinstance(one, list) else one for one in value)
-
-
 def _stamp(path: Path) -> tuple[int, int]:
     try:
         stat = path.stat()
@@ -184,19 +252,40 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _file(path: Path) -> RowSource:
-    suffix = path.suffix.lower()
-    stamp = _stamp(path)
-    if suffix in (".jsonl", ".json", ".ndjson"):
-        if _is_one_document(path):
-            return JsonList(str(path), len(_items(str(path), stamp)), _digest([path]), stamp)
-        return _find_lines(path, stamp)
+    suffix, stamp = path.suffix.lower(), _stamp(path)
+    if suffix not in SUFFIXES:
+        raise DataError(
+            "unknown kind of data file",
+            got=str(path),
+            remedy="give a .jsonl, a .json or a .parquet file, or a folder of them",
+        )
     if suffix in (".parquet", ".pq"):
-        return _find_parquet(path, stamp)
-    raise DataError(
-        "unknown kind of data file",
-        got=str(path),
-        remedy="give a .jsonl, a .json or a .parquet file, or a folder of them",
-    )
+        with _parquet_file(path) as file:
+            meta = file.metadata
+            groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+        return RowSource("parquet", str(path), sum(groups), _digest([path]), stamp, groups)
+    if _is_one_document(path):
+        return RowSource("list", str(path), len(_items(path, stamp)), _digest([path]), stamp)
+    marks, rows, digest = _lines(path)
+    return RowSource("lines", str(path), rows, digest, stamp, marks)
+
+
+def _folder(path: Path) -> RowSource:
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        rows, stamp = len(_load_saved(path)), _saved_stamp(path)
+        return RowSource("saved", str(path), rows, _digest(_saved_files(path)), stamp)
+    names = sorted(os.listdir(path))
+    files = [path / n for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
+    if not files:
+        raise DataError(
+            "the folder holds no data files",
+            got=str(path),
+            remedy=f"files that end in {', '.join(SUFFIXES)}, or a data set of save_to_disk",
+        )
+    parts = tuple(_file(file) for file in files)
+    digest = hashlib.sha256(" ".join(f"{p.rows} {p.sha256}" for p in parts).encode()).hexdigest()
+    rows = sum(part.rows for part in parts)
+    return RowSource("folder", str(path), rows, digest, _stamp(path), parts=parts)
 
 
 def _digest(paths: list[Path]) -> str:
@@ -205,6 +294,16 @@ def _digest(paths: list[Path]) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+    first = 0
+    for part in source.parts:
+        for found in part.read(max(start - first, 0), stop - first):
+            yield replace(found, index=found.index + first)
+        first += part.rows
+        if first >= stop:
+            return
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -248,8 +347,9 @@ def _wrapped(document: Any) -> list[Any] | None:
     return rows if rows and all(isinstance(row, dict) for row in rows) else None
 
 
-def json_items(path: Path) -> Sequence[Any]:
-    """The items of one JSON list, or of an object that holds it.
+@lru_cache(maxsize=1)
+def _items(path: Path, stamp: tuple[int, int]) -> list[Any]:
+    """All items of a JSON list, or of an object that holds it; read once while it is the same.
 
     Raises:
         DataError: the file is neither.
@@ -266,19 +366,48 @@ def json_items(path: Path) -> Sequence[Any]:
     return [document] if rows is None else rows
 
 
-def require_object(record: Any, place: str) -> Mapping[str, Any]:
-    """The item of a list, which must be an object.
+def _read_list(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+    """Rows of a file of one list, which no reader can enter in the middle: it is read whole."""
+    for index, item in enumerate(_items(path, source.stamp)[start:stop], start=start):
+        place = f"{path.name}, item {index + 1}"
+        if not isinstance(item, dict):
+            item = DataError(
+                "an item of the JSON list is not an object",
+                got=f"{place}: {short(repr(item))}",
+                remedy='write {"prompt": ..., "response": ...} for each item',
+            )
+        yield Found(index, place, item)
 
-    Raises:
-        DataError: it is none.
-    """
-    if not isinstance(record, dict):
-        raise DataError(
-            "an item of the JSON list is not an object",
-            got=f"{place}: {short(repr(record))}",
-            remedy='write {"prompt": ..., "response": ...} for each item',
-        )
-    return record
+
+def _lines(path: Path) -> tuple[list[tuple[int, int]], int, str]:
+    """Marks, number of rows and digest of a JSONL file."""
+    marks, rows, offset = [], 0, 0
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            digest.update(raw)
+            if not is_blank(raw):
+                if rows % STRIDE == 0:
+                    marks.append((offset, line))
+                rows += 1
+            offset += len(raw)
+    return marks, rows, digest.hexdigest()
+
+
+def _read_lines(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+    offset, line = source.marks[start // STRIDE]
+    index = start // STRIDE * STRIDE
+    with path.open("rb") as file:
+        file.seek(offset)
+        for number, raw in enumerate(file, start=line):
+            if is_blank(raw):
+                continue
+            if index >= stop:
+                return
+            if index >= start:
+                place = f"{path.name}, line {number}"
+                yield Found(index, place, _json_line(raw, place))
+            index += 1
 
 
 def is_blank(raw: bytes) -> bool:
@@ -291,34 +420,28 @@ _MEND = (
 )
 
 
-def json_line(raw: bytes, place: str) -> Mapping[str, Any]:
-    """The object on one line of a JSONL file.
-
-    Raises:
-        DataError: not UTF-8, not JSON, or no object; the message names ``place``.
-    """
+def _json_line(raw: bytes, place: str) -> Record | DataError:
+    """The object on one line of a JSONL file; an error that names ``place`` where there is none."""
     try:
         line = raw.removeprefix(_BOM).decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        raise DataError(
+        return DataError(
             "the data file is not UTF-8",
             got=f"{place}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
             remedy="convert the file to UTF-8",
-        ) from None
+        )
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(
+        return DataError(
             "broken JSON line",
             got=f"{place}, column {error.colno}: {error.msg}: {short(line)}",
             remedy=f"each line must be one JSON object; {_MEND}",
-        ) from None
+        )
     except (ValueError, RecursionError) as error:  # a number or a nesting beyond all bounds
-        raise DataError(
-            "a JSON line cannot be read", got=f"{place}: {error}", remedy=_MEND
-        ) from None
+        return DataError("a JSON line cannot be read", got=f"{place}: {error}", remedy=_MEND)
     if not isinstance(record, dict):
-        raise DataError(
+        return DataError(
             "a JSON line is not an object",
             got=f"{place}: {short(line)}",
             remedy='write {"prompt": ..., "response": ...} on each line',
@@ -326,98 +449,30 @@ def json_line(raw: bytes, place: str) -> Mapping[str, Any]:
     return record
 
 
-@dataclass(frozen=True)
-class JsonLines(RowSource):
-    """A JSONL file; ``marks`` are byte and line of every ``STRIDE``-th row."""
-
-    marks: tuple[tuple[int, int], ...]
-
-    def _read(self, start: int, stop: int) -> Iterator[Found]:
-        name = Path(self.path).name
-        offset, line = self.marks[start // STRIDE]
-        index = start // STRIDE * STRIDE
-        with open(self.path, "rb") as file:
-            file.seek(offset)
-            for number, raw in enumerate(file, start=line):
-                if is_blank(raw):
-                    continue
-                if index >= stop:
-                    return
-                if index >= start:
-                    place = f"{name}, line {number}"
-                    yield Found(index, place, _caught(lambda r=raw, p=place: json_line(r, p)))
-                index += 1
-
-
-def _caught(read: Callable[..., Mapping[str, Any]]) -> Mapping[str, Any] | DataError:
-    try:
-        return read()
-    except DataError as error:
-        return error
-
-
-def _find_lines(path: Path, stamp: tuple[int, int]) -> JsonLines:
-    marks, rows, offset = [], 0, 0
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            digest.update(raw)
-            if not is_blank(raw):
-                if rows % STRIDE == 0:
-                    marks.append((offset, line))
-                rows += 1
-            offset += len(raw)
-    return JsonLines(str(path), rows, digest.hexdigest(), stamp, tuple(marks))
-
-
-@dataclass(frozen=True)
-class JsonList(RowSource):
-    """A JSON file of one list, which no reader can enter in the middle: it is read as a whole."""
-
-    def _read(self, start: int, stop: int) -> Iterator[Found]:
-        name = Path(self.path).name
-        for index, item in enumerate(_items(self.path, self.stamp)[start:stop], start=start):
-            place = f"{name}, item {index + 1}"
-            record = _caught(lambda i=item, p=place: require_object(i, p))
-            yield Found(index, place, record)
-
-
-@lru_cache(maxsize=1)
-def _items(path: str, stamp: tuple[int, int]) -> Sequence[Any]:
-    """All items; read once as long as the file is the same."""
-    return json_items(Path(path))
-
-
 # --- columns --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ParquetRows(RowSource):
-    """A Parquet file; ``groups`` are the rows of its row groups."""
-
-    groups: tuple[int, ...]
-
-    def _read(self, start: int, stop: int) -> Iterator[Found]:
-        name = Path(self.path).name
-        ends = list(accumulate(self.groups))
-        first, last = bisect_right(ends, start), bisect_right(ends, stop - 1)
-        index = ends[first] - self.groups[first]
-        with _parquet_file(Path(self.path)) as file:
-            wanted = list(range(first, last + 1))
-            for batch in file.iter_batches(batch_size=_CHUNK, row_groups=wanted):
-                low, high = max(start - index, 0), min(stop - index, batch.num_rows)
-                if low < high:  # whole batches before it are passed over as columns
-                    records = batch.slice(low, high - low).to_pylist()
-                    for own, record in enumerate(records, start=index + low):
-                        yield Found(own, f"{name}, row {own + 1}", record)
-                index += batch.num_rows
+def _read_parquet(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+    ends = list(accumulate(source.marks))
+    first, last = bisect_right(ends, start), bisect_right(ends, stop - 1)
+    index = ends[first] - source.marks[first]
+    with _parquet_file(path) as file:
+        wanted = list(range(first, last + 1))
+        for batch in file.iter_batches(batch_size=_CHUNK, row_groups=wanted):
+            low, high = max(start - index, 0), min(stop - index, batch.num_rows)
+            if low < high:  # whole batches before it are passed over as columns
+                records = batch.slice(low, high - low).to_pylist()
+                for own, record in enumerate(records, start=index + low):
+                    yield Found(own, f"{path.name}, row {own + 1}", record)
+            index += batch.num_rows
 
 
-def parquet_modules(path: Path) -> tuple[Any, Any]:
-    """``pyarrow`` and ``pyarrow.parquet``, to read ``path``.
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """An open Parquet file; whatever is wrong with it, also while it is read, names it.
 
     Raises:
-        DataError: they are not installed.
+        DataError: it cannot be read, or pyarrow is not installed.
     """
     try:
         import pyarrow as pa
@@ -428,58 +483,25 @@ def parquet_modules(path: Path) -> tuple[Any, Any]:
             got=str(path),
             remedy="pip install pyarrow, or give the rows as JSONL",
         ) from None
-    return pa, pq
-
-
-class _parquet_file:  # noqa: N801, a context manager by its use
-    """An open Parquet file; whatever is wrong with it, also while it is read, names it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Any:
-        pa, pq = parquet_modules(self._path)
-        self._errors = (pa.ArrowException, OSError)
-        try:
-            self._file = pq.ParquetFile(self._path)
-        except self._errors as error:
-            raise self._named(error) from None
-        return self._file
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if isinstance(error, self._errors):
-            raise self._named(error) from None
-
-    def _named(self, error: BaseException) -> DataError:
-        return DataError(
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
             "the Parquet file cannot be read",
-            got=f"{self._path}: {short(str(error))}",
+            got=f"{path}: {short(str(error))}",
             remedy="write the file again; it may be truncated",
-        )
+        ) from None
 
 
-def _find_parquet(path: Path, stamp: tuple[int, int]) -> ParquetRows:
-    with _parquet_file(path) as file:
-        meta = file.metadata
-        groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-    return ParquetRows(str(path), sum(groups), _digest([path]), stamp, tuple(groups))
-
-
-@dataclass(frozen=True)
-class SavedDataset(RowSource):
-    """A folder that ``datasets`` wrote with ``save_to_disk``."""
-
-    def _stamp_now(self) -> tuple[int, int]:
-        return _saved_stamp(Path(self.path))
-
-    def _read(self, start: int, stop: int) -> Iterator[Found]:
-        data, name = _load_saved(Path(self.path)), Path(self.path).name
-        for low in range(start, stop, _CHUNK):
-            columns = data[low : min(low + _CHUNK, stop)]
-            for own, values in enumerate(zip(*columns.values(), strict=True), start=low):
-                record = dict(zip(columns, values, strict=True))
-                yield Found(own, f"{name}, row {own + 1}", record)
+def _read_saved(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+    """Rows of a folder that ``datasets`` wrote with ``save_to_disk``."""
+    data = _load_saved(path)
+    for low in range(start, stop, _CHUNK):
+        columns = data[low : min(low + _CHUNK, stop)]
+        for own, values in enumerate(zip(*columns.values(), strict=True), start=low):
+            record = dict(zip(columns, values, strict=True))
+            yield Found(own, f"{path.name}, row {own + 1}", record)
 
 
 def _saved_files(path: Path) -> list[Path]:
@@ -527,49 +549,10 @@ def _load_saved(path: Path) -> Any:
     return data
 
 
-# --- folders --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Joined(RowSource):
-    """The files of a folder, one after the other by name."""
-
-    parts: tuple[RowSource, ...]
-
-    def _read(self, start: int, stop: int) -> Iterator[Found]:
-        first = 0
-        for part in self.parts:
-            for found in part.read(max(start - first, 0), stop - first):
-                yield replace(found, index=found.index + first)
-            first += part.rows
-            if first >= stop:
-                return
-
-    def as_dict(self) -> dict[str, Any]:
-        """As of any source, with its parts likewise."""
-        own = super().as_dict()
-        return own | {"parts": [part.as_dict() for part in self.parts]}
-
-
-_KINDS: dict[str, type[RowSource]] = {
-    kind.__name__: kind for kind in (JsonLines, JsonList, ParquetRows, SavedDataset, Joined)
+_READERS: dict[str, Callable[[RowSource, Path, int, int], Iterator[Found]]] = {
+    "lines": _read_lines,
+    "list": _read_list,
+    "parquet": _read_parquet,
+    "saved": _read_saved,
+    "folder": _read_folder,
 }
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
-
-
-def _folder(path: Path) -> RowSource:
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        data = _load_saved(path)
-        return SavedDataset(str(path), len(data), _digest(_saved_files(path)), _saved_stamp(path))
-    names = sorted(os.listdir(path))
-    files = [path / n for n in names if n.lower().endswith(_SUFFIXES) and not n.startswith(".")]
-    if not files:
-        raise DataError(
-            "the folder holds no data files",
-            got=str(path),
-            remedy=f"files that end in {', '.join(_SUFFIXES)}, or a data set of save_to_disk",
-        )
-    parts = tuple(_file(file) for file in files)
-    digest = hashlib.sha256(" ".join(f"{p.rows} {p.sha256}" for p in parts).encode())
-    rows = sum(part.rows for part in parts)
-    return Joined(str(path), rows, digest.hexdigest(), _stamp(path), parts)

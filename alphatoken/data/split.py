@@ -44,6 +44,12 @@ def leak_keys(row: Row, by: str = "prompt") -> set[str]:
     return keys | {conversation_key(row)}
 
 
+def repeated_in(row: Row, pools: Mapping[str, Collection[str]], by: str = "prompt") -> str | None:
+    """The first of these pools, name -> ``leak_keys`` of its rows, that has this row as well."""
+    keys = leak_keys(row, by)
+    return next((name for name, held in pools.items() if not keys.isdisjoint(held)), None)
+
+
 def conversation_key(row: Row) -> str:
     """Digest of the normalised conversation, roles included."""
     turns = (f"{turn.role}\x1e{normalise(turn.thought + turn.text)}" for turn in row.turns)
@@ -103,16 +109,11 @@ def split_pools(
     held_keys = _all_keys(held)
     prompts_kept = [row for row in prompts if not held_keys & leak_keys(row, leak_key)]
     kept_out = _all_keys(prompts_kept) | set(fisher_keys)
-    train = []
+    train: list[Row] = []
     leaks: dict[str, list[Row]] = {"validation": [], "fisher": []}
     for row in rest:
-        keys = leak_keys(row, leak_key)
-        if held_keys & keys:
-            leaks["validation"].append(row)
-        elif kept_out & keys:
-            leaks["fisher"].append(row)
-        else:
-            train.append(row)
+        pool = repeated_in(row, {"validation": held_keys, "fisher": kept_out}, leak_key)
+        (train if pool is None else leaks[pool]).append(row)
     if on_leak == "error":
         refuse_leaks(leaks)
     counts = {

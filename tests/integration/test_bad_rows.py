@@ -168,8 +168,8 @@ def test_so_they_are_in_training(command: str, model: Path, tmp_path: Path, caps
     words = words_of(command, model, rows, held, tmp_path / "out")
     assert main([*words, "--on_bad_rows", "skip"]) == 0
     said = capsys.readouterr().err
-    assert "1 training rows dropped: broken JSON line" in said
-    assert "1 training rows dropped: the chat template refuses the conversation" in said
+    assert "1 rows left out: broken JSON line" in said
+    assert "1 rows left out: the chat template refuses the conversation" in said
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -198,9 +198,7 @@ def test_a_null_response_of_a_pair_is_a_bad_row(model: Path, tmp_path: Path, cap
         capsys.readouterr().err
     )
     assert main([*words, "--on_bad_rows", "skip"]) == 0
-    assert "1 training rows dropped: the rejected response of a pair is null" in (
-        capsys.readouterr().err
-    )
+    assert "1 rows left out: the rejected response of a pair is null" in (capsys.readouterr().err)
 
 
 MEASURING = {

@@ -225,20 +225,20 @@ def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
         assert prompts(control.train) == prompts(top.train)
 
 
-def test_bad_rows_are_dropped_before_anything_is_drawn(tmp_path: Path) -> None:
+def test_bad_rows_are_dropped_before_anything_is_drawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}]
     file = str(jsonl(tmp_path / "train.jsonl", [*rows(10), *broken]))
     words = ("--train_file", file, "--max_length", "100")
-    data = load("sft", tmp_path, *words)
-    assert len(data.train) == 6
-    said = " ".join(data.notes)
-    assert "1 training rows dropped: the response is empty (such as train.jsonl, line 11)" in said
-    assert "longer than 99 tokens (such as train.jsonl, line 12)" in said
+    assert len(load("sft", tmp_path, *words).train) == 6
+    assert "1 rows left out: the response is empty (train.jsonl, line 11)" in caplog.text
+    assert "longer than 99 tokens (train.jsonl, line 12)" in caplog.text
     with pytest.raises(InputError, match="line 11"):
         load("sft", tmp_path, *words, "--on_empty", "error")
 
 
-def test_bad_pairs_are_dropped_or_refused(tmp_path: Path) -> None:
+def test_bad_pairs_are_dropped_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     broken = [
         {"prompt": "p", "chosen": "same", "rejected": "same"},
         {"prompt": "q", "chosen": "one", "rejected": ""},
@@ -246,12 +246,10 @@ def test_bad_pairs_are_dropped_or_refused(tmp_path: Path) -> None:
     ]
     file = str(jsonl(tmp_path / "pairs.jsonl", [*pairs(10), *broken]))
     words = ("--train_file", file, "--max_prompt_length", "50")
-    data = load("dpo", tmp_path, *words)
-    assert len(data.train) == 6
-    said = " ".join(data.notes)
-    assert "chosen and rejected are equal (such as pairs.jsonl, line 11)" in said
-    assert "a response is empty (such as pairs.jsonl, line 12)" in said
-    assert "longer than 50 tokens (such as pairs.jsonl, line 13)" in said
+    assert len(load("dpo", tmp_path, *words).train) == 6
+    assert "chosen and rejected are equal (pairs.jsonl, line 11)" in caplog.text
+    assert "a response is empty (pairs.jsonl, line 12)" in caplog.text
+    assert "longer than 50 tokens (pairs.jsonl, line 13)" in caplog.text
     with pytest.raises(InputError, match="cannot be trained on"):
         load("dpo", tmp_path, *words, "--on_empty", "error")
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from alphatoken.corpus import rows as corpus_rows
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import (
     EncodeOptions,
@@ -327,12 +326,12 @@ def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> No
     from alphatoken.train import AlphaSFTConfig
 
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
-        corpus_rows.read_rows(path, Fields(), on_bad_rows="skip")
+        read_rows(path, on_bad_rows="skip")
     train = ["--model_name_or_path", "unread", "--train_file", str(path), "--validation_rows", "1"]
     words = [*train, "--output_dir", str(tmp_path / "out"), "--use_cpu"]
     arguments = read_arguments("sft", words, AlphaSFTConfig)
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
-        RowReader(arguments, byte_tokenizer()).training_rows([])
+        RowReader(arguments, byte_tokenizer()).training_rows()
 
 
 # --- rows that share their prompt -----------------------------------------------------------------

@@ -56,7 +56,7 @@ MARKED = claim(
 )
 
 _TOP = "select.threshold"
-_SOURCE = "data.source.JsonLines._read"
+_SOURCE = "data.source._read_lines"
 _ROW = "corpus.rows.Corpus"
 
 MUTANTS = (
@@ -120,12 +120,12 @@ MUTANTS = (
     _corpus(
         "drawn-rows-are-trained-on",
         "rows that were drawn for validation are valued where no other rule removes them",
-        f"{_ROW}.rows", "if found.index in self.drawn:", "if False:", SPLIT,
+        f"{_ROW}._become", "if row.index in self.drawn:", "if False:", SPLIT,
     ),
     _corpus(
         "repeats-of-the-fisher-stay",
         "rows that the Fisher was fitted on are valued",
-        f"{_ROW}._become", '("fisher", self.fisher)', '("fisher", frozenset())', SPLIT,
+        f"{_ROW}._become", '"fisher": self.fisher', '"fisher": frozenset()', SPLIT,
     ),
     _corpus(
         "marked-turns-are-learned",

@@ -734,7 +734,7 @@ def test_gap_30_data_sets_of_the_papers_size(tmp_path: Path) -> None:
             assert read.data.dataset_name == name
             assert read.recipe.expected_rows == pytest.approx(size, rel=0.05)
             source = str(tmp_path / f"{task}.jsonl")
-            (row,) = RowReader(read, words).source_rows(source, "training", [])
+            (row,) = RowReader(read, words).source_rows(source, "training")
             if task == "ultrafeedback":
                 texts = [[turn.text for turn in part] for part in (row.prompt, row.chosen)]
                 assert (*texts, row.rejected[0].text) == (["Q"], ["A"], "R")
