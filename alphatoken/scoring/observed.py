@@ -19,7 +19,7 @@ from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.scoring.valuing import Valuer
-from alphatoken.select.interaction import token_gram, token_norms
+from alphatoken.select.interaction import token_gram
 from alphatoken.values import TokenValues
 
 __all__ = ["Observed"]
@@ -178,20 +178,6 @@ class Observed:
         """
         mask, errors = self._direct_errors("interaction")
         return token_gram(
-            self._recorder.linears, errors, mask, score_bias=self._valuer.config.score_bias
-        )
-
-    def norms(self) -> Tensor:
-        """Lengths (b, t) of the direct token gradients of the last ``values`` call.
-
-        The roots of ``interaction``'s diagonal, in a workspace of one number a token; see
-        ``interaction.token_norms``.
-
-        Raises:
-            ConfigError, ModelError, UnsupportedError: as ``interaction``.
-        """
-        mask, errors = self._direct_errors("norms")
-        return token_norms(
             self._recorder.linears, errors, mask, score_bias=self._valuer.config.score_bias
         )
 

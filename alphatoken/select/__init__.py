@@ -2,7 +2,6 @@
 
 * :mod:`~alphatoken.select.masks`: exactly ``ceil(ratio n)`` tokens, ties by row and position;
 * :mod:`~alphatoken.select.confidence`: all tokens but those that are harmful beyond doubt;
-* :mod:`~alphatoken.select.weights`: the mask of a policy as weights;
 * :mod:`~alphatoken.select.interaction`: kept tokens that repeat each other count less, by inner
   products of token gradients;
 * :mod:`~alphatoken.select.losses`: the SFT and DPO losses of what was kept, and their

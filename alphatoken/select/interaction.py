@@ -28,7 +28,7 @@ from alphatoken.model.uses import LinearUse
 from alphatoken.select.masks import check_values, keep_count
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["UNITS", "absolute_weight", "select_diverse", "token_gram", "token_norms"]
+__all__ = ["UNITS", "absolute_weight", "select_diverse", "token_gram"]
 
 UNITS = ("absolute", "relative")
 
@@ -87,52 +87,6 @@ def token_gram(
     for factors in _factors(live, mask, gram, score_bias=score_bias):
         _add_products(gram, factors, block)
     return gram
-
-
-@full_precision
-def token_norms(
-    uses: Sequence[LinearUse],
-    errors: Sequence[Tensor | None],
-    mask: Bool[Tensor, "b t"],
-    *,
-    score_bias: bool = False,
-) -> Float[Tensor, "b t"]:
-    """Length of each response token's direct gradient over all scored linears: a ghost norm.
-
-        ||g_k||^2 = sum over weights ||delta_k||^2 ||x_k||^2
-
-    for weights that are used once; products between several uses of one weight belong to it, as in
-    ``token_gram``, of which this is the root of the diagonal.
-
-    Args:
-        uses: as in ``token_gram``.
-        errors: as in ``token_gram``.
-        mask: as in ``token_gram``.
-        score_bias: as in ``token_gram``.
-
-    Returns:
-        (b, t), 0 off the response, in float32 or wider. Unit: loss gradient per weight.
-
-    Exactness: exact up to rounding where the errors are the exact self-only ones.
-
-    Raises:
-        InputError: as ``token_gram``.
-
-    Source: ours (ghost norms are known from private training). Oracle: outer products per token
-    and use, in the tests.
-    """
-    live = _live(uses, errors, mask)
-    dtype = _dtype(live)
-    squares = torch.zeros(int(mask.sum()), dtype=dtype, device=mask.device)
-    for factors in _factors(live, mask, squares, score_bias=score_bias):
-        for one in factors:
-            for other in factors:
-                pairs = zip(one, other, strict=True)
-                squares += _product((left * right).sum(-1) for left, right in pairs)
-    norms = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    # Products between uses may sum to a little less than zero by rounding.
-    norms[mask] = squares.clamp(min=0.0).sqrt()
-    return norms
 
 
 _Live = list[tuple[LinearUse, Tensor]]

@@ -35,10 +35,10 @@ __all__ = [
     "check_rows_left",
     "check_run",
     "check_watch",
+    "chooses_rows",
+    "chosen_from_packed",
+    "has_pass",
     "refuse_scope",
-    "require_second_model",
-    "require_validation",
-    "runs_model",
 ]
 
 
@@ -115,9 +115,8 @@ def check_given(args: Any, policy: TokenPolicy | None, given: Given) -> None:
         ConfigError: names what is missing.
     """
     if policy is not None:
-        if _has_pass(policy):
-            require_validation(policy, given.validation)
-            require_second_model(policy, args, given.second_model)
+        if has_pass(policy):
+            _check_policy_given(policy, args, given)
         return
     if not args.needs_values:
         return
@@ -262,17 +261,47 @@ def _check_length(args: Any, limit: int | None) -> None:
 # --- policies -----------------------------------------------------------------------------------
 
 
-def _has_pass(policy: TokenPolicy) -> bool:
+def chooses_rows(policy: TokenPolicy) -> bool:
+    """Whether it trains on some of the rows only."""
+    return type(policy).choose_rows is not TokenPolicy.choose_rows
+
+
+def has_pass(policy: TokenPolicy) -> bool:
     """Whether it looks at all rows before training."""
-    kind = type(policy)
-    chooses = kind.choose_rows is not TokenPolicy.choose_rows
-    return chooses or kind.prepare is not TokenPolicy.prepare
+    return chooses_rows(policy) or type(policy).prepare is not TokenPolicy.prepare
+
+
+def chosen_from_packed(policy: TokenPolicy) -> ConfigError:
+    """Of a policy that chooses rows, where a row is no sample."""
+    return ConfigError(
+        "samples cannot be chosen from packed rows",
+        got=f"policy '{policy.name}'",
+        why="a packed row holds several samples",
+        remedy="packing=False",
+    )
+
+
+def _check_policy_given(policy: TokenPolicy, args: Any, given: Given) -> None:
+    if policy.needs.validation and not given.validation:
+        raise ConfigError(
+            f"policy '{policy.name}' needs a validation dataset",
+            got="validation_dataset=None",
+            why="it chooses what serves those rows",
+            remedy="pass validation_dataset=..., or validation_file on the command line",
+        )
+    if policy.needs.scorer_model and not given.second_model and args.policy_reference is None:
+        raise ConfigError(
+            f"policy '{policy.name}' needs a reference model",
+            got="policy_reference is not set",
+            why="it scores tokens by what that model makes of them",
+            remedy="policy_reference: a folder or hub name, of a model with the same tokenizer",
+        )
 
 
 def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy) -> None:
-    kind, policy_class = layout(accelerator), type(policy)
-    chooses_rows = policy_class.choose_rows is not TokenPolicy.choose_rows
-    if runs_model(policy) and kind in SHARDED:
+    kind = layout(accelerator)
+    # At every batch, not only in a pass before training.
+    if policy.needs.model and not has_pass(policy) and kind in SHARDED:
         raise UnsupportedError(
             f"policy '{policy.name}' runs the model itself, and the weights are sharded",
             why="no process has whole weights outside the trainer's own forward",
@@ -286,7 +315,7 @@ def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPo
             got=f"layout {kind}",
             remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
         )
-    if _has_pass(policy):
+    if has_pass(policy):
         # Whole weights that were handed over are cut up after the pass; those that a run loads by
         # name (on the meta device where it is only planned) are cut up as they are loaded.
         sharded = any(weight.is_meta or weight.numel() == 0 for weight in model.parameters())
@@ -296,48 +325,8 @@ def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPo
                 got=f"layout {kind}",
                 remedy="run it once in one process; the files in policy_cache are then found here",
             )
-    if chooses_rows and getattr(args, "packing", False):
-        raise ConfigError(
-            "samples cannot be chosen from packed rows",
-            got=f"policy '{policy.name}', packing=True",
-            why="a packed row holds several samples",
-            remedy="packing=False",
-        )
-
-
-def runs_model(policy: TokenPolicy) -> bool:
-    """Whether it runs the model at every batch, not only in a pass before training."""
-    return policy.needs.model and not _has_pass(policy)
-
-
-def require_validation(policy: TokenPolicy, given: bool) -> None:
-    """See that a policy that chooses by validation rows has some.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if policy.needs.validation and not given:
-        raise ConfigError(
-            f"policy '{policy.name}' needs a validation dataset",
-            got="validation_dataset=None",
-            why="it chooses what serves those rows",
-            remedy="pass validation_dataset=..., or validation_file on the command line",
-        )
-
-
-def require_second_model(policy: TokenPolicy, args: Any, given: bool) -> None:
-    """See that a policy that scores with a second model has one.
-
-    Raises:
-        ConfigError: neither handed over nor named.
-    """
-    if policy.needs.scorer_model and not given and args.policy_reference is None:
-        raise ConfigError(
-            f"policy '{policy.name}' needs a reference model",
-            got="policy_reference is not set",
-            why="it scores tokens by what that model makes of them",
-            remedy="policy_reference: a folder or hub name, of a model with the same tokenizer",
-        )
+    if chooses_rows(policy) and getattr(args, "packing", False):
+        raise chosen_from_packed(policy)
 
 
 def _check_attention(model: nn.Module, args: Any, policy: TokenPolicy) -> None:

@@ -27,7 +27,7 @@ from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_preference_rows, cut_pair
-from alphatoken.train.fields import PairFields
+from alphatoken.train.fields import PairFields, check_fields
 from alphatoken.train.given import choose_bf16, model_name
 from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form, uses_template
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
@@ -68,7 +68,7 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
     def check_alpha(self) -> None:
         """As for all; and what has no meaning for pairs."""
         super().check_alpha()
-        self._check_lengths()
+        check_fields(self, PairFields)
         if self.kept_normalization == "sum":
             raise ConfigError(
                 "kept_normalization='sum' is not defined for DPO",
@@ -88,14 +88,6 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
         policy = chosen_policy(self, None, self.FAMILY)
         if policy is not None:
             check_pair_policy(policy, self)
-
-    def _check_lengths(self) -> None:
-        for name in ("max_prompt_length", "max_response_length"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ConfigError(
-                    f"{name} must be at least 1", got=repr(limit), remedy="null sets no limit"
-                )
 
     @property
     def cuts_prompts(self) -> bool:

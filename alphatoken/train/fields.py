@@ -1,17 +1,19 @@
 """Fields that trainers' configurations gain: default, meaning, range, when to change, source.
 
-``alphatoken.train.options.AlphaOptions`` checks them. They stand apart because nothing here imports
-torch: the command line's help is made of them in a moment.
+They stand apart from what they mean together (``alphatoken.train.options``) because nothing here
+imports torch: the command line's help is made of them in a moment.
 """
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, fields
 from typing import Any, NamedTuple
 
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.support import options
 
-__all__ = ["AlphaFields", "Documentation", "PairFields", "documentation"]
+__all__ = ["AlphaFields", "Documentation", "PairFields", "check_fields", "documentation"]
 
 
 class Documentation(NamedTuple):
@@ -25,15 +27,55 @@ class Documentation(NamedTuple):
     """Where it stands in the paper; "ours" where it has none."""
 
 
+# Not in the fields' metadata: TrlParser and HfArgumentParser hand all of those to argparse.
 _DOCUMENTED: dict[Field[Any], Documentation] = {}
-"""Not in the fields' metadata: TrlParser and HfArgumentParser hand all of those to argparse."""
+_LIMITS: dict[Field[Any], tuple[Sequence[str | None], float | None, float | None]] = {}
 
 
-def option(default: Any, help: str, **told: str) -> Any:
-    """A field with its help in its metadata, and the rest of its documentation beside it."""
+def option(
+    default: Any,
+    help: str,
+    *,
+    within: str = "",
+    choices: Sequence[str | None] = (),
+    least: float | None = None,
+    below: float | None = None,
+    **told: str,
+) -> Any:
+    """A field with its help in its metadata; its limits and documentation stand beside it.
+
+    ``within`` says in words what it may be, where choices or the least number do not.
+    """
     made = options.option(default, help)
-    _DOCUMENTED[made] = Documentation(**told)
+    _LIMITS[made] = choices, least, below
+    if isinstance(default, bool):
+        within = "true or false"
+    elif choices:
+        names = ["null" if one is None else f"'{one}'" for one in choices]
+        within = f"{', '.join(names[:-1])} or {names[-1]}"
+    elif least is not None:
+        within = (
+            "null, or " * (default is None) + f"from {least}" + f", below {below}" * bool(below)
+        )
+    _DOCUMENTED[made] = Documentation(within, **told)
     return made
+
+
+def check_fields(given: Any, kind: type) -> None:
+    """See that each field of ``kind`` is within its limits.
+
+    Raises:
+        ConfigError: names the first that is not, and what it may be.
+    """
+    for one in fields(kind):
+        (choices, least, below), value = _LIMITS[one], getattr(given, one.name)
+        if choices:
+            require_choice(one.name, value, choices)
+        if least is None or (value is None and one.default is None):
+            continue
+        if not value >= least or (below is not None and not value < below):
+            lies = f"be at least {least}" if below is None else f"lie in [{least}, {below})"
+            raise ConfigError(f"{one.name} must {lies}", got=repr(value))
 
 
 def documentation(one: Field[Any]) -> Documentation:
@@ -104,7 +146,8 @@ class AlphaFields:
         0.95,
         "policy='harmless': a token goes where the upper bound of its value, one-sided at this "
         "level over the draw of the validation rows, lies below zero; in [0.5, 1).",
-        within="from 0.5, below 1",
+        least=0.5,
+        below=1,
         when="raise it to drop less",
         source="ours",
     )
@@ -112,7 +155,7 @@ class AlphaFields:
         "batch",
         "Tokens that are ranked together: 'batch' (micro-batch and rank), 'sequence', or 'global' "
         "(all micro-batches of an optimizer step on all ranks; scores them in a pass first).",
-        within="'batch', 'sequence' or 'global'",
+        choices=("batch", "sequence", "global"),
         when="'global' where micro-batches are small, at the price of a scoring pass",
         source="the paper ranks a batch",
     )
@@ -120,7 +163,7 @@ class AlphaFields:
         "token",
         "What is ranked: 'token', or 'response': the mean value of each response, so that "
         "responses are kept or dropped whole, but for one at the edge of the budget.",
-        within="'token' or 'response'",
+        choices=("token", "response"),
         when="'response' where whole rows are bad rather than words in them",
         source="ours",
     )
@@ -128,7 +171,7 @@ class AlphaFields:
         "response",
         "The loss is divided by: 'response' all response tokens, 'kept' the kept ones, 'sum' "
         "nothing (the paper). DPO: 'response' is the mean over pairs.",
-        within="'response', 'kept' or 'sum'",
+        choices=("response", "kept", "sum"),
         when="'kept' for a step as long as TRL's; 'sum' to follow the paper's formula",
         source="eq. sft_masked_loss: 'sum'",
     )
@@ -136,21 +179,19 @@ class AlphaFields:
         0.0,
         "Greedy selection with a penalty on tokens whose gradients repeat those already kept: 0 "
         "ranks by value alone, 1 is the best step along the kept gradient, try 0.5 to 1.",
-        within="from 0",
+        least=0,
         when="raise it where the same fact is repeated in a batch",
         source="ours; eq. first_order_delta leaves the second order out",
     )
     shared_threshold: bool = option(
         False,
         "DPO ablation: rank chosen and rejected tokens in one pool.",
-        within="true or false",
         when="only as an ablation",
         source="the paper ranks branches apart",
     )
     masked_logit: bool = option(
         False,
         "DPO ablation: take the coefficient from the masked preference logit.",
-        within="true or false",
         when="only as an ablation",
         source="eq. dpo_masked_loss takes the unmasked logit",
     )
@@ -167,14 +208,14 @@ class AlphaFields:
     objective: str = option(
         "both",
         "'both', 'adaptation' or 'stability'.",
-        within="'both', 'adaptation' or 'stability'",
+        choices=("both", "adaptation", "stability"),
         when="'adaptation' where nothing must be kept: no Fisher is fitted then",
         source="the paper's ablation",
     )
     part: str = option(
         "both",
         "'both', 'direct' or 'causal'.",
-        within="'both', 'direct' or 'causal'",
+        choices=("both", "direct", "causal"),
         when="only as an ablation",
         source="the paper's ablation; eq. causal_decomp",
     )
@@ -212,21 +253,21 @@ class AlphaFields:
         "plain",
         "lambda multiplies V as it is ('plain', the paper), or V brought to the length of G "
         "('balance'): at 1 both weigh the same, however far the weights have drifted.",
-        within="'plain' or 'balance'",
+        choices=("plain", "balance"),
         when="'balance' where lambda must mean the same over a run",
         source="ours; the paper is 'plain'",
     )
     uncovered: str = option(
         "error",
         "'error', or 'skip' matrices that no estimator covers.",
-        within="'error' or 'skip'",
+        choices=("error", "skip"),
         when="'skip' with experts, if what is left out is known",
         source="ours",
     )
     preconditioner: str | None = option(
         None,
         "null, 'frozen' or 'full': values of the optimizer's step instead of the gradient's.",
-        within="null, 'frozen' or 'full'",
+        choices=(None, "frozen", "full"),
         when="'full' with Adam: values are then those of its step",
         source="ours; the paper takes plain gradients",
     )
@@ -242,7 +283,7 @@ class AlphaFields:
         "fixed",
         "'fixed': one validation batch for the whole run (the paper); 'pool': a new one each "
         "step, drawn from all validation rows.",
-        within="'fixed' or 'pool'",
+        choices=("fixed", "pool"),
         when="'fixed' to follow the paper to the letter: one batch is overfitted within a few "
         "dozen steps",
         source="ours; the paper has one fixed batch",
@@ -250,7 +291,7 @@ class AlphaFields:
     validation_batch_size: int = option(
         32,
         "Validation rows (pairs) a step, over all ranks.",
-        within="from 1, to the rows there are",
+        least=1,
         when="raise it for steadier values",
         source="the paper's 32",
     )
@@ -258,28 +299,29 @@ class AlphaFields:
         None,
         "Rows of one validation forward; null for as many as of a training forward, under "
         "policy='harmless' for an eighth of them: its errors are from the spread between them.",
-        within="null, or from 1",
+        least=1,
         when="lower it where a validation forward does not fit",
         source="ours",
     )
     held_out_share: float = option(
         0.2,
         "Share of the validation rows that is only watched: the gap is an overfitting alarm.",
-        within="from 0, below 1",
+        least=0,
+        below=1,
         when="raise it where the gap is noisy",
         source="ours",
     )
     held_out_steps: int = option(
         50,
         "Steps between two looks at the held-out part; 0 never looks and holds nothing out.",
-        within="from 0",
+        least=0,
         when="0 where every validation row is needed for values",
         source="ours",
     )
     direction_steps: int = option(
         1,
         "Optimizer steps for which the direction M (G, V) is used before it is built anew.",
-        within="from 1",
+        least=1,
         when="raise it to save validation passes; values are then a little old",
         source="the paper builds it every step",
     )
@@ -288,7 +330,7 @@ class AlphaFields:
         "none",
         "'none', or a stability term: 'diagonal' or 'kronecker' Fisher drift, fitted before "
         "training, or 'data' (gradient of the loss on the retention rows: oracle retention).",
-        within="'none', 'diagonal', 'kronecker' or 'data'",
+        choices=("none", "diagonal", "kronecker", "data"),
         when="'data' where rows of what must be kept exist; 'diagonal' for the paper's term: its "
         "1,000 samples take hours without a GPU",
         source="eq. fisher_proxy: 'diagonal'",
@@ -296,35 +338,35 @@ class AlphaFields:
     retention_batch_size: int = option(
         32,
         "Retention rows a step for retention='data'.",
-        within="from 1",
+        least=1,
         when="raise it for steadier values",
         source="ours",
     )
     fisher_samples: int = option(
         1000,
         "Monte-Carlo samples of the Fisher.",
-        within="from 1",
+        least=1,
         when="lower it to start sooner; `alphatoken diagnose fisher` shows what that costs",
         source="eq. mc_fisher; the paper's 1000",
     )
     fisher_labels: str = option(
         "sequence",
         "'sequence' (the paper) or 'token'.",
-        within="'sequence' or 'token'",
+        choices=("sequence", "token"),
         when="'token' is quicker: nothing is generated",
         source="eq. mc_fisher: 'sequence'",
     )
     fisher_max_new_tokens: int = option(
         256,
         "Longest sampled response.",
-        within="from 1",
+        least=1,
         when="as long as your responses are",
         source="ours",
     )
     fisher_batch_size: int = option(
         8,
         "Responses sampled at a time.",
-        within="from 1",
+        least=1,
         when="raise it where memory allows",
         source="ours",
     )
@@ -339,7 +381,6 @@ class AlphaFields:
         False,
         "Leave Fisher and reference weights on disk, read and turned into V one matrix at a time; "
         "the same values. For models whose Fisher does not fit.",
-        within="true or false",
         when="for models whose Fisher does not fit",
         source="ours",
     )
@@ -355,7 +396,7 @@ class AlphaFields:
         "auto",
         "'shared': one forward serves scoring and training; 'own': scoring runs its own forward "
         "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
-        within="'auto', 'shared' or 'own'",
+        choices=("auto", "shared", "own"),
         when="'own' where a wrapped forward is in the way",
         source="ours",
     )
@@ -363,7 +404,7 @@ class AlphaFields:
         "skip",
         "Rows without a response, pairs with an empty response or two equal ones, on the command "
         "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
-        within="'skip' or 'error'",
+        choices=("skip", "error"),
         when="'error' where no row may be missing",
         source="ours",
     )
@@ -371,7 +412,6 @@ class AlphaFields:
         True,
         "Write accumulated values per training token at the end, into output_dir/_alphatoken. "
         "They quote the training rows; push_to_hub leaves them out.",
-        within="true or false",
         when="false where no file may quote training rows",
         source="ours",
     )
@@ -380,7 +420,7 @@ class AlphaFields:
         "Optimizer steps between two looks at attention weights and value-output deviations of a "
         "fixed probe, the first training rows; written to output_dir/_alphatoken and drawn by "
         "`alphatoken diagnose value-propagation --collected`. 0 never looks.",
-        within="0 or more",
+        least=0,
         when="to see where Value-Propagation holds while a model trains",
         source="fig. app:vp_fidelity",
     )
@@ -401,7 +441,7 @@ class PairFields:
         None,
         "Longest prompt in tokens: a longer one keeps its end. null sets no limit beside "
         "max_length. On the command line see long_prompts as well.",
-        within="1 or more, or null",
+        least=1,
         when="where a long prompt must not leave the response without room",
         source="app. Implementation Details: 1,024",
     )
@@ -409,7 +449,7 @@ class PairFields:
         None,
         "Longest response in tokens: a longer one keeps its start. null sets no limit beside "
         "max_length.",
-        within="1 or more, or null",
+        least=1,
         when="to cut responses apart from their prompts",
         source="app. Implementation Details: 1,024",
     )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from alphatoken.config import ScorerConfig
-from alphatoken.errors import ConfigError, require_choice
+from alphatoken.errors import ConfigError
 from alphatoken.model.layer_choice import read_layers
-from alphatoken.train.fields import AlphaFields
+from alphatoken.train.fields import AlphaFields, check_fields
 from alphatoken.train.policies import (
     STANDS_FOR,
     TRAINER_POLICIES,
@@ -25,18 +25,6 @@ from alphatoken.train.policy import PolicySettings
 from alphatoken.train.refused_settings import refused_early
 
 __all__ = ["AlphaOptions"]
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "value_unit": ("token", "response"),
-    "keep_scope": ("batch", "sequence", "global"),
-    "kept_normalization": ("response", "kept", "sum"),
-    "stability_units": ("plain", "balance"),
-    "retention": ("none", "diagonal", "kronecker", "data"),
-    "fisher_labels": ("sequence", "token"),
-    "validation_mode": ("fixed", "pool"),
-    "on_empty": ("skip", "error"),
-    "scoring_forward": ("auto", "shared", "own"),
-}
 
 
 @dataclass
@@ -54,15 +42,7 @@ class AlphaOptions(AlphaFields):
         """Check every option; called by the configurations after their own checks."""
         self._read_null()
         self._resolve_policy()
-        for name, allowed in _CHOICES.items():
-            require_choice(name, getattr(self, name), allowed)
-        if not 0 < self.keep_ratio <= 1:
-            raise ConfigError(
-                "keep_ratio must lie in (0, 1]",
-                got=repr(self.keep_ratio),
-                why="0 would keep nothing, more than 1 has no meaning",
-            )
-        self._check_numbers()
+        check_fields(self, AlphaFields)
         self._check_combinations()
         self.scorer_config()
         if self.weighs:
@@ -98,27 +78,8 @@ class AlphaOptions(AlphaFields):
             seed=self.value_seed,
         )
 
-    def _check_numbers(self) -> None:
-        at_least = {
-            "validation_batch_size": 1, "retention_batch_size": 1, "fisher_samples": 1,
-            "fisher_batch_size": 1, "fisher_max_new_tokens": 1, "held_out_steps": 0,
-            "direction_steps": 1, "interaction_weight": 0, "collect_value_propagation": 0,
-        }  # fmt: skip
-        for name, least in at_least.items():
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name} must be at least {least}", got=repr(getattr(self, name)))
-        if self.validation_micro_batch_size is not None and self.validation_micro_batch_size < 1:
-            raise ConfigError(
-                "validation_micro_batch_size must be at least 1",
-                got=repr(self.validation_micro_batch_size),
-            )
-        if not 0 <= self.held_out_share < 1:
-            raise ConfigError("held_out_share must lie in [0, 1)", got=repr(self.held_out_share))
-
     def _check_harmless(self) -> None:
         """See that nothing else asks for what a rule without a ratio does not have."""
-        if not 0.5 <= self.confidence < 1:
-            raise ConfigError("confidence must lie in [0.5, 1)", got=repr(self.confidence))
         if self.policy != "harmless":
             return
         reasons = {
@@ -191,10 +152,6 @@ class AlphaOptions(AlphaFields):
                 got=f"direction_steps={self.direction_steps}",
                 why="V is formed from the weights as they are, and those of an earlier step are "
                 "gone",
-            )
-        if self.preconditioner not in (None, "frozen", "full"):
-            raise ConfigError(
-                "preconditioner must be null, 'frozen' or 'full'", got=repr(self.preconditioner)
             )
 
     def scorer_config(self) -> ScorerConfig:

@@ -84,7 +84,11 @@ class PolicySettings:
         """Check each once."""
         require_choice("policy_mode", self.mode, MODES)
         if not 0 < self.keep_ratio <= 1:
-            raise ConfigError("keep_ratio must lie in (0, 1]", got=repr(self.keep_ratio))
+            raise ConfigError(
+                "keep_ratio must lie in (0, 1]",
+                got=repr(self.keep_ratio),
+                why="0 would keep nothing, more than 1 has no meaning",
+            )
 
 
 @dataclass(frozen=True)

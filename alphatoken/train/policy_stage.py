@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PrinterCallback
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
-from alphatoken.train.checks import require_second_model, require_validation
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.identity import run_options
 from alphatoken.train.layouts import layout
@@ -130,18 +129,9 @@ def make_stage(
         reference: second model that was handed over; None loads ``policy_reference``.
 
     Raises:
-        ConfigError: something that the policy needs is not there; a stream.
-        UnsupportedError: weights that are cut up over processes.
+        ConfigError: a stream; a second model with another vocabulary.
     """
     options = trainer.args
-    if any(parameter.numel() == 0 for parameter in trainer.model.parameters()):
-        raise UnsupportedError(
-            f"policy '{policy.name}' cannot run its pass over the rows on sharded weights",
-            got=f"layout {layout(trainer.accelerator)}",
-            remedy="run it once in one process; the files in policy_cache are then found here",
-        )
-    require_validation(policy, validation is not None)
-    reference_model = _second_model(trainer, policy, reference)
     asks_for_validation = policy.needs.validation
     can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
     return PolicyStage(
@@ -153,7 +143,7 @@ def make_stage(
         ),
         validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),
         row_batch=trainer.row_batch,
-        reference_model=reference_model,
+        reference_model=_second_model(trainer, reference),
         folder=cache_folder(options),
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
@@ -174,19 +164,17 @@ def cache_folder(options: Any) -> Path:
     return Path(str(options.output_dir)).absolute().parent / "policies"
 
 
-def _second_model(trainer: Any, policy: TokenPolicy, given: nn.Module | None) -> nn.Module | None:
+def _second_model(trainer: Any, given: nn.Module | None) -> nn.Module | None:
     """The model handed over, or the one that the options name, without gradients."""
     options = trainer.args
     if given is None and options.policy_reference is None:
-        require_second_model(policy, options, given=False)
         return None
-    parameter = next(trainer.model.parameters())
     if given is None:
         loaded: nn.Module = load_reference(
             options.policy_reference,
             tokenizer=_tokenizer(trainer),
             device=options.device,
-            dtype=parameter.dtype,
+            dtype=next(trainer.model.parameters()).dtype,
         )
         return loaded
     own, other = (model.get_input_embeddings().weight.shape[0] for model in (trainer.model, given))  # type: ignore[operator]

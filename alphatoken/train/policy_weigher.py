@@ -31,6 +31,7 @@ from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.support.storage import write_json
+from alphatoken.train.checks import chooses_rows, chosen_from_packed, has_pass
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.gradient_weights import (
     GradientWeightedModel,
@@ -113,10 +114,8 @@ class PolicyWeigher:
     @selecting()
     def _prepare(self, validation: Any, reference: Any) -> None:
         """Let the policy choose rows and run its static pass, where it has them."""
-        policy, kind = self.policy, type(self.policy)
-        chooses_rows = kind.choose_rows is not TokenPolicy.choose_rows
-        has_static_pass = kind.prepare is not TokenPolicy.prepare
-        if not chooses_rows and not has_static_pass:
+        policy = self.policy
+        if not has_pass(policy):
             if policy.needs.columns:
                 raise ConfigError(
                     f"policy '{policy.name}' asks for columns and has no prepare() to make them",
@@ -126,7 +125,7 @@ class PolicyWeigher:
         device = self._trainer.accelerator.device
         with kept_random_state(), on_accelerator(self._trainer.model, device):
             stage = make_stage(self._trainer, policy, validation, reference)
-            if chooses_rows:
+            if chooses_rows(policy):
                 rows = policy.choose_rows(stage)
                 # Processes that chose differently would train on different data sets.
                 rows = Ranks(self._trainer.accelerator).broadcast_object(rows)
@@ -143,15 +142,10 @@ class PolicyWeigher:
 
     def _train_on_rows(self, rows: Sequence[int]) -> None:
         """Take all other rows out of the trainer's data set."""
-        trainer, name = self._trainer, self.policy.name
+        trainer = self._trainer
         if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or ()):
-            raise ConfigError(
-                "samples cannot be chosen from packed rows",
-                got=f"policy '{name}', packing=True",
-                why="a packed row holds several samples",
-                remedy="packing=False",
-            )
-        trainer.train_dataset = select_rows(trainer.train_dataset, rows, name)
+            raise chosen_from_packed(self.policy)
+        trainer.train_dataset = select_rows(trainer.train_dataset, rows, self.policy.name)
 
     # --- one optimizer step -----------------------------------------------------------------------
 

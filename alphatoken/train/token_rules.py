@@ -13,8 +13,14 @@ from torch import Tensor
 
 from alphatoken.select.confidence import select_harmless
 from alphatoken.select.interaction import select_diverse
-from alphatoken.select.masks import keep_count, response_values
-from alphatoken.select.weights import token_weights
+from alphatoken.select.masks import (
+    keep_count,
+    response_values,
+    select_bottom,
+    select_random,
+    select_top,
+)
+from alphatoken.support.precision import wide
 from alphatoken.train.micro_batch import MicroBatch, Scored
 from alphatoken.values import standard_error
 
@@ -46,15 +52,15 @@ class Ranked:
         return response_values(scored.totals, batch.mask) if by_response else scored.totals
 
     def of_pool(self, totals: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
-        """Weights of tokens that are ranked together."""
-        return token_weights(
-            totals,
-            mask,
-            self._options.keep_ratio,
-            policy=self._options.policy,
-            scope="sequence" if self._options.keep_scope == "sequence" else "batch",
-            generator=generator,
-        )
+        """Weights of tokens that are ranked together, in float32 or wider."""
+        options, kept = self._options, mask
+        scope = "sequence" if options.keep_scope == "sequence" else "batch"
+        if options.policy == "random":
+            kept = select_random(mask, options.keep_ratio, generator=generator, scope=scope)
+        elif options.policy != "all":
+            select = select_top if options.policy == "top" else select_bottom
+            kept = select(totals, mask, options.keep_ratio, scope=scope)
+        return kept.to(wide(totals.dtype))
 
     def kept(self, batch: MicroBatch) -> int:
         """Summed weights of one micro-batch that is ranked by itself, known before its values."""

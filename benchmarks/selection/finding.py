@@ -145,7 +145,9 @@ def _numbers(
         with scorer.observe(interaction=True) as observed:
             scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             values = observed.values(scores.logits, batch["labels"])
-            lengths += _by_row(observed.norms(), values.mask)
+            own = torch.zeros_like(values.total)
+            own[values.mask] = observed.interaction().diagonal().sqrt()
+            lengths += _by_row(own, values.mask)
     name = next(iter(SETTINGS))
     found[f"{name}, over its length"] = [v / n for v, n in zip(found[name], lengths, strict=True)]
     found["length of the gradient, K = 3"] = [-n for n in lengths]

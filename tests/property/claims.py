@@ -284,7 +284,6 @@ test_surrogate_with_all_masks_one_has_the_gradient_of_dpo | | masked_dpo_gradien
 check_keep_count | | (decimal fractions) | exact
 check_selection | | (a sort of tuples) | exact
 check_response_values | | (loops) | exact
-check_norms_are_of_direct_gradients | | (outer products per token) | exact
 check_standard_errors | | standard_errors, (values against all batches but one) | exact
 check_errors_are_unbiased | | (variance over draws) | approximate
 check_harmless | | (loops, quantile by bisection) | exact
@@ -294,10 +293,6 @@ check_rows_from_any_place | | (the lines themselves) | exact
 check_corpus | | (split_pools on the whole list) | exact
 check_marked_turns | | (the marks themselves) | exact
 check_padding_never_ranks | | (the same without padding) | exact
-check_mask_weights_are_the_selection | | (select_top, select_bottom, select_random) | exact
-check_scope_is_row_by_row | | (one call a row) | exact
-check_only_ranks_of_values_count | | (scaled values) | exact
-check_all_gives_ones | | (ones) | exact
 check_gram_of_integers | | (loops) | exact
 check_gram_is_the_product_of_direct_gradients | | (autograd) | exact
 check_gram_of_one_position | | (autograd) | exact

@@ -1153,22 +1153,6 @@ OWN = (
         REAL_STEP,
     ),
     mutant(
-        "norm-of-the-error-alone",
-        "the length of a token's gradient lacks that of the inputs",
-        (
-            "select.interaction.token_norms",
-            "squares += _product((left * right).sum(-1) for left, right in pairs)",
-            "squares += next((left * right).sum(-1) for left, right in pairs)",
-        ),
-        claim(weighing.check_norms_are_of_direct_gradients, small()),
-    ),
-    mutant(
-        "uses-of-one-weight-taken-apart",
-        "the length of a token's gradient leaves out products between two uses of one weight",
-        ("select.interaction.token_norms", "for other in factors:", "for other in [one]:"),
-        claim(weighing.check_norms_are_of_direct_gradients, TWICE),
-    ),
-    mutant(
         "lambda-in-inverse-units",
         "V is multiplied by its length over that of G",
         ("direction.algebra.unit_of_stability", "return g / v", "return v / g"),

@@ -26,7 +26,7 @@ from alphatoken.model.experts import routed_experts
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
 from alphatoken.oracle.experts import copied_per_position, expert_influence
-from alphatoken.select.interaction import token_gram, token_norms
+from alphatoken.select.interaction import token_gram
 from tests.property.architectures import BY_NAME, MIXTURES, SHARED, VOCABULARY, plain_forward
 from tests.property.strategies import MODES, SEEDS, Rows, make_batch, rows
 from tests.property.tolerance import allowed, close
@@ -368,7 +368,7 @@ def check_contraction_is_the_loop(case: RowsCase) -> None:
 
 
 def check_gram_over_experts(case: MixtureCase) -> None:
-    """Gram and norms of direct gradients: each token's, by the copies of its own position."""
+    """Gram matrix of direct gradients: each token's, by the copies of its own position."""
     truth, model = Truth(case), case.model()
     batch, labels = truth.batch, gradients.known_labels(truth.batch)
     scorer = case.scorer(model, "direct")
@@ -382,10 +382,8 @@ def check_gram_over_experts(case: MixtureCase) -> None:
         for place in losses:
             mask[place] = True
         gram = token_gram(uses, own, mask, score_bias=case.score_bias)
-        norms = token_norms(uses, own, mask, score_bias=case.score_bias)
     j = direct_expert_gradients(truth, list(losses))
     close(gram, j @ j.T, j.abs() @ j.abs().T, LIBRARY, name="Gram over experts")
-    close(norms[mask], j.norm(dim=-1), j.abs().sum(-1), LIBRARY, name="norms over experts")
 
 
 def direct_expert_gradients(truth: Truth, places: list[tuple[int, int]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Claims about weights of token losses, schedules, and selection with interaction."""
+"""Claims about inner products of token gradients, and selection with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from alphatoken.model.protocol import ScoredLinear
 from alphatoken.model.scope import find_scope
 from alphatoken.model.uses import LinearUse
 from alphatoken.oracle import gradients, influence
-from alphatoken.select import interaction, weights
+from alphatoken.select import interaction
 from alphatoken.select import masks as selection
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder, TransposedLinear
 from tests.property.properties import MODEL, Setup, forward_of, response_mask, scored
@@ -30,109 +30,8 @@ from tests.property.tolerance import close
 EXACT = 1e-12
 
 
-# --- weights -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WeightCase:
-    """Values of one kind and a mask: ties, heavy tails, one sign only, or a single positive one."""
-
-    rows: int
-    length: int
-    kind: str
-    seed: int
-    hundredths: int = 50
-
-    @property
-    def ratio(self) -> float:
-        return self.hundredths / 100
-
-    def draw(self) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        shape = (self.rows, self.length)
-        mask = torch.rand(shape, generator=generator) < 0.8
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        values = {
-            "normal": noise,
-            "ties": noise.round(),
-            "heavy": noise * noise.abs().exp() ** 4,
-            "tiny": noise * 1e-300,
-            "positive": noise.abs(),
-            "negative": -noise.abs(),
-            "zero": 0 * noise,
-            "one": -noise.abs() + 9.0 * (torch.arange(self.length) == self.length // 2),
-        }[self.kind]
-        return values, mask
-
-    def count(self, n: int) -> int:
-        return -(-self.hundredths * n // 100)
-
-    def weights(self, values: Tensor, mask: Tensor, scope: str = "batch", **options: Any) -> Tensor:
-        options = {"generator": seeded(self.seed), **options}
-        return weights.token_weights(values, mask, self.ratio, scope=scope, **options)
-
-
-KINDS = ("normal", "ties", "heavy", "tiny", "positive", "negative", "zero", "one")
-
-
-def weight_cases(**pins: Any) -> st.SearchStrategy[WeightCase]:
-    options: dict[str, Any] = {
-        "rows": st.integers(1, 4),
-        "length": st.integers(1, 9),
-        "kind": st.sampled_from(KINDS),
-        "seed": SEEDS,
-        "hundredths": st.integers(1, 100),
-    }
-    options |= {
-        name: pin if isinstance(pin, st.SearchStrategy) else st.just(pin)
-        for name, pin in pins.items()
-    }
-    return st.builds(WeightCase, **options)
-
-
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def check_mask_weights_are_the_selection(case: WeightCase, scope: str, policy: str) -> None:
-    """Weights are select_top, select_bottom or select_random, as numbers."""
-    values, mask = case.draw()
-    found = case.weights(values, mask, scope, policy=policy)
-    if policy == "random":
-        expected = selection.select_random(
-            mask, case.ratio, generator=seeded(case.seed), scope=scope
-        )
-    else:
-        select = selection.select_top if policy == "top" else selection.select_bottom
-        expected = select(values, mask, case.ratio, scope=scope)
-    assert torch.equal(found, expected.double())
-
-
-def check_scope_is_row_by_row(case: WeightCase, policy: str) -> None:
-    """scope="sequence" is one call a row, with the generator going on."""
-    values, mask = case.draw()
-    together = case.weights(values, mask, "sequence", policy=policy)
-    generator = seeded(case.seed)
-    rows = [
-        case.weights(v[None], m[None], policy=policy, generator=generator)
-        for v, m in zip(values, mask, strict=True)
-    ]
-    assert torch.equal(together, torch.cat(rows))
-
-
-def check_only_ranks_of_values_count(case: WeightCase) -> None:
-    """Neither the scale of the values nor what stands outside the mask changes a weight."""
-    values, mask = case.draw()
-    expected = case.weights(values, mask)
-    for other in (values * 64, values / 4, values.masked_fill(~mask, float("nan"))):
-        assert torch.equal(case.weights(other, mask), expected)
-    assert case.weights(values.float(), mask).dtype == torch.float32
-
-
-def check_all_gives_ones(case: WeightCase) -> None:
-    """policy="all": weight 1 at every response token, whatever the ratio."""
-    values, mask = case.draw()
-    assert torch.equal(case.weights(values, mask, policy="all"), mask.double())
 
 
 # --- Gram matrix of token gradients --------------------------------------------------------------
@@ -289,16 +188,6 @@ def check_gram_is_the_product_of_direct_gradients(setup: Setup, block: int) -> N
     assert torch.equal(found, found.T)
     least = torch.linalg.eigvalsh(found).amin()
     assert float(least) >= -MODEL * float(found.diagonal().sum())
-
-
-def check_norms_are_of_direct_gradients(setup: Setup) -> None:
-    """||g_k|| with g_k the token's direct gradient by autograd, per parameter, uses summed."""
-    model, batch = setup.case.model(), setup.case.batch
-    found = recorded(setup, model, batch, interaction.token_norms)
-    j = direct_gradients(setup, model, batch)
-    mask = response_mask(gradients.known_labels(batch))
-    close(found[mask], j.norm(dim=-1), j.abs().sum(-1), MODEL, name="norms of direct gradients")
-    assert not found[~mask].any()
 
 
 def check_gram_of_one_position(setup: Setup) -> None:

@@ -327,7 +327,6 @@ ELSEWHERE = {
     "select.losses.masked": "training losses, no values",
     "select.losses.dpo_coefficient": "omega is constant in every value",
     "select.masks": "selection starts from values",
-    "select.weights": "weights start from values",
     "select.confidence": "selection starts from values",
     "select.interaction": "products of token gradients are no part of a value",
     "train": "the trainer's own",

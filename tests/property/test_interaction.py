@@ -58,13 +58,6 @@ def test_the_gram_matrix_of_a_decoder(setup: Setup, block: int) -> None:
     claims.check_gram_is_the_product_of_direct_gradients(setup, block)
 
 
-@given(setups())
-@example(Setup(SHARED, "all", score_bias=True))
-@budget(0.3)
-def test_norms_of_token_gradients(setup: Setup) -> None:
-    claims.check_norms_are_of_direct_gradients(setup)
-
-
 @given(setups(train=st.sampled_from([("pr", "pr"), ("pr", "pr", "pr")]), softcap=None))
 @budget(0.4)
 def test_rows_of_one_position(setup: Setup) -> None:

@@ -20,7 +20,7 @@ from alphatoken.estimate import columns, contraction, forward_mode
 from alphatoken.model import attention
 from alphatoken.model import batch as batches
 from alphatoken.scoring import valuing
-from alphatoken.select import interaction, losses, weights
+from alphatoken.select import interaction, losses
 from tests.property import properties_algebra as algebra
 from tests.property import properties_attention as heads
 from tests.property import properties_estimators as claims
@@ -38,7 +38,6 @@ CASE = make_case(
 SETUP, LAST = Setup(CASE, "all"), Setup(CASE, 1)
 HEADS = AttentionCase(b=2, g=2, r=2, t=6, mask="left", sinks=True, softcap=1.5, chunk=3)
 NUMBERS = ContractionCase(2, 3, 4, 5, 6)
-WEIGHED = weighing.WeightCase(2, 9, "normal", 0)
 
 
 def changed(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -143,10 +142,6 @@ PROPERTIES: dict[str, tuple[Any, str, Property]] = {
     "masked loss": (
         losses, "masked_sft_loss",
         lambda: algebra.check_sft_loss(algebra.LossCase(2, 5, 4, 0), "sum"),
-    ),
-    "weights of a mask": (
-        weights, "token_weights",
-        lambda: weighing.check_mask_weights_are_the_selection(WEIGHED, "batch", "top"),
     ),
     "Gram of tokens": (
         interaction, "token_gram",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import InputError
 from alphatoken.model.sharding import Sharding
-from alphatoken.select.weights import token_weights
 from alphatoken.train.distributed import Ranks, global_selection
 from alphatoken.train.layouts import layout, sharding_of
 from alphatoken.train.shards import Fsdp2Sharding
+from alphatoken.train.token_rules import Ranked
 
 
 def accelerator_for(name: str) -> Accelerator:
@@ -197,8 +198,8 @@ def selection(name: str, folder: Path) -> dict[str, Any]:
     for policy in POLICIES:
 
         def decide(values: Tensor, mask: Tensor, policy: dict[str, str] = policy) -> Tensor:
-            generator = torch.Generator().manual_seed(7)
-            return token_weights(values, mask, 0.3, generator=generator, **policy)
+            rule = Ranked(SimpleNamespace(keep_ratio=0.3, keep_scope="global", **policy))
+            return rule.of_pool(values, mask, torch.Generator().manual_seed(7))
 
         choose = partial(global_selection, decide=decide)
         alone = choose(Ranks(), *map(list, zip(*everything, strict=True)))
