@@ -23,10 +23,10 @@ ROOMS = {
     "model": 5_787,
     "oracle": 4_960,
     "report": 1_635,
-    "scoring": 703,
-    "select": 990,
+    "scoring": 689,
+    "select": 877,
     "support": 596,
-    "train": 11_985,
+    "train": 11_937,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_681), ("tests", 70_672)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_683), ("tests", 70_460)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

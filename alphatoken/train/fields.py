@@ -36,11 +36,12 @@ def option(
     default: Any,
     help: str,
     *,
+    when: str,
+    source: str = "ours",
     within: str = "",
     choices: Sequence[str | None] = (),
     least: float | None = None,
     below: float | None = None,
-    **told: str,
 ) -> Any:
     """A field with its help in its metadata; its limits and documentation stand beside it.
 
@@ -57,7 +58,7 @@ def option(
         within = (
             "null, or " * (default is None) + f"from {least}" + f", below {below}" * bool(below)
         )
-    _DOCUMENTED[made] = Documentation(within, **told)
+    _DOCUMENTED[made] = Documentation(within, when, source)
     return made
 
 
@@ -112,7 +113,6 @@ class AlphaFields:
         "same score.",
         within="'native' or 'budget'",
         when="set 'budget' to compare methods at one share of tokens",
-        source="ours",
     )
     policy_options: dict[str, Any] | str | None = option(
         None,
@@ -133,7 +133,6 @@ class AlphaFields:
         "Folder for what methods compute before training; null for 'policies' beside output_dir.",
         within="null or a folder",
         when="share one folder between runs on the same rows",
-        source="ours",
     )
     keep_ratio: float = option(
         0.5,
@@ -149,7 +148,6 @@ class AlphaFields:
         least=0.5,
         below=1,
         when="raise it to drop less",
-        source="ours",
     )
     keep_scope: str = option(
         "batch",
@@ -165,7 +163,6 @@ class AlphaFields:
         "responses are kept or dropped whole, but for one at the edge of the budget.",
         choices=("token", "response"),
         when="'response' where whole rows are bad rather than words in them",
-        source="ours",
     )
     kept_normalization: str = option(
         "response",
@@ -262,7 +259,6 @@ class AlphaFields:
         "'error', or 'skip' matrices that no estimator covers.",
         choices=("error", "skip"),
         when="'skip' with experts, if what is left out is known",
-        source="ours",
     )
     preconditioner: str | None = option(
         None,
@@ -276,7 +272,6 @@ class AlphaFields:
         "P = 1 until the optimizer has taken this many steps.",
         within="from 1",
         when="raise it for a slow second moment",
-        source="ours",
     )
 
     validation_mode: str = option(
@@ -301,7 +296,6 @@ class AlphaFields:
         "policy='harmless' for an eighth of them: its errors are from the spread between them.",
         least=1,
         when="lower it where a validation forward does not fit",
-        source="ours",
     )
     held_out_share: float = option(
         0.2,
@@ -309,14 +303,12 @@ class AlphaFields:
         least=0,
         below=1,
         when="raise it where the gap is noisy",
-        source="ours",
     )
     held_out_steps: int = option(
         50,
         "Steps between two looks at the held-out part; 0 never looks and holds nothing out.",
         least=0,
         when="0 where every validation row is needed for values",
-        source="ours",
     )
     direction_steps: int = option(
         1,
@@ -340,7 +332,6 @@ class AlphaFields:
         "Retention rows a step for retention='data'.",
         least=1,
         when="raise it for steadier values",
-        source="ours",
     )
     fisher_samples: int = option(
         1000,
@@ -361,35 +352,30 @@ class AlphaFields:
         "Longest sampled response.",
         least=1,
         when="as long as your responses are",
-        source="ours",
     )
     fisher_batch_size: int = option(
         8,
         "Responses sampled at a time.",
         least=1,
         when="raise it where memory allows",
-        source="ours",
     )
     fisher_cache: str | None = option(
         None,
         "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder.",
         within="null or a folder",
         when="share one folder between runs on one model",
-        source="ours",
     )
     fisher_offload: bool = option(
         False,
         "Leave Fisher and reference weights on disk, read and turned into V one matrix at a time; "
         "the same values. For models whose Fisher does not fit.",
         when="for models whose Fisher does not fit",
-        source="ours",
     )
     max_relative_drift: float | None = option(
         1.0,
         "See ScorerConfig; null checks nothing.",
         within="null, or above 0",
         when="null only if the Fisher is known to be of this model",
-        source="ours",
     )
 
     scoring_forward: str = option(
@@ -398,7 +384,6 @@ class AlphaFields:
         "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
         choices=("auto", "shared", "own"),
         when="'own' where a wrapped forward is in the way",
-        source="ours",
     )
     on_empty: str = option(
         "skip",
@@ -406,14 +391,12 @@ class AlphaFields:
         "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
         choices=("skip", "error"),
         when="'error' where no row may be missing",
-        source="ours",
     )
     export_values: bool = option(
         True,
         "Write accumulated values per training token at the end, into output_dir/_alphatoken. "
         "They quote the training rows; push_to_hub leaves them out.",
         when="false where no file may quote training rows",
-        source="ours",
     )
     collect_value_propagation: int = option(
         0,
@@ -429,7 +412,6 @@ class AlphaFields:
         "Seed of pool order and random policy.",
         within="any whole number",
         when="for another draw",
-        source="ours",
     )
 
 
