@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,13 +50,10 @@ from alphatoken.support.precision import wide
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
 
-__all__ = ["ResponseSource", "draw_responses", "fit_fisher"]
+__all__ = ["fit_fisher"]
 
 _KIND = "alphatoken Fisher checkpoint"
 _FORMAT = "1"
-
-ResponseSource = Callable[[range], Mapping[int, Tensor] | None]
-"""Numbers of a batch of samples to their responses; None: they are drawn where it is asked."""
 
 
 def fit_fisher(
@@ -77,7 +74,7 @@ def fit_fisher(
     adapter: DecoderAdapter | None = None,
     score_bias: bool = False,
     path: str | os.PathLike[str] | None = None,
-    responses: ResponseSource | None = None,
+    responses: dict[int, Tensor] | None = None,
 ) -> FisherDrift:
     """Fit the Fisher of ``model`` as it is now, and keep its weights as the reference.
 
@@ -129,8 +126,8 @@ def fit_fisher(
         path: write the result to this file, whole or not at all, and return it left there
             (``FisherDrift.open``). No second copy of the weights is made then, and none of the
             Fisher is held afterwards. The file is that of ``fit_fisher(...).save(path)``.
-        responses: is asked for the responses of each batch of samples, which may have been drawn
-            before (``draw_responses``); drawing is nearly all of a fit's time.
+        responses: ids of responses by the sample's number. Those that are there are not drawn
+            again, which is nearly all of a fit's time; those that are drawn are put there.
 
     Raises:
         ConfigError: an option without meaning, K larger than the model, nothing trainable in it.
@@ -156,7 +153,8 @@ def fit_fisher(
     with _undisturbed(adapter):
         trained = _trained(scope, settings)
         _require_derivatives(adapter.model, trained)
-        fit = _Fit(adapter, scope, settings, given, budgets, trained, responses)
+        drawn = {} if responses is None else responses
+        fit = _Fit(adapter, scope, settings, given, budgets, trained, drawn)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
         # What stays in memory must not follow the weights when they are trained. What is written to
@@ -171,43 +169,6 @@ def fit_fisher(
         if store is not None:
             store.remove()  # only now: what could not be written is not fitted again from nothing
         return fitted
-
-
-def draw_responses(
-    model: nn.Module,
-    prompts: Prompts,
-    batch: range,
-    *,
-    samples: int = 1000,
-    max_new_tokens: int = 256,
-    seed: int = 0,
-    adapter: DecoderAdapter | None = None,
-) -> dict[int, Tensor]:
-    """The responses that ``fit_fisher`` draws for one of its batches, to the bit.
-
-    Args:
-        model: its model, in any mode.
-        prompts: its prompts.
-        batch: numbers of the samples, ``batch_size`` of them from a multiple of it on.
-        samples: as there, like what follows.
-        max_new_tokens: likewise.
-        seed: likewise.
-        adapter: likewise.
-
-    Returns:
-        Sample number -> ids of its response, on the CPU or where the model is.
-
-    Raises:
-        ConfigError, InputError, NumericalError: as there.
-    """
-    settings = _Settings(
-        samples, "diagonal", "sequence", max_new_tokens, "linears", seed, max(len(batch), 1), False
-    )
-    adapter = find_adapter(model) if adapter is None else adapter
-    given = read_given(prompts, labels="sequence")[:samples]
-    budgets = _budgets(given, settings, adapter)
-    with _undisturbed(adapter):
-        return _drawn(adapter, settings, given, budgets, batch)
 
 
 @dataclass(frozen=True)
@@ -260,7 +221,7 @@ class _Fit:
     given: list[Given]
     budgets: list[int]
     trained: dict[str, Tensor]
-    source: ResponseSource | None = None
+    drawn: dict[int, Tensor]
     done: int = 0
     response_tokens: int = 0
     moments: DiagonalMoments | KroneckerMoments = field(init=False)
@@ -295,13 +256,13 @@ class _Fit:
         with self.moments.observing():
             for start in range(self.done // size * size, samples, size):
                 batch = range(start, min(start + size, samples))
-                responses = self._responses(batch)
+                self._draw(batch)
                 # Drawing is fast in batches. Gradients are taken sequence by sequence, because the
                 # Fisher squares the gradient of one sequence and never that of a batch.
                 for index in batch:
                     if index < self.done:
                         continue
-                    self._add(index, responses.get(index))
+                    self._add(index)
                     self.done += 1
                     if store is not None:
                         store.write_when_due()
@@ -315,18 +276,26 @@ class _Fit:
         short = [budget < self.settings.max_new_tokens for budget in self.budgets]
         return sum(short[i % self.prompts_given] for i in range(self.settings.samples))
 
-    def _responses(self, batch: range) -> Mapping[int, Tensor]:
-        if self.settings.labels == "token":
-            return {}
-        found = None if self.source is None else self.source(batch)
-        if found is None:
-            found = _drawn(self.adapter, self.settings, self.given, self.budgets, batch)
-        return found
+    def _draw(self, batch: range) -> None:
+        """Draw the responses of a batch of samples, unless they are there."""
+        if self.settings.labels == "token" or all(index in self.drawn for index in batch):
+            return
+        # Prompts go round; the generator depends on the sample, so a second round draws anew.
+        which = [index % self.prompts_given for index in batch]
+        drawn = sample_responses(
+            self.adapter,
+            [self.given[i].prompt for i in which],
+            [sample_generator(self.settings.seed, index) for index in batch],
+            [self.budgets[i] for i in which],
+            [f"sample {index} (prompt {i})" for index, i in zip(batch, which, strict=True)],
+        )
+        self.drawn.update(zip(batch, drawn, strict=True))
 
-    def _add(self, index: int, response: Tensor | None) -> None:
+    def _add(self, index: int) -> None:
         """Add one sequence to the moments: a forward, its sampled labels, their log-likelihood."""
         i = index % self.prompts_given
         given = self.given[i]
+        response = None if self.settings.labels == "token" else self.drawn[index]
         if response is None:
             ids, positions = given.ids, given.predicted.nonzero().flatten() - 1
         else:
@@ -372,26 +341,6 @@ class _Fit:
             return FisherDrift(diagonal, reference, metadata, exact_names=True)
         factors = self.moments.factors(self.done)
         return FisherDrift({}, reference, metadata, factors, exact_names=True)
-
-
-def _drawn(
-    adapter: DecoderAdapter,
-    settings: _Settings,
-    given: list[Given],
-    budgets: list[int],
-    batch: range,
-) -> dict[int, Tensor]:
-    """Responses of one batch, by the samples' numbers."""
-    # Prompts go round; the generator depends on the sample, so a second round draws anew.
-    which = [index % len(given) for index in batch]
-    drawn = sample_responses(
-        adapter,
-        [given[i].prompt for i in which],
-        [sample_generator(settings.seed, index) for index in batch],
-        [budgets[i] for i in which],
-        [f"sample {index} (prompt {i})" for index, i in zip(batch, which, strict=True)],
-    )
-    return dict(zip(batch, drawn, strict=True))
 
 
 def _trained(scope: Scope, settings: _Settings) -> dict[str, Tensor]:

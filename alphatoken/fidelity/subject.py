@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, TokenText, batches, token_texts
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.fisher import ResponseSource, draw_responses, fit_fisher
+from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.fidelity.tuning import fine_tuned, usual_rate
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -286,36 +286,13 @@ class Subject:
             "progress": self.progress,
         } | options
         reference = self.model if self.reference is None else self.reference
+        # Drawing is nearly all of a fit, and the Fisher's structure has no part in it.
         if settings["labels"] == "sequence":
-            settings["responses"] = self._responses(reference, rows, batch, settings)
+            of = ("samples", "seed", "max_new_tokens", "batch_size")
+            read = [list(row.input_ids) for row in rows]
+            key = f"responses {[settings.get(name) for name in of]} {read}"
+            settings["responses"] = self._kept.setdefault(key, {})
         return fit_fisher(reference, batch, **settings)
-
-    def _responses(
-        self,
-        reference: nn.Module,
-        rows: Sequence[Example],
-        batch: Mapping[str, Tensor],
-        settings: Mapping[str, Any],
-    ) -> ResponseSource:
-        """Responses that were drawn before are used again: nearly all of a fit is drawing them.
-
-        Two structures fitted on the same rows with the same seed have the same responses anyway.
-        """
-        how = {
-            name: settings[name]
-            for name in ("samples", "seed", "max_new_tokens")
-            if name in settings
-        }
-        read = [list(row.input_ids) for row in rows]
-        kept = self._kept.setdefault(f"responses {how} {settings['batch_size']} {read}", {})
-
-        def source(numbers: range) -> Mapping[int, Tensor]:
-            if numbers.start not in kept:
-                kept[numbers.start] = draw_responses(reference, batch, numbers, **how)
-            found: Mapping[int, Tensor] = kept[numbers.start]
-            return found
-
-        return source
 
     # --- small things -----------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ single forward serves scoring and training.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,15 +28,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from alphatoken.errors import ConfigError
 from alphatoken.model.causal import CausalStructure
 from alphatoken.model.kernel_state import agrees, saved_log_sum_exp
 from alphatoken.model.protocol import AttentionCall, NativeAttention
+from alphatoken.model.switch import BackwardSwitch
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = [
     "AttentionStatistics",
-    "BackwardSwitch",
     "forward_mode_attention",
     "propagate_values",
     "self_terms",
@@ -50,43 +48,8 @@ _CHUNK = 256  # queries per block, at most
 _WORKSPACE = 2**22  # numbers per block, b * h * queries * keys: long rows get smaller blocks
 
 
-MODES = ("ordinary", "self", "cross")
-"""Gradient to all positions, to the same one only, or to the other ones only."""
-
-
 _CONFIRMED: dict[Hashable, bool | None] = {}
 """Kinds of kernels whose saved log-sum-exp was compared with ours: kind -> whether they agreed."""
-
-
-class BackwardSwitch:
-    """Tells the attention nodes of a graph which backward to run: ordinary, self or cross.
-
-    The nodes are made in the forward and hold this object, whose mode they read when a backward
-    passes them. So one forward can be differentiated self-only for values and as usual by the
-    training step that follows.
-    """
-
-    def __init__(self) -> None:
-        self.mode = "ordinary"
-
-    @contextmanager
-    def to(self, mode: str) -> Iterator[None]:
-        """Run the backward in ``mode`` inside the context; as before afterwards.
-
-        Raises:
-            ConfigError: there is no such mode; an unknown one would run as the ordinary backward.
-        """
-        if mode not in MODES:
-            raise ConfigError(
-                "no such backward of attention",
-                got=repr(mode),
-                remedy=f"one of {', '.join(MODES)}",
-            )
-        before, self.mode = self.mode, mode
-        try:
-            yield
-        finally:
-            self.mode = before
 
 
 def _group(heads: Tensor, groups: int) -> Tensor:

@@ -7,7 +7,7 @@ on the model (hooks, attention dispatch, checkpointing flags) is put back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
-from alphatoken.model.attention import BackwardSwitch, switchable_attention
+from alphatoken.model.attention import switchable_attention
 from alphatoken.model.convolution import switchable_convolution
 from alphatoken.model.delta_rule import switchable_delta_rule
 from alphatoken.model.partial_forward import hidden_of
@@ -35,6 +35,7 @@ from alphatoken.model.protocol import (
 )
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import Sharding
+from alphatoken.model.switch import BackwardSwitch
 from alphatoken.model.uses import AttentionUse, ConvolutionUse, DeltaUse, LinearUse
 
 __all__ = ["ObservedForward", "Recorder", "record"]
@@ -284,22 +285,26 @@ class Recorder:
         )
         return rows.view(s.shape)
 
+    def _joins(self, tensors: Sequence[Tensor], *, cached: bool, seen: bool = True) -> bool:
+        """Note the call of a mixer, and say whether it is recorded: in a graph, without a cache."""
+        graph = _in_graph(tensors)
+        if self.begun is not None:
+            if seen:
+                self.begun.attended.add(self.execution)
+            # It runs as the model's own, and ``require_self_rule`` refuses to value the pass.
+            self.begun.cached |= graph and cached
+        if graph and not cached:
+            self._keep()
+        return graph and not cached
+
     def on_attention(self, call: AttentionCall, native: NativeAttention) -> Tensor:
         """Run one attention call with the switchable backward and keep it."""
-        if self.begun is not None:
-            self.begun.attended.add(self.execution)
-        graph = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (call.query, call.key, call.value)
-        )
-        # Without a graph no backward comes. With more keys than queries a cache is in use, and the
-        # statistics, which take query k and key k to be one position, would be wrong: such a pass
-        # runs as the model's own, and ``require_self_rule`` refuses to value it.
+        tensors = (call.query, call.key, call.value)
+        # With more keys than queries a cache is in use, and the statistics, which take query k and
+        # key k to be one position, would be wrong.
         cached = call.query.shape[2] != call.key.shape[2]
-        if graph and cached and self.begun is not None:
-            self.begun.cached = True
-        if not graph or cached:
-            return native(call.query, call.key, call.value)
-        self._keep()
+        if not self._joins(tensors, cached=cached):
+            return native(*tensors)
         output, statistics = switchable_attention(call, native, self.switch)
         self.attentions.append(
             AttentionUse(call.module, call.value, output, statistics, call.dropout, self.execution)
@@ -309,10 +314,7 @@ class Recorder:
     def on_convolution(self, call: ConvolutionCall, native: NativeConvolution) -> Tensor:
         """Run the convolution of a delta net with the switchable backward; its rule comes next."""
         self._convolved[call.module] = None
-        tensors = (call.x, call.weight, call.bias)
-        if not torch.is_grad_enabled() or not any(
-            t is not None and t.requires_grad for t in tensors
-        ):
+        if not _in_graph((call.x, call.weight, call.bias)):
             return native(call.x)
         output, statistics = switchable_convolution(call, native, self.switch)
         self._convolved[call.module] = ConvolutionUse(call.x, output, statistics)
@@ -325,14 +327,8 @@ class Recorder:
         convolution = self._convolved.pop(call.module, None)
         # A convolution that did not come here may be a kernel of its own, which nothing switches:
         # its block counts as one that was not seen. From a cache both come as single steps.
-        if self.begun is not None and (seen or call.cached):
-            self.begun.attended.add(self.execution)
-        graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if graph and call.cached and self.begun is not None:
-            self.begun.cached = True
-        if not graph or call.cached:
+        if not self._joins(tensors, cached=call.cached, seen=seen or call.cached):
             return native(*tensors)
-        self._keep()
         output, statistics = switchable_delta_rule(call, native, self.switch)
         if convolution is not None:
             self.attentions.append(
@@ -348,6 +344,11 @@ class Recorder:
                 why="values need the inputs and errors of that pass",
                 remedy="call the model inside the context, with gradients enabled, before values()",
             )
+
+
+def _in_graph(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a backward comes to what is made of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 @contextmanager

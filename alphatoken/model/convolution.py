@@ -11,17 +11,14 @@ lies on the position itself, and an activation f follows:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from alphatoken.model.attention import BackwardSwitch
-from alphatoken.model.delta_rule import gated
 from alphatoken.model.protocol import ConvolutionCall, NativeConvolution
+from alphatoken.model.switch import BackwardSwitch, around
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = ["ConvolutionStatistics", "switchable_convolution"]
@@ -57,9 +54,10 @@ class ConvolutionStatistics:
         return slope
 
     @full_precision
-    def own(self, error: Float[Tensor, "b c t"]) -> Float[Tensor, "b c t"]:
+    def own(self, error: Float[Tensor, "b c t"]) -> tuple[Float[Tensor, "b c t"]]:
         """The error at the input of the same position: ``taps_{W-1} f'(z_t) dy_t``."""
-        return self.taps[:, -1:] * self.slope() * error.to(self.dtype)
+        own = self.taps[:, -1:] * self.slope() * error.to(self.dtype)
+        return (own.to(self.x.dtype),)
 
     @full_precision
     def gathered(self, errors: Sequence[Tensor]) -> Float[Tensor, "b c t"]:
@@ -76,28 +74,6 @@ class ConvolutionStatistics:
             moved = self.taps[:, -1 - back, None] * slope * error.to(self.dtype)
             result[..., : length - back] += moved[..., back:]
         return result
-
-
-class _Tap(torch.autograd.Function):
-    """Identity on the outputs; in self mode their errors go past the kernel, by the last tap."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        switch: BackwardSwitch,
-        statistics: ConvolutionStatistics,
-        output: Tensor,
-        x: Tensor,
-    ) -> Tensor:
-        ctx.switch, ctx.statistics = switch, statistics
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, error: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
-        if ctx.switch.mode != "self":
-            return None, None, error, None
-        return None, None, None, ctx.statistics.own(error).to(ctx.statistics.x.dtype)
 
 
 def switchable_convolution(
@@ -119,7 +95,4 @@ def switchable_convolution(
     ``alphatoken.oracle.delta_net.held_taps``.
     """
     statistics = ConvolutionStatistics(call)
-    (x,) = gated(switch, call.x)
-    output = native(x)
-    tapped: Tensor = _Tap.apply(switch, statistics, output, call.x)  # type: ignore[no-untyped-call]
-    return tapped, statistics
+    return around(native, (call.x,), switch, statistics.own), statistics

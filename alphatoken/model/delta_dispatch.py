@@ -186,14 +186,8 @@ def _convolve(
     call = ConvolutionCall(module, hidden_states, weight, bias, function)
     run: NativeConvolution = native
     for one in _ACTIVE.get(module, ()):
-        run = partial(_through_convolution, one.convolution, call, run)
+        run = partial(_through, one.convolution, call, ("x",), run)
     return run(hidden_states)
-
-
-def _through_convolution(
-    override: ConvolutionOverride, call: ConvolutionCall, native: NativeConvolution, x: Tensor
-) -> Tensor:
-    return override(replace(call, x=x), native)
 
 
 def _step(
@@ -239,19 +233,17 @@ def _step(
     )
     run: NativeDelta = native
     for one in _ACTIVE.get(module, ()):
-        run = partial(_through_rule, one.rule, call, run)
+        run = partial(_through, one.rule, call, ("query", "key", "value", "decay", "beta"), run)
     return run(q, k, v, decay, strength).transpose(1, 2), last[0]
 
 
-def _through_rule(
-    override: DeltaOverride,
-    call: DeltaCall,
-    native: NativeDelta,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
+def _through(
+    override: Callable[..., Tensor],
+    call: ConvolutionCall | DeltaCall,
+    names: tuple[str, ...],
+    native: Callable[..., Tensor],
+    *tensors: Tensor,
 ) -> Tensor:
-    given = replace(call, query=query, key=key, value=value, decay=decay, beta=beta)
-    return override(given, native)
+    """An override of this call, with other tensors under these of its names."""
+    of_these: dict[str, Any] = dict(zip(names, tensors, strict=True))
+    return override(replace(call, **of_these), native)

@@ -29,19 +29,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from alphatoken.model.attention import BackwardSwitch
 from alphatoken.model.protocol import DeltaCall, NativeDelta
+from alphatoken.model.switch import BackwardSwitch, around
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["DeltaStatistics", "Span", "gated", "self_terms", "switchable_delta_rule"]
+__all__ = ["DeltaStatistics", "Span", "self_terms", "switchable_delta_rule"]
 
 _CHUNK = 64  # positions, as in the models' own chunked rule
 _EPSILON = 1e-6  # under the root of a length, as in transformers and in the fla package
@@ -267,56 +266,6 @@ def _through_length(
     return across
 
 
-class _Gate(torch.autograd.Function):
-    """Identity before a kernel whose self-only backward is not its own; passes nothing then.
-
-    The tap behind the kernel gives the self-only errors, around the kernel. What the kernel makes
-    of no error, zeros most likely, must not reach them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, switch: BackwardSwitch, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.switch = switch
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *errors: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.switch.mode != "self"
-        return (None, *(error if kept else None for error in errors))
-
-
-def gated(switch: BackwardSwitch, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, as a kernel takes them whose gradients are dropped in self mode."""
-    passed: tuple[Tensor, ...] = _Gate.apply(switch, *tensors)  # type: ignore[no-untyped-call]
-    return passed
-
-
-class _Tap(torch.autograd.Function):
-    """Identity on the rule's outputs; in self mode its errors go past the kernel, to its inputs.
-
-    The inputs are handed to the forward only so that the backward can return errors for them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        switch: BackwardSwitch,
-        statistics: DeltaStatistics,
-        output: Tensor,
-        *inputs: Tensor,
-    ) -> Tensor:
-        ctx.switch, ctx.statistics, ctx.inputs = switch, statistics, len(inputs)
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable  # the closed form has no graph: a second derivative would lack its part
-    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.switch.mode != "self":
-            return None, None, error, *([None] * ctx.inputs)
-        return None, None, None, *self_terms(ctx.statistics, error)
-
-
 def switchable_delta_rule(
     call: DeltaCall, native: NativeDelta, switch: BackwardSwitch
 ) -> tuple[Tensor, DeltaStatistics]:
@@ -339,6 +288,4 @@ def switchable_delta_rule(
     """
     statistics = DeltaStatistics(call)
     inputs = (call.query, call.key, call.value, call.decay, call.beta)
-    output = native(*gated(switch, *inputs))
-    tapped: Tensor = _Tap.apply(switch, statistics, output, *inputs)  # type: ignore[no-untyped-call]
-    return tapped, statistics
+    return around(native, inputs, switch, partial(self_terms, statistics)), statistics

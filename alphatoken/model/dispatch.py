@@ -2,7 +2,7 @@
 
 There is one for attention and one for mixtures of experts. A registry has one function a name for
 the whole process, while any number of models may be observed at a time, in any order and from
-several threads. So the entry is replaced once, by a ``_Dispatch`` that knows which modules are
+several threads. So the entry is replaced once, by a ``Dispatch`` that knows which modules are
 overridden and by what. Each override adds itself and
 takes only itself away, and the last to leave puts back what was there. Had each override replaced
 the entry by itself, one that leaves early would have taken a later one's entry away.
@@ -33,7 +33,7 @@ from alphatoken.model.batch import documents_in_rows
 from alphatoken.model.experts import ExpertsListener, routed_experts
 from alphatoken.model.protocol import AttentionCall, AttentionOverride, NativeAttention
 
-__all__ = ["dispatched", "is_understood", "listened"]
+__all__ = ["Dispatch", "ExpertsDispatch", "dispatched", "is_understood"]
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 _MISSING: Any = object()  # stands for "no entry": None could be an entry
@@ -51,7 +51,7 @@ class _Entered:
     thread: int
 
 
-class _Dispatch:
+class Dispatch:
     """A registry entry that sends the calls of overridden modules through their overrides."""
 
     registry: Any = ALL_ATTENTION_FUNCTIONS
@@ -82,6 +82,7 @@ class _Dispatch:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Run a call of attention through the overrides of its module."""
         kernel, entered = self.kernel_of(module), self.active.get(module, ())
         # Models that nobody observes run through this entry too, and must not notice it.
         if not entered:
@@ -95,7 +96,7 @@ class _Dispatch:
         return run(query, key, value).transpose(1, 2).contiguous(), weights[0]
 
 
-class _ExpertsDispatch(_Dispatch):
+class ExpertsDispatch(Dispatch):
     """The same for mixtures of experts: their rows are shown to all listeners."""
 
     registry = ALL_EXPERTS_FUNCTIONS
@@ -110,6 +111,7 @@ class _ExpertsDispatch(_Dispatch):
         return kernel
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Show the rows of an overridden mixture to its listeners."""
         entered = self.active.get(module, ())
         # Without a graph no backward comes, and the model's own kernel is faster.
         if not entered or not torch.is_grad_enabled():
@@ -136,42 +138,27 @@ def _own_experts(module: nn.Module) -> Callable[..., Any]:
 
 
 @contextmanager
-def listened(name: str, modules: Sequence[nn.Module], listener: ExpertsListener) -> Iterator[None]:
-    """Show the rows of these mixtures of experts to ``listener``; see ``dispatched``.
-
-    Args:
-        name: the experts' implementation in their model.
-        modules: each of them once or more.
-        listener: gets the rows, those of forwards with gradients.
-
-    Raises:
-        ModelError: another thread has a listener on one of them.
-        UnsupportedError: inside, of experts that are spread over processes.
-    """
-    with dispatched(name, modules, listener, kind=_ExpertsDispatch):
-        yield
-
-
-@contextmanager
 def dispatched(
     name: str,
     modules: Sequence[nn.Module],
     override: AttentionOverride | ExpertsListener,
     *,
-    kind: type[_Dispatch] = _Dispatch,
+    kind: type[Dispatch] = Dispatch,
 ) -> Iterator[None]:
-    """Reroute the attention calls of ``modules``; contexts may be left in any order.
+    """Reroute calls of ``modules``; contexts may be left in any order.
 
     Overrides of one module are called one within the other, the last one entered outermost.
+    Listeners of experts are shown the rows of forwards with gradients.
 
     Args:
-        name: the attention implementation of their model.
+        name: the implementation of attention (of experts) in their model.
         modules: each of them once or more.
-        override: what their calls go through.
-        kind: of what else than attention the calls are.
+        override: what their calls go through, or a listener of experts.
+        kind: ``Dispatch`` for calls of attention, ``ExpertsDispatch`` for mixtures of experts.
 
     Raises:
         ModelError: another thread has an override on one of them.
+        UnsupportedError: inside, of experts that are spread over processes.
     """
     chosen, entered = tuple(dict.fromkeys(modules)), _Entered(override, threading.get_ident())
     with _LOCK:
@@ -199,42 +186,42 @@ def is_understood(name: str) -> bool:
     Those of ``sdpa`` and ``eager`` do, and those that transformers sends to a kernel of the
     flash-attn packages or of the hub. Others may encode the mask elsewhere.
     """
-    function = _entry(name, _Dispatch)
-    while isinstance(function, _Dispatch):
+    function = _entry(name, Dispatch)
+    while isinstance(function, Dispatch):
         function = function.before
     if function is _MISSING:
         function = ALL_ATTENTION_FUNCTIONS._global_mapping.get(name)
     return name in ("sdpa", "eager") or function is flash_attention_forward
 
 
-def _entry(name: str, kind: type[_Dispatch]) -> Any:
+def _entry(name: str, kind: type[Dispatch]) -> Any:
     return kind.registry._local_mapping.get(name, _MISSING)
 
 
-def _installed(name: str, kind: type[_Dispatch]) -> _Dispatch:
+def _installed(name: str, kind: type[Dispatch]) -> Dispatch:
     """The dispatch on top of the registry; one is put there unless the top entry is one already."""
     top = _entry(name, kind)
-    if isinstance(top, _Dispatch):
+    if isinstance(top, Dispatch):
         return top
     dispatch = kind(name, top)
     kind.registry[name] = dispatch
     return dispatch
 
 
-def _remove_idle(name: str, kind: type[_Dispatch]) -> None:
+def _remove_idle(name: str, kind: type[Dispatch]) -> None:
     """Remove idle dispatches from the top of the registry, down to an entry that others put in."""
     # There can be several: where somebody's entry lay on ours, a later override put a second
     # dispatch on top of theirs. An idle one further down stays, and only passes calls on.
-    while isinstance(top := _entry(name, kind), _Dispatch) and not top.active:
+    while isinstance(top := _entry(name, kind), Dispatch) and not top.active:
         if top.before is _MISSING:
             del kind.registry[name]
         else:
             kind.registry[name] = top.before
 
 
-def _require_own_thread(name: str, modules: Sequence[nn.Module], kind: type[_Dispatch]) -> None:
+def _require_own_thread(name: str, modules: Sequence[nn.Module], kind: type[Dispatch]) -> None:
     top = _entry(name, kind)
-    active = top.active if isinstance(top, _Dispatch) else {}
+    active = top.active if isinstance(top, Dispatch) else {}
     foreign = [
         module
         for module in modules

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.model.delta_dispatch import is_delta_net, rerouted
-from alphatoken.model.dispatch import dispatched, is_understood, listened
+from alphatoken.model.dispatch import ExpertsDispatch, dispatched, is_understood
 from alphatoken.model.experts import PARAMETERS, ExpertsListener
 from alphatoken.model.protocol import (
     AttentionOverride,
@@ -281,7 +281,8 @@ class TransformersAdapter:
     ) -> Iterator[None]:
         """Show the rows of these mixtures to ``listener``; contexts may be left in any order."""
         config: Any = modules[0].config
-        with listened(config._experts_implementation, modules, listener):
+        name = config._experts_implementation
+        with dispatched(name, modules, listener, kind=ExpertsDispatch):
             yield
 
     @contextmanager

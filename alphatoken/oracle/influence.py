@@ -37,13 +37,10 @@ from alphatoken.oracle.gradients import (
 __all__ = [
     "Influence",
     "Use",
-    "absolute_scale",
     "causal",
     "column_sums",
     "diagonal",
     "exact_influence",
-    "influence_matrix",
-    "influence_terms",
     "moved_outputs",
     "recorded_uses",
     "row_sums",
@@ -224,55 +221,6 @@ def exact_influence(
             terms[use.name][b, k] += torch.einsum("to,to->t", delta_row, mx[b]).cpu()
             absolute[use.name][b, k] += torch.einsum("to,to->t", delta_row.abs(), mx[b].abs()).cpu()
     return Influence(terms, absolute)
-
-
-def influence_matrix(
-    model: nn.Module,
-    forward: Forward,
-    batch: Batch,
-    modules: Mapping[str, nn.Module],
-    direction: Mapping[str, Tensor],
-    *,
-    score_bias: bool = False,
-    transposed: Collection[str] = (),
-) -> Float[Tensor, "b t t"]:
-    """Psi[b, k, t], k the label position, t the use position; see :func:`exact_influence`."""
-    return exact_influence(
-        model, forward, batch, modules, direction, score_bias=score_bias, transposed=transposed
-    ).matrix
-
-
-def influence_terms(
-    model: nn.Module,
-    forward: Forward,
-    batch: Batch,
-    modules: Mapping[str, nn.Module],
-    direction: Mapping[str, Tensor],
-    *,
-    score_bias: bool = False,
-    transposed: Collection[str] = (),
-) -> dict[str, Tensor]:
-    """Psi of each module by itself, (b, k, t); see :func:`exact_influence`."""
-    result = exact_influence(
-        model, forward, batch, modules, direction, score_bias=score_bias, transposed=transposed
-    )
-    return dict(result.terms)
-
-
-def absolute_scale(
-    model: nn.Module,
-    forward: Forward,
-    batch: Batch,
-    modules: Mapping[str, nn.Module],
-    direction: Mapping[str, Tensor],
-    *,
-    score_bias: bool = False,
-    transposed: Collection[str] = (),
-) -> Float[Tensor, "b t t"]:
-    """sum_l sum_o |delta_o| |(M x)_o| for each (k, t); its readouts scale the readouts of Psi."""
-    return exact_influence(
-        model, forward, batch, modules, direction, score_bias=score_bias, transposed=transposed
-    ).absolute_scale
 
 
 def row_sums(psi: Float[Tensor, "b t t"]) -> Float[Tensor, "b t"]:

@@ -468,7 +468,7 @@ def value_propagation_error(
     the per-head Value-Propagation: the key projection is the only other scored weight whose use
     at t reaches a later position (no scored weight tied to a lower layer's).
 
-    Oracle: the off-diagonal of ``influence_matrix``.
+    Oracle: the off-diagonal of ``exact_influence``.
     """
     state = attend(spec, x)
     error = torch.zeros_like(state.alpha)

@@ -117,7 +117,7 @@ def value_propagation_pairs(
     Exactness: per head, in the last decoder layer, exactly the off-diagonal Psi of the value
     projection; otherwise an approximation of the off-diagonal Psi.
 
-    Source: eq. app_causal_rank1, app_aa_causal. Oracle: ``influence_terms`` of that projection.
+    Source: eq. app_causal_rank1, app_aa_causal. Oracle: ``exact_influence`` of that projection.
     """
     alpha = layer.alpha.double()
     rows, heads, length, _ = alpha.shape

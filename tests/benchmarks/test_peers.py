@@ -82,10 +82,8 @@ def expected(estimand: str) -> torch.Tensor:
     )
     if estimand == "path":
         modules = {place: work.model.get_submodule(place) for place in work.places}
-        psi = influence.influence_matrix(
-            work.model, adapter.forward, work.batch, modules, direction
-        )
-        return influence.column_sums(psi)
+        psi = influence.exact_influence(work.model, adapter.forward, work.batch, modules, direction)
+        return influence.column_sums(psi.matrix)
     values = gradients.label_values(work.model, adapter.forward, work.batch, direction)
     return values if estimand == "label" else values.sum(1)
 

@@ -31,10 +31,10 @@ from alphatoken.errors import (
     UnsupportedError,
 )
 from alphatoken.estimate.proofs import prove_documents
-from alphatoken.model.attention import BackwardSwitch
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope
+from alphatoken.model.switch import BackwardSwitch
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import ReferenceAdapter
 from tests.property.strategies import make_batch, make_case

@@ -128,7 +128,7 @@ check_observed_label_values | | label_values | exact
 check_tangents_at_other_hidden_states | | label_values | exact
 check_label_starts_at_the_observed_hidden_states | | (a pass of its own) | exact
 test_the_four_readouts_are_what_their_names_say | | row_sums, column_sums, diagonal, causal | exact
-test_terms_and_scale_agree_with_the_matrix | | influence_matrix, influence_terms, absolute_scale | exact
+test_terms_and_scale_agree_with_the_matrix | | exact_influence | exact
 test_every_entry_is_the_effect_of_moving_one_use | | exact_influence, (finite differences) | exact
 test_gap_1_the_total_needs_the_prompt_positions | | unassigned, label_values | exact
 test_token_losses_are_cross_entropies_at_the_index_of_the_predicted_token | | token_losses | exact

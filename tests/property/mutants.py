@@ -1417,7 +1417,7 @@ OWN = (
     mutant(
         "self-only-mode-not-put-back",
         "training's own backward through a scored graph stays self-only",
-        ("model.attention.BackwardSwitch.to", "self.mode = before", "pass"),
+        ("model.switch.BackwardSwitch.to", "self.mode = before", "pass"),
         claim(attending.check_the_mode_is_read_at_backward_time, calls()),
         claim(scoring.check_observed_equals_scored, small(), "direct"),
     ),

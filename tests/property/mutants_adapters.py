@@ -156,7 +156,7 @@ MUTANTS = (
         "override-of-every-model",
         "another model's attention runs through the override too",
         (
-            "dispatch._Dispatch.__call__",
+            "dispatch.Dispatch.__call__",
             "self.active.get(module, ())",
             "self.active.get(module, next(iter(self.active.values()), ()))",
         ),

@@ -317,8 +317,8 @@ MUTANTS = (
         "delta-rule-passes-everything",
         "self mode is the ordinary backward of the rule",
         [
-            ("model.delta_rule._Tap.backward", 'ctx.switch.mode != "self"', "True"),
-            ("model.delta_rule._Gate.backward", 'ctx.switch.mode != "self"', "True"),
+            ("model.switch._Tap.backward", 'ctx.switch.mode != "self"', "True"),
+            ("model.switch._Gate.backward", 'ctx.switch.mode != "self"', "True"),
         ],
         SELF,
         MODES,
@@ -327,7 +327,7 @@ MUTANTS = (
     mutant(
         "delta-rule-passes-itself-always",
         "training through the same graph gets self-only gradients of the rule",
-        ("model.delta_rule._Tap.backward", 'ctx.switch.mode != "self"', "False"),
+        ("model.switch._Tap.backward", 'ctx.switch.mode != "self"', "False"),
         ORDINARY,
         MODES,
     ),

@@ -156,7 +156,7 @@ MUTANTS = (
     _mixture(
         "experts-of-every-model",
         "another model's experts run through the rows too",
-        "model.dispatch._ExpertsDispatch.__call__",
+        "model.dispatch.ExpertsDispatch.__call__",
         "self.active.get(module, ())",
         "self.active.get(module, next(iter(self.active.values())))",
         SERVES,

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alphatoken.model import attention
 from alphatoken.model.protocol import AttentionCall
+from alphatoken.model.switch import BackwardSwitch
 from tests.property.decoder import dense_mask, explicit_attention
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
@@ -168,7 +169,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 def switched(call: AttentionCall, error: Tensor, mode: str) -> tuple[Tensor, Gradients]:
     """Output and gradients of query, key and value through the switchable backward."""
-    switch = attention.BackwardSwitch()
+    switch = BackwardSwitch()
     output, _ = attention.switchable_attention(call, native_of(call), switch)
     with switch.to(mode):
         found = torch.autograd.grad(
@@ -265,7 +266,7 @@ def check_the_mode_is_read_at_backward_time(case: AttentionCase) -> None:
     """One forward: self-only, then ordinary, then self-only again, each as if it were alone."""
     call, error = case.call(), case.error()
     leaves = (call.query, call.key, call.value)
-    switch = attention.BackwardSwitch()
+    switch = BackwardSwitch()
     with blocks_of(case.chunk):
         output, _ = attention.switchable_attention(call, native_of(call), switch)
         found = []
@@ -498,7 +499,7 @@ def check_no_square_of_the_length(case: AttentionCase, window: int | None) -> No
         )
 
     with blocks_of(case.chunk), Shapes(case.t, mask) as seen:
-        switch = attention.BackwardSwitch()
+        switch = BackwardSwitch()
         output, statistics = attention.switchable_attention(call, fused, switch)
         for mode in ("self", "cross"):
             with switch.to(mode):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.model import attention, convolution, delta_rule
+from alphatoken.model import convolution, delta_rule
 from alphatoken.model.protocol import ConvolutionCall, DeltaCall
+from alphatoken.model.switch import BackwardSwitch
 from alphatoken.model.uses import ConvolutionUse, DeltaUse
 from alphatoken.oracle import delta_net
 from tests.property.strategies import SEEDS
@@ -140,7 +141,7 @@ def inputs_of(call: DeltaCall) -> list[Tensor]:
 
 def switched(call: DeltaCall, error: Tensor, mode: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Output and gradients of all five inputs through the switchable backward."""
-    switch = attention.BackwardSwitch()
+    switch = BackwardSwitch()
     output, _ = delta_rule.switchable_delta_rule(call, native_of(call), switch)
     with switch.to(mode):
         return output, torch.autograd.grad(output, inputs_of(call), error, materialize_grads=True)
@@ -174,7 +175,7 @@ def check_the_ordinary_backward_is_the_kernels(case: DeltaCase) -> None:
 def check_one_forward_serves_both_backwards(case: DeltaCase) -> None:
     """The mode is read at backward time: one graph gives self, ordinary and self gradients."""
     call, error = case.call(), case.error()
-    switch = attention.BackwardSwitch()
+    switch = BackwardSwitch()
     output, _ = delta_rule.switchable_delta_rule(call, native_of(call), switch)
     for mode in ("self", "ordinary", "self"):
         with switch.to(mode):
@@ -191,7 +192,7 @@ def check_the_convolution_alone(case: DeltaCase) -> None:
     error = torch.randn(
         call.x.shape, generator=torch.Generator().manual_seed(case.seed), dtype=torch.float64
     )
-    switch = attention.BackwardSwitch()
+    switch = BackwardSwitch()
     y, statistics = convolution.switchable_convolution(
         call, lambda x: delta_net.convolve(replace(call, x=x)), switch
     )
@@ -236,7 +237,7 @@ def check_carried_errors_are_the_coefficients(
 
 def uses_of(case: DeltaCase) -> tuple[ConvolutionCall, DeltaCall, DeltaUse]:
     """A convolution in front of a rule, as a forward leaves them."""
-    front, switch = case.convolution(), attention.BackwardSwitch()
+    front, switch = case.convolution(), BackwardSwitch()
     y, taps = convolution.switchable_convolution(
         front, lambda x: delta_net.convolve(replace(front, x=x)), switch
     )

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.model import attention, kernel_state
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.model.switch import BackwardSwitch
 from tests import flash_standin
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import dense_mask, explicit_attention
@@ -177,7 +178,7 @@ def check_what_is_saved_spares_the_pass(case: KernelCase) -> None:
         for passes in (True, False):
             with counted_passes() as count:
                 _, statistics = attention.switchable_attention(
-                    call, case.native(call), attention.BackwardSwitch()
+                    call, case.native(call), BackwardSwitch()
                 )
                 attention.self_terms(statistics, error, call.value.detach(), error)
             real = bool(explicit_lse(call).isfinite().any())
@@ -223,7 +224,7 @@ def check_a_kernel_is_not_believed_unseen(seed: int) -> None:
     with patch.dict(attention._CONFIRMED, clear=True):
         for _ in range(2):
             _, statistics = attention.switchable_attention(
-                call, lambda q, k, v: _Lying.apply(q, k, v, call), attention.BackwardSwitch()
+                call, lambda q, k, v: _Lying.apply(q, k, v, call), BackwardSwitch()
             )
             expected = explicit_lse(call)
             found = statistics.lse.flatten(1, 2)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.model import attention
+from alphatoken.model.switch import BackwardSwitch
 from tests.property import properties_attention as claims
 from tests.property.profiles import budget
 from tests.property.properties_attention import AttentionCase, attention_cases
@@ -94,7 +95,7 @@ def test_the_recorder_of_shapes_sees_a_square() -> None:
 
 
 def test_the_switch_falls_back_to_ordinary_after_an_exception() -> None:
-    switch = attention.BackwardSwitch()
+    switch = BackwardSwitch()
     with pytest.raises(RuntimeError, match="stop"), switch.to("self"):
         raise RuntimeError("stop")
     assert switch.mode == "ordinary"

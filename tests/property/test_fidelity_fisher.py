@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher
 from alphatoken.data import Example, Row
+from alphatoken.direction.sampling import sample_responses
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.fidelity import fisher as diagnostic
 from alphatoken.fidelity import retention_scores
@@ -219,23 +220,20 @@ def test_two_structures_have_the_responses_that_each_would_draw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit, though they are drawn once."""
-    from alphatoken.fidelity import subject as module
+    drawn: list[int] = []
 
-    drawn: list[range] = []
-    whole = module.draw_responses
+    def counted(adapter: Any, prompts: Any, *more: Any) -> Any:
+        drawn.append(len(prompts))
+        return sample_responses(adapter, prompts, *more)
 
-    def counted(model: nn.Module, prompts: Any, batch: range, **more: Any) -> Any:
-        drawn.append(batch)
-        return whole(model, prompts, batch, **more)
-
-    monkeypatch.setattr(module, "draw_responses", counted)
+    monkeypatch.setattr("alphatoken.direction.fisher.sample_responses", counted)
     rows = [example([z, z + 1, 3]) for z in range(CONTEXTS)]
     subject = planted(prompts=rows, fisher_samples=12, batch_size=4)
     found = {
         structure: subject.fitted_fisher(structure, labels="sequence", max_new_tokens=5)
         for structure in ("diagonal", "kronecker")
     }
-    assert len(drawn) == 3
+    assert drawn == [4, 4, 4]
     (batch,) = subject.batches(rows, len(rows))
     for structure, drift in found.items():
         alone = fit_fisher(

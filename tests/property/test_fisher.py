@@ -236,7 +236,7 @@ def compare_expected_fisher(model: ReferenceDecoder, length: int) -> None:
         for y, p in zip(sorted(responses, key=len), log_p.exp(), strict=True):
             fisher = fit_fisher(
                 model, [x], samples=1, layers=1, max_new_tokens=length,
-                responses=lambda numbers, y=y: {0: torch.tensor(y)},
+                responses={0: torch.tensor(y)},
             ).fisher  # fmt: skip
             for name, square in fisher.items():
                 found[name] = found.get(name, 0.0) + 0.5 * p * square

@@ -535,23 +535,21 @@ def test_rows_of_a_batch_do_not_mix() -> None:
 
 def test_terms_and_scale_agree_with_the_matrix() -> None:
     case = make_case(Structure(bias=True), length=4, score_bias=True)
-    arguments = (case.model, case.model, case.batch, case.modules, case.direction)
-    psi = influence.influence_matrix(*arguments, **case.options)
-    terms = influence.influence_terms(*arguments, **case.options)
-    scale = influence.absolute_scale(*arguments, **case.options)
-    assert set(terms) == set(case.modules)
-    assert_within(sum(terms.values()), psi, scale, EXACT)
+    exact = case.influence()
+    psi, scale = exact.matrix, exact.absolute_scale
+    assert set(exact.terms) == set(case.modules)
+    assert_within(sum(exact.terms.values()), psi, scale, EXACT)
     by_row = torch.zeros_like(scale)  # of one output's row alone a term has one summand: its size
     for row in range(max(len(m) for m in case.direction.values())):
         alone = {name: torch.zeros_like(m) for name, m in case.direction.items()}
         for name, m in case.direction.items():
             alone[name][row : row + 1] = m[row : row + 1]
-        for term in influence.influence_terms(*arguments[:-1], alone, **case.options).values():
+        for term in replace(case, direction=alone).influence().terms.values():
             by_row += term.abs()
     assert_within(scale, by_row, by_row, EXACT)
     without = {name: m for name, m in case.direction.items() if name.endswith("weight")}
-    plain = influence.influence_matrix(*arguments[:-1], without)
-    assert float((plain - psi).abs().max()) > 1e-3 * float(scale.max())
+    plain = replace(case, direction=without, score_bias=False).influence()
+    assert float((plain.matrix - psi).abs().max()) > 1e-3 * float(scale.max())
 
 
 def test_a_frozen_trunk_is_no_obstacle() -> None:
@@ -572,7 +570,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
     case.influence()
     with pytest.raises(RuntimeError, match="inside"):
-        influence.influence_matrix(case.model, broken, case.batch, case.modules, case.direction)
+        influence.exact_influence(case.model, broken, case.batch, case.modules, case.direction)
     assert not any(module._forward_hooks for module in case.model.modules())
     assert all(parameter.grad is None for parameter in case.model.parameters())
 
@@ -600,7 +598,7 @@ def test_bad_directions_and_modules_are_named() -> None:
     model, batch, modules, direction = case.model, case.batch, case.modules, case.direction
 
     def run(modules: Any, direction: Any, batch: Any = batch) -> None:
-        influence.influence_matrix(model, model, batch, modules, direction)
+        influence.exact_influence(model, model, batch, modules, direction)
 
     with pytest.raises(InputError, match=r"layers\.0\.o"):
         run(modules, {n: m for n, m in direction.items() if n != "layers.0.o.weight"})
@@ -640,7 +638,7 @@ def test_flattened_positions_are_refused() -> None:
         return case.model(batch)
 
     with pytest.raises(InputError, match=r"layers\.0\.up"):
-        influence.influence_matrix(case.model, flat, case.batch, case.modules, case.direction)
+        influence.exact_influence(case.model, flat, case.batch, case.modules, case.direction)
 
 
 # --- Value-Propagation ---------------------------------------------------------------------------
