@@ -12,14 +12,14 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
     ".": 1_104,
-    "certificate": 1_423,
+    "certificate": 1_383,
     "cli": 4_613,
     "corpus": 1_771,
     "data": 2_629,
     "demo": 717,
     "direction": 3_956,
     "estimate": 1_927,
-    "fidelity": 9_847,
+    "fidelity": 9_001,
     "model": 5_759,
     "oracle": 4_902,
     "report": 1_635,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_683), ("tests", 70_458)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 70_328)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

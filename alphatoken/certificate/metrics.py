@@ -21,11 +21,8 @@ from alphatoken.select.masks import keep_count
 
 __all__ = [
     "auc",
-    "gain_share",
-    "kendall",
     "kept",
     "overlap",
-    "share_of_total",
     "sign_agreement",
     "spearman",
     "top_overlap",
@@ -65,17 +62,6 @@ def spearman(a: Column, b: Column, mask: Tensor | None = None) -> float:
     r, q = stats.rankdata(x), stats.rankdata(y)
     r, q = r - r.mean(), q - q.mean()
     return float(r @ q) / math.sqrt(float(r @ r) * float(q @ q))
-
-
-def kendall(a: Column, b: Column, mask: Tensor | None = None) -> float:
-    """Kendall's tau-b; NaN below 3 tokens or if constant.
-
-    Without ties: share of token pairs ranked alike minus share ranked the other way.
-    """
-    x, y = _pair(a, b, mask)
-    if _constant(x) or _constant(y):
-        return math.nan
-    return float(stats.kendalltau(x, y, method="asymptotic").statistic)
 
 
 def sign_agreement(a: Column, b: Column, mask: Tensor | None = None) -> float:
@@ -121,32 +107,6 @@ def overlap(ours: Column, theirs: Column) -> float:
     """Share of the tokens marked in ``ours`` that ``theirs`` marks too; NaN without any."""
     a, b = _pair(ours, theirs, None)
     return float((a * b).sum() / a.sum()) if a.sum() else math.nan
-
-
-def share_of_total(a: Column, b: Column, mask: Tensor | None = None) -> float:
-    """``sum(a) / sum(b)``: how much of the whole effect the values account for; 1 for all of it.
-
-    NaN where the reference sums to nothing.
-    """
-    x, y = _pair(a, b, mask)
-    whole = float(y.sum())
-    return float(x.sum()) / whole if whole else math.nan
-
-
-def gain_share(a: Column, b: Column, mask: Tensor | None = None, ratio: float = 0.5) -> float:
-    """What keeping the top ``ratio`` by ``a`` gains in ``b`` over keeping at random, of the most.
-
-    ``(b kept by a - random) / (b kept by b - random)``, random being ``kept / n`` of the total of
-    b. 1: as good as the best choice; 0: no better than chance; negative: worse. NaN where all
-    choices are equal.
-    """
-    x, y = _pair(a, b, mask)
-    if not len(x):
-        return math.nan
-    chance = float(y.sum()) * keep_count(ratio, len(y)) / len(y)
-    best = float(y[kept(y, ratio)].sum()) - chance
-    found = float(y[kept(x, ratio)].sum()) - chance
-    return found / best if best > 1e-12 * float(np.abs(y).sum()) else math.nan
 
 
 def auc(score: Column, marked: Column, mask: Tensor | None = None) -> float:

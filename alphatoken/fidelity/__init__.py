@@ -10,13 +10,12 @@
 - ``sensitivity``, ``stability``, ``coverage``, ``heatmap``: settings, noise, what kept tokens
   cover, and which tokens of a text are valued.
 
-Each has ``Options`` and ``diagnose(subject, options)``, which returns a
-:class:`~alphatoken.fidelity.diagnosis.Diagnosis` of a model, rows and an objective (``subject``):
-an answer of four fields, tables, and figures, which ``figures`` draws as they are declared.
-``intervals`` says how far a number can be trusted, ``page`` makes one HTML page of all; ``rounds``
-keeps a diagnosis to a time. The other files compute: directions and decisions (``per_row``,
-``resampling``, ``decisions``), tokens sent one by one (``tokenwise``), steps taken and taken back
-(``stepping``).
+Each has ``Options`` and ``diagnose(subject, options)``, which goes the same way in all: rows of the
+``subject`` are drawn and valued (``valuing``: one engine, any settings, any directions), compared
+(``agreement``, ``intervals``), put into tables, and ``result.conclude`` makes these a
+:class:`~alphatoken.fidelity.diagnosis.Diagnosis`: an answer of four fields, tables, and figures,
+which ``figures`` draws as they are declared. ``page`` makes one HTML page of all; ``rounds`` keeps
+a diagnosis to a time.
 
 **May import** ``scorer`` and the rooms below, ``data``, ``report``, and the ``oracle``, which
 otherwise only tests and benchmarks may; no trainer. **Tests**: planted cases with known answers in

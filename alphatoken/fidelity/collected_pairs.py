@@ -67,9 +67,18 @@ class PairCounts:
         risk, _ = np.histogram(columns[2], bins=RISK)
         return cls(joint.astype(np.int64), risk.astype(np.int64))
 
+    @classmethod
+    def total(cls, counts: Iterable[PairCounts]) -> PairCounts:
+        """Counts of all together; of none, zeros."""
+        joint = np.zeros((len(ALPHA) - 1, len(DEVIATION) - 1), np.int64)
+        risk = np.zeros(len(RISK) - 1, np.int64)
+        for one in counts:
+            joint, risk = joint + one.joint, risk + one.risk
+        return cls(joint, risk)
+
     def __add__(self, other: PairCounts) -> PairCounts:
         """Counts of both together."""
-        return PairCounts(self.joint + other.joint, self.risk + other.risk)
+        return PairCounts.total([self, other])
 
     @property
     def pairs(self) -> int:
@@ -105,12 +114,8 @@ class CollectedPairs:
 
     def total(self, steps: Iterable[int] | None = None) -> PairCounts:
         """Counts of all layers over these steps, or over all."""
-        chosen = list(self.steps if steps is None else steps)
-        empty = PairCounts(
-            np.zeros((len(ALPHA) - 1, len(DEVIATION) - 1), np.int64),
-            np.zeros(len(RISK) - 1, np.int64),
-        )
-        return sum((one for step in chosen for one in self.steps[step].values()), empty)
+        chosen = self.steps if steps is None else steps
+        return PairCounts.total(one for step in chosen for one in self.steps[step].values())
 
     def after_resuming(self, step: int) -> CollectedPairs:
         """Without what came after the checkpoint that a run goes on from: it comes again."""

@@ -31,13 +31,12 @@ from alphatoken.fidelity.coverage_statistics import (
     measured,
 )
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
-from alphatoken.fidelity.figures import Figure, draw_all
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
-from alphatoken.fidelity.jackknife import jackknife
+from alphatoken.fidelity.figures import Figure
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, jackknife
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.states import TokenStates, token_states
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.tokenwise import draw
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.select.masks import keep_count
@@ -89,7 +88,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     states = token_states(
         subject.model, subject.batches(rows), subject.tracker("States", len(rows))
     )
-    belongs = np.repeat(np.arange(len(rows)), [row.response_tokens for row in rows])
+    belongs = places_of(rows)[:, 0]
     pool = Pool.of(states, belongs, clusters=options.clusters, seed=subject.seed)
     kept = {
         name: metrics.kept(_ranking(subject, rows, states, name), subject.ratio)
@@ -104,16 +103,16 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     drawn = union[draw(len(union), options.points, subject.seed)]
     places = picture_of(pool.points[drawn], seed=subject.seed, perplexity=options.perplexity)
     measures = _numbers_table(pool, numbers, band)
-    figures = _figures(_map_table(pool, kept, drawn, places), measures, options.policies)
-    return Diagnosis(
-        name="coverage",
-        question=find("coverage").question,
-        answer=_answer(numbers, band),
-        tables=(measures, overlaps, *_causal_effect(pool, kept)),
-        figures=draw_all(figures),
-        notes=_notes(subject, states, pool, len(union), len(drawn), rows),
+    seen = _map_table(pool, kept, drawn, places)
+    return conclude(
+        "coverage",
+        subject,
+        _answer(numbers, band),
+        [measures, overlaps, _causal_effect(pool, kept)],
+        _figures(seen, measures, options.policies),
+        valued=rows,
+        notes=_notes(subject, states, len(union), len(drawn)),
         settings={
-            **subject.settings(),
             "policies": ", ".join(options.policies),
             "clusters": pool.clusters,
             "t-SNE perplexity": min(options.perplexity, (len(drawn) - 1) / 3),
@@ -150,13 +149,8 @@ def _overlaps(pool: Pool, kept: Mapping[str, Mask]) -> Table:
         for place, one in enumerate(names)
         for other in names[place + 1 :]
     ]
-    return Table.of(
-        "coverage-overlap",
-        "Kept tokens in common",
-        records,
-        note="Share of the tokens kept by one policy that the other keeps too. Two policies that "
-        "have nothing to do with each other share as much as the ratio.",
-    )
+    note = "By chance the ratio."
+    return Table.of("coverage-overlap", "Kept tokens in common", records, note)
 
 
 def _numbers_table(
@@ -183,8 +177,7 @@ def _numbers_table(
         "coverage-numbers",
         "Coverage in numbers",
         records,
-        note=f"{'; '.join(what)}. random_low, random_high: where 95 % of random selections of "
-        "the same size from the same candidates lie. value_low, value_high: jackknife over rows.",
+        note=f"{'; '.join(what)}. random: where 95 % of random selections of the same size lie.",
     )
 
 
@@ -211,10 +204,9 @@ def _figures(points: Table, numbers: Table, policies: Sequence[str]) -> list[Fig
             "coverage-map",
             points,
             "Where the kept tokens lie",
-            "One t-SNE of the contextual embeddings of every token that some policy keeps, the "
-            "same in every panel. Grey: tokens that others keep and this policy drops. Look for "
-            "whole regions left grey, and whether they are those where the loss (first panel, in "
-            "nats) is high or low; do not read distances.",
+            "One t-SNE of every token that some policy keeps, the same in every panel. Grey: "
+            "tokens that others keep and this policy drops. Look for whole regions left grey, and "
+            "whether the loss there (first panel, in nats) is high or low.",
             x="x",
             y="y",
             facets=tuple(policies),
@@ -225,9 +217,8 @@ def _figures(points: Table, numbers: Table, policies: Sequence[str]) -> list[Fig
             "coverage-statistics",
             numbers,
             "Coverage against chance",
-            "The kept tokens of each policy, with 95 % intervals. Grey band: 95 % of random "
-            "selections of the same size. Look for marks outside the band: left of it the policy "
-            "covers less than chance does.",
+            "Grey band: 95 % of random selections of the same size. Left of it a policy covers "
+            "less than chance does.",
             x="value",
             y="policy",
             facets="statistic",
@@ -254,10 +245,10 @@ def _answer(numbers: Mapping[str, Mapping[str, Estimate]], band: Mapping[str, Ba
     )
 
 
-def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> list[Table]:
+def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> Table:
     """Whether the causal part makes the kept tokens more diverse, as the paper's figure says."""
     if not {"alphatoken", "direct"} <= set(kept):
-        return []
+        return Table.of_numbers({})
 
     def difference(among: Indices) -> float:
         ours, direct = (
@@ -267,34 +258,23 @@ def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> list[Table]:
         return ours - direct
 
     found = jackknife(difference, len(pool.ids), groups=pool.rows)
-    return [Table.of_numbers({"cluster entropy of alphatoken minus that of direct": found})]
+    return Table.of_numbers({"cluster entropy of alphatoken minus that of direct": found})
 
 
-def _notes(
-    subject: Subject,
-    states: TokenStates,
-    pool: Pool,
-    union: int,
-    drawn: int,
-    rows: Sequence[Example],
-) -> tuple[str, ...]:
+def _notes(subject: Subject, states: TokenStates, union: int, drawn: int) -> list[str]:
     where = (
         "the input of the output head (after the final norm)"
         if states.has_head
         else "the output of the last decoder block (no head was found)"
     )
     notes = [
-        f"Candidates: {subject.counted(rows)}, ranked as one batch.",
         f"A token's embedding is {where} at the position that predicts it: its context, not the "
         "token itself.",
-        "t-SNE keeps neighbourhoods, not distances: read sizes and gaps off the numbers.",
+        f"The picture is fitted on tokens that some policy keeps, {union} of {len(states.ids)}; it "
+        f"shows {drawn} of these. t-SNE keeps neighbourhoods, not distances.",
     ]
-    picture = f"The picture is fitted on tokens that some policy keeps, {union} of {len(pool.ids)}"
-    cut = f"; it shows {drawn} of these, drawn at random." if drawn < union else "."
-    notes.append(picture + cut)
-    notes += few_rows(len(rows))
     if retention_term(subject) is None:
         notes.append(
             "Values are adaptation only: the model is its own reference, so stability is zero."
         )
-    return tuple(notes)
+    return notes

@@ -14,8 +14,7 @@ from alphatoken.fidelity.clouds import (
     entropy,
     mean_distance,
 )
-from alphatoken.fidelity.intervals import Estimate
-from alphatoken.fidelity.jackknife import jackknife
+from alphatoken.fidelity.intervals import Estimate, jackknife
 from alphatoken.fidelity.states import TokenStates
 
 __all__ = [

@@ -1,27 +1,21 @@
-"""Keep or drop decisions: how far two sets of decisions agree, and which are noise."""
+"""Keep or drop decisions: which are noise, and how far from the threshold."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.certificate.metrics import kept, overlap, spearman
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
-from alphatoken.select.masks import keep_count
+from alphatoken.certificate.metrics import kept
+from alphatoken.fidelity.intervals import Estimate, bootstrap
 
 __all__ = [
     "DECISIONS",
-    "Agreement",
-    "agreement",
-    "agreement_over_draws",
     "classify",
     "margins",
     "noise_margin",
-    "over_draws",
     "percent",
     "threshold",
 ]
@@ -38,68 +32,6 @@ def threshold(values: Numbers, ratio: float) -> float:
     if chosen.all():
         return math.nan
     return float(values[chosen].min() + values[~chosen].max()) / 2
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Two rankings of the same tokens.
-
-    Attributes:
-        spearman: rank correlation of the values.
-        overlap: share of the tokens kept by the one that the other keeps too.
-        flips: share of all tokens whose decision is another one.
-        chance: overlap of two random choices of this size; their flips are
-            ``2 ratio (1 - ratio)``.
-    """
-
-    spearman: Estimate
-    overlap: Estimate
-    flips: Estimate
-    chance: float
-
-    def record(self) -> dict[str, Any]:
-        """As cells of a table."""
-        return {
-            "spearman": self.spearman,
-            "overlap": self.overlap,
-            "overlap by chance": self.chance,
-            "flips": self.flips,
-        }
-
-
-def agreement(
-    base: Numbers, other: Numbers, ratio: float, groups: NDArray[Any], *, seed: int = 0
-) -> Agreement:
-    """How far ``other`` ranks and keeps the tokens as ``base`` does.
-
-    Both kept sets are those of the whole pool; intervals are over rows of tokens.
-    """
-    ours, theirs = kept(base, ratio), kept(other, ratio)
-    return Agreement(
-        bootstrap(spearman, base, other, groups=groups, seed=seed),
-        bootstrap(overlap, ours, theirs, groups=groups, seed=seed),
-        bootstrap(np.mean, ours != theirs, groups=groups, seed=seed),
-        keep_count(ratio, len(base)) / len(base),
-    )
-
-
-def agreement_over_draws(ours: Numbers, theirs: Numbers, ratio: float) -> Agreement:
-    """Agreement of pairs of rankings (draws, n), as it lies over the draws."""
-    a, b = kept(ours, ratio), kept(theirs, ratio)
-    return Agreement(
-        over_draws(np.array([spearman(x, y) for x, y in zip(ours, theirs, strict=True)])),
-        over_draws((a & b).sum(1) / a.sum(1)),
-        over_draws((a != b).mean(1)),
-        keep_count(ratio, ours.shape[1]) / ours.shape[1],
-    )
-
-
-def over_draws(found: Numbers) -> Estimate:
-    """Mean over independent draws, and the interval that holds 95 % of the draws."""
-    if len(found) < FEWEST:
-        return Estimate.undefined(len(found), f"{len(found)} draws, {FEWEST} needed")
-    low, high = np.quantile(found, [0.025, 0.975])
-    return Estimate(float(found.mean()), float(low), float(high), len(found))
 
 
 def classify(keep_share: Numbers, uncertain: float) -> NDArray[np.int64]:

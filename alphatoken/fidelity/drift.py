@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,10 @@ from alphatoken.data import Example
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.clouds import picture_of
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
-from alphatoken.fidelity.figures import Figure, draw_all
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.figures import Figure
+from alphatoken.fidelity.intervals import FEWEST, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.similarity import cka_estimate, cosine, relative_shift
 from alphatoken.fidelity.states import POOLS, PooledStates, pooled_states
 from alphatoken.fidelity.subject import Subject
@@ -89,7 +89,7 @@ def shared_share(before: Numbers, after: Numbers) -> float:
     return float((moved.mean(0) ** 2).sum()) / whole if whole > 0 else math.nan
 
 
-def set_record(before: Numbers, after: Numbers) -> dict[str, Estimate | int]:
+def set_record(before: Numbers, after: Numbers) -> dict[str, Any]:
     """Every measure of one cloud of probes: (n, d) before and after."""
     shift, angle = relative_shift(before, after), cosine(before, after)
 
@@ -106,16 +106,14 @@ def set_record(before: Numbers, after: Numbers) -> dict[str, Estimate | int]:
     }
 
 
-def layer_records(pairs: Mapping[str, Pair]) -> list[dict[str, Any]]:
-    """CKA and relative shift of each set at every place."""
+def layer_records(pair: Pair) -> list[dict[str, Any]]:
+    """CKA and relative shift at the output of every block, and at what the head reads."""
     return [
         {
-            "set": name,
             "place": where,
             "cka_debiased": cka_estimate(*pair.at(place)),
             "relative_shift": bootstrap(np.mean, relative_shift(*pair.at(place)), what="probes"),
         }
-        for name, pair in pairs.items()
         for place, where in enumerate(pair.before.places)
     ]
 
@@ -124,7 +122,7 @@ def _per_token(losses: Numbers, tokens: Numbers) -> float:
     return float(losses.sum() / tokens.sum())
 
 
-def loss_record(pair: Pair) -> dict[str, Estimate]:
+def loss_record(pair: Pair) -> dict[str, Any]:
     """Mean response-token loss of the probes before, after, and the change, nats a token."""
     before, after, tokens = pair.before.losses, pair.after.losses, pair.before.tokens
     return {
@@ -135,23 +133,6 @@ def loss_record(pair: Pair) -> dict[str, Estimate]:
 
 
 # --- the diagnostic ------------------------------------------------------------------------------
-
-
-@dataclass
-class _Found:
-    """What is known of each model that was fine-tuned; records hold its name under ``model``."""
-
-    sets: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    losses: dict[str, dict[str, dict[str, Estimate]]] = field(default_factory=dict)
-    layers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    heads: dict[str, dict[str, Numbers]] = field(default_factory=dict)
-
-    def add(self, name: str, pairs: Mapping[str, Pair]) -> None:
-        """Every measure of one model; of its states only those that the head reads are kept."""
-        self.sets[name] = {one: set_record(*pair.at(-1)) for one, pair in pairs.items()}
-        self.losses[name] = {one: loss_record(pair) for one, pair in pairs.items()}
-        self.layers[name] = layer_records(pairs)
-        self.heads[name] = {one: pair.at(-1)[1] for one, pair in pairs.items()}
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -166,30 +147,33 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     start, models, origin = _models(subject, options)
     tuned = subject.reference is None and not subject.beside
     before = _pooled(subject, start, BEFORE, probes, options.pool)
-    found = _Found()
-    for name, load in models.items():
-        after = _pooled(subject, load(), name, probes, options.pool)
-        pairs = {one: Pair(before[one], after[one]) for one in probes}
-        check_finite(pairs, options.pool)
-        found.add(name, pairs)
-    clouds = {
-        one: {BEFORE: before[one].states[-1]} | {m: found.heads[m][one] for m in models}
-        for one in probes
-    }
+    clouds = {name: {BEFORE: states.states[-1]} for name, states in before.items()}
+    sets, losses, layers = [], [], []
+    for model, load in models.items():
+        after = _pooled(subject, load(), model, probes, options.pool)
+        for name in probes:
+            pair = Pair(before[name], after[name])
+            check_finite(name, pair, options.pool)
+            named = {"model": model, "set": name}
+            sets.append(named | set_record(*pair.at(-1)))
+            losses.append(named | loss_record(pair))
+            layers += [named | record for record in layer_records(pair)]
+            clouds[name][model] = pair.at(-1)[1]  # of its states only these are kept
     places = {
-        one: laid_out(cloud, seed=subject.seed, perplexity=options.perplexity)
-        for one, cloud in clouds.items()
+        name: laid_out(cloud, seed=subject.seed, perplexity=options.perplexity)
+        for name, cloud in clouds.items()
     }
-    layers = _layers_table(found)
-    return Diagnosis(
-        name="drift",
-        question=find("drift").question,
-        answer=_answer(found),
-        tables=(_sets_table(found), _losses_table(found), layers, *_compared(found, clouds)),
-        figures=draw_all(_figures(_map_table(places), layers)),
+    moved = Table.of("drift-sets", "Movement of the states that the head reads", sets)
+    by_layer = Table.of("drift-layers", "Movement layer by layer", layers)
+    lost = Table.of("drift-losses", "Loss on the probes", losses, "Nats a response token.")
+    return conclude(
+        "drift",
+        subject,
+        _answer(moved),
+        [moved, lost, by_layer, _differences(clouds)],
+        _figures(_map_table(places), by_layer),
         notes=_notes(subject, before, options, origin),
         settings={
-            **subject.settings(),
             "models": ", ".join(models),
             "probes of each set": options.probes,
             "pooled tokens": options.pool,
@@ -238,15 +222,14 @@ def _pooled(
     }
 
 
-def check_finite(pairs: Mapping[str, Pair], pool: str) -> None:
+def check_finite(name: str, pair: Pair, pool: str) -> None:
     """Refuse probes without the tokens that are averaged, and states that are not finite."""
-    for name, pair in pairs.items():
-        if not all(np.isfinite(state).all() for state in (*pair.at(-1), *pair.at(0))):
-            raise DataError(
-                "a probe has no state to average, or one that is not finite",
-                got=f"retention set '{name}', pool '{pool}'",
-                remedy="another --pool, or look at the rows and the weights",
-            )
+    if not all(np.isfinite(state).all() for state in (*pair.at(-1), *pair.at(0))):
+        raise DataError(
+            "a probe has no state to average, or one that is not finite",
+            got=f"retention set '{name}', pool '{pool}'",
+            remedy="another --pool, or look at the rows and the weights",
+        )
 
 
 def laid_out(
@@ -259,44 +242,6 @@ def laid_out(
     places = picture_of(np.concatenate([*clouds.values()]), seed=seed, perplexity=perplexity)
     ends = np.cumsum([len(cloud) for cloud in clouds.values()])[:-1]
     return dict(zip(clouds, np.split(places, ends), strict=True))
-
-
-def _records(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    return [
-        {"model": name, "set": one, **record}
-        for name, sets in found.items()
-        for one, record in sets.items()
-    ]
-
-
-def _sets_table(found: _Found) -> Table:
-    return Table.of(
-        "drift-sets",
-        "Movement of the states that the head reads",
-        _records(found.sets),
-        note="relative_shift: mean ||after - before|| / ||before|| of a probe. shared: share of "
-        "the squared movement that is one shift of all. cosine: mean, of a probe with itself. "
-        "cka_debiased: linear CKA with U-centring (unbiased HSIC). Intervals: bootstrap over "
-        "probes, jackknife for CKA.",
-    )
-
-
-def _losses_table(found: _Found) -> Table:
-    return Table.of(
-        "drift-losses",
-        "Loss on the probes",
-        _records(found.losses),
-        note="Mean over response tokens, nats a token; bootstrap over probes.",
-    )
-
-
-def _layers_table(found: _Found) -> Table:
-    return Table.of(
-        "drift-layers",
-        "Movement layer by layer",
-        [{"model": name, **r} for name, records in found.layers.items() for r in records],
-        note="Places: the output of each decoder block, and what the output head reads.",
-    )
 
 
 def _map_table(places: Mapping[str, Mapping[str, Numbers]]) -> Table:
@@ -317,11 +262,10 @@ def _figures(points: Table, layers: Table) -> list[Figure]:
             "drift-map",
             points,
             "Probes before and after",
-            "One t-SNE of the mean states of a set's probes under all models together. Ellipses "
-            "hold 95 % of a normal cloud with the same mean and covariance, curves are the "
-            "densities along each axis. Look for clouds whose ellipse and curves have left those "
-            "of the model before. Lengths in the picture are no distances; the mean shift, "
-            "measured in the states themselves, is in the table.",
+            "One t-SNE of the mean states of a set's probes under all models together, with "
+            "ellipses that hold 95 % of a normal cloud and densities along each axis. Look for "
+            "clouds that have left that of the model before. Lengths here are no distances; the "
+            "mean shift, measured in the states themselves, is in the table.",
             x="x",
             y="y",
             facets="set",
@@ -359,47 +303,45 @@ def _figures(points: Table, layers: Table) -> list[Figure]:
 # --- words ---------------------------------------------------------------------------------------
 
 
-def _answer(found: _Found) -> Answer:
+def _answer(sets: Table) -> Answer:
     """The set and model that moved most."""
-    moved = [
-        (float(numbers["relative_shift"].value), name, model, numbers)
-        for model, sets in found.sets.items()
-        for name, numbers in sets.items()
-        if numbers["relative_shift"].defined
-    ]
-    _, name, model, numbers = max(moved, default=(0.0, "", "", {}), key=lambda one: one[0])
-    return Answer(
-        f"Most moved: {name} ({model})." if numbers else "How far states moved is not defined.",
-        str(numbers["relative_shift"]) if numbers else "",
-        f"shift of a probe of {name}, in lengths of its mean state" if numbers else "",
+    advice = (
         "where states of what must be kept have moved, raise stability_weight or lower the "
-        "learning rate.",
+        "learning rate."
+    )
+    moved = [(sets.estimate(i, "relative_shift"), one) for i, one in enumerate(sets.records())]
+    moved = [one for one in moved if one[0].defined]
+    if not moved:
+        return Answer("How far states moved is not defined.", "", "", advice)
+    shift, record = max(moved, key=lambda one: one[0].value)
+    return Answer(
+        f"Most moved: {record['set']} ({record['model']}).",
+        str(shift),
+        f"shift of a probe of {record['set']}, in lengths of its mean state",
+        advice,
     )
 
 
-def _compared(found: _Found, clouds: Mapping[str, Mapping[str, Numbers]]) -> list[Table]:
+def _differences(clouds: Mapping[str, Mapping[str, Numbers]]) -> Table:
     """For each set, how much farther the last model moved than the first; of one model nothing.
 
     Mean relative shift of a probe; both models on the same resampled probes.
     """
-    first, *_, last = [*found.sets, *found.sets]
-    if first == last:
-        return []
     differences = {}
     for name, cloud in clouds.items():
-        shifts = [relative_shift(cloud[BEFORE], cloud[model]) for model in (first, last)]
-        differences[f"mean shift of a probe of {name}, {last} minus {first}"] = bootstrap(
-            lambda a, b: float(b.mean() - a.mean()), *shifts, what="probes"
-        )
-    return [Table.of_numbers(differences)]
+        _, first, *_, last = [*cloud, *cloud]
+        if len(cloud) > 2:
+            shifts = [relative_shift(cloud[BEFORE], cloud[model]) for model in (first, last)]
+            differences[f"mean shift of a probe of {name}, {last} minus {first}"] = bootstrap(
+                lambda a, b: float(b.mean() - a.mean()), *shifts, what="probes"
+            )
+    return Table.of_numbers(differences)
 
 
 def _notes(
     subject: Subject, before: Mapping[str, PooledStates], options: Options, origin: str
-) -> tuple[str, ...]:
+) -> list[str]:
     sizes = {name: len(states.losses) for name, states in before.items()}
-    first = next(iter(before.values()))
-    size = first.states[-1].shape[1]
     counts = ", ".join(
         f"{count} of {len(subject.retention[name])} rows of {name}" for name, count in sizes.items()
     )
@@ -410,17 +352,11 @@ def _notes(
     }
     where = (
         "what the output head reads (after the final norm)"
-        if first.has_head
+        if next(iter(before.values())).has_head
         else "the output of the last decoder block (no head was found)"
     )
-    notes = [
-        origin,
-        f"Probes: {counts}. State: mean over {what[options.pool]} of {where}; the {size} numbers "
-        "are averaged in float64.",
-        "One t-SNE for each set, fitted on all models together. It keeps neighbourhoods, not "
-        "distances: how far a probe moved is in the table.",
-    ]
+    notes = [origin, f"Probes: {counts}. State: mean over {what[options.pool]} of {where}."]
     few = [name for name, count in sizes.items() if count < FEWEST]
     if few:
         notes.append(f"Too few probes for numbers ({FEWEST} needed): {', '.join(few)}.")
-    return tuple(notes)
+    return notes

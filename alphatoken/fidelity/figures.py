@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-__all__ = ["Figure", "Guide", "draw", "draw_all", "drawing"]
+__all__ = ["Figure", "Guide", "draw", "drawing"]
 
 Numbers = NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -105,11 +105,6 @@ class Figure:
     scales: tuple[str, str] = ("linear", "linear")
     limits: tuple[Any, Any] = (None, None)
     across: int = 3
-
-
-def draw_all(figures: Iterable[Figure]) -> tuple[Drawing, ...]:
-    """The figures in their order, but for those over empty tables; see :func:`draw`."""
-    return tuple(draw(figure) for figure in figures if figure.table.rows)
 
 
 def draw(figure: Figure) -> Drawing:

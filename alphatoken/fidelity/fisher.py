@@ -12,7 +12,7 @@ all that the proxy models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,32 +23,32 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor, nn
 
-from alphatoken.certificate.metrics import kendall, spearman, top_overlap
+from alphatoken.certificate.metrics import spearman, top_overlap
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, InputError
+from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
-from alphatoken.fidelity.figures import Figure, Guide, draw_all
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
+from alphatoken.fidelity.figures import Figure, Guide
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.retention_scores import (
     DIAGONALS,
     TunedModel,
     fitting,
     growing_fishers,
-    scores_along,
     unit_fisher,
     variants,
 )
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, places_of
+from alphatoken.fidelity.valuing import values_along
 from alphatoken.select.masks import keep_count
 
 __all__ = [
     "CHANGE",
     "POOLED",
     "Options",
-    "agreement_records",
     "convergence_records",
     "diagnose",
     "random_overlap",
@@ -78,9 +78,6 @@ class Options(CheckedOptions):
             raise ConfigError("sizes must be growing numbers of samples", got=repr(self.sizes))
 
 
-# --- agreement ---------------------------------------------------------------------------------
-
-
 def random_overlap(tokens: int, ratio: float) -> Estimate:
     """Overlap of a random choice with any fixed one of the same size, and where 95 % of them lie.
 
@@ -91,42 +88,6 @@ def random_overlap(tokens: int, ratio: float) -> Estimate:
         return Estimate.undefined(tokens, f"{tokens} tokens, {FEWEST} needed")
     low, high = stats.hypergeom(tokens, kept, kept).ppf([0.025, 0.975])
     return Estimate(kept / tokens, float(low) / kept, float(high) / kept, tokens)
-
-
-def agreement_records(
-    scores: Mapping[str, Numbers],
-    proxies: Sequence[str],
-    targets: Sequence[str],
-    rows: Numbers,
-    ratio: float,
-    draws: int,
-) -> list[dict[str, Any]]:
-    """One record a proxy and target: rank correlations, and overlap of the kept part."""
-    chance = random_overlap(len(rows), ratio)
-    measures: dict[str, Callable[..., float]] = {
-        "spearman": spearman,
-        "kendall": kendall,
-        "overlap": partial(top_overlap, ratio=ratio),
-    }
-    return [
-        {"retention": target, "proxy": proxy}
-        | {
-            name: bootstrap(measure, scores[proxy], scores[target], groups=rows, draws=draws)
-            for name, measure in measures.items()
-        }
-        | {"random_overlap": chance}
-        for target in targets
-        for proxy in proxies
-    ]
-
-
-def _gain(scores: Mapping[str, Numbers], a: str, b: str, rows: Numbers, draws: int) -> Estimate:
-    """Spearman of a with the pooled oracle minus that of b, on the same resamples."""
-
-    def difference(one: Numbers, other: Numbers, oracle: Numbers) -> float:
-        return spearman(one, oracle) - spearman(other, oracle)
-
-    return bootstrap(difference, scores[a], scores[b], scores[POOLED], groups=rows, draws=draws)
 
 
 def convergence_records(
@@ -154,9 +115,14 @@ def convergence_records(
 # --- answer ------------------------------------------------------------------------------------
 
 
-def _answer(agreement: Sequence[Mapping[str, Any]]) -> Answer:
-    by = {(record["retention"], record["proxy"]): record for record in agreement}
-    score: Estimate = by[POOLED, "diagonal"]["spearman"]
+def _answer(found: Table) -> Answer:
+    """Whether the diagonal proxy ranks as all retention rows together do."""
+    (place,) = (
+        place
+        for place, record in enumerate(found.records())
+        if (record["retention"], record["proxy"]) == (POOLED, "diagonal")
+    )
+    score = found.estimate(place, "spearman")
     how = "not clearly as real retention rows do"
     how = "as real retention rows do" if score.low > 0 else how
     how = "the wrong way round" if score.high < 0 else how
@@ -183,40 +149,76 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     before, after, said = subject.before_and_after()
     pooled = subject.batches([row for found in retention.values() for row in found])
     model = TunedModel(subject, after, pooled)
-    scored = list(model.scorer.parameters)
     _require_drift(before, model.scorer.parameters)
     fishers, notes = variants(subject, options.max_new_tokens)
     named = dict(before.named_parameters(remove_duplicate=False))
-    fishers["none"] = unit_fisher({name: named[name] for name in scored})
+    fishers["none"] = unit_fisher({name: named[name] for name in model.scorer.parameters})
     more, grown = _grown(subject, options)
     directions = {name: model.along(drift) for name, drift in (fishers | more).items()}
     directions |= _oracles(subject, model, TunedModel(subject, before, pooled), retention, pooled)
-    scores, row = scores_along(subject, model.scorer, rows, directions)
-    proxies = [*fishers, START]
+    columns = values_along(subject, model.scorer, rows, list(directions.values()), "Scores")
+    scores, row = dict(zip(directions, columns.T, strict=True)), places_of(rows)[:, 0]
     targets = [POOLED, CHANGE, *(f"oracle {name}" for name in retention)]
-    agreement = agreement_records(scores, proxies, targets, row, subject.ratio, options.draws)
-    gains = {
-        name: _gain(scores, name, "none", row, options.draws) for name in fishers if name != "none"
-    }
-    convergence = convergence_records(scores, grown, row, options.draws)
-    tables = _tables(agreement, gains, convergence)
-    notes += _notes(subject, rows, retention, said, scored)
-    return Diagnosis(
-        NAME,
-        find(NAME).question,
-        _answer(agreement),
-        tables,
-        draw_all(
-            (
-                *_scatters(scores["diagonal"], scores[POOLED]),
-                _overlap_figure(scores, list(fishers), row, options.draws),
-                *_figures(tables[0], tables[2]),
-            )
+    tables = (
+        _agreement_table(subject, options, scores, [*fishers, START], targets, row),
+        _gains_table(scores, [name for name in fishers if name != "none"], row, options.draws),
+        Table.of(
+            "convergence",
+            "Fishers of few samples",
+            convergence_records(scores, grown, row, options.draws),
         ),
-        tuple(notes),
-        subject.settings()
-        | {"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
     )
+    overlaps = _overlap_figure(scores, list(fishers), row, options.draws)
+    return conclude(
+        NAME,
+        subject,
+        _answer(tables[0]),
+        tables,
+        [
+            *_scatters(scores["diagonal"], scores[POOLED]),
+            overlaps,
+            *_figures(tables[0], tables[2]),
+        ],
+        valued=rows,
+        notes=[said, *notes, *_notes(subject, retention)],
+        settings={"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
+    )
+
+
+def _agreement_table(
+    subject: Subject,
+    options: Options,
+    scores: Mapping[str, Numbers],
+    proxies: Sequence[str],
+    targets: Sequence[str],
+    rows: Numbers,
+) -> Table:
+    records = [
+        {"retention": target, "proxy": proxy}
+        | agreement(scores[proxy], scores[target], subject.ratio, rows, draws=options.draws)
+        for target in targets
+        for proxy in proxies
+    ]
+    return Table.of("agreement", "Proxy against oracle", records)
+
+
+def _gains_table(
+    scores: Mapping[str, Numbers], fishers: Sequence[str], rows: Numbers, draws: int
+) -> Table:
+    """Spearman with the pooled oracle minus that of the bare drift, on the same resamples."""
+
+    def difference(one: Numbers, other: Numbers, oracle: Numbers) -> float:
+        return spearman(one, oracle) - spearman(other, oracle)
+
+    bare, oracle = scores["none"], scores[POOLED]
+    records = [
+        {
+            "proxy": name,
+            "gain": bootstrap(difference, scores[name], bare, oracle, groups=rows, draws=draws),
+        }
+        for name in fishers
+    ]
+    return Table.of("gains", "Spearman gained over the bare drift", records)
 
 
 def _oracles(
@@ -266,22 +268,6 @@ def _grown(
             name = f"{labels} {size}"
             fishers[name], grown[name] = drift, (labels, main, size)
     return fishers, grown
-
-
-def _tables(
-    agreement: Sequence[Mapping[str, Any]],
-    gains: Mapping[str, Estimate],
-    convergence: Sequence[Mapping[str, Any]],
-) -> tuple[Table, ...]:
-    return (
-        Table.of("agreement", "Proxy against oracle", agreement),
-        Table.of(
-            "gains",
-            "Spearman gained over the bare drift",
-            [{"proxy": name, "gain": gain} for name, gain in gains.items()],
-        ),
-        Table.of("convergence", "Fishers of few samples", convergence),
-    )
 
 
 def _scatters(proxy: Numbers, oracle: Numbers) -> Iterator[Figure]:
@@ -376,30 +362,18 @@ def _figures(agreement: Table, convergence: Table) -> list[Figure]:
     ]
 
 
-def _notes(
-    subject: Subject,
-    rows: Sequence[Example],
-    retention: Mapping[str, Sequence[Example]],
-    said: str,
-    scored: Sequence[str],
-) -> list[str]:
+def _notes(subject: Subject, retention: Mapping[str, Sequence[Example]]) -> list[str]:
     sets = ", ".join(f"{len(found)} of {name}" for name, found in retention.items())
-    notes = [
-        said,
-        f"{subject.counted(rows)} are scored, by '{subject.config.estimator}' on {len(scored)} "
-        "weights.",
-        f"Held-out retention rows: {sets}.",
-        f"Everything is computed in the model's {subject.settings()['dtype']}.",
-    ]
     held = len(subject.fisher_rows)
-    notes.append(
+    notes = [
+        f"Held-out retention rows: {sets}.",
         f"Fishers are fitted on the prompts of {held} rows that are not valued; whether the model "
-        "was tuned on them is not known here. The paper's are held out of training."
+        "was tuned on them is not known here."
         if subject.prompts
         else f"No prompts were held out: Fishers are fitted on those of the {held} training rows, "
-        "which are valued too. The paper's are held out."
-    )
+        "which are valued too. The paper's are held out.",
+    ]
     if subject.fisher is not None:
         fitted = subject.fisher.metadata.get("labels", "an unknown kind of")
         notes.append(f"The {subject.fisher.structure} Fisher is the one given ({fitted} labels).")
-    return notes + few_rows(len(rows))
+    return notes

@@ -8,22 +8,23 @@ component decides, and whether another estimator would say the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from alphatoken.certificate.metrics import kept, overlap, sign_agreement, spearman
+from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
-from alphatoken.fidelity.figures import Figure, Guide, draw_all
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
+from alphatoken.fidelity.figures import Figure, Guide
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_figure import heatmap_figure
 from alphatoken.fidelity.token_text import KINDS, Panel, ValuedText, kind_of, normalised
@@ -31,7 +32,7 @@ from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.report import COMPONENTS
 from alphatoken.report.examples import visible
 
-__all__ = ["Options", "Valued", "agreement_of", "diagnose", "kinds_of", "shares_of"]
+__all__ = ["Options", "Valued", "diagnose", "kinds_of", "shares_of"]
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -126,18 +127,6 @@ def shares_of(valued: Valued) -> dict[str, Estimate]:
     return {key: share(place) for place, key in enumerate(valued.parts)}
 
 
-def agreement_of(valued: Valued) -> dict[str, Estimate]:
-    """Rank correlation, sign agreement and overlap of the kept ones with the other values."""
-    assert valued.other is not None
-    assert valued.other_kept is not None
-    columns = (valued.columns["total"], valued.other)
-    return {
-        "spearman": bootstrap(spearman, *columns, groups=valued.belongs),
-        "sign_agreement": bootstrap(sign_agreement, *columns, groups=valued.belongs),
-        "kept_in_common": bootstrap(overlap, valued.kept, valued.other_kept, groups=valued.belongs),
-    }
-
-
 def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
     """For each kind of token: how many, share kept, mean value normalised within its response."""
     kinds = np.array([kind_of(text) for text in texts])
@@ -188,36 +177,25 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     subject.require_tokens(
         [subject.train[place] for place in pool], FEWEST, "shares and agreement are statistics"
     )
-    valued, where = _valued(subject, options, pool)
+    valued, notes = _valued(subject, options, pool)
     words = [subject.texts(row) for row in valued.rows]
     own = [words[row][at].text for row, at in zip(valued.belongs, valued.position, strict=True)]
     texts = [_text_of(valued, subject, options, place) for place in shown]
-    shares = shares_of(valued)
-    agreement = {} if valued.other is None else agreement_of(valued)
-    kinds = kinds_of(valued, own)
     tokens = _tokens_table(valued, own, shown)
-    tables = [_kinds_table(kinds, subject.ratio), _shares_table(shares)]
-    figures = [
+    kinds, shares = _kinds_table(valued, own), _shares_table(valued)
+    agreed = [] if valued.other is None else [_agreement_table(valued, subject, options)]
+    drawn = [
         heatmap_figure(text, _row_table(tokens, text.row), lines=options.lines) for text in texts
     ]
-    return Diagnosis(
-        name="heatmap",
-        question=find("heatmap").question,
-        answer=_answer(kinds, subject.ratio),
-        tables=(
-            *tables,
-            *([_agreement_table(agreement, subject, options)] if agreement else []),
-            tokens,
-        ),
-        figures=(*figures, *draw_all(_figures(tables[0], tables[1], subject.ratio))),
-        notes=_notes(subject, valued, options, shown, where),
-        settings={
-            **subject.settings(),
-            "rows shown": ", ".join(map(str, shown)),
-            "against": options.against,
-            "tuned": options.tuned,
-            "colours": options.colours,
-        },
+    return conclude(
+        "heatmap",
+        subject,
+        _answer(kinds, subject.ratio),
+        [kinds, shares, *agreed, tokens],
+        [*drawn, *_figures(kinds, shares, subject.ratio)],
+        valued=valued.rows,
+        notes=[*notes, *_notes(subject, valued)],
+        settings=asdict(options) | {"rows": ", ".join(map(str, shown))},
     )
 
 
@@ -309,40 +287,22 @@ def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> 
 
 
 def _tokens_table(valued: Valued, words: Sequence[str], shown: Sequence[int]) -> Table:
+    """Each token of the rows shown, with its components as they enter the total."""
     records = []
     for place in shown:
         row = list(valued.places).index(place)
         own = np.flatnonzero(valued.belongs == row)
         scaled = normalised(valued.columns["total"][own])
-        for token, colour in zip(own, scaled, strict=True):
-            records.append(
-                {
-                    "row": place,
-                    "position": int(valued.position[token]),
-                    "token": words[int(token)],
-                    **{key: float(values[token]) for key, values in valued.columns.items()},
-                    "normalised": float(colour),
-                    "kept": bool(valued.kept[token]),
-                    **_other_cells(valued, int(token)),
-                }
-            )
-    return Table.of(
-        "heatmap-tokens",
-        "Tokens of the rows shown",
-        records,
-        note="Components as they enter the total (stability times lambda). normalised: total over "
-        "the largest absolute total of the response. Single values are exact to the estimator, "
-        "not estimates.",
-    )
-
-
-def _other_cells(valued: Valued, token: int) -> dict[str, Any]:
-    if valued.other is None or valued.other_kept is None:
-        return {}
-    return {
-        "other_total": float(valued.other[token]),
-        "other_kept": bool(valued.other_kept[token]),
-    }
+        for token, colour in zip(own.tolist(), scaled.tolist(), strict=True):
+            record = {"row": place, "position": int(valued.position[token]), "token": words[token]}
+            record |= {key: float(values[token]) for key, values in valued.columns.items()}
+            record |= {"normalised": colour, "kept": bool(valued.kept[token])}
+            if valued.other is not None and valued.other_kept is not None:
+                record["other_total"] = float(valued.other[token])
+                record["other_kept"] = bool(valued.other_kept[token])
+            records.append(record)
+    note = "normalised: total over the largest absolute total of the response."
+    return Table.of("heatmap-tokens", "Tokens of the rows shown", records, note)
 
 
 def _row_table(tokens: Table, row: int) -> Table:
@@ -350,37 +310,21 @@ def _row_table(tokens: Table, row: int) -> Table:
     return Table(f"heatmap-row-{row}", f"Tokens of row {row}", tokens.columns, rows, tokens.note)
 
 
-# --- tables and words -----------------------------------------------------------------------------
+def _kinds_table(valued: Valued, words: Sequence[str]) -> Table:
+    return Table.of("heatmap-kinds", "Kinds of tokens", kinds_of(valued, words))
 
 
-def _kinds_table(kinds: Sequence[Mapping[str, Any]], ratio: float) -> Table:
-    return Table.of(
-        "heatmap-kinds",
-        "Kinds of tokens",
-        kinds,
-        note=f"kept: share of these tokens that the selection keeps; {ratio:g} of all are kept. "
-        "normalised_value: mean of the total over the largest absolute total of its response.",
-    )
+def _shares_table(valued: Valued) -> Table:
+    records = [{"component": key, "share": share} for key, share in shares_of(valued).items()]
+    note = "Of the summed magnitudes; stability times lambda."
+    return Table.of("heatmap-shares", "What the values are made of", records, note)
 
 
-def _shares_table(shares: Mapping[str, Estimate]) -> Table:
-    return Table.of(
-        "heatmap-shares",
-        "What the values are made of",
-        [{"component": key, "share": share} for key, share in shares.items()],
-        note="Share of the summed magnitudes of the components; stability times lambda.",
-    )
-
-
-def _agreement_table(
-    agreement: Mapping[str, Estimate], subject: Subject, options: Options
-) -> Table:
-    return Table.of(
-        "heatmap-agreement",
-        "Agreement of the two totals",
-        [{"estimator": subject.config.estimator, "against": options.against, **agreement}],
-        note=f"kept_in_common: {subject.ratio:g} for two rankings that are unrelated.",
-    )
+def _agreement_table(valued: Valued, subject: Subject, options: Options) -> Table:
+    assert valued.other is not None
+    found = agreement(valued.columns["total"], valued.other, subject.ratio, valued.belongs)
+    record = {"estimator": subject.config.estimator, "against": options.against, **found}
+    return Table.of("heatmap-agreement", "Agreement of the two totals", [record])
 
 
 def _figures(kinds: Table, shares: Table, ratio: float) -> list[Figure]:
@@ -390,9 +334,8 @@ def _figures(kinds: Table, shares: Table, ratio: float) -> list[Figure]:
             "heatmap-kinds-figure",
             kinds,
             "Which kinds of tokens are kept",
-            f"Share kept of each kind of token, with 95 % intervals; dashed: {ratio:g}, the share "
-            "of all tokens. Look for intervals that do not touch the line. A kind without a mark "
-            "has too few tokens.",
+            f"Dashed: {ratio:g}, the share of all tokens. Look for intervals that do not touch "
+            "it. A kind without a mark has too few tokens.",
             x="kept",
             y="kind",
             guides=(Guide(ratio),),
@@ -404,9 +347,7 @@ def _figures(kinds: Table, shares: Table, ratio: float) -> list[Figure]:
             "heatmap-shares-figure",
             shares,
             "What the values are made of",
-            "Share of each component in the summed magnitudes over all tokens, with 95 % "
-            "intervals. Look for a component that is so small that the ranking would be the same "
-            "without it.",
+            "Look for a component that is so small that the ranking would be the same without it.",
             x="share",
             y="component",
             xlabel="share of the summed magnitudes",
@@ -415,55 +356,34 @@ def _figures(kinds: Table, shares: Table, ratio: float) -> list[Figure]:
     ]
 
 
-def _answer(kinds: Sequence[Mapping[str, Any]], ratio: float) -> Answer:
+def _answer(kinds: Table, ratio: float) -> Answer:
     """The kind of token that is kept most clearly more, or less, often than all tokens are."""
-    unlike = [k for k in kinds if k["kept"].low > ratio or k["kept"].high < ratio]
-    most = max(unlike, key=lambda k: abs(float(k["kept"].value) - ratio), default=None)
-    said = {True: "most", False: "least"}
+    found = [(str(one["kind"]), kinds.estimate(i, "kept")) for i, one in enumerate(kinds.records())]
+    unlike = [(kind, kept) for kind, kept in found if kept.low > ratio or kept.high < ratio]
+    advice = (
+        "read a few rows: values that follow length or position rather than content are a warning."
+    )
+    if not unlike:
+        verdict = "No kind of token is clearly kept more or less often than the others."
+        return Answer(verdict, "", "", advice)
+    kind, kept = max(unlike, key=lambda one: abs(one[1].value - ratio))
     return Answer(
-        "No kind of token is clearly kept more or less often than the others."
-        if most is None
-        else f"What is valued {said[most['kept'].value > ratio]}: {most['kind']}.",
-        "" if most is None else str(most["kept"]),
-        "" if most is None else f"share kept of {most['kind']}, where {ratio:g} of all are kept",
-        "read a few rows: values that follow length or position rather than content are a warning.",
+        f"What is valued {'most' if kept.value > ratio else 'least'}: {kind}.",
+        str(kept),
+        f"share kept of {kind}, where {ratio:g} of all are kept",
+        advice,
     )
 
 
-def _still(valued: Valued) -> bool:
-    """Whether stability plays no part."""
-    return not any(valued.columns[key].any() for key in valued.parts if "stability" in key)
-
-
-def _still_sentence(subject: Subject, options: Options) -> str:
-    if subject.config.objective == "adaptation":
-        return "Stability is not asked for: values are adaptation only."
-    if options.tuned or subject.reference is not None or subject.fisher is not None:
-        return "Stability is zero for every token: the weights are those of the reference."
-    return (
-        "Stability is zero for every token, as it must be where the model is its own reference "
-        "(the start of training); --tuned shows it after a short fine-tuning."
-    )
-
-
-def _notes(
-    subject: Subject,
-    valued: Valued,
-    options: Options,
-    shown: Sequence[int],
-    where: tuple[str, ...],
-) -> tuple[str, ...]:
-    notes = [
-        *where,
-        *([_still_sentence(subject, options)] if _still(valued) else []),
-        f"{len(shown)} rows are shown. Statistics, and the ranking that decides what is kept, are "
-        f"over {subject.counted(valued.rows)}.",
-        "Each panel has its own scale, given in its title: the same colour in two panels is not "
-        "the same value.",
-    ]
+def _notes(subject: Subject, valued: Valued) -> list[str]:
+    notes = ["The same colour in two panels is not the same value: each has its own scale."]
+    if not any(valued.columns[key].any() for key in valued.parts if "stability" in key):
+        notes.append(
+            "Stability is zero for every token: it is not asked for, or the weights are those of "
+            "the reference. --tuned shows it after a short fine-tuning."
+        )
     if subject.config.estimator in ("label", "path"):
         notes.append(f"{subject.config.estimator} has one value, not a direct and a causal part.")
-    notes += few_rows(len(valued.rows))
     if subject.tokenizer is None:
         notes.append("There is no tokenizer: tokens are shown by number.")
-    return tuple(notes)
+    return notes

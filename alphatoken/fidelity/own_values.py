@@ -13,7 +13,7 @@ from torch import nn
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.fidelity.intervals import FEWEST, few_rows
+from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.scorer import Scorer
@@ -93,11 +93,6 @@ class OwnValues:
             notes.append(f"Values are those of the model after fine-tuning. {said}")
         scorer = scorer_for(subject, model=model, retention=retention, rows=validation)
         values = subject.score(scorer, rows, "Values of the run")
-        counted = (
-            f"{subject.counted(rows)} were valued. All were ranked in one pool, unless it says "
-            "otherwise."
-        )
-        notes = [counted, *few_rows(len(rows)), *notes]
         return cls(subject, model, retention, rows, validation, scorer, values, notes)
 
     @property

@@ -1,4 +1,4 @@
-"""Values are linear in the direction: many directions in one pass, validation rows one by one.
+"""Values against validation rows one by one: they are linear in the direction.
 
 With M = sum_v w_v G_v the value of a token is sum_v w_v <.., G_v>: scored once against the summed
 gradient of every validation row, the tokens have a value for every subset and every resample of
@@ -7,29 +7,21 @@ those rows, by a weighted sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.data import Example
-from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.estimate.columns import Side, contract_columns
-from alphatoken.estimate.estimators import SWITCHED, TokenErrors, token_errors
-from alphatoken.estimate.forward_mode import label_values
-from alphatoken.estimate.token_values import assign_columns
 from alphatoken.fidelity.subject import Subject
-from alphatoken.model.batch import LabelledBatch, read_batch
-from alphatoken.model.capture import record
+from alphatoken.fidelity.valuing import values_along
 from alphatoken.scorer import Scorer
 
-__all__ = ["RowColumns", "absolute_terms", "row_columns", "values_along"]
+__all__ = ["RowColumns", "row_columns"]
 
 Numbers = NDArray[np.float64]
 
@@ -76,79 +68,6 @@ class RowColumns:
         return self.at(np.ones(len(self.tokens)))
 
 
-def values_along(
-    scorer: Scorer, batch: Mapping[str, Any], directions: Sequence[Mapping[str, Tensor]]
-) -> Numbers:
-    """Values of the response tokens of one batch along several directions: (n, directions).
-
-    The scorer's estimator, layers, window and parts; its own M plays no role. One forward for
-    all directions with captured estimators, one dual forward each with ``label``. Tokens in (row,
-    position) order. The proofs are not run here: score something first.
-
-    Args:
-        scorer: with ``preconditioner`` other than "full".
-        batch: labelled.
-        directions: parameter name -> M, for every scored parameter.
-    """
-    checked = read_batch(batch, max_length=scorer.adapter.max_positions())
-    if not scorer.config.captured:
-        first = scorer.scored.first or 0
-        found = [label_values(scorer.adapter, checked, m, first=first) for m in directions]
-    else:
-        with _errors(scorer, checked) as (recorder, errors):
-            sides = [Side(m) for m in directions]
-            columns = contract_columns(recorder, errors, sides, scorer.scored.names)
-        position = scorer.config.causal_position
-        parts = [assign_columns(column, checked.mask, position) for column in columns]
-        found = [direct + causal for direct, causal, _ in parts]
-    flat = [values[checked.mask].double().cpu().numpy() for values in found]
-    stacked: Numbers = np.stack(flat, axis=1)
-    return stacked
-
-
-def absolute_terms(
-    scorer: Scorer, batch: Mapping[str, Any], direction: Mapping[str, Tensor]
-) -> Numbers | None:
-    """Sum of the absolute terms of each token's value; None for ``label``, which sums none.
-
-    What rounding is relative to: a value may be far smaller where its terms cancel.
-    """
-    if not scorer.config.captured:
-        return None
-    checked = read_batch(batch, max_length=scorer.adapter.max_positions())
-    with _errors(scorer, checked) as (recorder, errors):
-        recorder.linears = [replace(use, x=use.x.abs()) for use in recorder.linears]
-        sizes = TokenErrors(
-            [None if e is None else e.abs() for e in errors.direct],
-            [None if e is None else e.abs() for e in errors.causal],
-        )
-        side = Side({name: m.abs() for name, m in direction.items()})
-        (column,) = contract_columns(recorder, sizes, [side], scorer.scored.names)
-    direct, causal, _ = assign_columns(column, checked.mask, scorer.config.causal_position)
-    terms: Numbers = (direct + causal)[checked.mask].double().cpu().numpy()
-    return terms
-
-
-@contextmanager
-def _errors(scorer: Scorer, batch: LabelledBatch) -> Any:
-    """The recorded forward of ``batch``, and its errors as the scorer's estimator splits them."""
-    config, adapter = scorer.config, scorer.adapter
-    with record(adapter, scorer.scope, attention=config.estimator in SWITCHED) as recorder:
-        with scoring_forward(adapter, scorer.scored.first):
-            losses = forward_losses(adapter, batch, "batch")
-        with torch.enable_grad():
-            loss = losses.sum()
-        errors = token_errors(
-            recorder,
-            loss,
-            config.estimator,
-            window=config.window,
-            head_reduction=config.head_reduction,
-            part=config.part,
-        )
-        yield recorder, errors
-
-
 def row_columns(
     subject: Subject, scorer: Scorer, rows: Sequence[Example], validation: Sequence[Example]
 ) -> RowColumns:
@@ -170,15 +89,13 @@ def row_columns(
         )
     size = sum(p.numel() for p in scorer.parameters.values())
     chunk = max(1, _HELD // size)
-    batches = subject.batches(rows)
-    tracker = subject.tracker("Values against each validation row", len(validation))
     blocks: list[Numbers] = []
     given = scorer.validation
     try:
         for start in range(0, len(validation), chunk):
             held = [_gradient(subject, scorer, row) for row in validation[start : start + chunk]]
-            blocks.append(np.concatenate([values_along(scorer, b, held) for b in batches]))
-            tracker.report(min(start + chunk, len(validation)))
+            label = f"Values against {start + len(held)} of {len(validation)} validation rows"
+            blocks.append(values_along(subject, scorer, rows, held, label))
     finally:
         scorer.set_validation(given)
     tokens = np.array([row.response_tokens for row in validation], dtype=np.int64)

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.certificate.metrics import kept
-from alphatoken.fidelity.decisions import Agreement, agreement_over_draws, classify, over_draws
-from alphatoken.fidelity.intervals import Estimate, bootstrap
+from alphatoken.fidelity.agreement import agreement_over_draws
+from alphatoken.fidelity.decisions import classify
+from alphatoken.fidelity.intervals import Estimate, bootstrap, over_draws
 from alphatoken.fidelity.own_values import FEWEST_ROWS
 from alphatoken.fidelity.per_row import RowColumns
 
@@ -35,7 +36,7 @@ class Resampled:
         keep_share: (n,) share of the resamples in which a token is kept.
     """
 
-    agreement: Agreement
+    agreement: dict[str, Estimate]
     keep_share: Numbers
 
     def state(self, uncertain: float) -> NDArray[np.int64]:

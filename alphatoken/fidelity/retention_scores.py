@@ -6,15 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError
-from alphatoken.fidelity.per_row import values_along
 from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
 
@@ -23,14 +19,9 @@ __all__ = [
     "TunedModel",
     "fitting",
     "growing_fishers",
-    "scores_along",
     "unit_fisher",
     "variants",
 ]
-
-Numbers = NDArray[Any]
-Direction = Mapping[str, Tensor]
-_WORKSPACE = 2**28  # numbers of directions held at a time
 
 
 def unit_fisher(reference: Mapping[str, Tensor]) -> FisherDrift:
@@ -114,30 +105,3 @@ class TunedModel:
         found = self.scorer.direction.stability
         assert found is not None
         return {name: part.detach().clone() for name, part in found.items()}
-
-
-def scores_along(
-    subject: Subject,
-    scorer: Scorer,
-    rows: Sequence[Example],
-    directions: Mapping[str, Direction],
-) -> tuple[dict[str, Numbers], Numbers]:
-    """Value of every response token along each direction, flat; and the row of each token.
-
-    One forward and backward a batch for all of them. Equal to the stability component of
-    ``Scorer.score`` with that V. Exactness: as the scorer's estimator.
-    """
-    names = list(directions)
-    sizes = [sum(part.numel() for part in directions[name].values()) for name in names]
-    at_once = max(1, _WORKSPACE // max(1, *sizes)) if names else 1
-    chunks = [names[start : start + at_once] for start in range(0, len(names), at_once)]
-    batches = subject.batches(rows)
-    scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
-    tracker = subject.tracker("Scores along retention directions", len(batches))
-    blocks: list[Numbers] = []
-    for number, batch in enumerate(batches):
-        parts = [values_along(scorer, batch, [directions[n] for n in chunk]) for chunk in chunks]
-        blocks.append(np.concatenate(parts, axis=1))
-        tracker.report(number + 1)
-    row = np.repeat(np.arange(len(rows)), [example.response_tokens for example in rows])
-    return dict(zip(names, np.concatenate(blocks).T, strict=True)), row

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.errors import InputError
-from alphatoken.fidelity.intervals import Estimate
-from alphatoken.fidelity.jackknife import jackknife
+from alphatoken.fidelity.intervals import Estimate, jackknife
 
 __all__ = ["cka", "cka_estimate", "cosine", "relative_shift"]
 

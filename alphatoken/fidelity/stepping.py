@@ -16,7 +16,6 @@ from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
-from alphatoken.support.precision import blocks
 
 __all__ = ["OPTIMIZERS", "Stepper", "make_optimizer", "mean_loss"]
 
@@ -119,17 +118,6 @@ class Stepper:
             )
         return dict(zip(self.parameters, found, strict=True))
 
-    def slope(self) -> Weights:
-        """Gradient of the objective, at the weights of the moment."""
-        count = sum(batch.response_tokens for batch in self.validation)
-        total: Weights = {}
-        for batch in self.validation:
-            found = self.gradient(batch, batch.mask / count)
-            for name in list(found):
-                part = found.pop(name)
-                total[name] = total[name].add_(part) if name in total else part
-        return total
-
     def clip_factor(self, gradient: Mapping[str, Tensor]) -> float:
         """What clipping multiplies this gradient by; 1 without clipping."""
         if not self.max_grad_norm:
@@ -182,15 +170,6 @@ class Stepper:
         finally:
             self._restore()
 
-    def moved_along(self, direction: Mapping[str, Tensor]) -> float:
-        """``<direction, weights now - weights at rest>``, in float64, a block at a time."""
-        total = 0.0
-        for name, p in self.parameters.items():
-            for along, now, rest in blocks(direction[name], p.detach(), self._start[name].detach()):
-                moved = now.double() - rest.to(now).double()
-                total += float(along.double() @ moved)
-        return total
-
     def set_rate(self, lr: float) -> None:
         """What the optimizer says its learning rate is."""
         for group in self.optimizer.param_groups:
@@ -199,27 +178,6 @@ class Stepper:
     def objective(self) -> float:
         """Mean validation loss, at the weights of the moment."""
         return mean_loss(self.model, self.validation)
-
-    def resolution(self, repeats: int = 4, seed: int = 0) -> float:
-        """Rounding noise of one evaluation of the objective.
-
-        Root mean square of ``J(theta + d) - J(theta) - <grad J, d>`` over random d so small that
-        curvature plays no part (a few float32 units of each weight).
-        """
-        generator = torch.Generator().manual_seed(seed)
-        here, slope = self.objective(), self.slope()
-        size = 4 * torch.finfo(torch.float32).eps
-        found = []
-        for _ in range(repeats):
-            try:
-                with torch.no_grad():
-                    for p in self.parameters.values():
-                        sign = torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8)
-                        p.add_(size * (sign.to(p) * 2 - 1) * p.abs())
-                found.append(self.objective() - here - self.moved_along(slope))
-            finally:
-                self._restore()
-        return float(np.sqrt(np.mean(np.square(found))))
 
     # --- inside ----------------------------------------------------------------------------------
 

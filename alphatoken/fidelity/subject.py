@@ -18,11 +18,12 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.fidelity.tuning import fine_tuned, usual_rate
+from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 
-__all__ = ["Subject", "require_retention"]
+__all__ = ["Subject", "places_of", "require_retention"]
 
 
 def require_retention(sets: Sized) -> None:
@@ -38,6 +39,17 @@ def require_retention(sets: Sized) -> None:
             why="it compares the proxy with what is really forgotten",
             remedy="--retention_set FILE (repeat it for several sets)",
         )
+
+
+def places_of(rows: Sequence[Example]) -> NDArray[np.int64]:
+    """(n, 2): row and position of every response token, in that order; a first token never is."""
+    found = [
+        (number, place)
+        for number, row in enumerate(rows)
+        for place, label in enumerate(row.labels)
+        if place and label != IGNORE
+    ]
+    return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,19 +209,19 @@ class Subject:
         is before lambda; ``row`` and ``position`` are whole numbers, the rest float64.
         """
         columns: dict[str, list[NDArray[Any]]] = {}
-        tracker = self.tracker(label or f"Values, {scorer.config.estimator}", len(rows))
-        for number, batch in enumerate(self.batches(rows)):
-            values, start = scorer.score(batch), number * self.batch_size
-            mask = values.mask.cpu()
-            places = mask.nonzero().numpy()
-            columns.setdefault("row", []).append(places[:, 0] + start)
-            columns.setdefault("position", []).append(places[:, 1])
+        tracker, done = self.tracker(label or f"Values, {scorer.config.estimator}", len(rows)), 0
+        for batch in self.batches(rows):
+            values = scorer.score(batch)
             for key in _PARTS:
                 part: Tensor | None = getattr(values, key)
                 if part is not None:
-                    columns.setdefault(key, []).append(part.detach().cpu()[mask].double().numpy())
-            tracker.report(min(start + self.batch_size, len(rows)))
-        return {key: np.concatenate(parts) for key, parts in columns.items()}
+                    flat = part.detach()[values.mask].cpu().double().numpy()
+                    columns.setdefault(key, []).append(flat)
+            done += len(values.mask)
+            tracker.report(done)
+        row, position = places_of(rows).T
+        whole = {key: np.concatenate(parts) for key, parts in columns.items()}
+        return {"row": row, "position": position, **whole}
 
     # --- before and after -----------------------------------------------------------------------
 

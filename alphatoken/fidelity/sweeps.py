@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.certificate.metrics import kept
-from alphatoken.fidelity.decisions import agreement, agreement_over_draws, threshold
+from alphatoken.fidelity.agreement import agreement, agreement_over_draws
+from alphatoken.fidelity.decisions import threshold
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.select.masks import keep_count
@@ -108,7 +109,7 @@ def weight_sweep(
             {
                 "value": weight,
                 "default": weight == default,
-                **agreement(base, total, ratio, groups, seed=seed).record(),
+                **agreement(base, total, ratio, groups, seed=seed),
                 "flips from adaptation alone": bootstrap(np.mean, away, groups=groups, seed=seed),
                 "stability's share of the magnitudes": bootstrap(
                     _fraction, *sizes, groups=groups, seed=seed
@@ -195,7 +196,7 @@ def size_sweep(
         parts = [generator.permutation(rows)[:size] for _ in range(draws)]
         first = columns.at(_chosen(rows, parts)) + rest
         found = agreement_over_draws(np.broadcast_to(whole, first.shape), first, ratio)
-        records.append({"value": size, "default": False, **found.record()})
+        records.append({"value": size, "default": False, **found})
     return records
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from alphatoken.data import Example, collate
 from alphatoken.model.modes import evaluation_mode
@@ -16,7 +16,7 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.oracle.gradients import per_token_gradients
 from alphatoken.support.precision import blocks
 
-__all__ = ["draw", "draw_short", "first_names", "inner", "inner_products", "token_gradients"]
+__all__ = ["draw", "draw_short", "inner_products", "token_gradients"]
 
 
 def draw(count: int, most: int, seed: int) -> NDArray[np.int64]:
@@ -82,11 +82,6 @@ def token_gradients(
         start = stop
 
 
-def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """``sum_name <a, b>`` over the names of b, summed in float64, a block of numbers at a time."""
-    return sum(_product(a[name], matrix) for name, matrix in b.items())
-
-
 def _product(a: Tensor, b: Tensor) -> float:
     """Of two tensors of one shape; their float64 copies are never larger than a block."""
     return sum(float(x.double() @ y.double()) for x, y in blocks(a, b))
@@ -108,9 +103,3 @@ def inner_products(
         del gradient  # before the next one is computed
         done(len(found))
     return np.array(found)
-
-
-def first_names(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names in ``model.named_parameters()`` of these parameters, each once."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return list(dict.fromkeys(names[id(parameter)] for parameter in parameters.values()))

@@ -14,9 +14,8 @@ First order in the step size eta, for values a_k, s tokens of n left out, mean o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.estimate.matrices import Formed
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
-from alphatoken.fidelity.figures import Figure, Guide, draw_all
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, few_rows
+from alphatoken.fidelity.figures import Figure, Guide
+from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option, thinned
 from alphatoken.fidelity.prediction import (
     Prediction,
@@ -40,7 +39,7 @@ from alphatoken.fidelity.prediction import (
     relative_error,
     slope,
 )
-from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.tokenwise import draw_short, token_gradients
@@ -56,9 +55,11 @@ __all__ = [
 ]
 
 Numbers = NDArray[np.float64]
-_HELD = 2**28
-"""Numbers of the gradients of drops that are held at a time (1 GiB in float32)."""
 _ADAPTIVE = tuple(name for name in OPTIMIZERS if name != "sgd")
+_OF_RUN = (
+    "optimizer", "learning_rate", "weight_decay", "momentum", "max_grad_norm", "normalization",
+    "warmup",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,6 @@ class _Bench:
     places: list[tuple[int, int]]
     stepper: Stepper
     summed: dict[str, Tensor]
-    held: dict[tuple[int, ...], Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -160,25 +160,16 @@ class _Bench:
     def gradient_of(self, drop: Drop) -> Mapping[str, Tensor]:
         """Gradient of the sum of the losses of the tokens that are left out.
 
-        A single token is sent back through its row alone. Kept for the next step along it where
-        those of all drops fit into a workspace; a large model's are computed anew.
+        A single token is sent back through its row alone.
         """
-        if drop.tokens not in self.held:
-            found = self._gradient_of(drop.tokens)
-            if (len(self.held) + 1) * sum(g.numel() for g in found.values()) > _HELD:
-                return found
-            self.held[drop.tokens] = found
-        return self.held[drop.tokens]
-
-    def _gradient_of(self, tokens: tuple[int, ...]) -> Mapping[str, Tensor]:
-        if len(tokens) == 1:
-            one = [self.places[tokens[0]]]
+        if len(drop.tokens) == 1:
+            one = [self.places[drop.tokens[0]]]
             stepper, device = self.stepper, self.subject.device
             return next(
                 token_gradients(stepper.adapter, self.rows, one, stepper.parameters, device)
             )
         weights = torch.zeros(self.batch.mask.shape, dtype=torch.float64)
-        for token in tokens:
+        for token in drop.tokens:
             weights[self.places[token]] = 1.0
         return self.stepper.gradient(self.batch, weights.to(self.batch.labels.device))
 
@@ -342,18 +333,25 @@ def _selections(bench: _Bench, predictions: Sequence[Prediction]) -> list[Drop]:
 # --- what happens --------------------------------------------------------------------------------
 
 
-def _actual(bench: _Bench, drops: Sequence[Drop], eta: float, label: str) -> tuple[Numbers, float]:
-    """(u_S of each drop, J after the step with all)."""
-    stepper = bench.stepper
-    tracker = bench.subject.tracker(label, len(drops))
-    with stepper.stepped(bench.gradient_without(None), eta):
-        whole = stepper.objective()
-    found = []
+def _actual(
+    bench: _Bench, drops: Sequence[Drop], etas: Sequence[float], label: str
+) -> tuple[Numbers, Numbers]:
+    """u_S of each drop at each step size (drops, sizes); J after the step with all tokens."""
+    stepper, tracker = bench.stepper, bench.subject.tracker(label, len(drops))
+
+    def objectives(gradient: Mapping[str, Tensor]) -> list[float]:
+        found = []
+        for eta in etas:
+            with stepper.stepped(gradient, eta):
+                found.append(stepper.objective())
+        return found
+
+    whole = np.array(objectives(bench.gradient_without(None)))
+    without = []
     for number, drop in enumerate(drops):
-        with stepper.stepped(bench.gradient_without(drop), eta):
-            found.append(stepper.objective() - whole)
+        without.append(objectives(bench.gradient_without(drop)))
         tracker.report(number + 1)
-    return np.array(found), whole
+    return np.array(without).reshape(-1, len(etas)) - whole, whole
 
 
 def _quality(
@@ -383,29 +381,25 @@ def _quality_table(
     groups = [bench.places[drop.tokens[0]][0] for drop in drops] if single else None
     records = []
     for prediction in predictions:
-        predicted = _predicted(bench, prediction, drops)
+        predicted = _predicted(bench, prediction, drops, bench.options.learning_rate)
         found = _quality(
             prediction, predicted, actual, groups, bench.options.draws,
             "tokens" if single else "groups",
         )  # fmt: skip
         records.append({"prediction": prediction.name} | found)
-    note = (
-        "slope: of actual on predicted, 1 where the scale is right. relative_error: "
-        "||predicted - actual|| / ||actual||. A prediction with P = 1 under an adaptive optimizer "
-        "is not in units of the loss: it can only rank."
-    )
+    note = "With P = 1 under an adaptive optimizer a value is not in units of the loss."
     return Table.of(key, title, records, note)
 
 
-def _predicted(bench: _Bench, prediction: Prediction, drops: Sequence[Drop]) -> Numbers:
-    eta = bench.options.learning_rate
+def _predicted(bench: _Bench, prediction: Prediction, drops: Sequence[Drop], eta: float) -> Numbers:
     return np.array([bench.predicted(prediction.values, drop, eta) for drop in drops])
 
 
 def _drop_records(
     bench: _Bench, predictions: Sequence[Prediction], drops: Sequence[Drop], actual: Numbers
 ) -> list[dict[str, Any]]:
-    by_name = {p.name: _predicted(bench, p, drops) for p in predictions}
+    eta = bench.options.learning_rate
+    by_name = {p.name: _predicted(bench, p, drops, eta) for p in predictions}
     records = []
     for place, drop in enumerate(drops):
         where = bench.places[drop.tokens[0]] if len(drop.tokens) == 1 else (None, None)
@@ -418,52 +412,29 @@ def _drop_records(
 # --- where linearisation breaks ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """Relative errors by step size.
-
-    Attributes:
-        etas: ascending.
-        errors: name of the prediction -> one error a step size.
-    """
-
-    etas: list[float]
-    errors: dict[str, list[float]]
-
-
 ONE, GROUP = "one token", "groups"
 
 
-def _sweep(
+def _sweep_table(
     bench: _Bench, prediction: Prediction, singles: Sequence[Drop], groups: Sequence[Drop]
-) -> _Sweep:
+) -> Table:
+    """Relative error of the prediction by step size, over the same tokens at every size."""
     apart = max(1, len(singles) // bench.options.sweep_tokens)
     tried = {ONE: list(singles)[::apart][: bench.options.sweep_tokens], GROUP: list(groups)[:4]}
-    etas = list(bench.options.etas(bench.subject.share))
+    etas = bench.options.etas(bench.subject.share)
     errors: dict[str, list[float]] = {}
-    for eta in etas:
-        drops = [drop for some in tried.values() for drop in some]
-        actual, _ = _actual(bench, drops, eta, f"Step size {eta:.2g}")
-        predicted = np.array([bench.predicted(prediction.values, drop, eta) for drop in drops])
-        start = 0
-        for name, some in tried.items():
-            here = slice(start, start + len(some))
-            errors.setdefault(name, []).append(relative_error(predicted[here], actual[here]))
-            start += len(some)
-    return _Sweep(etas, errors)
-
-
-def _sweep_table(sweep: _Sweep) -> Table:
+    for name, drops in tried.items():
+        actual, _ = _actual(bench, drops, etas, f"Step sizes, {name}")
+        errors[name] = [
+            relative_error(_predicted(bench, prediction, drops, eta), actual[:, place])
+            for place, eta in enumerate(etas)
+        ]
     records = [
-        {"step_size": eta} | {name: errors[place] for name, errors in sweep.errors.items()}
-        for place, eta in enumerate(sweep.etas)
+        {"step_size": eta} | {name: found[place] for name, found in errors.items()}
+        for place, eta in enumerate(etas)
     ]
-    return Table.of(
-        "step-size",
-        "Relative error of the prediction by step size",
-        records,
-        "||predicted - actual|| / ||actual|| over the same tokens at every step size.",
-    )
+    note = "||predicted - actual|| / ||actual||."
+    return Table.of("step-size", "Relative error of the prediction by step size", records, note)
 
 
 # --- the diagnosis -------------------------------------------------------------------------------
@@ -478,15 +449,14 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     singles, groups = _singles(bench), _random_groups(bench)
     chosen = _selections(bench, predictions)
     eta, before = options.learning_rate, bench.stepper.objective()
-    one, after = _actual(bench, singles, eta, "Leaving one token out")
-    several, _ = _actual(bench, [*groups, *chosen], eta, "Leaving groups out")
-    sweep = _sweep(bench, best, singles, groups)
-    resolution = bench.stepper.resolution(seed=subject.seed)
+    found, (after,) = _actual(bench, singles, [eta], "Leaving one token out")
+    one = found[:, 0]
+    several = _actual(bench, [*groups, *chosen], [eta], "Leaving groups out")[0][:, 0]
+    random = several[: len(groups)]
     tables = (
         _quality_table(bench, "one-token", "Leaving one token out", predictions, singles, one),
         _quality_table(
-            bench, "random-groups", "Leaving random groups out", predictions, groups,
-            several[: len(groups)],
+            bench, "random-groups", "Leaving random groups out", predictions, groups, random
         ),
         Table.of(
             "selection",
@@ -495,32 +465,27 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             f"Change of the validation loss against the step with all tokens, which moves it by "
             f"{after - before:+.3g}. Positive: leaving these tokens out costs.",
         ),
-        _sweep_table(sweep),
+        _sweep_table(bench, best, singles, groups),
         Table.of(
             "left-out",
             "Every token and random group that was left out",
-            _drop_records(
-                bench, predictions, [*singles, *groups],
-                np.concatenate([one, several[: len(groups)]]),
-            ),
+            _drop_records(bench, predictions, [*singles, *groups], np.concatenate([one, random])),
         ),
-    )  # fmt: skip
-    seen = float((np.abs(one) > 3 * math.sqrt(2) * resolution).mean())
-    return Diagnosis(
+    )
+    return conclude(
         "utility",
-        find("utility").question,
+        subject,
         _answer(bench, tables[0], predictions),
-        tuple(table for table in (*tables, _sweep_numbers(sweep, eta)) if table.rows),
-        draw_all(_figures(tables, predictions, sweep, eta)),
-        (*_notes(bench, resolution, seen), *left_out),
-        subject.settings()
-        | {name: getattr(options, name) for name in ("optimizer", "learning_rate",
-           "weight_decay", "momentum", "max_grad_norm", "normalization", "warmup")},
-    )  # fmt: skip
+        [*tables, _sweep_numbers(tables[3], eta)],
+        _figures(tables, predictions, eta),
+        valued=bench.rows,
+        notes=[*_notes(bench), *left_out],
+        settings={name: value for name, value in asdict(options).items() if name in _OF_RUN},
+    )
 
 
 def _figures(
-    tables: Sequence[Table], predictions: Sequence[Prediction], sweep: _Sweep, eta: float
+    tables: Sequence[Table], predictions: Sequence[Prediction], eta: float
 ) -> Iterator[Figure]:
     """Two scatters at most (of the best prediction and of the user's own), sweep, selection."""
     _, _, selection, by_size, left_out = tables
@@ -531,11 +496,9 @@ def _figures(
             f"scatter-{place + 1}",
             left_out,
             f"Predicted against actual effect: {shown.name}{' (yours)' if shown.own else ''}",
-            "Each mark is one token, or one random group, left out of a real step. On the dashed "
-            "line the prediction is right; a cloud without slope means that the value says "
-            "nothing about what the step does. Without a dashed line the value is not in units "
-            "of the loss, and only the order counts. Axes are linear near 0 and logarithmic "
-            "beyond.",
+            "On the dashed line the prediction is right; a cloud without slope means that the "
+            "value says nothing about what the step does. Without a dashed line the value is not "
+            "in units of the loss, and only the order counts. Axes are linear near 0.",
             x=shown.name,
             y="actual",
             series="left_out",
@@ -549,12 +512,10 @@ def _figures(
         "linearisation",
         by_size,
         "Where first order breaks: error of the prediction by step size",
-        "To the right lines rise because a step is not infinitesimal: read where they cross "
-        "10 % and 50 %. A line that rises to the left as well shows rounding: differences of "
-        "losses cancel. Groups that stay high at small steps show that the optimizer's step is "
-        "not linear in the gradient.",
+        "To the right lines rise because a step is not infinitesimal: read where they cross 10 % "
+        "and 50 %. A line that rises to the left as well shows rounding.",
         x="step_size",
-        y=tuple(sweep.errors),
+        y=(ONE, GROUP),
         guides=(Guide(eta, label="your step size"), Guide(0.1, "y"), Guide(0.5, "y")),
         ylabel="||predicted - actual|| / ||actual||",
         scales=("log", "log"),
@@ -587,42 +548,37 @@ def _answer(bench: _Bench, one: Table, predictions: Sequence[Prediction]) -> Ans
     )
 
 
-def _sweep_numbers(sweep: _Sweep, eta: float) -> Table:
+def _sweep_numbers(sweep: Table, eta: float) -> Table:
     """Errors at the user's step size, and from which size on they are too large."""
+    records: list[dict[str, Any]] = list(sweep.records())
+    etas = [record["step_size"] for record in records]
     found: dict[str, float | str] = {}
     for name in (ONE, GROUP):
-        errors = sweep.errors.get(name)
-        if errors is None:
-            continue
-        found[f"{name}: relative error at your step size"] = errors[sweep.etas.index(eta)]
+        errors = [record[name] for record in records]
+        found[f"{name}: relative error at your step size"] = errors[etas.index(eta)]
         for limit in (0.1, 0.5):
-            at = breakdown(sweep.etas, errors, limit)
+            at = breakdown(etas, errors, limit)
             found[f"{name}: off by more than {limit:.0%} from this step size on"] = (
                 "no size tried" if at is None else "every size tried" if at == 0 else f"{at:.2g}"
             )
     return Table.of_numbers(found)
 
 
-def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:
+def _notes(bench: _Bench) -> list[str]:
     stepper, options, subject = bench.stepper, bench.options, bench.subject
     dtype = str(next(stepper.model.parameters()).dtype).removeprefix("torch.")
     tokens = sum(batch.response_tokens for batch in stepper.validation)
-    every = sum(row.response_tokens for row in subject.validation)
     notes = [
-        f"One batch of {len(bench.rows)} rows with {bench.count} response tokens; "
-        f"{min(subject.oracle_tokens, bench.count)} of them were left out one by one, drawn at "
-        "random from the shorter half of the rows, because each costs a backward through its row: "
-        "what is said of single tokens holds for rows of that length. The loss is "
-        f"over {tokens} of {every} validation response tokens.",
-        f"Steps were taken on a {dtype} copy of the model. One evaluation of the loss is good to "
-        f"{resolution:.1e}; {seen:.0%} of the single effects stand clear of that.",
+        f"{min(subject.oracle_tokens, bench.count)} of the tokens were left out one by one, drawn "
+        "at random from the shorter half of the rows: each costs a backward through its row. The "
+        f"loss is over {tokens} validation response tokens.",
+        f"Steps were taken on a {dtype} copy of the model.",
     ]
     if options.optimizer in _ADAPTIVE or options.momentum:
         notes.append(
             f"The optimizer's state comes from {options.warmup} steps of size 0 on training rows, "
             "so it belongs to the model's present weights."
         )
-    notes += few_rows(len(bench.rows))
     if options.max_grad_norm:
         notes.append(
             f"Clipping multiplies the whole gradient by {bench.factor:.3g}; that leaving a token "
@@ -630,4 +586,4 @@ def _notes(bench: _Bench, resolution: float, seen: float) -> tuple[str, ...]:
         )
     if subject.retention or subject.fisher is not None:
         notes.append("Predictions are of the validation side alone: no retention term.")
-    return tuple(notes)
+    return notes

@@ -26,8 +26,8 @@ from alphatoken.fidelity.causal_parts import (
 )
 from alphatoken.fidelity.collected_pairs import ALPHA, DEVIATION, CollectedPairs, PairCounts
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
-from alphatoken.fidelity.figures import Figure, Guide, draw_all
-from alphatoken.fidelity.intervals import FEWEST, few_rows
+from alphatoken.fidelity.figures import Figure, Guide
+from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.pairs import (
     choose_positions,
@@ -36,7 +36,7 @@ from alphatoken.fidelity.pairs import (
     softmax_layers,
     weigh_pairs,
 )
-from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import read_batch, to_label_position
 from alphatoken.model.scope import mixers_without_rule
@@ -131,15 +131,15 @@ def _risk_table(pairs: PairCounts, collected: CollectedPairs | None) -> Table:
     return Table.of("risk", "Pairs above each contour", records, note)
 
 
-def _answer(shares: Sequence[Mapping[str, Any]]) -> Answer:
-    whole = [record for record in shares if record["layer"] == "all"]
-    seen = str(whole[0]["signed"]) if whole else ""
-    return Answer(
-        f"Value-Propagation sees {seen} of the causal value." if seen else "No share was computed.",
-        seen,
-        "share of the exact causal value that Value-Propagation sees",
-        "where much of the flow is missed, take estimator='label', which misses nothing.",
-    )
+def _answer(shares: Table) -> Answer:
+    """What Value-Propagation sees over all layers together."""
+    advice = "where much of the flow is missed, take estimator='label', which misses nothing."
+    label = "share of the exact causal value that Value-Propagation sees"
+    whole = [i for i, record in enumerate(shares.records()) if record["layer"] == "all"]
+    if not whole:
+        return Answer("No share was computed.", "", label, advice)
+    seen = str(shares.estimate(whole[0], "signed"))
+    return Answer(f"Value-Propagation sees {seen} of the causal value.", seen, label, advice)
 
 
 # --- figures -----------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             why="Value-Propagation is about what one response token does to a later one",
             remedy="rows with two or more response tokens, and a window of at least 1",
         )
-    pairs = CollectedPairs({}, {0: counted}).total()
+    pairs = PairCounts.total(counted.values())
     clear = _layers_with_self_rule(subject, layers)
     shares, agreement = _shares(subject, rows, clear, options.draws)
     tables = [
@@ -255,9 +255,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         _risk_table(pairs, collected),
     ]
     figures = [
-        *_shares_figures(tables[0]), density_figure("density", pairs, "The causal-window pairs")
-    ]  # fmt: skip
-    notes = _notes(subject, rows, pairs, looked_at, others, layers, set(layers) - set(clear))
+        *_shares_figures(tables[0]),
+        density_figure("density", pairs, "The causal-window pairs"),
+    ]
+    notes = _notes(subject, pairs, looked_at, others, layers, set(layers) - set(clear))
     if collected is not None:
         figures += training_figures(collected)
         notes.append(
@@ -265,14 +266,15 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             f"rows with {collected.about['response_tokens']} response tokens, layers "
             f"{', '.join(map(str, collected.layers))}, window {collected.about['window']}."
         )
-    return Diagnosis(
+    return conclude(
         NAME,
-        find(NAME).question,
-        _answer(shares),
-        tuple(table for table in tables if table.rows),
-        draw_all(figures),
-        tuple(notes),
-        subject.settings() | {"pairs": options.pairs, "head_reduction": "per_head"},
+        subject,
+        _answer(tables[0]),
+        tables,
+        figures,
+        valued=rows,
+        notes=notes,
+        settings={"pairs": options.pairs, "head_reduction": "per_head"},
     )
 
 
@@ -299,7 +301,6 @@ def _shares(
 
 def _notes(
     subject: Subject,
-    rows: Sequence[Example],
     pairs: PairCounts,
     looked_at: float,
     others: Mapping[str, str],
@@ -307,13 +308,11 @@ def _notes(
     below: set[int],
 ) -> list[str]:
     notes = [
-        f"Shares are of {subject.counted(rows)}, along the validation gradient (adaptation).",
+        "Shares are along the validation gradient (adaptation).",
         f"Pairs: {pairs.pairs}, both positions predicting a response "
         f"token, from {looked_at:.0%} of the token positions that have one, in layers "
         f"{', '.join(map(str, layers))}.",
-        f"Everything is computed in the model's {subject.settings()['dtype']}.",
     ]
-    notes += few_rows(len(rows))
     if others:
         named = "; ".join(f"{name} ({kind})" for name, kind in others.items())
         notes.append(f"Left out, not softmax attention alone: {named}.")

@@ -1,21 +1,29 @@
-"""Scorers for a subject: the user's own settings with another estimator, at another checkpoint."""
+"""Scorers for a subject with other settings, at another checkpoint, along other directions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
+from alphatoken.estimate.columns import Side, contract_columns
 from alphatoken.estimate.estimators import SPLIT
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.token_values import assign_columns
 from alphatoken.fidelity.subject import Subject
+from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.scorer import Scorer
+from alphatoken.scoring.passes import Weights
 
-__all__ = ["retention_term", "scorer_for", "with_estimator"]
+__all__ = ["retention_term", "scorer_for", "values_along", "with_estimator"]
 
 
 def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
@@ -70,3 +78,53 @@ def scorer_for(
     )
     scorer.warn = False  # a diagnosis says itself which side decides
     return scorer
+
+
+def values_along(
+    subject: Subject,
+    scorer: Scorer,
+    rows: Sequence[Example],
+    directions: Sequence[Mapping[str, Tensor]],
+    label: str = "",
+) -> NDArray[np.float64]:
+    """Values of the response tokens of ``rows`` along several directions: (n, directions).
+
+    The scorer's estimator, layers, window and parts; its own M plays no role and is not built.
+    Values are linear in M, so one forward a batch serves all directions with captured estimators;
+    with ``label`` there is a dual forward each. Tokens come in (row, position) order. Equal to
+    ``Scorer.score`` with that M, up to rounding.
+
+    Args:
+        subject: whose batches they come in.
+        scorer: with ``preconditioner`` other than "full".
+        rows: encoded.
+        directions: parameter name -> M, for every scored parameter.
+        label: of the progress.
+    """
+    tracker = subject.tracker(label or f"Values, {scorer.config.estimator}", len(rows))
+    blocks: list[NDArray[np.float64]] = []
+    done = 0
+    for batch in subject.batches(rows):
+        checked = read_batch(batch, max_length=scorer.adapter.max_positions())
+        if scorer.valuer.witness.pending:  # the proofs of coverage and isolation, on this model
+            scorer.valuer.prove(around_responses(checked))
+        found = [values[checked.mask] for values in _along(scorer, checked, directions)]
+        blocks.append(np.stack([one.detach().double().cpu().numpy() for one in found], axis=1))
+        done += len(checked.labels)
+        tracker.report(done)
+    return np.concatenate(blocks)
+
+
+def _along(
+    scorer: Scorer, batch: LabelledBatch, directions: Sequence[Mapping[str, Tensor]]
+) -> list[Tensor]:
+    """(b, t) values along each direction."""
+    if not scorer.config.captured:
+        first = scorer.scored.first or 0
+        return [label_values(scorer.adapter, batch, m, first=first) for m in directions]
+    with scorer.valuer.forward(batch, Weights(None, None)) as seen:
+        errors, sides = scorer.valuer.errors(seen), [Side(m) for m in directions]
+        columns = contract_columns(seen.recorded[0], errors, sides, scorer.scored.names)
+    position = scorer.config.causal_position
+    parts = [assign_columns(column, batch.mask, position) for column in columns]
+    return [direct + causal for direct, causal, _ in parts]

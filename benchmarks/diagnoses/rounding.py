@@ -31,9 +31,10 @@ from alphatoken.data import EncodeOptions, Example, batches, encode_rows, read_r
 from alphatoken.data.rows import Fields, Row
 from alphatoken.demo.models import SMOLLM2, models_folder
 from alphatoken.fidelity.intervals import bootstrap
-from alphatoken.fidelity.retention_scores import TunedModel, scores_along, unit_fisher
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.retention_scores import TunedModel, unit_fisher
+from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.tuning import fine_tuned, usual_rate
+from alphatoken.fidelity.valuing import values_along
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
@@ -206,7 +207,9 @@ def ranks(subject: Subject, rows: Rows) -> dict[str, list[float]]:
         "diagonal": model.along(subject.fitted_fisher("diagonal")),
         "drift": model.along(unit_fisher({n: named[n] for n in model.scorer.parameters})),
     }
-    scores, row = scores_along(subject, model.scorer, subject.sample(), directions)
+    rows = subject.sample()
+    columns = values_along(subject, model.scorer, rows, list(directions.values()))
+    scores, row = dict(zip(directions, columns.T, strict=True)), places_of(rows)[:, 0]
     compared = {
         "diagonal": ("diagonal", "oracle"),
         "drift": ("drift", "oracle"),

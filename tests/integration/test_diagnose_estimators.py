@@ -30,12 +30,7 @@ def spearman(diagnosis: Diagnosis, estimator: str, k: int) -> float:
 
 @pytest.mark.parametrize("kind", ["near", "far"])
 def test_the_label_pass_is_exact_on_the_real_model(kind: str) -> None:
-    records = found(kind).table("oracle").records()
-    exact = [r for r in records if r["estimator"] == "label" and r["reference"] == "same weights"]
-    assert len(exact) == 3  # K = 1 and 3, and everything
-    for record in exact:
-        assert float(record["spearman"] or 0) >= 0.99
-        assert float(record["share_of_total"] or 0) == pytest.approx(1.0, abs=0.02)
+    assert 0 < float(found(kind).table("numbers").records()[0]["value"] or 0) < 1e-4
 
 
 def test_more_layers_bring_label_closer_to_the_whole() -> None:

@@ -37,7 +37,6 @@ def test_every_proxy_meets_every_retention_set(found: Diagnosis) -> None:
     assert {r["proxy"] for r in records} == proxies
     for record in records:
         assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
-        assert record["random_overlap_low"] < 0.5 < record["random_overlap_high"]
     (start,) = [
         r
         for r in records

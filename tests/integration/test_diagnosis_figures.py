@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity import figures
 from alphatoken.fidelity.diagnosis import Drawing, Table
-from alphatoken.fidelity.figures import Figure, Guide, draw, draw_all
+from alphatoken.fidelity.figures import Figure, Guide, draw
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.options import CheckedOptions, option
 
@@ -93,12 +93,11 @@ def test_a_series_keeps_its_colour_in_every_panel(monkeypatch: pytest.MonkeyPatc
     assert colours[0] == colours[1]
 
 
-def test_panels_without_numbers_are_left_out_and_empty_tables_not_drawn(
+def test_panels_without_numbers_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     records = [{"p": "a", "x": "m", "y": 1.0}, {"p": "b", "x": "m", "y": None}]
     assert len(drawn(figure("bars", records, x="x", y="y", facets="p"), monkeypatch)) == 1
-    assert draw_all([figure("bars", [], x="x", y="y")]) == ()
 
 
 def test_what_is_pointed_at_and_compared_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from alphatoken.fidelity import coverage, estimators, fisher, heatmap, value_propagation
 from alphatoken.fidelity.advice import Advice
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import Section, render_page
 from alphatoken.fidelity.readings import Setting
@@ -30,7 +30,8 @@ def about(value: float, width: float = 0.05) -> Estimate:
     ],
 )
 def test_the_fisher_is_judged_by_its_interval(score: Estimate, said: str) -> None:
-    found = fisher._answer([{"retention": fisher.POOLED, "proxy": "diagonal", "spearman": score}])
+    record = {"retention": fisher.POOLED, "proxy": "diagonal", "spearman": score}
+    found = fisher._answer(Table.of("agreement", "", [record]))
     assert said in found.verdict
     assert found.number == str(score)
     assert "with real retention rows" in found.label
@@ -55,18 +56,19 @@ def test_estimators_say_what_to_use_and_what_yours_has() -> None:
 
 def test_kinds_that_cannot_be_told_from_all_give_no_number() -> None:
     kinds: list[dict[str, Any]] = [{"kind": "words", "kept": about(0.5)}]
-    assert heatmap._answer(kinds, 0.5).number == ""
+    assert heatmap._answer(Table.of("kinds", "", kinds), 0.5).number == ""
     kinds += [{"kind": "numbers", "kept": about(0.9)}, {"kind": "spaces", "kept": about(0.2)}]
-    found = heatmap._answer(kinds, 0.5)
+    found = heatmap._answer(Table.of("kinds", "", kinds), 0.5)
     assert found.verdict == "What is valued most: numbers."
     assert found.number == str(about(0.9))
     assert found.label == "share kept of numbers, where 0.5 of all are kept"
 
 
 def test_propagation_and_coverage_name_what_they_measure() -> None:
-    seen = value_propagation._answer([{"layer": "all", "signed": about(0.25)}])
+    shares = [{"layer": "all", "signed": about(0.25)}]
+    seen = value_propagation._answer(Table.of("shares", "", shares))
     assert seen.number == str(about(0.25))
-    assert value_propagation._answer([]).number == ""
+    assert value_propagation._answer(Table.of("shares", "", [])).number == ""
     even = coverage._answer({"alphatoken": {"entropy": about(0.9)}}, {"entropy": (0.1, 0.3)})
     assert "alphatoken keeps is more even than" in even.verdict
     assert "0.100 to 0.300 at random" in even.label

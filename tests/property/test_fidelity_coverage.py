@@ -25,8 +25,7 @@ from alphatoken.fidelity.clouds import (
 )
 from alphatoken.fidelity.coverage_statistics import STATISTICS, Pool, against, band_of, measured
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.intervals import Estimate
-from alphatoken.fidelity.jackknife import jackknife
+from alphatoken.fidelity.intervals import Estimate, jackknife
 from alphatoken.fidelity.states import TokenStates, token_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import with_estimator
@@ -290,7 +289,7 @@ def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(mon
     assert len(low) == len(high) == 15
     assert max(low) < min(high)
     np.testing.assert_array_equal(points[:, 0], [r["x"] for r in records])
-    assert any("30 of 60." in note for note in found.notes)
+    assert any("30 of 60; it shows 30" in note for note in found.notes)
 
 
 def test_of_a_large_union_some_tokens_are_drawn_and_the_note_says_so(monkeypatch):

@@ -353,4 +353,4 @@ def test_a_probe_without_the_tokens_that_are_averaged_is_refused():
     found = pooled_states(tiny_subject().model, [batch], QUIET, pool="prompt")
     assert np.isnan(found.states[0][4]).all()
     with pytest.raises(DataError, match="no state to average"):
-        drift.check_finite({"set": drift.Pair(found, found)}, "prompt")
+        drift.check_finite("set", drift.Pair(found, found), "prompt")

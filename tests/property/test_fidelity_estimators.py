@@ -1,4 +1,4 @@
-"""The ``estimators`` diagnostic: shared readings against the scorer, planted cases, bad input."""
+"""The ``estimators`` diagnostic: readings against the scorer, planted cases, bad input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.certificate import metrics
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
 from alphatoken.fidelity.advice import advise
 from alphatoken.fidelity.diagnosis import Diagnosis
@@ -65,7 +65,7 @@ STRUCTURES = {
 @pytest.mark.parametrize(
     "options", [{}, {"causal_position": "context", "head_reduction": "mean", "score_bias": True}]
 )
-def test_one_forward_reads_what_the_scorer_computes(name: str, options: dict[str, object]) -> None:
+def test_a_reading_is_what_the_scorer_computes(name: str, options: dict[str, object]) -> None:
     """Every estimator, number of layers and window, to rounding."""
     subject = subject_of(
         decoder_of(**STRUCTURES[name]),
@@ -143,25 +143,15 @@ def diagnosed() -> Diagnosis:
     return diagnostic.diagnose(subject, QUICK)
 
 
-@pytest.mark.slow
-def test_label_values_rank_as_the_oracle_does() -> None:
-    table = diagnosed().table("oracle").records()
-    exact = [r for r in table if r["estimator"] == "label" and r["reference"] == "same weights"]
-    assert {r["K"] for r in exact} == {1, 2, 3}  # 2 is the subject's own
-    assert {r["weights"] for r in exact} == {"linears", "all parameters"}
-    for record in exact:
-        assert record["spearman"] == record["kendall"] == 1.0
-        assert record["overlap"] == record["sign_agreement"] == 1.0
-        assert record["share_of_total"] == pytest.approx(1.0, abs=1e-9)
-        assert record["gain_share"] == pytest.approx(1.0, abs=1e-9)
-    others = [r for r in table if r["estimator"] in CAPTURED]
-    assert any(float(r["spearman"] or 0) < 0.95 for r in others)  # the test can fail
-    away = diagnosed().table("numbers").records()[0]["value"]
-    assert float(away or 1) < 1e-9
+def test_the_exact_value_is_the_oracles() -> None:
+    """As the diagnosis says itself, of some tokens."""
+    numbers = {r["number"]: r["value"] for r in diagnosed().table("numbers").records()}
+    away = numbers["label pass, largest distance from the oracle over the absolute terms"]
+    assert 0 < float(away or 0) < 1e-9
 
 
-def test_the_oracle_is_per_token_autograd() -> None:
-    """The table's numbers once more, from the oracle's own function on the whole batch."""
+def test_label_values_are_per_token_autograd() -> None:
+    """Of some layers, by the oracle's own function on the whole batch."""
     subject = subject_of(decoder_of(), tokens=60, batch_size=100)
     rows = subject.sample()
     (batch,) = subject.batches(rows)
@@ -206,7 +196,7 @@ def test_window_zero_is_direct_and_last_layer_hop_is_path() -> None:
     found = diagnosed()
     layers = {(r["estimator"], r["K"]): r for r in found.table("layers").records()}
     windows = {(r["estimator"], r["W"]): r for r in found.table("windows").records()}
-    for name in ("spearman", "kendall", "overlap", "share_of_total"):
+    for name in ("spearman", "sign_agreement", "overlap"):
         zero, direct = windows["alphatoken", 0], layers["direct", 2]
         assert zero[name] == pytest.approx(direct[name], abs=1e-9)
         hop, path = layers["same_layer_hop", 1], layers["path", 1]
@@ -222,9 +212,9 @@ def test_costs_rise_with_layers_and_label_over_everything_costs_most_of_label() 
     assert (
         cost["label", 3, "all parameters"]["flops"] >= cost["label", 3, "linears"]["flops"]  # type: ignore[operator]
     )
-    step, forward = (cost[f"({name})", None, ""] for name in ("training step", "forward"))
-    # A backward is two products for each one of the forward.
-    assert float(step["flops"] or 0) == pytest.approx(3 * float(forward["flops"] or 0), rel=0.1)
+    for record in cost.values():
+        parts = float(record["of_a_step"] or 0) + float(record["direction_of_a_step"] or 0)
+        assert float(record["cost_in_training_steps"] or 0) == pytest.approx(parts)
 
 
 # --- what to use ---------------------------------------------------------------------------------
@@ -306,7 +296,6 @@ def test_noise_is_where_it_is_said_to_be() -> None:
     assert changed == {place for place, mark in zip(places, planted.marked, strict=True) if mark}
     # A score that knows the places finds them all.
     assert metrics.auc(planted.marked.astype(float), planted.marked) == 1.0
-    assert diagnostic.kept_share(-planted.marked.astype(float), planted.marked * 1.0, 0.5) == 0.0
 
 
 def test_bad_noise_is_refused() -> None:
@@ -383,7 +372,6 @@ def test_too_few_tokens_are_refused() -> None:
         {"noise_share": 0.0},
         {"draws": 0},
         {"repeats": 0},
-        {"price": "euros"},
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object]) -> None:
@@ -402,5 +390,4 @@ def test_real_architectures(name: str) -> None:
     model = BY_NAME[name].build().eval()
     subject = subject_of(model, config=ScorerConfig(layers=1, window=2), tokens=60)
     found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,), windows=(0,)))
-    exact = [r for r in found.table("oracle").records() if r["estimator"] == "label"]
-    assert all(float(r["spearman"] or 0) > 0.999 for r in exact if r["reference"] == "same weights")
+    assert float(found.table("numbers").records()[0]["value"] or 1) < 1e-5

@@ -246,15 +246,6 @@ def test_shares_are_of_summed_magnitudes():
     assert found["stability_direct"].value == pytest.approx(0.25)
 
 
-def test_agreement_of_equal_and_of_opposite_values():
-    same = heatmap.agreement_of(planted())
-    assert [same[key].value for key in same] == pytest.approx([1.0, 1.0, 1.0])
-    valued = planted()
-    opposite = heatmap.agreement_of(planted(other=-valued.other, other_kept=~valued.kept))
-    assert opposite["spearman"].value == pytest.approx(-1.0)
-    assert opposite["kept_in_common"].value == 0.0
-
-
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

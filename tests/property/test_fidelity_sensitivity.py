@@ -19,6 +19,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.cost import direction_cost, measure, step_cost, values_cost
+from alphatoken.fidelity.own_values import OwnValues
 from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.fidelity.sensitivity import Options, layer_choices
 from alphatoken.fidelity.subject import Subject
@@ -144,16 +145,17 @@ def test_every_setting_is_scored_as_a_scorer_of_its_own_scores_it() -> None:
     """One M over all layers, cut to each setting's scope, against full rescoring."""
     config = ScorerConfig(layers=2, window=3, stability_weight=0.4)
     subject = small(rows=7, config=config)
-    run = sensitivity._Run.measured(subject, OPTIONS)
-    assert run.retains
-    sweeps = (run.estimators(OPTIONS), run.layers(OPTIONS), run.windows(OPTIONS))
-    tried = [item for sweep in sweeps for item in sweep.items()]
+    layers = sensitivity._tried_layers(subject, OPTIONS)
+    run = OwnValues.of(subject, OPTIONS.validation_rows, fisher_layers=layers)
+    wide = sensitivity._wide_direction(run, layers)
+    assert sensitivity._retains(run)
+    tried = [item for one in sensitivity._tried(run, OPTIONS).values() for item in one.items()]
     assert len(tried) == len(ESTIMATORS) + 3 + 4
     for value, changed in tried:
         scorer = Scorer(run.model, subject.batches(subject.validation), run.retention, changed)
         scorer.warn = False
         wanted = subject.score(scorer, run.rows)["total"]
-        found = run.scored(changed)
+        found = sensitivity.scored(run, wide, changed)
         scale = max(np.abs(wanted).max(), np.abs(run.total).max())
         close(torch.from_numpy(found), torch.from_numpy(wanted), scale, 1e-10, name=str(value))
 

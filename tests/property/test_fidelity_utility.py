@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -18,6 +18,7 @@ from alphatoken.errors import ConfigError, InputError, NumericalError
 from alphatoken.fidelity import utility as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.prediction import breakdown, first_order, relative_error, slope
+from alphatoken.fidelity.readings import full_gradient
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import read_batch, token_losses
@@ -59,6 +60,12 @@ def stepped(subject: Subject, optimizer: str = "sgd", **options: object) -> Step
     return stepper
 
 
+def effects(bench: diagnostic._Bench, drops: Sequence[diagnostic.Drop], eta: float) -> np.ndarray:
+    """What leaving each of these out of a step of this size does to the objective."""
+    found, _ = diagnostic._actual(bench, drops, [eta], "")
+    return found[:, 0]
+
+
 def moved(stepper: Stepper, gradient: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
     """Weights after one step; the stepper is back where it was."""
     with stepper.stepped(gradient, lr):
@@ -87,7 +94,7 @@ def test_leaving_one_out_is_the_oracles(optimizer: str, normalization: str) -> N
     )  # fmt: skip
     bench = diagnostic._bench(subject, options)
     drops = diagnostic._singles(bench)
-    found, _ = diagnostic._actual(bench, drops, 1e-2, "")
+    found = effects(bench, drops, 1e-2)
     stepper = bench.stepper
     adaptive = optimizer != "sgd"
     wanted = oracle.leave_one_out_utility(
@@ -130,25 +137,6 @@ def test_a_step_is_the_optimizers_and_is_taken_back(optimizer: str) -> None:
         assert torch.equal(p.detach(), first[name])
 
 
-def test_gradients_that_are_not_held_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a large model computes anew at each step, a small one holds: to the bit."""
-    subject = subject_of(decoder_of())
-
-    def found() -> tuple[list[float], dict[str, list[float]], int]:
-        bench = diagnostic._bench(subject, replace(QUICK, optimizer="adamw"))
-        (best, *_), _ = diagnostic._predictions(bench)
-        singles, groups = diagnostic._singles(bench), diagnostic._random_groups(bench)
-        actual, _ = diagnostic._actual(bench, [*singles, *groups], 1e-3, "")
-        sweep = diagnostic._sweep(bench, best, singles, groups)
-        return actual.tolist(), sweep.errors, len(bench.held)
-
-    *held, count = found()
-    monkeypatch.setattr(diagnostic, "_HELD", 0)
-    *anew, none = found()
-    assert count > 0 == none
-    assert held == anew
-
-
 @pytest.mark.slow
 def test_the_users_model_is_left_alone() -> None:
     model = decoder_of()
@@ -176,27 +164,6 @@ def test_clipping_is_torchs() -> None:
         close(p.detach() - after[name], clipped.grad, 0.05, 1e-10, name=name)
 
 
-def test_the_slope_is_the_objectives() -> None:
-    """Central differences along a random line, at the weights and away from them."""
-    subject = subject_of(decoder_of())
-    stepper = stepped(subject)
-    generator = torch.Generator().manual_seed(3)
-    line = {
-        n: torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        for n, p in stepper.parameters.items()
-    }
-    start = {n: p.detach().clone() for n, p in stepper.parameters.items()}
-    for away in (0.0, 0.3):
-        at = {n: start[n] + away * line[n] for n in start}
-        with displaced(stepper.parameters, at):
-            found = sum(float((g * line[n]).sum()) for n, g in stepper.slope().items())
-        sides = []
-        for step in (1e-5, -1e-5):
-            with displaced(stepper.parameters, {n: at[n] + step * line[n] for n in at}):
-                sides.append(stepper.objective())
-        assert found == pytest.approx((sides[0] - sides[1]) / 2e-5, rel=1e-5)
-
-
 def test_the_objective_is_the_mean_over_tokens_not_rows() -> None:
     subject = subject_of(decoder_of())
     stepper = stepped(subject)
@@ -207,14 +174,6 @@ def test_the_objective_is_the_mean_over_tokens_not_rows() -> None:
             found = token_losses(subject.adapter.forward(checked.inputs), checked.labels)
         losses += found[checked.mask].tolist()
     assert stepper.objective() == pytest.approx(sum(losses) / len(losses), rel=1e-13)
-
-
-def test_resolution_tells_float32_from_float64() -> None:
-    subject = subject_of(decoder_of(positions="learned"))
-    exact = stepped(subject).resolution()
-    narrow = stepped(subject, dtype=torch.float32)
-    assert exact < 1e-11
-    assert narrow.resolution() > 1e-9
 
 
 def test_a_step_into_nowhere_is_reported() -> None:
@@ -240,14 +199,14 @@ def test_sgd_at_a_tiny_step_is_predicted_exactly(normalization: str) -> None:
     assert best.name == "exact, all parameters"
     assert best.calibrated
     drops = [*diagnostic._singles(bench), *diagnostic._random_groups(bench)]
-    actual, _ = diagnostic._actual(bench, drops, 1e-5, "")
+    actual = effects(bench, drops, 1e-5)
     predicted = np.array([bench.predicted(best.values, drop, 1e-5) for drop in drops])
     assert np.corrcoef(predicted, actual)[0, 1] > 0.999999
     assert slope(predicted, actual) == pytest.approx(1.0, abs=1e-3)
     assert relative_error(predicted, actual) < 2e-3
     assert metrics.spearman(predicted, actual) > 0.999
     # The same values at a tenth of the step: a tenth of the error.
-    nearer, _ = diagnostic._actual(bench, drops, 1e-6, "")
+    nearer = effects(bench, drops, 1e-6)
     error = relative_error(predicted / 10, nearer)
     assert error == pytest.approx(relative_error(predicted, actual) / 10, rel=0.2)
 
@@ -267,7 +226,7 @@ def test_full_preconditioning_predicts_adam_where_frozen_does_not() -> None:
     assert frozen.calibrated
     assert not plain.calibrated
     drops = diagnostic._singles(bench)
-    actual, _ = diagnostic._actual(bench, drops, 1e-6, "")
+    actual = effects(bench, drops, 1e-6)
     errors = {
         p.name: relative_error(
             np.array([bench.predicted(p.values, drop, 1e-6) for drop in drops]), actual
@@ -285,7 +244,7 @@ def test_predictions_are_the_oracles_derivative() -> None:
     best, *_ = diagnostic._predictions(bench)[0]
     stepper = bench.stepper
     state, total = adam_state(stepper, "adamw"), bench.gradient_without(None)
-    slope_here = stepper.slope()
+    slope_here = full_gradient(replace(subject, model=stepper.model))
     wanted = []
     for drop in diagnostic._singles(bench):
         token = {n: g / bench.count for n, g in bench.gradient_of(drop).items()}
@@ -352,11 +311,10 @@ def test_the_error_of_sgd_grows_with_the_step() -> None:
     options = replace(QUICK, optimizer="sgd", step_sizes=(1e-4, 1e-2, 1.0), learning_rate=1e-2)
     bench = diagnostic._bench(subject, options)
     (best, *_), _ = diagnostic._predictions(bench)
-    sweep = diagnostic._sweep(
-        bench, best, diagnostic._singles(bench), diagnostic._random_groups(bench)
-    )
-    one = sweep.errors[diagnostic.ONE]
-    assert sweep.etas == [1e-4, 1e-2, 1.0]
+    singles, groups = diagnostic._singles(bench), diagnostic._random_groups(bench)
+    records = diagnostic._sweep_table(bench, best, singles, groups).records()
+    one = [float(record[diagnostic.ONE] or 0) for record in records]
+    assert [record["step_size"] for record in records] == [1e-4, 1e-2, 1.0]
     assert one == sorted(one)
     assert one[0] < 5e-3
 

@@ -1,0 +1,60 @@
+"""How far two rankings of the same tokens agree, and what both keep: the same for all diagnostics.
+
+    spearman         rank correlation of the values
+    sign_agreement   share of the tokens on whose sign both agree
+    overlap          share of the tokens kept by the one that the other keeps too; by chance the
+                     ratio
+    flips            share of all tokens whose decision is another one; by chance
+                     ``2 ratio (1 - ratio)``
+
+Kept are the first ``ceil(ratio n)`` of all tokens in one pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alphatoken.certificate.metrics import kept, overlap, sign_agreement, spearman
+from alphatoken.fidelity.intervals import Estimate, bootstrap, over_draws
+
+__all__ = ["agreement", "agreement_over_draws"]
+
+Numbers = NDArray[np.float64]
+
+
+def agreement(
+    values: Numbers,
+    truth: Numbers,
+    ratio: float,
+    rows: NDArray[Any],
+    *,
+    draws: int = 200,
+    seed: int = 0,
+) -> dict[str, Estimate]:
+    """How far ``values`` rank and keep the tokens as ``truth`` does; intervals are over rows."""
+    ours, theirs = kept(values, ratio), kept(truth, ratio)
+
+    def estimate(statistic: Any, *columns: NDArray[Any]) -> Estimate:
+        return bootstrap(statistic, *columns, groups=rows, draws=draws, seed=seed)
+
+    return {
+        "spearman": estimate(spearman, values, truth),
+        "sign_agreement": estimate(sign_agreement, values, truth),
+        "overlap": estimate(overlap, ours, theirs),
+        "flips": estimate(np.mean, ours != theirs),
+    }
+
+
+def agreement_over_draws(values: Numbers, truth: Numbers, ratio: float) -> dict[str, Estimate]:
+    """The same of pairs of rankings (draws, n): mean over the draws, and where 95 % of them lie."""
+    ours, theirs = kept(values, ratio), kept(truth, ratio)
+    ranked = [spearman(x, y) for x, y in zip(values, truth, strict=True)]
+    return {
+        "spearman": over_draws(np.array(ranked)),
+        "sign_agreement": over_draws((np.sign(values) == np.sign(truth)).mean(1)),
+        "overlap": over_draws((ours & theirs).sum(1) / ours.sum(1)),
+        "flips": over_draws((ours != theirs).mean(1)),
+    }

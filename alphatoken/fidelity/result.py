@@ -1,0 +1,54 @@
+"""From what a diagnostic found to its diagnosis: the same last step for all nine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from alphatoken.data import Example
+from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Drawing, Table
+from alphatoken.fidelity.figures import Figure, draw
+from alphatoken.fidelity.intervals import few_rows
+from alphatoken.fidelity.registry import find
+from alphatoken.fidelity.subject import Subject
+
+__all__ = ["conclude"]
+
+
+def conclude(
+    name: str,
+    subject: Subject,
+    answer: Answer,
+    tables: Iterable[Table],
+    figures: Iterable[Figure | Drawing],
+    *,
+    valued: Sequence[Example] = (),
+    notes: Iterable[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """The diagnosis ``name`` of ``subject``; tables without rows and their figures are left out.
+
+    Args:
+        name: of the diagnostic.
+        subject: whose settings are part of the result.
+        answer: in four fields.
+        tables: every number.
+        figures: declared over tables, or drawn already; drawn here.
+        valued: the rows that were valued, which a note counts.
+        notes: what else was sampled or left out, and warnings.
+        settings: of the diagnostic, beside those of the subject.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    counted = [f"{subject.counted(valued)} were valued.", *few_rows(len(valued))] if valued else []
+    shown = [f for f in figures if isinstance(f, Drawing) or f.table.rows]
+    return Diagnosis(
+        name,
+        find(name).question,
+        answer,
+        tuple(table for table in tables if table.rows),
+        tuple(f if isinstance(f, Drawing) else draw(f) for f in shown),
+        (*counted, *notes),
+        {**subject.settings(), **(settings or {})},
+    )
