@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_104,
     "certificate": 1_383,
-    "cli": 4_613,
+    "cli": 4_606,
     "corpus": 1_771,
     "data": 2_629,
     "demo": 717,
@@ -26,7 +26,7 @@ ROOMS = {
     "scoring": 689,
     "select": 877,
     "support": 596,
-    "train": 11_937,
+    "train": 11_803,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 70_328)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 70_236)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

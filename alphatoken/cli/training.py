@@ -196,15 +196,9 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     with _warnings_as_notes(arguments.training.process_index == 0):
         trainer, notes = build_trainer(arguments, kind, tokenizer)
     from alphatoken.train.manifest import RESULTS
-    from alphatoken.train.resume import note_finished
 
     args, first = arguments.training, trainer.accelerator.is_main_process
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
-    if going_on == "auto" and (step := trainer.finished()) is not None:
-        if first:
-            print(f"this run is finished after {step} steps: nothing is left to do")
-        trainer.accelerator.end_training()
-        return
     for note in notes if first else ():
         _note(note)
     try:
@@ -223,7 +217,6 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
-        note_finished(Path(args.output_dir), trainer.state.global_step)
         print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
         if (told := told_results(Path(args.output_dir) / RESULTS)) is not None:
             print(told)

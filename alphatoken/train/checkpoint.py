@@ -36,12 +36,7 @@ from alphatoken.train.identity import (
     run_options,
 )
 from alphatoken.train.manifest import Manifest, latest_complete, rotate, write_manifest
-from alphatoken.train.resume import (
-    chosen_checkpoint,
-    finished_step,
-    note_run,
-    require_same_run,
-)
+from alphatoken.train.resume import chosen_checkpoint, note_run, require_same_run
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -94,7 +89,16 @@ class RunCheckpoints(TrainerCallback):
         Raises:
             DataError, ConfigError: as in ``CheckpointMixin.train``, on every process.
         """
-        path, self._run = agreed(self._trainer.args, lambda: self._find(wanted, allow_changed))
+        outcome: list[Any] = [None, None]  # what the first process decides, or its error
+        if self._trainer.args.process_index == 0:
+            try:
+                outcome[0] = self._find(wanted, allow_changed)
+            except AlphaTokenError as problem:
+                outcome[1] = problem
+        broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        path, self._run = outcome[0]
         self.resuming = None if path is None else Path(path)
 
     def _find(
@@ -301,15 +305,6 @@ class CheckpointMixin(_Base):
             "versions": library_versions(),
         }
 
-    def finished(self) -> int | None:
-        """The step that the run of ``output_dir`` ended with, if nothing is left to do; else None.
-
-        Of this very run: the same facts.
-        """
-        folder = Path(str(self.args.output_dir))
-        found: int | None = agreed(self.args, lambda: finished_step(folder, self.run_facts))
-        return found
-
     @property
     def _resuming(self) -> Path | None:
         return None if self._checkpoints is None else self._checkpoints.resuming
@@ -399,20 +394,6 @@ class CheckpointMixin(_Base):
         final = self._checkpoints.save(run_dir, lambda: write(model, trial))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
-
-
-def agreed(args: Any, decide: Callable[[], Any]) -> Any:
-    """What the first process decides, or its error, on all of them."""
-    outcome: list[Any] = [None, None]
-    if args.process_index == 0:
-        try:
-            outcome[0] = decide()
-        except AlphaTokenError as problem:
-            outcome[1] = problem
-    broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 def _of_system(cause: Exception, folder: Path) -> OSError:

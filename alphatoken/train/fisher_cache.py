@@ -11,21 +11,21 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from alphatoken.direction.drift import FisherDrift, library_version
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, FisherError, warn_caller
-from alphatoken.estimate.matrices import Formed
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import weights_digest
+from alphatoken.train.identity import content_digest
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.placement import on_accelerator
 
@@ -34,7 +34,6 @@ __all__ = [
     "cache_key",
     "check_fisher_rows",
     "fisher_settings",
-    "fisher_tensors",
     "fitted_fisher",
 ]
 
@@ -94,38 +93,21 @@ def check_fisher_rows(options: AlphaOptions, fisher: FisherDrift | None, rows: A
         )
 
 
-def fisher_tensors(fisher: FisherDrift) -> Mapping[str, Tensor]:
-    """All numbers of a Fisher by name, for telling two of them apart; taken one at a time."""
-    kinds: dict[str, Callable[[str], Tensor]] = {"reference": fisher.reference.__getitem__}
-    if fisher.structure == "diagonal":
-        kinds["fisher"] = fisher.fisher.__getitem__
-    else:
-        kinds["inputs"] = lambda name: fisher.factors[name][0]
-        kinds["errors"] = lambda name: fisher.factors[name][1]
-
-    def entry(key: str) -> Tensor:
-        kind, _, name = key.partition("/")
-        return kinds[kind](name)
-
-    return Formed([f"{kind}/{name}" for kind in kinds for name in fisher.names], entry)
-
-
 def cache_key(model: nn.Module, prompts: Any, settings: dict[str, Any]) -> str:
     """SHA-256 over all that the fit depends on.
 
     The class, all weights and buffers and which of them are trained; the prompts; the settings;
     the versions of this library and of torch.
     """
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    parts = {
+    made_of = {
         "model": type(model).__qualname__,
         "weights": weights_digest(model),
-        "trained": hashlib.sha256(json.dumps(trained).encode()).hexdigest(),
-        "prompts": _prompts_digest(prompts),
+        "trained": [name for name, p in model.named_parameters() if p.requires_grad],
+        "prompts": content_digest(prompts),
         "settings": settings,
         "versions": [library_version(), torch.__version__],
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
 def fitted_fisher(
@@ -166,14 +148,22 @@ def fitted_fisher(
             remedy="give another one: fisher_cache=...",
         ) from problem
     path = folder / f"{cache_key(model, prompts, settings)}.safetensors"
-    if not _is_there(path):
-        _announce(settings, folder)
-        with on_accelerator(model, device or torch.device("cpu")):
-            fitted = _fit(model, prompts, settings, path.with_suffix(".partial"), progress)
-        replace(fitted, metadata={**fitted.metadata, "cache_key": path.stem}).save(path)
-    if options.fisher_offload:
-        return FisherDrift.open(path)
-    return FisherDrift.load(path).to(next(model.parameters()).device)
+
+    def read() -> FisherDrift:
+        if options.fisher_offload:
+            return FisherDrift.open(path)
+        return FisherDrift.load(path).to(next(model.parameters()).device)
+
+    if path.exists():
+        try:
+            return read()
+        except FisherError as problem:
+            warn_caller(f"the cached Fisher '{path}' is fitted again: {problem}")
+    _announce(settings, folder)
+    with on_accelerator(model, device or torch.device("cpu")):
+        fitted = _fit(model, prompts, settings, path.with_suffix(".partial"), progress)
+    replace(fitted, metadata={**fitted.metadata, "cache_key": path.stem}).save(path)
+    return read()
 
 
 def _announce(settings: Mapping[str, Any], folder: Path) -> None:
@@ -205,34 +195,6 @@ def _fit(
         warn_caller(f"the interrupted fit is started again: {problem}")
         partial.unlink(missing_ok=True)
     return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is such an entry, and not a damaged one (which is said)."""
-    if not path.exists():
-        return False
-    try:
-        if FisherDrift.open(path).metadata.get("cache_key") == path.stem:
-            return True
-        reason = "it is the entry of another model, data set or setting under this name"
-    except FisherError as problem:
-        reason = str(problem)
-    warn_caller(f"the cached Fisher '{path}' is fitted again: {reason}")
-    return False
-
-
-def _prompts_digest(prompts: Any) -> str:
-    digest = hashlib.sha256()
-    if isinstance(prompts, Sequence):
-        for prompt in prompts:
-            ids = torch.as_tensor(prompt, dtype=torch.long).cpu()
-            digest.update(f"{len(ids)}:".encode() + ids.numpy().tobytes())
-    else:
-        for name in ("input_ids", "attention_mask", "labels"):
-            if name in prompts:
-                found = torch.as_tensor(prompts[name], dtype=torch.long).cpu().contiguous()
-                digest.update(f"{name} {tuple(found.shape)}".encode() + found.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _require_whole(model: nn.Module) -> None:

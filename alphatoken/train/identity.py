@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "apart",
+    "content_digest",
     "data_fingerprint",
     "differences",
     "frozen_fingerprint",
@@ -170,11 +171,13 @@ def data_fingerprint(dataset: Any) -> str | None:
     """Digest of a data set's content; None where it cannot be known (streams).
 
     A ``datasets.Dataset``: every row, through its columns. A tensor: shape, dtype and 1,024 evenly
-    spread numbers. Another sequence: its length and 256 evenly spread items. Mappings: part by
-    part. The same for the same content, however it is stored or cached.
+    spread numbers. Another sequence: its length and 256 evenly spread items. Mappings and tuples:
+    part by part. The same for the same content, however it is stored or cached.
     """
     if dataset is None:
         return None
+    if isinstance(dataset, tuple):
+        dataset = {str(number): part for number, part in enumerate(dataset)}
     if isinstance(dataset, Mapping):
         parts = {name: data_fingerprint(dataset[name]) for name in sorted(dataset)}
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -192,6 +195,13 @@ def data_fingerprint(dataset: Any) -> str | None:
                 _add_item(digest.update, dataset[index])
     else:
         return None
+    return digest.hexdigest()
+
+
+def content_digest(content: Any) -> str:
+    """Digest of Python and tensor content, whole: the same for the same numbers in either form."""
+    digest = hashlib.sha256()
+    _add_item(digest.update, content)
     return digest.hexdigest()
 
 

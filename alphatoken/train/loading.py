@@ -30,7 +30,6 @@ __all__ = [
     "freeze_unreached",
     "has_tokenizer",
     "limits_of",
-    "limits_of_named",
     "load_causal_model",
     "load_or_refuse",
     "load_tokenizer",
@@ -132,20 +131,15 @@ def find_limits(parts: ModelParts, **options: Any) -> Limits:
     return Limits(position_limit(config), tokens, getattr(config, "num_hidden_layers", None))
 
 
-def limits_of_named(model: str, args: Any) -> Limits:
-    """:func:`find_limits` of a model that a trainer with these arguments will load by its name."""
+def limits_of(model: Any, args: Any = None) -> Limits:
+    """What a model takes: one at hand, or one that a trainer will load by its name."""
+    if not isinstance(model, str):
+        adapter = find_adapter(model)
+        return Limits(adapter.max_positions(), embedding_rows(model), len(adapter.layers()))
     given: Any = getattr(args, "model_init_kwargs", None) or {}
     options = {n: given[n] for n in ("revision", "trust_remote_code") if n in given}
     trusted = getattr(args, "trust_remote_code", False)
     return find_limits(find_parts(model), **{"trust_remote_code": trusted, **options})
-
-
-def limits_of(model: Any, args: Any = None) -> Limits:
-    """What a model takes: one at hand, or one that a trainer will load by its name."""
-    if isinstance(model, str):
-        return limits_of_named(model, args)
-    adapter = find_adapter(model)
-    return Limits(adapter.max_positions(), embedding_rows(model), len(adapter.layers()))
 
 
 def _rows_held(adapter: str, width: int) -> Iterator[int]:

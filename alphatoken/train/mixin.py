@@ -41,7 +41,7 @@ from alphatoken.train.checks import (
     check_watch,
 )
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.fisher_cache import check_fisher_rows, fisher_tensors
+from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.given_rows import tokenizer_of
 from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
@@ -551,10 +551,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""
         fisher = self.rows.fisher
+        parts = ("reference", "fisher", "factors")
         return {
             **super().alpha_data(),
             "validation_dataset": self.rows.validation,
             "retention_dataset": self.rows.retention,
-            "fisher": None if fisher is None else fisher_tensors(fisher),
+            "fisher": None if fisher is None else {n: getattr(fisher, n) for n in parts},
             "policy_arguments": policy_digest(self._policy),
         }

@@ -25,7 +25,7 @@ from alphatoken.train.identity import run_options
 from alphatoken.train.layouts import layout
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import PolicyStage, TokenPolicy
-from alphatoken.train.second_model import load_reference
+from alphatoken.train.reference import load_reference
 
 __all__ = [
     "TrainingRows",

@@ -1,70 +1,136 @@
-"""The reference model of preference pairs, which reads the policy's tokens."""
+"""Second models, which read the trained model's tokens: loaded, or refused for other ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from alphatoken.errors import ConfigError, ModelError
+import torch
+from torch import nn
+
+from alphatoken.errors import ConfigError, ModelError, require_choice
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.given_rows import tokenizer_of
-from alphatoken.train.loading import has_tokenizer, limits_of_named, load_tokenizer
+from alphatoken.train.loading import (
+    find_parts,
+    has_tokenizer,
+    limits_of,
+    load_causal_model,
+    load_tokenizer,
+)
 
-__all__ = ["check_reference"]
+__all__ = ["check_reference", "check_tokens", "load_reference"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_REMEDY = "a reference of the same family and vocabulary; ref_model=None copies the trained model"
 
 
-def check_reference(given: Mapping[str, Any]) -> None:
-    """Refuse a reference to which the policy's token ids are nothing, or other tokens.
+def check_tokens(own: Any, rows: int, other: Any = None, tokens: int | None = None) -> None:
+    """Refuse a second model to which the trained model's token ids are nothing, or other tokens.
 
-    Its embedding may have fewer rows than the policy's where no token is among those it lacks. A
-    token that its tokenizer does not name at all contradicts nothing: it may be a reserved one.
+    Its embedding may have fewer rows than the trained model's where no token is among those it
+    lacks. A token that its tokenizer does not name at all contradicts nothing: it may be a reserved
+    one.
 
     Args:
-        given: arguments of the trainer below; ``ref_model`` None is a copy of the policy.
+        own: tokenizer of the trained model.
+        rows: of the second model's embedding.
+        other: tokenizer of the second model, where it has one.
+        tokens: rows of the trained model's embedding, where it has fewer than its tokenizer tokens.
 
     Raises:
         ConfigError: names what differs.
     """
-    reference = given.get("ref_model")
-    rows = None if reference is None else embedding_rows(reference)
-    if rows is None:
-        return
-    own = tokenizer_of(given)
-    model = given.get("model")
-    if isinstance(model, str):
-        held = limits_of_named(model, given.get("args")).tokens
-    else:
-        held = embedding_rows(model)
-    tokens = min(len(own), held or len(own))
-    if rows < tokens:
+    count = min(len(own), tokens or len(own))
+    if rows < count:
         raise ConfigError(
-            "ref_model has no row for some tokens of the policy",
-            got=f"{rows} rows, {tokens} tokens",
+            "the reference model has no row for some tokens of the trained model",
+            got=f"{rows} rows, {count} tokens",
             why="it would be asked about tokens that it has never seen",
-            remedy="ref_model=None, which copies the policy, or a reference of the same vocabulary",
+            remedy=_REMEDY,
         )
-    other = _tokenizer_beside(reference, own)
     ids = {} if other is None else other.get_vocab()
     wrong = [text for text, number in own.get_vocab().items() if ids.get(text, number) != number]
     if wrong:
         text = wrong[0]
         raise ConfigError(
-            "the tokens of ref_model are not the policy's",
+            "the tokens of the reference model are not the trained model's",
             got=f"{len(wrong)} of {len(own)} tokens, such as {text!r}: id "
             f"{own.get_vocab()[text]} here, {ids[text]} in the reference",
             why="the same ids would be other words to it",
-            remedy="ref_model=None, which copies the policy, or a reference of the same vocabulary",
+            remedy=_REMEDY,
         )
 
 
-def _tokenizer_beside(reference: Any, own: Any) -> Any:
-    """Of the folder, or the stored files of the hub, that the reference was loaded from."""
+def check_reference(given: Mapping[str, Any]) -> None:
+    """Refuse a reference of preference pairs that reads other tokens; see :func:`check_tokens`.
+
+    Args:
+        given: arguments of the trainer below; ``ref_model`` None is a copy of the trained model.
+    """
+    reference = given.get("ref_model")
+    rows = None if reference is None else embedding_rows(reference)
+    if rows is None:
+        return
+    own, model = tokenizer_of(given), given.get("model")
+    held = (
+        limits_of(model, given.get("args")).tokens
+        if isinstance(model, str)
+        else embedding_rows(model)
+    )
     name = getattr(getattr(reference, "config", None), "_name_or_path", None)
-    if not name or name == getattr(own, "name_or_path", None):
-        return None
+    other = None
+    if name and name != getattr(own, "name_or_path", None):
+        try:
+            if has_tokenizer(name, local_files_only=True):
+                other = load_tokenizer(name, local_files_only=True)
+        except ModelError:  # what is there cannot be read: nothing is known of it
+            pass
+    check_tokens(own, rows, other, held)
+
+
+def load_reference(
+    name: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "float32",
+    tokenizer: Any = None,
+) -> nn.Module:
+    """A causal language model without gradients, in evaluation mode.
+
+    A folder with a PEFT adapter gives its base model with the adapter merged.
+
+    Args:
+        name: folder, or name on the hub.
+        device: where it runs; need not be the trained model's.
+        dtype: of its weights: "bfloat16" halves the memory of "float32".
+        tokenizer: of the model that is trained; None compares nothing.
+
+    Raises:
+        ConfigError: it cannot be loaded, an unknown dtype, or it reads other tokens.
+    """
+    kind = str(dtype).removeprefix("torch.")
+    require_choice("dtype of the reference model", kind, _DTYPES)
     try:
-        if has_tokenizer(name, local_files_only=True):
-            return load_tokenizer(name, local_files_only=True)
-    except ModelError:  # what is there cannot be read: nothing is known of it
-        pass
-    return None
+        parts = find_parts(name)
+        model: Any = load_causal_model(
+            parts.model, adapter=parts.adapter, device=device, dtype=_DTYPES[kind]
+        )
+        other = None if tokenizer is None else load_tokenizer(parts.tokenizer)
+    except ModelError as problem:
+        raise ConfigError(
+            "the reference model cannot be loaded, or its tokenizer",
+            got=problem.got,
+            remedy="give a folder written by save_pretrained, its tokenizer beside it, or a name "
+            "on the hub",
+        ) from problem
+    if tokenizer is not None:
+        check_tokens(tokenizer, model.get_input_embeddings().weight.shape[0], other)
+    merged: nn.Module = model if parts.adapter is None else model.merge_and_unload()
+    return merged.eval().requires_grad_(False)

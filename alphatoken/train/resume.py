@@ -6,7 +6,7 @@ and know nothing of the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from alphatoken.train.manifest import (
     verify,
 )
 
-__all__ = ["chosen_checkpoint", "finished_step", "note_finished", "note_run", "require_same_run"]
+__all__ = ["chosen_checkpoint", "note_run", "require_same_run"]
 
 
 def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path, Manifest] | None:
@@ -80,28 +80,6 @@ def note_run(output_dir: Path, run: str, facts: Mapping[str, Any]) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     told = {name: facts[name] for name in ("options", "versions")}
     write_json(output_dir / RUN, {"run": run, **told, "results": RESULTS})
-
-
-def note_finished(output_dir: Path, step: int) -> None:
-    """Leave in the folder that its run ended with this step, and that its model is written."""
-    write_json(output_dir / RUN, {**(read_json(output_dir / RUN) or {}), "finished": step})
-
-
-def finished_step(output_dir: Path, facts: Callable[[], Mapping[str, Any]]) -> int | None:
-    """The step that this run ended with, if nothing of it is left to do; else None.
-
-    Args:
-        output_dir: where :func:`note_finished` may have said so.
-        facts: gives what this run's result depends on; asked only where the run has ended, since
-            it reads data and weights.
-    """
-    latest = latest_complete(output_dir, _current_run(output_dir))
-    if latest is None or not any(output_dir.glob("*.safetensors")):
-        return None
-    manifest = latest[1]
-    if (read_json(output_dir / RUN) or {}).get("finished") != manifest.step:
-        return None
-    return None if apart(manifest.facts, facts())[0] else manifest.step
 
 
 def require_same_run(

@@ -25,7 +25,6 @@ from alphatoken.support.storage import read_tensors
 from alphatoken.train import identity, manifest
 from alphatoken.train.checkpoint import STAGING
 from alphatoken.train.manifest import MANIFEST, latest_complete, verify
-from alphatoken.train.resume import note_finished
 from tests.integration import tiny_training as tiny
 from tests.integration.killed_run import Moment, Run, fails, finish, kill
 from tests.places import NIGHTLY
@@ -326,22 +325,6 @@ def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_taken(run: Run) -> 
     trainer = run.trainer()
     trainer.train(resume_from_checkpoint=str(run.out / "checkpoint-8"))
     assert json.loads((run.out / manifest.RUN).read_text())["run"] == first
-
-
-def test_a_run_is_finished_when_its_last_step_and_its_model_are_there(run: Run) -> None:
-    assert run.trainer().finished() is None, "no model was written yet"
-    (run.out / "model.safetensors").touch()
-    note_finished(run.out, 8)
-    assert run.trainer().finished() == 8
-    assert replace(run, options={**run.options, "max_steps": 9}).trainer().finished() is None
-    shutil.move(run.out / "checkpoint-8", run.folder / "aside")
-    assert run.trainer().finished() is None, "the last step is to be done again"
-    shutil.move(run.folder / "aside", run.out / "checkpoint-8")
-    new = run.trainer()
-    new.add_callback(_Raise(2))
-    with pytest.raises(KeyboardInterrupt):
-        new.train()
-    assert run.trainer().finished() is None, "another run has begun in the folder"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -137,17 +137,6 @@ def test_key_depends_on_everything_that_the_fit_does() -> None:
     assert keys[0] == key(tiny.model(), value_seed=7, keep_ratio=0.3), "no part in the fit"
 
 
-def test_entry_of_something_else_is_never_used(tmp_path: Path) -> None:
-    right = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path / "right")
-    (good,) = (tmp_path / "right").glob("*.safetensors")
-    fitted_fisher(tiny.model(seed=1), PROMPTS, options(), tmp_path / "other")
-    (foreign,) = (tmp_path / "other").glob("*.safetensors")
-    shutil.copy(foreign, good)
-    with pytest.warns(UserWarning, match="another model"):
-        found = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path / "right")
-    assert equal(found, right)
-
-
 @pytest.mark.parametrize("harm", [lambda b: b[:-1], lambda b: b[:-9] + b"\x00" * 9, lambda b: b""])
 def test_damaged_entry_is_fitted_again(tmp_path: Path, harm: Callable[[bytes], bytes]) -> None:
     right = fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path)

@@ -126,7 +126,7 @@ def test_a_reference_without_rows_for_the_tokens_is_refused_before_work(
     paired(tmp_path, tiny.model(), large)
     paired(tmp_path, large)
     monkeypatch.setattr(AlphaDPOTrainer, "_prepare_dataset", None)  # nothing is tokenised
-    with pytest.raises(ConfigError, match="ref_model has no row for some tokens") as caught:
+    with pytest.raises(ConfigError, match="reference model has no row for some tokens") as caught:
         paired(tmp_path, small)
     assert f"{size - 1} rows, {size} tokens" in caught.value.got
 
@@ -145,7 +145,9 @@ def test_a_reference_of_another_tokenizer_is_refused_before_work(
     own.add_tokens(["<step>"])  # that the reference's lacks is no contradiction
     paired(tmp_path / "run", loaded["same"])
     monkeypatch.setattr(AlphaDPOTrainer, "_prepare_dataset", None)
-    with pytest.raises(ConfigError, match="tokens of ref_model are not the policy's") as caught:
+    with pytest.raises(
+        ConfigError, match="tokens of the reference model are not the trained model's"
+    ) as caught:
         paired(tmp_path / "run", loaded["other"])
     assert "2 of" in caught.value.got
 

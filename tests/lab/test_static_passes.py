@@ -26,7 +26,7 @@ from alphatoken.support.progress import Progress
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicySettings, PolicyStage
-from alphatoken.train.second_model import check_tokenizers, load_reference
+from alphatoken.train.reference import check_tokens, load_reference
 from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.less import LESS
 from alphatoken_lab.methods.self_evolving import self_evolving
@@ -161,16 +161,16 @@ def test_a_reference_in_bfloat16(tmp_path: Path) -> None:
 
 def test_reference_models_that_do_not_fit(tmp_path: Path) -> None:
     folder, other = subjects.model_folder(), tiny.tokenizer()
-    with pytest.raises(ConfigError, match="tokenizer is not the trained model's"):
+    with pytest.raises(ConfigError, match="no row for some tokens|are not the trained model's"):
         load_reference(folder, tokenizer=other)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_reference(tmp_path / "absent")
     with pytest.raises(ConfigError, match="dtype of the reference model must be one of"):
         load_reference(folder, dtype="int4")
     tiny.model().save_pretrained(tmp_path / "bare")
-    with pytest.raises(ConfigError, match=r"38 rows|no tokenizer|rows of embeddings"):
+    with pytest.raises(ConfigError, match="or its tokenizer"):
         load_reference(tmp_path / "bare", tokenizer=subjects.tokenizer())
-    with pytest.raises(ConfigError, match="no tokenizer"):
+    with pytest.raises(ConfigError, match="or its tokenizer"):
         load_reference(tmp_path / "bare", tokenizer=other)
     other.save_pretrained(tmp_path / "bare")
     assert load_reference(tmp_path / "bare", tokenizer=other) is not None
@@ -180,13 +180,13 @@ def test_tokenizers_that_differ_in_one_token() -> None:
     from transformers import PreTrainedTokenizerFast
 
     own = tiny.tokenizer()
-    check_tokenizers(own, tiny.tokenizer())
+    check_tokens(own, len(own), tiny.tokenizer())
     text = own.backend_tokenizer.to_str().replace('"a":4', '"a":5').replace('"b":5', '"b":4')
     from tokenizers import Tokenizer
 
     swapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text))
     with pytest.raises(ConfigError, match=r"2 of \d+ tokens"):
-        check_tokenizers(own, swapped)
+        check_tokens(own, len(own), swapped)
 
 
 def test_a_reference_with_an_adapter(tmp_path: Path) -> None:

@@ -344,7 +344,6 @@ check_a_moving_reference_is_looked_at_anew | | (log 2) | exact
 check_a_collator_labels_every_batch | | (the collator's labels) | exact
 check_the_routers_loss_is_trained | | (transformers' own trainer) | exact
 check_rounding_is_told_from_results | | (by hand) | exact
-check_a_finished_run_is_known | | (by hand) | exact
 check_a_reference_reads_the_policys_tokens | | (by hand) | exact
 check_tokens_without_a_row_are_refused | | (the vocabulary) | exact
 check_a_fisher_refuses_gradients_that_count_tokens | | (the scope) | exact

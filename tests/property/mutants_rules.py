@@ -9,8 +9,7 @@ NEEDS = ("trl", "peft")
 DPO = "train.dpo.AlphaDPOTrainer"
 LABELLED = "train.sft.LabelledRows"
 APART = "train.identity.apart"
-FINISHED = "train.resume.finished_step"
-REFERENCE = "train.reference.check_reference"
+REFERENCE = "train.reference.check_tokens"
 LENGTH = tuple(
     claim(rules.check_the_pool_begins_at_log_two, name, examples=1, needs=NEEDS)
     for name in ("by length", "by length, ahead")
@@ -37,11 +36,6 @@ def _rowless(what: str, adapted: bool = False) -> Claim:
 def _resumed(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
     one = claim(rules.check_rounding_is_told_from_results, case, examples=1, needs=NEEDS)
     return mutant(name, sentence, (APART, old, new), one)
-
-
-def _ended(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
-    one = claim(rules.check_a_finished_run_is_known, case, examples=1, needs=NEEDS)
-    return mutant(name, sentence, (FINISHED, old, new), one)
 
 
 def _reference(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
@@ -182,46 +176,25 @@ MUTANTS = (
         "",
         "two processes, on purpose",
     ),
-    _ended(
-        "cut-off-taken-for-finished",
-        "a run that was cut off after its last checkpoint is left without its model's last word",
-        '(read_json(output_dir / RUN) or {}).get("finished") != manifest.step',
-        "False",
-        "cut off after its last checkpoint",
-    ),
-    _ended(
-        "finished-without-its-model",
-        "a run whose model is gone is left as it is",
-        ' or not any(output_dir.glob("*.safetensors"))',
-        "",
-        "without its model",
-    ),
-    _ended(
-        "finished-with-another-result",
-        "a finished run is taken for one of other rows",
-        "None if apart(manifest.facts, facts())[0] else manifest.step",
-        "manifest.step",
-        "other rows",
-    ),
     _reference(
         "reference-without-the-policys-rows",
         "a reference is asked about tokens that it has no row for",
-        "if rows < tokens:",
+        "if rows < count:",
         "if False:",
         "a row too few",
     ),
     _reference(
         "reference-held-to-tokens-without-a-row",
         "a reference is refused for tokens that the policy has no row for either",
-        "min(len(own), held or len(own))",
+        "min(len(own), tokens or len(own))",
         "len(own)",
         "as small as the policy",
     ),
     _reference(
         "reference-held-to-the-policys-padding",
         "a reference is refused for rows of the policy that are no tokens",
-        "min(len(own), held or len(own))",
-        "held or len(own)",
+        "min(len(own), tokens or len(own))",
+        "tokens or len(own)",
         "beside a padded policy",
     ),
     _reference(

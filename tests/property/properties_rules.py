@@ -12,7 +12,6 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,38 +227,6 @@ def check_rounding_is_told_from_results(name: str) -> None:
     assert (bool(refused), bool(noted)) == (done == "refused", done == "noted"), name
 
 
-ENDED: dict[str, tuple[dict[str, Any], int | None, bool, bool]] = {
-    "the same": ({}, 8, True, True),
-    "cut off after its last checkpoint": ({}, None, True, False),
-    "without its model": ({}, 8, False, False),
-    "two processes": ({"processes": 2}, 8, True, False),
-    "other rows": (OTHER_ROWS, 8, True, False),
-    "learning rate": (FASTER, 8, True, False),
-    "checkpointing": (CHECKPOINTED, 8, True, True),
-}
-"""What is asked for otherwise, the step that the run ended with, whether its model is written, and
-whether nothing is left to do."""
-
-
-def check_a_finished_run_is_known(name: str) -> None:
-    """A run that ended with its model written is left as it is exactly where all that its result
-    depends on is the same but for rounding, processes included."""
-    resume, manifest = map(import_module, ("alphatoken.train.resume", "alphatoken.train.manifest"))
-    changed, ended, written, nothing_left = ENDED[name]
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        (folder / "checkpoint-8").mkdir()
-        seal = manifest.Manifest(8, "a run", True, FACTS)
-        manifest.write_manifest(folder / "checkpoint-8", seal)
-        resume.note_run(folder, "a run", FACTS)
-        if ended is not None:
-            resume.note_finished(folder, ended)
-        if written:
-            (folder / "model.safetensors").touch()
-        found = resume.finished_step(folder, lambda: {**FACTS, **changed})
-    assert found == (8 if nothing_left else None), f"{name}: {found}"
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 REFERENCES: dict[str, tuple[int, int, str | None, str]] = {
@@ -267,7 +234,7 @@ REFERENCES: dict[str, tuple[int, int, str | None, str]] = {
     "a row too few": (-1, 0, running.ALPHABET, "has no row for some tokens"),
     "as small as the policy": (-2, -2, running.ALPHABET, ""),
     "beside a padded policy": (0, 8, running.ALPHABET, ""),
-    "two tokens exchanged": (0, 0, f"ba{running.ALPHABET[2:]}", "are not the policy's"),
+    "two tokens exchanged": (0, 0, f"ba{running.ALPHABET[2:]}", "are not the trained model's"),
     "the last tokens not named": (0, 0, running.ALPHABET[:-3], ""),
     "without a tokenizer": (0, 0, None, ""),
 }

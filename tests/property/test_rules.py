@@ -43,12 +43,6 @@ def test_resumed_options(name: str) -> None:
     claims.check_rounding_is_told_from_results(name)
 
 
-@pytest.mark.parametrize("name", list(claims.ENDED))
-def test_finished_runs(name: str) -> None:
-    need(*TRAINERS)
-    claims.check_a_finished_run_is_known(name)
-
-
 @pytest.mark.parametrize("name", list(claims.REFERENCES))
 def test_references(name: str) -> None:
     need(*TRAINERS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage
-from alphatoken.train.second_model import load_reference
+from alphatoken.train.reference import load_reference
 from alphatoken_lab.methods.preference import PreferencePolicy
 from alphatoken_lab.methods.static import device_of, model_losses
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
