@@ -15,7 +15,7 @@ ROOMS = {
     "certificate": 1_383,
     "cli": 4_606,
     "corpus": 1_771,
-    "data": 2_629,
+    "data": 2_613,
     "demo": 717,
     "direction": 3_956,
     "estimate": 1_927,
@@ -32,8 +32,8 @@ ROOMS = {
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_505,
-    "compare": 4_136,
+    "commands": 2_504,
+    "compare": 4_075,
     "methods": 4_736,
     "paper": 814,
 }
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 70_236)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 70_237)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.reading import fields_of, unread_columns
+from alphatoken.cli.reading import fields_of
 from alphatoken.data import (
     EncodeOptions,
     Example,
     Pair,
-    PairFields,
     Reading,
     encode_row,
     pair_of,
@@ -192,9 +191,10 @@ class RowReader:
     ) -> Item:
         data, args = self.data, self.arguments.training
         if self.pairs:
-            columns = (data.prompt_column, data.chosen_column, data.rejected_column)
-            fields = PairFields(*columns, unread_columns(data), held)
-            pair = pair_of(record, index, place, fields, reading)
+            named = fields_of(
+                data, chosen=data.chosen_column, rejected=data.rejected_column, optional=held
+            )
+            pair = pair_of(record, index, place, named, reading)
             for said in (pair.chosen, pair.rejected):
                 row = replace(pair.row, turns=(*pair.prompt, *said))
                 require_shown(row, self.tokenizer, self.how)

@@ -22,7 +22,7 @@ from alphatoken.data.encode import (
     encode_row,
     encode_rows,
 )
-from alphatoken.data.pairs import Pair, PairFields, pair_of, read_pairs
+from alphatoken.data.pairs import Pair, pair_of, read_pairs
 from alphatoken.data.pieces import TokenText, token_texts
 from alphatoken.data.reading import Reading
 from alphatoken.data.rows import Fields, Row, Turn, row_of
@@ -37,7 +37,6 @@ __all__ = [
     "Example",
     "Fields",
     "Pair",
-    "PairFields",
     "Pools",
     "Reading",
     "Row",

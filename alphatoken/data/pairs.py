@@ -17,6 +17,7 @@ from alphatoken.data.reading import Columns, Reading, short
 from alphatoken.data.rows import (
     CHATS,
     PROMPTS,
+    Fields,
     Row,
     Turn,
     prompt_turns,
@@ -28,7 +29,7 @@ from alphatoken.data.rows import (
 from alphatoken.data.source import find_source, take_rows
 from alphatoken.errors import DataError
 
-__all__ = ["CHOSEN", "REJECTED", "Pair", "PairFields", "pair_of", "read_pairs"]
+__all__ = ["CHOSEN", "REJECTED", "Pair", "pair_of", "read_pairs"]
 
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
@@ -56,25 +57,8 @@ class Pair:
         return Row(self.index, self.place, (*self.prompt, *self.chosen))
 
 
-@dataclass(frozen=True)
-class PairFields:
-    """Names of the fields to read; None means: the first known name that the row has.
-
-    Known names: those of a prompt in ``Fields``, or none, where both responses are whole
-    conversations; chosen, chosen_response; rejected, rejected_response.
-    """
-
-    prompt: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-    unread: tuple[str, ...] = ()
-    """Columns to be left aside, also where they change the conversation."""
-    optional: bool = False
-    """As of ``Fields``."""
-
-
 def read_pairs(
-    path: str | Path, *, fields: PairFields | None = None, limit: int | None = None
+    path: str | Path, *, fields: Fields | None = None, limit: int | None = None
 ) -> list[Pair]:
     """The pairs of a data file or folder; logs what was read as what, as ``read_rows`` does.
 
@@ -89,7 +73,7 @@ def pair_of(
     record: Mapping[str, Any],
     index: int,
     place: str,
-    fields: PairFields | None = None,
+    fields: Fields | None = None,
     reading: Reading | None = None,
 ) -> Pair:
     """One record, of a file or of any other source, as a pair; see ``row_of``.
@@ -97,7 +81,7 @@ def pair_of(
     Raises:
         DataError: a missing or wrong field, or one that would be lost; the message names ``place``.
     """
-    fields = fields or PairFields()
+    fields = fields or Fields()
     columns = Columns(record, place, fields.unread)
     fields = columns.present(fields)
     chosen = columns.take(_name(columns, fields.chosen, CHOSEN, "chosen"), "chosen")

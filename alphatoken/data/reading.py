@@ -56,9 +56,7 @@ class Columns:
         if not fields.optional:
             return fields
         named = ("prompt", "response", "messages", "chosen", "rejected")
-        absent = [
-            n for n in named if getattr(fields, n, None) and not self.first([getattr(fields, n)])
-        ]
+        absent = [name for name in named if getattr(fields, name) not in self._values]
         return replace(fields, **dict.fromkeys(absent))
 
     def take(self, name: str, role: str) -> Any:

@@ -102,12 +102,15 @@ class Fields:
 
     Known names: prompt, instruction, question, query, each with an optional ``input`` or
     ``context``; response, output, answer, completion; messages, conversations; system,
-    system_prompt, system_message; history.
+    system_prompt, system_message; history. Of a pair: those of a prompt, or none, where both
+    responses are whole conversations; chosen, chosen_response; rejected, rejected_response.
     """
 
     prompt: str | None = None
     response: str | None = None
     messages: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
     prompt_only: bool = False
     """A row may have no response (it is then empty): enough to draw the model's own ones."""
     unread: tuple[str, ...] = ()

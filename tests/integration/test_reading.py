@@ -14,7 +14,6 @@ from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import (
     EncodeOptions,
     Fields,
-    PairFields,
     Reading,
     Row,
     encode_row,
@@ -126,7 +125,7 @@ def test_named_columns_may_be_absent_from_held_out_rows() -> None:
     with pytest.raises(DataError, match="no field 'text'"):
         row_of({"prompt": "a", "response": "b"}, 0, "here", Fields("text", "code"))
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    assert pair_of(pair, 0, "here", PairFields(chosen="good", optional=True)).chosen[0].text == "b"
+    assert pair_of(pair, 0, "here", Fields(chosen="good", optional=True)).chosen[0].text == "b"
 
 
 def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
@@ -143,7 +142,7 @@ def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
         pair_of({"prompt": "Another?", **whole}, 0, "here")
     with pytest.raises(DataError, match="'tools' has no place"):
         pair_of({**record, **pair, "tools": [{}]}, 0, "here")
-    assert pair_of({**record, **pair, "tools": [{}]}, 0, "here", PairFields(unread=("tools",)))
+    assert pair_of({**record, **pair, "tools": [{}]}, 0, "here", Fields(unread=("tools",)))
     marked = [{"role": "assistant", "content": "cherry", "weight": 0}]
     with pytest.raises(DataError, match="not to be trained on"):
         pair_of({"prompt": "Who?", "chosen": marked, "rejected": "plum"}, 0, "here")

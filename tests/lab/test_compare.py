@@ -19,6 +19,7 @@ import yaml
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from alphatoken.data import EncodeOptions, encode_rows, read_pairs, read_rows
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.storage import write_json
@@ -26,11 +27,10 @@ from alphatoken.train.loading import load_with_tokenizer
 from alphatoken.train.policies import policy_names
 from alphatoken_lab.commands.compare import _for_processes
 from alphatoken_lab.compare.evaluate import (
+    encode_file,
     mean_response_loss,
     measure,
     preference_losses,
-    read_examples,
-    read_pair_examples,
 )
 from alphatoken_lab.compare.folder import GridFolder
 from alphatoken_lab.compare.grid import Cell, Grid, Reference, TaskSpec, all_cells
@@ -153,7 +153,7 @@ def _is_between(out: Path, model: Path, found: dict[str, Any], target: Path) -> 
     start, tokenizer = load_with_tokenizer(model)
     state, base = trained.state_dict(), start.state_dict()
     trained.load_state_dict({k: 0.5 * state[k] + 0.5 * base[k] for k in state})
-    loss = mean_response_loss(trained.eval(), read_examples(target, tokenizer))
+    loss = mean_response_loss(trained.eval(), encode_rows(read_rows(target), tokenizer)[0])
     assert found["wise-ft"]["target"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -636,7 +636,7 @@ def test_losses_are_the_model_s_own(model: Path, tmp_path: Path) -> None:
     one, tokenizer = load_with_tokenizer(model)
     rows = [{"prompt": f"ask {i}", "response": "say " + "1 2 " * i} for i in range(1, 6)]
     file = write(tmp_path / "rows.jsonl", rows)
-    examples = read_examples(file, tokenizer)
+    examples = encode_rows(read_rows(file), tokenizer)[0]
     total = count = 0.0
     for example in examples:
         ids, labels = torch.tensor([example.input_ids]), torch.tensor([example.labels])
@@ -652,7 +652,8 @@ def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
     start, tokenizer = load_with_tokenizer(model)
     pairs = [{"prompt": f"ask {i}", "chosen": f"say {i}", "rejected": "say"} for i in range(4)]
     pairs.append({"prompt": "ask 7", "chosen": "", "rejected": "say"})  # left out, both sides
-    found = read_pair_examples(write(tmp_path / "pairs.jsonl", pairs), tokenizer)
+    file = write(tmp_path / "pairs.jsonl", pairs)
+    found = encode_file(file, read_pairs(file), tokenizer, EncodeOptions(on_empty="skip"))
     assert [len(side) for side in found] == [4, 4]
     same = preference_losses(start, start, found)
     assert same == {"loss": pytest.approx(0.6931472), "accuracy": 50.0, "margin": 0.0}

@@ -11,10 +11,11 @@ import pytest
 import yaml
 from tokenizers.normalizers import Lowercase
 
+from alphatoken.data import encode_rows, read_rows
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.loading import load_causal_model, load_with_tokenizer
 from alphatoken_lab.compare.cell import run_cell
-from alphatoken_lab.compare.evaluate import mean_response_loss, read_examples
+from alphatoken_lab.compare.evaluate import mean_response_loss
 from alphatoken_lab.compare.measures import Measures
 from tests.both_programs import main
 from tests.places import data_folder
@@ -78,7 +79,7 @@ def test_losses_and_judged_answers_of_a_folder(
     said = capsys.readouterr().out
     found = result(files)
     model, tokenizer = load_with_tokenizer(library_decoder)
-    examples = read_examples(files["rows"], tokenizer)
+    examples = encode_rows(read_rows(files["rows"]), tokenizer)[0]
     assert found["details"]["target_loss"] == pytest.approx(mean_response_loss(model, examples))
     assert found["details"]["target/mine"] == found["target"] == 100.0
     assert found["overall"] is None  # nothing was measured of general capability
@@ -118,7 +119,7 @@ def test_an_adapter_s_folder_is_its_base_with_it(
     if own:  # as after a training with another one: it reads other tokens
         tokenizer.backend_tokenizer.normalizer = Lowercase()
         tokenizer.save_pretrained(tmp_path / "lora")
-    wanted = mean_response_loss(adapted, read_examples(files["rows"], tokenizer))
+    wanted = mean_response_loss(adapted, encode_rows(read_rows(files["rows"]), tokenizer)[0])
     words = ["evaluate", str(tmp_path / "lora"), "--retention_file", files["rows"], "--quiet"]
     sets = ["--judge_set", f"mine={files['questions']}", "--max_new_tokens", "6",
             "--judge", "likelihood", "--judge_model", str(library_decoder)]  # fmt: skip

@@ -143,7 +143,7 @@ def check_named_files(cells: Sequence[Cell], code_container: str | None) -> None
 
     Rows that are measured are read, and what judges are asked; tasks are looked up.
     """
-    from alphatoken_lab.compare.evaluate import check_rows
+    from alphatoken_lab.compare.evaluate import read_files
     from alphatoken_lab.compare.harness import check_tasks
     from alphatoken_lab.compare.scores import read_sets
 
@@ -158,7 +158,7 @@ def check_named_files(cells: Sequence[Cell], code_container: str | None) -> None
     measured, commands = _measures(cells), {cell.task: cell.command for cell in cells}
     check_tasks(measured.values(), code_container=code_container)
     for task, measures in measured.items():
-        check_rows(measures, commands[task])
+        read_files(measures, commands[task])
         read_sets(measures)
 
 

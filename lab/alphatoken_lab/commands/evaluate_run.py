@@ -26,7 +26,7 @@ from alphatoken.train.loading import (
 )
 from alphatoken_lab.commands.compare_grid import expanded, require_known
 from alphatoken_lab.commands.evaluate import EvaluateOptions
-from alphatoken_lab.compare.evaluate import check_rows, encode_files, measure, require_template
+from alphatoken_lab.compare.evaluate import encode_files, measure, read_files, require_template
 from alphatoken_lab.compare.measures import OPPONENT, Measures
 from alphatoken_lab.compare.scores import Prepared, prepare
 from alphatoken_lab.compare.tables import markdown, setting_text
@@ -52,12 +52,12 @@ def run(options: EvaluateOptions) -> None:
     start = options.start or (None if parts.adapter is None else parts.model)
     _require_start(measures, command, start)
     fields = fields_of(options, optional=True)
-    check_rows(measures, command, fields)
+    rows = read_files(measures, command, fields)
     ready = prepare(measures, code_container=options.code_container)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
     require_template(tokenizer, measures)
     limits = find_limits(parts, trust_remote_code=options.trust_remote_code)
-    encoded = encode_files(measures, command, tokenizer, limits, fields)
+    encoded = encode_files(rows, measures, tokenizer, limits)
     if options.dry_run:
         _show(measures, ready, parts)
         return

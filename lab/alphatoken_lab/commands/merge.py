@@ -110,7 +110,7 @@ def _check(options: MergeOptions, out: Path) -> Encoded:
     from alphatoken.cli.reading import fields_of
     from alphatoken.corpus.folder import require_writable
     from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
-    from alphatoken_lab.compare.evaluate import check_rows, encode_files
+    from alphatoken_lab.compare.evaluate import encode_files, read_files
     from alphatoken_lab.compare.measures import Measures
 
     if out.exists():
@@ -127,9 +127,8 @@ def _check(options: MergeOptions, out: Path) -> Encoded:
         max_length=options.max_length,
     )
     fields = fields_of(options, optional=True)
-    check_rows(files, "sft", fields)
-    tokenizer = load_tokenizer(parts.tokenizer)
-    return encode_files(files, "sft", tokenizer, find_limits(parts), fields)
+    rows = read_files(files, "sft", fields)
+    return encode_files(rows, files, load_tokenizer(parts.tokenizer), find_limits(parts))
 
 
 def _fishers(options: MergeOptions) -> Fishers | None:

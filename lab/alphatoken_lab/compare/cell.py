@@ -21,7 +21,7 @@ from alphatoken.support.storage import read_json, write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.layouts import SHARDED, layout
 from alphatoken.train.policies import TRAINER_POLICIES
-from alphatoken_lab.compare.evaluate import check_rows, measure
+from alphatoken_lab.compare.evaluate import measure, read_files
 from alphatoken_lab.compare.folder import CellFolder
 from alphatoken_lab.compare.measures import Measures
 from alphatoken_lab.compare.scores import prepare
@@ -67,7 +67,7 @@ def run_cell(
     measures = None if spec["measures"] is None else Measures(**spec["measures"])
     ready = None  # what is asked of the model is read before it is trained
     if measures is not None and _first():
-        check_rows(measures, spec["command"])
+        read_files(measures, spec["command"])
         ready = prepare(measures, code_container=code_container)
     if spec["kind"] == "train":
         model, tokenizer, found = _train(spec, folder, build, loaded)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -21,18 +22,14 @@ from torch.nn import functional as F
 
 from alphatoken.data import (
     EncodeOptions,
-    EncodeReport,
     Example,
     Fields,
     Pair,
-    PairFields,
-    Reading,
     Row,
     batches,
     encode_rows,
-    pair_of,
-    read_records,
-    row_of,
+    read_pairs,
+    read_rows,
 )
 from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask
@@ -45,22 +42,24 @@ from alphatoken_lab.compare.measures import Measures, Score
 from alphatoken_lab.compare.scores import Prepared, prepare, scores
 
 __all__ = [
-    "check_rows",
+    "encode_file",
     "encode_files",
     "mean_response_loss",
     "measure",
     "preference_losses",
-    "read_examples",
-    "read_pair_examples",
+    "read_files",
     "require_template",
     "response_log_probs",
 ]
+
+Rows = Mapping[str, list[Row] | list[Pair]]
+"""Rows or pairs of each file as they were read, by what the file is for."""
 
 PairExamples = tuple[list[Example], list[Example]]
 """Chosen and rejected, pair by pair."""
 
 Encoded = Mapping[str, list[Example] | PairExamples]
-"""Rows or pairs of each file, by what the file is for."""
+"""The same as tokens."""
 
 _log = logging.getLogger("alphatoken.data")
 
@@ -79,8 +78,8 @@ def _has_pairs(name: str, command: str) -> bool:
     return command == "dpo" and name != "retention"
 
 
-def check_rows(measures: Measures, command: str, fields: Fields | None = None) -> None:
-    """Read every file of rows once, without a tokenizer: before a model is loaded or trained.
+def read_files(measures: Measures, command: str, fields: Fields | None = None) -> Rows:
+    """The rows of every file, without a tokenizer: before a model is loaded or trained.
 
     Args:
         measures: what is asked for.
@@ -90,37 +89,22 @@ def check_rows(measures: Measures, command: str, fields: Fields | None = None) -
     Raises:
         DataError: a file cannot be read, a row is none, or no row has a response.
     """
+    found: dict[str, list[Row] | list[Pair]] = {}
     for name, path in _files(measures).items():
-        answered, reading = False, Reading(Path(path).name)
-        for i, (place, record) in enumerate(read_records(path)):
-            if _has_pairs(name, command):
-                pair_of(record, i, place, _of_pairs(fields), reading)
-                answered = True
-            else:
-                row = row_of(record, i, place, fields, reading)
-                answered = answered or bool(row.response.strip())
-        reading.say()
-        if not answered:
+        if command == "dpo" and name != "retention":
+            found[name] = read_pairs(path, fields=fields)
+            continue
+        found[name] = rows = read_rows(path, fields=fields)
+        if not any(row.response.strip() for row in rows):
             raise DataError(
                 f"{name}_file has no response to measure",
                 got=path,
                 remedy="rows of which one at least has a response",
             )
+    return found
 
 
-def _of_pairs(fields: Fields | None) -> PairFields | None:
-    if fields is None:
-        return None
-    return PairFields(fields.prompt, unread=fields.unread, optional=fields.optional)
-
-
-def encode_files(
-    measures: Measures,
-    command: str,
-    tokenizer: Any,
-    limits: Limits,
-    fields: Fields | None = None,
-) -> Encoded:
+def encode_files(rows: Rows, measures: Measures, tokenizer: Any, limits: Limits) -> Encoded:
     """The rows of every file as tokens; says how many are not measured, or not to their end.
 
     The model need not be loaded.
@@ -129,100 +113,55 @@ def encode_files(
         ConfigError: ``max_length`` is more than the model allows. DataError: a row cannot be
             written as tokens, or none has a response; the message names it.
     """
-    length = limits.length(measures.max_length)
-    found: dict[str, list[Example] | PairExamples] = {}
-    for name, path in _files(measures).items():
-        read = read_pair_examples if _has_pairs(name, command) else read_examples
-        found[name] = read(
-            path,
-            tokenizer,
-            length,
-            chat=measures.chat,
-            vocabulary=limits.tokens,
-            fields=fields,
-        )
+    how = EncodeOptions(
+        max_length=limits.length(measures.max_length),
+        on_empty="skip",
+        chat_template=measures.chat,
+        vocabulary=limits.tokens,
+    )
+    files, found = _files(measures), dict[str, list[Example] | PairExamples]()
+    for name, some in rows.items():
+        found[name] = encode_file(files[name], some, tokenizer, how)
     return found
 
 
-def _say_left_out(path: str | Path, left: int, rows: int, reports: Sequence[EncodeReport]) -> None:
-    cut = sum(report.truncated_rows for report in reports)
+def encode_file(
+    path: str, rows: Sequence[Row] | Sequence[Pair], tokenizer: Any, how: EncodeOptions
+) -> list[Example] | PairExamples:
+    """Rows of one file with their labels; of pairs both sides, or neither where one is empty.
+
+    Raises:
+        DataError: none is left; as of ``encode_rows``.
+    """
+    pairs = [pair for pair in rows if isinstance(pair, Pair)]
+    given = [[row for row in rows if isinstance(row, Row)]]
+    if pairs:
+        how = replace(how, turns="last")
+        given = [
+            [Row(i, p.place, (*p.prompt, *getattr(p, side))) for i, p in enumerate(pairs)]
+            for side in ("chosen", "rejected")
+        ]
+    encoded = [encode_rows(side, tokenizer, how) for side in given]
+    sides = [{example.row.index: example for example in found} for found, _ in encoded]
+    kept = [index for index in sides[0] if all(index in side for side in sides)]
+    if not kept:
+        what = "pair" if pairs else "row"
+        raise DataError(
+            f"no {what} has a response to measure",
+            got=f"{path}, at most {how.max_length} tokens" if how.max_length else path,
+            remedy=f"a {what} whose response is not empty and lies within the length (max_length)",
+        )
+    cut = sum(report.truncated_rows for _, report in encoded)
     said = {
-        f"{left} of {rows} have no response within the length and are not measured": left,
+        f"{len(rows) - len(kept)} of {len(rows)} have no response within the length and are not "
+        "measured": len(rows) - len(kept),
         f"{cut} sequences are cut at the length": cut,
     }
     if any(said.values()):
         text = "; ".join(one for one, number in said.items() if number)
         _log.warning("%s: %s", Path(path).name, text)
-
-
-def read_examples(
-    path: str | Path,
-    tokenizer: Any,
-    max_length: int | None = None,
-    *,
-    chat: bool = True,
-    vocabulary: int | None = None,
-    fields: Fields | None = None,
-) -> list[Example]:
-    """Rows of a file with their labels; of plain text (``text``) every token is labelled.
-
-    Raises:
-        DataError: the file cannot be read, or no row has a response.
-    """
-    records = enumerate(read_records(path))
-    rows = [row_of(record, i, place, fields) for i, (place, record) in records]
-    options = EncodeOptions(
-        max_length=max_length, on_empty="skip", chat_template=chat, vocabulary=vocabulary
-    )
-    examples, report = encode_rows(rows, tokenizer, options)
-    if not examples:
-        raise _nothing_left("row", path, max_length)
-    _say_left_out(path, report.skipped_empty, len(rows), [report])
-    return examples
-
-
-def read_pair_examples(
-    path: str | Path,
-    tokenizer: Any,
-    max_length: int | None = None,
-    *,
-    chat: bool = True,
-    vocabulary: int | None = None,
-    fields: Fields | None = None,
-) -> PairExamples:
-    """Chosen and rejected rows of a file of preference pairs; both sides of a pair, or neither.
-
-    Raises:
-        DataError: the file cannot be read, or no pair fits.
-    """
-    of = _of_pairs(fields)
-    pairs = [pair_of(record, i, place, of) for i, (place, record) in enumerate(read_records(path))]
-    how = EncodeOptions(
-        max_length=max_length, on_empty="skip", chat_template=chat, turns="last",
-        vocabulary=vocabulary,
-    )  # fmt: skip
-    encoded = [_side(pairs, name, tokenizer, how) for name in ("chosen", "rejected")]
-    sides = [{example.row.index: example for example in found} for found, _ in encoded]
-    both = sorted(sides[0].keys() & sides[1].keys())
-    if not both:
-        raise _nothing_left("pair", path, max_length)
-    _say_left_out(path, len(pairs) - len(both), len(pairs), [report for _, report in encoded])
-    return [sides[0][i] for i in both], [sides[1][i] for i in both]
-
-
-def _side(
-    pairs: Sequence[Pair], name: str, tokenizer: Any, options: EncodeOptions
-) -> tuple[list[Example], EncodeReport]:
-    rows = [Row(i, p.place, (*p.prompt, *getattr(p, name))) for i, p in enumerate(pairs)]
-    return encode_rows(rows, tokenizer, options)
-
-
-def _nothing_left(what: str, path: str | Path, limit: int | None) -> DataError:
-    return DataError(
-        f"no {what} has a response to measure",
-        got=f"{path}, at most {limit} tokens" if limit else str(path),
-        remedy=f"a {what} whose response is not empty and lies within the length (max_length)",
-    )
+    first, *second = ([side[index] for index in kept] for side in sides)
+    return (first, second[0]) if second else first
 
 
 # --- losses -------------------------------------------------------------------------------------
@@ -357,7 +296,7 @@ def measure(
     batch_size = measures.batch_size
     if encoded is None:
         limits = Limits(None, None) if not _files(measures) else limits_of(model)
-        encoded = encode_files(measures, command, tokenizer, limits)
+        encoded = encode_files(read_files(measures, command), measures, tokenizer, limits)
     parts = len(encoded) + len(ready.tasks) + len(ready.sets)
     finished = count(1)
     tracker = Tracker("measured", parts, progress)
