@@ -23,6 +23,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "uncovered": ("error", "skip"),
     "offload": ("none", "stream"),
     "stability_units": ("plain", "balance"),
+    "derivative": ("auto", "forward_mode", "central", "one_sided"),
 }
 
 
@@ -81,6 +82,15 @@ class ScorerConfig:
             weights at once, so V is built whole for it, from one matrix of F and W_ref at a time.
             Where weights are sharded, each process holds its part of F, W_ref and V with either
             setting.
+        derivative: how ``label`` differentiates the token losses. "forward_mode": one dual forward
+            a direction, exact up to rounding. "central": two forwards at ``theta +- h M``, for any
+            kernel and layer; needs weights and products in float32 or wider, and memory for one
+            more copy of the weights in scope. "one_sided": one forward at ``theta - h M`` beside
+            the observed one (or one of its own), less exact. "auto": differences where parameters
+            below the scored layers take part and their arithmetic allows it, one-sided under
+            ``observe`` without dropout, else central; forward mode for the last layers alone,
+            which it runs from their input on. Where one of the two cannot be had, the other is
+            taken, said once. ``TokenValues`` say which it was, and the estimated error.
 
     Raises:
         ConfigError: an unknown choice, or options that contradict each other.
@@ -103,6 +113,7 @@ class ScorerConfig:
     max_relative_drift: float | None = 1.0
     standard_errors: bool = False
     offload: str = "none"
+    derivative: str = "auto"
 
     @property
     def adapts(self) -> bool:
@@ -153,6 +164,13 @@ class ScorerConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        if self.derivative != "auto" and self.estimator != "label":
+            raise ConfigError(
+                "derivative is an option of the estimator 'label' alone",
+                got=f"derivative={self.derivative!r}, estimator={self.estimator!r}",
+                why="the others contract errors of a backward with M",
+                remedy="estimator='label', or derivative='auto'",
+            )
         if self.part != "both" and self.estimator not in SPLIT:
             raise ConfigError(
                 "only one of the two parts can be had from an estimator that splits them",

@@ -267,8 +267,9 @@ class Scorer:
     # --- what changes over a run -----------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Drop G and V; the next use builds them anew."""
+        """Drop G and V; the next use builds them anew, as a new scorer would."""
         self.builder.invalidate()
+        self.valuer.forget()
 
     def save_gradient(self, path: str | os.PathLike[str]) -> None:
         """Write G at the current weights, for other processes to use; whole or not at all.

@@ -40,6 +40,10 @@ class TokenValues:
         parts: (b, t, h) what each of h validation batches gives to ``adaptation``, which is their
             sum; None unless the scorer was asked for ``standard_errors``.
         part_shares: (h,) share of the validation tokens (pairs) that each batch has.
+        derivative: of ``label``, how the losses were differentiated: "forward_mode", "central" or
+            "one_sided"; None of other estimators.
+        error: of differences, the estimated relative error (norm over the tokens) of the values
+            along a side of M, the largest of the sides; 0 of what is exact up to rounding.
     """
 
     total: Tensor
@@ -56,6 +60,8 @@ class TokenValues:
     balance: dict[str, float] = field(default_factory=dict, repr=False)
     parts: Tensor | None = field(default=None, repr=False)
     part_shares: Tensor | None = field(default=None, repr=False)
+    derivative: str | None = None
+    error: float = 0.0
 
     def __repr__(self) -> str:
         """Sizes and shares in one line; the numbers are in the attributes.

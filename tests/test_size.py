@@ -11,22 +11,22 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
-    ".": 1_104,
-    "certificate": 1_383,
+    ".": 1_129,
+    "certificate": 1_407,
     "cli": 4_606,
     "corpus": 1_771,
     "data": 2_613,
     "demo": 717,
     "direction": 3_956,
-    "estimate": 1_927,
+    "estimate": 2_306,
     "fidelity": 9_001,
     "model": 5_759,
     "oracle": 4_902,
     "report": 1_635,
-    "scoring": 689,
+    "scoring": 924,
     "select": 877,
     "support": 596,
-    "train": 11_803,
+    "train": 11_804,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 70_237)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 71_025)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

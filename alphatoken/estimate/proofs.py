@@ -25,7 +25,7 @@ from torch import Tensor
 
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.causality import argument_kinds, prove_causality
-from alphatoken.estimate.derivatives import prove_derivatives
+from alphatoken.estimate.derivatives import Derivative, prove_derivatives
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.backward import accumulate_errors
@@ -416,8 +416,8 @@ class CoverageReport:
         isolated: True once the self-only backward was proved to leak nothing to other positions,
             False while no batch was long enough to show it; None where nothing was tried yet or
             the estimator does not need it.
-        derivatives: of ``label``, the relative difference between forward mode and autograd on the
-            first batch; None otherwise.
+        derivatives: of ``label``, the relative difference between the derivative that is taken and
+            autograd's on the first batch; None otherwise.
         unproved: proofs that cannot run here, and why.
     """
 
@@ -538,13 +538,13 @@ class CaptureCheck:
             self.report = replace(self.report, relative_error=error)
         self.pending = False
 
-    def see_derivatives(self, batch: LabelledBatch, losses: Tensor, first: int) -> None:
-        """Prove on the losses of this slice that forward mode gives what autograd does.
+    def see_derivatives(self, losses: Tensor, derivative: Derivative) -> None:
+        """Prove on the losses of this slice that their derivative is what autograd gives.
 
         Raises:
             UnsupportedError: see ``derivatives``.
         """
-        found = prove_derivatives(self._adapter, batch, losses, self._parameters, first=first)
+        found = prove_derivatives(losses, self._parameters, derivative)
         self.report = replace(self.report, derivatives=found)
         self.pending = False
 

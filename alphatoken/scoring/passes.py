@@ -100,18 +100,22 @@ class Pass:
         assert self.losses is not None
         return self.recorder, self.losses
 
-    def require_losses(self, again: Tensor) -> None:
+    def require_losses(self, again: Tensor, tolerance: float | None = None) -> None:
         """Refuse losses (b, t) of another forward on these tokens that are not those of this pass.
 
+        Args:
+            again: those losses.
+            tolerance: what may explain a difference; by default rounding alone.
+
         Raises:
-            InputError: they differ by more than rounding explains.
+            InputError: they differ by more than that.
         """
         recorder, losses = self.recorded
         mask = self.batch.mask
         own, other = losses.detach()[mask].double(), again.detach()[mask].double()
         # Products of an observed pass under autocast are narrow, whatever the losses are.
         dtypes = {again.dtype, *(use.s.dtype for use in recorder.linears[:1])}
-        tolerance = max(rounding_tolerance(dtype) for dtype in dtypes)
+        tolerance = tolerance or max(rounding_tolerance(dtype) for dtype in dtypes)
         if not float((own - other).norm()) <= tolerance * (float(other.norm()) + len(own) ** 0.5):
             raise foreign_scores(
                 f"mean loss {float(own.mean()):.4g}, where the model on the observed arguments "

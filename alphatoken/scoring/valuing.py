@@ -20,15 +20,14 @@ from alphatoken.direction.current import DirectionBuilder, Frame
 from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import AlphaTokenWarning, InputError, NumericalError, warn_caller
 from alphatoken.estimate.columns import ColumnSums, Side, contract_columns
+from alphatoken.estimate.derivatives import Derivative
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
-from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.proofs import CaptureCheck
 from alphatoken.estimate.token_values import assign_columns, combine
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
-from alphatoken.model.modes import draws
-from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.scoring.label import LabelDerivative, Taken
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.values import TokenValues
 
@@ -57,10 +56,9 @@ class Valuer:
         self.config, self.scored = builder.made_of.config, builder.made_of.scored
         self.warn = True
         self._warned = False
-        # Whether a label pass may start at the hidden states of the observed forward. It is
-        # switched off for good by the first pass whose losses differ: a model with dropout below
-        # would pay for a refused start at each step.
-        self._starts = True
+        self._derivative = LabelDerivative(
+            adapter, self.config.derivative, self.scored.first, self.scored.parameters
+        )
 
     @property
     def needs_recording(self) -> bool:
@@ -70,6 +68,10 @@ class Valuer:
     def warned_as(self, former: Valuer) -> None:
         """Warn as another valuer of the same scorer would from here on."""
         self.warn, self._warned = former.warn, former._warned
+
+    def forget(self) -> None:
+        """Keep nothing that depends on the batches that were valued."""
+        self._derivative.forget()
 
     # --- before the values -----------------------------------------------------------------------
 
@@ -121,10 +123,12 @@ class Valuer:
             self.witness.see(*seen.recorded, batch.mask)
 
     def _prove_label(self, batch: LabelledBatch) -> None:
-        first = self.scored.first
-        with scoring_forward(self.adapter, first):
-            losses = forward_losses(self.adapter, batch, "batch")
-        self.witness.see_derivatives(batch, losses, first or 0)
+        def prove(derivative: Derivative) -> None:
+            with scoring_forward(self.adapter, self.scored.first):
+                losses = forward_losses(self.adapter, batch, "batch")
+            self.witness.see_derivatives(losses, derivative)
+
+        self._derivative.prove(batch, prove)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:
@@ -145,7 +149,8 @@ class Valuer:
         parts = tuple(Side(part) for part in direction.parts)
         ahead = list(parts) if adaptation is None or parts else [adaptation]
         sides = ahead if stability is None else [*ahead, stability]
-        found = self._contracted(seen, sides) if self.config.captured else self._label(seen, sides)
+        taken = [] if self.config.captured else self._label(seen, sides)
+        found = [_whole(one.values) for one in taken] or self._contracted(seen, sides)
         values = combine(
             _summed(found[: len(ahead)]),
             None if stability is None else found[-1],
@@ -155,6 +160,9 @@ class Valuer:
             stability_weight=direction.stability_weight,
             balance=balance,
         )
+        if taken:
+            error = max(one.error for one in taken)
+            values = replace(values, derivative=taken[0].way, error=error)
         if parts:
             by_batch = torch.stack(
                 [direct + causal for direct, causal, _ in found[: len(parts)]], -1
@@ -226,43 +234,22 @@ class Valuer:
         mask, position = seen.batch.mask, self.config.causal_position
         return [assign_columns(one, mask, position) for one in columns]
 
-    def _label(self, seen: Pass, sides: Sequence[Side]) -> list[Parts]:
-        """Label values along each side, by one dual forward each."""
-        start = self._start(seen)
+    def _label(self, seen: Pass, sides: Sequence[Side]) -> list[Taken]:
+        """Label values along each side."""
         if self.witness.pending:  # M is built from no batch, and none was known before this one
             with nullcontext() if seen.recorder is None else seen.recorder.aside():
                 self.prove(around_responses(seen.batch))
-        known = seen.losses is not None and not draws(self.adapter.model)
+        weights = seen.weights.token
+        shown = self.builder.made_of.first_batch()
 
-        def along(side: Side) -> Parts:
-            nonlocal start
-            values = label_values(
-                self.adapter,
-                seen.batch,
-                side.of(side.matrices),
-                first=self.scored.first or 0,
-                start=start,
-                head=seen.head,
-                see=seen.require_losses if known else None,
-            )
-            if start is not None and start.refused:
-                self._starts, start = False, None
+        def along(number: int, side: Side) -> Taken:
+            taken = self._derivative.of(seen, side.of(side.matrices), number, shown)
             # <grad(w l), M> = w <grad l, M>: rows of Psi scale with their own token's weight.
-            if seen.weights.token is not None:
-                values = values * seen.weights.token.to(values)
-            return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
+            if weights is not None:
+                taken = replace(taken, values=taken.values * weights.to(taken.values))
+            return taken
 
-        return [along(side) for side in sides]
-
-    def _start(self, seen: Pass) -> Start | None:
-        """Where a dual forward may start, the recorded input of the first scored layer; or None."""
-        if seen.losses is None or seen.recorder is None:
-            return None
-        forward = seen.recorder.latest
-        if forward is None or forward.hidden is None or not forward.plain:
-            return None
-        usable = self._starts and self.scored.first is not None
-        return Start(forward.hidden, seen.losses.detach()) if usable else None
+        return [along(number, side) for number, side in enumerate(sides)]
 
     def _warn_if_one_sided(self, values: TokenValues) -> None:
         shares = values.shares()
@@ -277,6 +264,11 @@ class Valuer:
                 "stability_weight accordingly.",
                 AlphaTokenWarning,
             )
+
+
+def _whole(values: Tensor) -> Parts:
+    """Label values as one side, which has no split and assigns no column to another position."""
+    return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
 
 
 def _summed(parts: Sequence[Parts]) -> Parts | None:

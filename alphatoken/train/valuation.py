@@ -121,6 +121,7 @@ class Valuation:
     def checkpointed(self) -> None:
         """Build the direction anew at the next step, as a run resumed from here would."""
         self._built = None
+        self.scorer.refresh()
 
     def objective_gap(self, step: int) -> dict[str, float]:
         """Mean validation objective on the rows of this step and on the held-out rows."""

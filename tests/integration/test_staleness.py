@@ -269,7 +269,7 @@ CHANGES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_of_adapters_is_noticed(change: str, parameters: str) -> None:
     model = adapted()
-    config = ScorerConfig("label", layers=2, parameters=parameters)
+    config = ScorerConfig("label", layers=2, parameters=parameters, derivative="forward_mode")
     scorer = Scorer(model, VALIDATION, config=config)
     before = scorer.score(BATCH).total
     context = CHANGES[change](model)

@@ -8,6 +8,7 @@ from tests.property import (
     mutants_adapters,
     mutants_corpus,
     mutants_delta,
+    mutants_differences,
     mutants_experts,
     mutants_kernels,
     mutants_proofs,
@@ -30,6 +31,7 @@ ROOMS = {
     "Errors in what trainers promise beside their steps, and in what is refused": (
         mutants_rules.MUTANTS
     ),
+    "Errors in label values by finite differences": mutants_differences.MUTANTS,
     **OF_LAB,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
     "Errors in how mixtures of experts are captured": mutants_experts.MUTANTS,

@@ -32,6 +32,7 @@ EQUATIONS: dict[str, tuple[str, ...] | str] = {
         "check_label_over_all_parameters",
         "check_label_over_named_parameters",
         "check_a_backward_that_is_followed",
+        "test_differences_are_the_label_values",
         "check_observed_label_values",
         "test_label_values_are_directional_derivatives_of_each_loss",
         "test_rows_of_the_oracle_are_label_values",
@@ -134,6 +135,18 @@ test_gap_1_the_total_needs_the_prompt_positions | | unassigned, label_values | e
 test_token_losses_are_cross_entropies_at_the_index_of_the_predicted_token | | token_losses | exact
 test_label_values_are_directional_derivatives_of_each_loss | | label_values, (finite differences) | exact
 test_token_index_is_one_past_the_label_position | | to_token_index | exact
+# label values by differences
+test_a_refreshed_scorer_is_a_new_one | | (a new scorer) | exact
+test_a_shift_is_what_it_says | | (the weights before) | exact
+test_a_shift_that_would_drown_is_refused_with_its_reason | | (dtypes) | exact
+test_a_tied_weight_moves_once | | (the weights before) | exact
+test_an_interrupt_while_weights_come_back_waits_for_the_last | | (the weights before) | exact
+test_an_observed_forward_with_dropout_is_no_base | | (forward mode) | exact
+test_differences_are_the_label_values | | label_values, validation_gradient, per_token_gradients, response_tokens | exact
+test_in_float32_the_stated_error_bounds_the_true_one | | (forward mode in float64) | approximate
+test_more_curved_rows_are_seen_in_the_stated_error | | (forward mode) | approximate
+test_the_step_is_kept_until_m_changes_its_length | | label_values, validation_gradient | exact
+test_weights_come_back_after_an_exception_in_a_shifted_forward | | (the weights before) | exact
 # Value-Propagation and hops
 check_alphatoken_is_direct_plus_propagation | | value_propagation, head_output_errors | approximate
 check_paper_literal | | value_propagation | approximate

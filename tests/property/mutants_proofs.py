@@ -300,7 +300,7 @@ PROOFS = (
     _proof(
         "any-backward-accepted",
         "forward mode is not compared with autograd",
-        ("prove_derivatives", "if not found <= allowed:", "if False:"),
+        ("prove_derivatives", "if not found <= min(allowed, _TOLERANCE_HALF):", "if False:"),
         OWN_BACKWARD,
         room="estimate.derivatives.",
     ),

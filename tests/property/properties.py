@@ -208,7 +208,12 @@ def make_scorer(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> Scorer:
-    """A scorer of the setup, with the random direction on its stability side."""
+    """A scorer of the setup, with the random direction on its stability side.
+
+    Label values are taken by forward mode, which is exact to rounding.
+    """
+    if estimator == "label":
+        options = {"derivative": "forward_mode", **options}
     model = setup.case.model() if model is None else model
     drift = FisherDrift(*drift_of(setup, model)) if retention else None
     config = ScorerConfig(

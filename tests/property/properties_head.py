@@ -259,7 +259,9 @@ def check_observed_label_values(name: str, parameters: str) -> None:
     """
     model = built(name).train()
     adapter = find_adapter(model)
-    config = ScorerConfig(estimator="label", layers=2, parameters=parameters, uncovered="skip")
+    config = ScorerConfig(
+        "label", layers=2, parameters=parameters, uncovered="skip", derivative="forward_mode"
+    )
     scorer = Scorer(model, VALIDATION, None, config)
     m = scorer.direction.total()
     with scorer.observe() as seen:

@@ -120,6 +120,8 @@ def full_scorer(
     setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, estimator: str, **options: Any
 ) -> Scorer:
     """Values of the optimizer's step; stability is the loss on given retention data."""
+    if estimator == "label":
+        options["derivative"] = "forward_mode"
     config = ScorerConfig(
         estimator=estimator,
         layers=setup.layers,

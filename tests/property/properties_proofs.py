@@ -165,7 +165,7 @@ def check_a_backward_that_is_followed(name: str) -> None:
     model = case.model()
     if name == "straight through":
         _doubled(model)
-    config = ScorerConfig("label", parameters="all")
+    config = ScorerConfig("label", parameters="all", derivative="forward_mode")
     scorer = Scorer(model, case.validation, config=config)
     values = scorer.score(case.batch).total
     wanted = gradients.label_values(

@@ -366,10 +366,11 @@ def test_an_error_at_the_head_does_not_agree(name: str) -> None:
     """On a transformers decoder, whose head is asked about response tokens only."""
     pytest.importorskip("transformers")
     estimator, parameters = OF_THE_HEAD[name]
-    scorer, batch = real_scorer("llama", torch.float64, estimator, parameters=parameters)
+    options = {"derivative": "forward_mode"} if estimator == "label" else {}
+    scorer, batch = real_scorer("llama", torch.float64, estimator, parameters=parameters, **options)
     with quiet():
         assert scorer.verify(batch).passed
-    scorer, batch = real_scorer("llama", torch.float64, estimator, parameters=parameters)
+    scorer, batch = real_scorer("llama", torch.float64, estimator, parameters=parameters, **options)
     with applied(BY_NAME[name]) as calls, without_proofs(), quiet():
         found = scorer.verify(batch)
     assert calls.total() > 0
@@ -451,7 +452,10 @@ PLANTED = {
         trial("adaptation_direct", "direct", build=weighted),
     ),
     "token weights forgotten by label": (
-        edit("scoring.valuing.Valuer._label", "values * seen.weights.token.to(values)", "values"),
+        edit(
+            "scoring.valuing.Valuer._label",
+            "taken.values * weights.to(taken.values)", "taken.values",
+        ),
         trial("adaptation", "label", build=weighted),
     ),
     "values where nothing is learned": (

@@ -268,7 +268,7 @@ def test_a_use_in_the_embedding_is_caught(estimator: str) -> None:
     model.embedding.weight = model.layers[1].attention.q_proj.weight
     with pytest.raises(CoverageError, match=r"q_proj\.weight.*label"):
         Scorer(model, case.validation, config=ScorerConfig(estimator, layers=1)).score(case.batch)
-    config = ScorerConfig("label", layers=1)
+    config = ScorerConfig("label", layers=1, derivative="forward_mode")
     scorer = Scorer(model, case.validation, config=config)
     values = scorer.score(case.batch).total
     m = gradients.validation_gradient(model, forward_of(model), case.validation, scorer.parameters)

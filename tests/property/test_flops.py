@@ -23,7 +23,7 @@ from alphatoken.estimate import contraction
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.model import batch_slice
 from alphatoken.model.batch_slice import LENGTH, ROWS
-from alphatoken.scoring import valuing
+from alphatoken.scoring import label as label_module
 from benchmarks.floors import Shape
 from benchmarks.measure import flops
 from benchmarks.models import Size, fisher
@@ -202,7 +202,10 @@ def test_a_gemma_costs_what_its_shape_says() -> None:
     exact += shape.partial_backward(2, head=False) + shape.contraction(2)
     assert flops(lambda: made.score(batch)) - exact in (0, shape.dots(2))
     made = Scorer(
-        model, batch, None, ScorerConfig(estimator="label", layers="all", parameters="all")
+        model,
+        batch,
+        None,
+        ScorerConfig("label", layers="all", parameters="all", derivative="forward_mode"),
     )
     made.score(batch)
     responses = shape.with_responses(int((batch["labels"] != -100).sum()))
@@ -453,7 +456,7 @@ def test_double_work_is_caught(
 def test_a_second_dual_forward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ready(SMALL, "label", 3)
     bounds = label(SMALL.shape(model_of(SMALL)), 3, predictions(SMALL), observed=True)
-    monkeypatch.setattr(valuing, "label_values", _twice(valuing.label_values))
+    monkeypatch.setattr(label_module, "label_values", _twice(label_module.label_values))
     with pytest.raises(AssertionError, match="above the bound"):
         bounds.admit(observed_values(made, SMALL), "label, doubled")
 

@@ -726,7 +726,7 @@ def test_label_values_over_all_parameters(name: str) -> None:
         scale[b, i] = sum(
             float((g.double() * direction[n]).abs().sum()) for n, g in gradient.items()
         )
-    config = ScorerConfig(estimator="label", parameters="all", layers=1)
+    config = ScorerConfig("label", parameters="all", layers=1, derivative="forward_mode")
     scorer = Scorer(model, setup.validations, config=config)
     values = scorer.score(batch)
     assert set(scorer.coverage.parameters) == set(parameters)

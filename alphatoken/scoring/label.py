@@ -1,0 +1,239 @@
+"""The derivative of token losses along M, by the way that is asked for or that works here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
+from alphatoken.estimate.derivatives import Derivative
+from alphatoken.estimate.differences import FORMS, Differences, drowned
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.modes import draws
+from alphatoken.model.partial_forward import Start
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.scoring.passes import Pass
+from alphatoken.support.precision import wide
+
+__all__ = ["LabelDerivative", "Taken"]
+
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Derivatives (b, t) of token losses along one side of M.
+
+    Attributes:
+        values: 0 off the response.
+        way: "forward_mode", "central" or "one_sided".
+        error: estimated, relative to the norm of ``values``; 0 where it is rounding alone.
+    """
+
+    values: Float[Tensor, "b t"]
+    way: str
+    error: float = 0.0
+
+
+class LabelDerivative:
+    """Takes ``<grad l_k, M>`` of passes of one model.
+
+    Args:
+        adapter: of the model.
+        asked: "auto", "forward_mode", "central" or "one_sided".
+        first: first layer that the parameters reach; None where some lie below the layers.
+        parameters: name -> parameter, everything in scope.
+    """
+
+    def __init__(
+        self,
+        adapter: DecoderAdapter,
+        asked: str,
+        first: int | None,
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        self._adapter, self._asked, self._first = adapter, asked, first
+        self._parameters = parameters
+        self._differences = Differences(adapter)
+        # Ways that "auto" has found not to work on this model; they are not tried again.
+        self._refused: set[str] = set()
+        # Whether a dual forward may start at the hidden states of the observed one, and whether the
+        # losses of the observed one may be a side of a difference. Each is switched off for good by
+        # the first pass that shows otherwise: it would be paid for at each step.
+        self._starts = True
+        self._bases = True
+
+    # --- which way -------------------------------------------------------------------------------
+
+    def _ways(self) -> list[str]:
+        """Ways that may be taken now, "forward_mode" and "differences", the preferred one first.
+
+        Raises:
+            UnsupportedError: differences are asked for where a shift would drown.
+        """
+        lost = None
+        if self._asked != "forward_mode":
+            lost = drowned(self._adapter.model, self._parameters)
+        if self._asked in FORMS:
+            if lost is not None:
+                raise _lost(self._asked, lost)
+            return ["differences"]
+        if self._asked == "forward_mode" or lost is not None:
+            return ["forward_mode"]
+        # Forward mode starts at the input of the first scored layer, where differences would run
+        # the model below it again; over all parameters it costs more than they do.
+        ways = ["differences", "forward_mode"]
+        ways = ways if self._first is None else ways[::-1]
+        return [way for way in ways if way not in self._refused] or ways
+
+    def _taken(self, take: Callable[[str], _R]) -> _R:
+        """What the first way that works gives; "auto" says so where it was not the preferred."""
+        way, *rest = self._ways()
+        if not rest:
+            return take(way)
+        try:
+            return take(way)
+        except UnsupportedError as error:
+            refused = error
+        try:
+            found = take(rest[0])
+        except UnsupportedError:
+            raise refused from None
+        self._refused.add(way)
+        warn_caller(f"label values are taken by {_NAMES[rest[0]]}: {refused}", AlphaTokenWarning)
+        return found
+
+    # --- the proof -------------------------------------------------------------------------------
+
+    def prove(self, batch: LabelledBatch, prove: Callable[[Derivative], None]) -> None:
+        """Show the proof the derivative that will be taken, on a slice of a batch.
+
+        Raises:
+            UnsupportedError: neither that is allowed agrees with autograd.
+        """
+
+        def take(way: str) -> None:
+            # Steps of its own: the proof's direction is not M.
+            differences, form = Differences(self._adapter), self._form(None)
+
+            def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+                if way == "differences":
+                    return differences.values(batch, direction, form)
+                return label_values(self._adapter, batch, direction, first=self._first or 0), 0.0
+
+            prove(derivative)
+
+        self._taken(take)
+
+    # --- values ----------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop the steps that were found, as a scorer that is built anew has none."""
+        self._differences = Differences(self._adapter)
+        self._starts = self._bases = True
+
+    def of(
+        self,
+        seen: Pass,
+        direction: Mapping[str, Tensor],
+        side: int = 0,
+        shown: LabelledBatch | None = None,
+    ) -> Taken:
+        """Derivatives of a pass along one side of M.
+
+        Args:
+            seen: the pass; where its losses are known, those of the own forward must equal them.
+            direction: parameter name -> M in the parameter's shape.
+            side: its place among the sides that are taken in turn.
+            shown: the batch that a step of differences is found on; None for that of the pass.
+        """
+        take = {
+            "forward_mode": partial(self._by_forward_mode, seen, direction),
+            "differences": partial(self._by_differences, seen, direction, side, shown),
+        }
+        return self._taken(lambda way: take[way]())
+
+    def _by_forward_mode(self, seen: Pass, direction: Mapping[str, Tensor]) -> Taken:
+        start = self._start(seen)
+        values = label_values(
+            self._adapter,
+            seen.batch,
+            direction,
+            first=self._first or 0,
+            start=start,
+            head=seen.head,
+            see=seen.require_losses if self._comparable(seen) else None,
+        )
+        if start is not None and start.refused:
+            self._starts = False
+        return Taken(values, "forward_mode")
+
+    def _start(self, seen: Pass) -> Start | None:
+        """Where a dual forward may start, the recorded input of the first scored layer; or None."""
+        if seen.losses is None or seen.recorder is None:
+            return None
+        forward = seen.recorder.latest
+        if forward is None or forward.hidden is None or not forward.plain:
+            return None
+        usable = self._starts and self._first is not None
+        return Start(forward.hidden, seen.losses.detach()) if usable else None
+
+    def _by_differences(
+        self,
+        seen: Pass,
+        direction: Mapping[str, Tensor],
+        side: int,
+        shown: LabelledBatch | None,
+    ) -> Taken:
+        form = self._form(seen)
+        base = seen.losses if form == "one_sided" and self._based(seen) else None
+        see = partial(seen.require_losses, tolerance=5e-2) if self._comparable(seen) else None
+        try:
+            values, error = self._differences.values(
+                seen.batch, direction, form, base=base, side=side, shown=shown, see=see
+            )
+        except UnsupportedError:
+            # The observed forward may have gone through other kernels than ours, whose rounding
+            # is multiplied by 1 / h: a forward of our own takes its place from here on.
+            if base is None:
+                raise
+            self._bases = False
+            return self._by_differences(seen, direction, side, shown)
+        return Taken(values, form, error)
+
+    def _form(self, seen: Pass | None) -> str:
+        """Of differences: the one that is asked for, or the one that costs a forward less."""
+        if self._asked in FORMS:
+            return self._asked
+        return "one_sided" if seen is not None and self._based(seen) else "central"
+
+    def _comparable(self, seen: Pass) -> bool:
+        """Whether the pass has losses that a forward of our own should give again."""
+        return seen.losses is not None and not draws(self._adapter.model)
+
+    def _based(self, seen: Pass) -> bool:
+        """Whether the losses of the pass may be a side of a difference."""
+        if not self._bases or not self._comparable(seen) or seen.recorder is None:
+            return False
+        uses = seen.recorder.linears
+        # It may have run under an autocast that is over by now.
+        return all(wide(use.s.dtype) == use.s.dtype for use in uses)
+
+
+_NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}
+
+
+def _lost(form: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"derivative={form!r} needs weights and products in float32 or wider",
+        got=why,
+        why="a shift that is small enough for a derivative would drown in their rounding",
+        remedy="derivative='forward_mode' or 'auto'; or the model in float32, without autocast "
+        "and TF32",
+    )

@@ -1,0 +1,153 @@
+"""Errors in label values by finite differences, and in how weights are moved and brought back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.property import test_differences as moved
+from tests.property.mutants import small
+from tests.property.mutation import claim, mutant
+from tests.property.properties import Setup
+
+CENTRAL, ONE_SIDED = (
+    claim(moved.test_differences_are_the_label_values, setup=small(), form=form)
+    for form in moved.FORMS
+)
+TIED = claim(
+    moved.test_differences_are_the_label_values, setup=Setup(moved.TIED), form="central", examples=1
+)
+PADDED, RARE = (
+    claim(
+        moved.test_differences_are_the_label_values, setup=Setup(case), form="central", examples=1
+    )
+    for case in (moved.PADDED, moved.RARE)
+)
+SHIFTED = claim(moved.test_a_shift_is_what_it_says, examples=1)
+STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examples=1)
+KEPT = claim(moved.test_the_step_is_kept_until_m_changes_its_length, examples=1)
+LOOKED = claim(moved.test_more_curved_rows_are_seen_in_the_stated_error, examples=1)
+BASE = claim(moved.test_an_observed_forward_with_dropout_is_no_base, examples=1)
+DROWNED = claim(
+    moved.test_a_shift_that_would_drown_is_refused_with_its_reason, made=moved.cast, examples=1
+)
+BACK = claim(
+    moved.test_weights_come_back_after_an_exception_in_a_shifted_forward,
+    fails="error",
+    examples=1,
+)
+WAITS = claim(moved.test_an_interrupt_while_weights_come_back_waits_for_the_last, examples=1)
+FRESH = claim(moved.test_a_refreshed_scorer_is_a_new_one, examples=1)
+
+_error = partial(mutant, room="estimate.differences.")
+
+MUTANTS = (
+    _error(
+        "step-not-doubled-in-the-central-form",
+        "both sides move by h, and their difference is divided by h",
+        ("_Quotients.values", "2 * length if self._form", "length if self._form"),
+        CENTRAL,
+    ),
+    _error(
+        "shift-to-the-other-side",
+        "the weights move along -M",
+        ("Shift.to", "alpha=step", "alpha=-step"),
+        SHIFTED,
+        CENTRAL,
+    ),
+    _error(
+        "tied-weight-moved-once-a-name",
+        "a weight that two names share moves twice",
+        (
+            "Shift.__init__",
+            "once = {id(named[name]): (named[name], m) for name, m in direction.items()}",
+            "once = {name: (named[name], m) for name, m in direction.items()}",
+        ),
+        claim(moved.test_a_tied_weight_moves_once, examples=1),
+    ),
+    _error(
+        "padding-row-moves-by-differences",
+        "the row that an embedding's backward leaves out moves as an input",
+        ("_TrainedEmbedding._rows", "if padding_idx is not None:", "if False:"),
+        PADDED,
+    ),
+    _error(
+        "rare-tokens-move-as-frequent-ones",
+        "an embedding's rows are not divided by how often the batch holds them",
+        ("_TrainedEmbedding._rows", "    if scale_grad_by_freq:", "    if False:"),
+        RARE,
+    ),
+    _error(
+        "weights-brought-back-by-subtraction",
+        "what was added is subtracted, and rounding stays",
+        ("Shift.open", "parameter.data.copy_(before)", "parameter.data.sub_(_).add_(_)"),
+        BACK,
+        SHIFTED,
+    ),
+    _error(
+        "weights-not-brought-back-after-an-exception",
+        "they come back at the end of a forward that ended well",
+        (
+            "Shift.open",
+            "    finally:",
+            "    except ZeroDivisionError:\n        pass\n    else:",
+        ),
+        BACK,
+    ),
+    _error(
+        "interrupt-let-in-while-weights-come-back",
+        "some weights stay moved",
+        ("Shift.open", "with _uninterrupted():", "if True:"),
+        WAITS,
+    ),
+    mutant(
+        "base-with-dropout",
+        "the observed losses are a side of the difference, whatever drew in them, and none looks",
+        [
+            (
+                "scoring.label.LabelDerivative._based",
+                "not self._comparable(seen)",
+                "seen.losses is None",
+            ),
+            (
+                "estimate.differences.Differences.values",
+                "seen=asked.away(step.length)",
+                "seen=0.0",
+            ),
+        ],
+        BASE,
+    ),
+    _error(
+        "step-of-a-longer-m",
+        "a step is kept when M changes its length",
+        ("Differences.values", "not 0.5 < norm / step.norm < 2.0", "norm == 0.0"),
+        KEPT,
+    ),
+    _error(
+        "error-of-the-slice-alone",
+        "the batch itself is never looked at",
+        ("Differences.values", "seen=asked.away(step.length)", "seen=0.0"),
+        LOOKED,
+    ),
+    _error(
+        "error-by-chance-agreement",
+        "Richardson's difference at the best step alone, an order too small",
+        ("_Quotients.away", "return error / size if", "return error**2 / size if"),
+        STATED,
+    ),
+    _error(
+        "autocast-overlooked",
+        "a shift drowns in 16-bit products",
+        ("drowned", "kind in kinds and torch.is_autocast_enabled(kind)", "False"),
+        DROWNED,
+    ),
+    mutant(
+        "steps-survive-a-refresh",
+        "values after a checkpoint are not those of the run that is resumed from it",
+        (
+            "scoring.label.LabelDerivative.forget",
+            "self._differences = Differences(self._adapter)",
+            "pass",
+        ),
+        FRESH,
+    ),
+)  # fmt: skip

@@ -1,0 +1,603 @@
+"""Label values by finite differences against the oracle's; weights come back to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis.strategies import sampled_from
+from torch import Tensor, nn
+
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.estimate import differences
+from alphatoken.estimate.differences import Differences, Shift, drowned
+from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.oracle import gradients
+from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
+from tests.property.profiles import budget
+from tests.property.properties import Setup, forward_of, quiet, setups
+from tests.property.strategies import make_case
+from tests.property.tolerance import close
+
+CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2, seed=5)
+TIED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True)
+SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
+PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
+RARE = make_case(("pprrr", "prrrr"), (("pprr",),), rare_tokens=True, vocabulary=3)
+FORMS = ("central", "one_sided")
+
+
+def config(derivative: str = "auto", **options: Any) -> ScorerConfig:
+    return ScorerConfig("label", parameters="all", derivative=derivative, **options)
+
+
+def wanted(model: nn.Module, setup: Setup) -> tuple[Tensor, Tensor]:
+    """The oracle's label values over all parameters, and the sums of their absolute terms."""
+    parameters = dict(model.named_parameters())
+    case, forward = setup.case, forward_of(model)
+    m = gradients.validation_gradient(model, forward, case.validation, parameters)
+    expected = gradients.label_values(model, forward, case.batch, m)
+    scale = torch.zeros_like(expected)
+    tokens = gradients.response_tokens(gradients.known_labels(case.batch))
+    each = gradients.per_token_gradients(model, forward, case.batch, parameters)
+    for (b, i), gradient in zip(tokens, each, strict=True):
+        scale[b, i] = sum((g.abs() * m[n].abs()).sum() for n, g in gradient.items())
+    return expected, scale
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def unchanged(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def off(values: Tensor, expected: Tensor) -> float:
+    return float((values - expected).norm() / expected.norm())
+
+
+# --- the values ----------------------------------------------------------------------------------
+
+
+@given(setups(), sampled_from(FORMS))
+@example(Setup(SHARED), "central")
+@example(Setup(PADDED), "central")
+@example(Setup(RARE), "central")
+@example(Setup(PADDED), "one_sided")
+@budget(0.15)
+def test_differences_are_the_label_values(setup: Setup, form: str) -> None:
+    """Central to 1e-7 of the absolute terms, one-sided to 1e-5; the weights to the bit."""
+    model = setup.case.model()
+    before, (expected, scale) = bits(model), wanted(model, setup)
+    values = Scorer(model, setup.case.validation, config=config(form)).score(setup.case.batch)
+    close(values.total, expected, scale, 1e-7 if form == "central" else 1e-5, name=form)
+    assert values.derivative == form
+    assert unchanged(model, before)
+
+
+@given(setups(), sampled_from(FORMS))
+@budget(0.1)
+def test_the_stated_error_bounds_the_true_one(setup: Setup, form: str) -> None:
+    """Richardson's estimate times 3, also where it was made on a part of the rows."""
+    model = setup.case.model()
+    expected, scale = wanted(model, setup)
+    values = Scorer(model, setup.case.validation, config=config(form)).score(setup.case.batch)
+    # What the oracle itself rounds is nobody's error.
+    true = max(0.0, float((values.total - expected).norm() - 1e-12 * scale.norm()))
+    assert true <= 3 * values.error * float(expected.norm())
+
+
+def test_in_float32_the_stated_error_bounds_the_true_one() -> None:
+    """Two sides of M, observed and alone, on a Llama in float32 against its copy in float64."""
+    model = llama()
+    ids = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(1))
+    batch, validation = {"input_ids": ids, "labels": ids}, {"input_ids": ids[:1], "labels": ids[:1]}
+    exact = Scorer(
+        llama().double(), [validation], config=config("forward_mode")
+    ).score(batch).total  # fmt: skip
+    for form, most in (("central", 2e-3), ("one_sided", 1e-2)):
+        values = Scorer(model, [validation], config=config(form)).score(batch)
+        true = off(values.total, exact)
+        assert true <= min(3 * values.error, most)
+        assert values.error <= most
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+def test_the_observed_forward_is_one_side_of_the_difference() -> None:
+    """One forward beside it and no more, once the step and the base were looked at."""
+    setup = Setup(CASE)
+    model = CASE.model().train()
+    expected, scale = wanted(model, setup)
+    scorer = Scorer(model, CASE.validation, config=config())
+    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
+    for again in (False, True):
+        with quiet(), scorer.observe() as observed:
+            logits = model(**inputs)
+            with Counted(model) as calls:
+                values = observed.values(logits, CASE.batch["labels"])
+        assert values.derivative == "one_sided"
+        close(values.total, expected, scale, 1e-5, name="observed")
+        if again:
+            assert calls == [1]
+
+
+class Counted:
+    """How often the model runs inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.calls = model, [0]
+
+    def __enter__(self) -> list[int]:
+        def count(*_: Any) -> None:
+            self.calls[0] += 1
+
+        self.hook = self.model.register_forward_hook(count)
+        return self.calls
+
+    def __exit__(self, *_: Any) -> None:
+        self.hook.remove()
+
+
+def test_an_observed_forward_with_dropout_is_no_base() -> None:
+    model = llama(attention_dropout=0.3).double()
+    ids = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    exact = Scorer(model, [batch], config=config("forward_mode")).score(batch).total
+    model.train()
+    for way, form in (("one_sided", "one_sided"), ("auto", "central")):
+        with quiet(), Scorer(model, [batch], config=config(way)).observe() as observed:
+            values = observed.values(model(input_ids=ids).logits, ids)
+        assert values.derivative == form
+        assert off(values.total, exact) < 5e-3  # Llama's norms are in float32
+
+
+def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
+    """Losses rounded in a way that ours are not would be multiplied by 1 / h."""
+    model = CASE.model()
+    expected, scale = wanted(model, Setup(CASE))
+    scorer = Scorer(model, CASE.validation, config=config())
+    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
+    for _ in range(2):
+        with quiet(), scorer.observe() as observed:
+            logits = model(**inputs)
+            values = observed.values(logits + 1e-7 * torch.sin(1e3 * logits), CASE.batch["labels"])
+        close(values.total, expected, scale, 1e-5, name="coarse base")
+    assert values.derivative == "central"
+
+
+def test_losses_of_another_forward_are_refused() -> None:
+    model = CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config("one_sided"))
+    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
+    with quiet(), scorer.observe() as observed, pytest.raises(InputError, match="observed"):
+        observed.values(3.0 * model(**inputs), CASE.batch["labels"])
+
+
+def test_weighted_rows_and_both_sides_of_m() -> None:
+    """Values scale with their token's weight; M's sides are taken apart, each with its step."""
+    model = CASE.model()
+    drift = FisherDrift(
+        {n: torch.ones_like(p) for n, p in model.named_parameters()},
+        {n: p.detach() - 50.0 for n, p in model.named_parameters()},
+    )
+    options = {"max_relative_drift": None, "stability_weight": 0.01}
+    weights = torch.linspace(-2.0, 2.0, CASE.batch["labels"].numel()).view(2, -1).double()
+    found = []
+    for way in ("forward_mode", "central"):
+        scorer = Scorer(model, CASE.validation, drift, config(way, **options))
+        with quiet():
+            found.append(scorer.score(CASE.batch, token_weights=weights))
+    exact, values = found
+    for name in ("adaptation", "stability", "total"):
+        one, other = getattr(values, name), getattr(exact, name)
+        close(one, other, other.abs().max(), 1e-7, name=name)
+    assert exact.error == 0.0 < values.error < 1e-6
+
+
+def test_a_direction_of_zeros_gives_zeros() -> None:
+    model = CASE.model()
+    zero = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    found, error = Differences(ReferenceAdapter(model)).values(checked(), zero, "central")
+    assert error == 0.0
+    assert not found.any()
+
+
+def checked() -> LabelledBatch:
+    return read_batch(CASE.batch, max_length=64)
+
+
+# --- the step ------------------------------------------------------------------------------------
+
+
+def direction(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    m = gradients.validation_gradient(model, forward_of(model), CASE.validation, parameters)
+    return {name: factor * x for name, x in m.items()}
+
+
+def test_the_step_is_kept_until_m_changes_its_length() -> None:
+    model = CASE.model()
+    taken = Differences(ReferenceAdapter(model))
+    expected, scale = wanted(model, Setup(CASE))
+    counts = []
+    for factor in (1.0, 1.5, 2.0**10):
+        m = direction(model, factor)
+        with Counted(model) as calls:
+            values, _ = taken.values(checked(), m, "central")
+        close(values, factor * expected, factor * scale, 1e-7, name="kept step")
+        counts.append(calls[0])
+    first, kept, changed = counts
+    assert kept == 2
+    assert min(first, changed) > 6
+
+
+def test_the_error_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every CHECKED_EVERY-th batch, by the forwards at twice the step."""
+    monkeypatch.setattr(differences, "CHECKED_EVERY", 2)
+    model, m = CASE.model(), direction(CASE.model())
+    taken = Differences(ReferenceAdapter(model))
+    counts = []
+    for _ in range(5):
+        with Counted(model) as calls:
+            taken.values(checked(), m, "central")
+        counts.append(calls[0])
+    assert counts[1:] == [2, 4, 2, 4]
+
+
+def test_a_forward_that_draws_is_refused() -> None:
+    """No step makes losses exact that differ from call to call; "auto" takes forward mode."""
+    model = CASE.model()
+    noise = torch.Generator().manual_seed(0)
+    handle = model.register_forward_hook(
+        lambda module, args, out: out + 1e-3 * torch.randn(out.shape, generator=noise).double()
+    )
+    scorer = Scorer(model, CASE.validation, config=config("central"))
+    with pytest.raises(UnsupportedError, match=r"not exact enough.*forward_mode"):
+        Differences(ReferenceAdapter(model)).values(checked(), direction(model), "central")
+    handle.remove()
+    assert scorer.score(CASE.batch).derivative == "central"
+
+
+def test_more_curved_rows_are_seen_in_the_stated_error() -> None:
+    """The step is found on validation rows; a batch that is more curved says so by its error."""
+    model = llama().double()
+    model.lm_head.weight.data *= 4
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(2))
+    calm = {"input_ids": ids, "labels": ids}
+    # Rows that the model is nearly sure of are curved the most, relative to their values.
+    sure = model(ids).logits.argmax(-1).roll(1, -1)
+    curved = {"input_ids": ids, "labels": sure}
+    exact = Scorer(model, [calm], config=config("forward_mode")).score(curved).total
+    scorer = Scorer(model, [calm], config=config("one_sided"))
+    own = scorer.score(calm)
+    scorer.refresh()
+    values = scorer.score(curved)
+    assert off(values.total, exact) <= 3 * values.error
+    assert values.error > 1.5 * own.error
+
+
+def test_a_refreshed_scorer_is_a_new_one() -> None:
+    """To the bit, whatever it has valued before: as a resumed run goes on from a checkpoint."""
+    model = CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config("one_sided"))
+    scorer.score(CASE.batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    scorer.refresh()
+    fresh = Scorer(model, CASE.validation, config=config("one_sided"))
+    assert torch.equal(scorer.score(CASE.batch).total, fresh.score(CASE.batch).total)
+
+
+def test_values_do_not_depend_on_the_rows_that_came_first() -> None:
+    model = CASE.model()
+    one, other = (Scorer(model, CASE.validation, config=config()) for _ in range(2))
+    one.score(CASE.validation[0])
+    assert torch.equal(one.score(CASE.batch).total, other.score(CASE.batch).total)
+
+
+# --- weights come back ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["error", "interrupt"])
+def test_weights_come_back_after_an_exception_in_a_shifted_forward(fails: str) -> None:
+    model = SHARED.model()
+    before, calls = bits(model), [0]
+    scorer = Scorer(model, SHARED.validation, config=config("central"))
+
+    def fail(*_: Any) -> None:
+        if unchanged(model, before):
+            return
+        calls[0] += 1
+        if calls[0] == 2:
+            if fails == "error":
+                raise RuntimeError("a kernel failed")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    handle = model.head.register_forward_hook(fail)
+    raised = RuntimeError if fails == "error" else KeyboardInterrupt
+    with pytest.raises(raised):
+        scorer.score(SHARED.batch)
+    assert calls[0] == 2
+    assert unchanged(model, before)
+    handle.remove()
+    assert scorer.score(SHARED.batch).derivative == "central"
+
+
+def test_an_interrupt_while_weights_come_back_waits_for_the_last() -> None:
+    model = CASE.model()
+    before = bits(model)
+    shift = Shift(model, direction(model))
+    copied = Tensor.copy_
+
+    def interrupted(self: Tensor, other: Tensor) -> Tensor:
+        Tensor.copy_ = copied  # type: ignore[method-assign]
+        os.kill(os.getpid(), signal.SIGINT)
+        return copied(self, other)
+
+    def move() -> None:
+        with shift.open():
+            shift.to(1.0)
+            Tensor.copy_ = interrupted  # type: ignore[method-assign]
+
+    with pytest.raises(KeyboardInterrupt):
+        move()
+    assert unchanged(model, before)
+
+
+def test_a_shift_is_what_it_says() -> None:
+    """theta + step M from the weights as they were, tied places once; views see it, graphs not."""
+    model = TIED.model()
+    before, m = bits(model), {n: torch.ones_like(p) for n, p in model.named_parameters()}
+    assert model.head.weight is model.embedding.weight
+    m["head.weight"] = m["embedding.weight"]
+    view = model.embedding.weight.data.view(-1)
+    loss = model(input_ids=TIED.batch["input_ids"]).square().sum()
+    shift = Shift(model, m)
+    with shift.open():
+        for step in (0.5, -0.25):
+            shift.to(step)
+            for name, p in model.named_parameters():
+                assert torch.equal(p, before[name] + step)
+            assert torch.equal(view, before["embedding.weight"].view(-1) + step)
+    assert unchanged(model, before)
+    loss.backward()  # no tensor that the graph saved was written to
+
+
+def test_a_tied_weight_moves_once() -> None:
+    """Under whichever of its names M has it, and under both."""
+    model = TIED.model()
+    before = model.head.weight.detach().clone()
+    one = torch.ones_like(before)
+    for m in (
+        {"head.weight": one},
+        {"embedding.weight": one},
+        dict.fromkeys(("head.weight", "embedding.weight"), one),
+    ):
+        shift = Shift(model, m)
+        assert shift.lengths()[1] == pytest.approx(one.norm().item())
+        with shift.open():
+            shift.to(0.5)
+            assert torch.equal(model.head.weight, before + 0.5)
+        assert torch.equal(model.head.weight, before)
+
+
+# --- which way is taken --------------------------------------------------------------------------
+
+
+def test_auto_takes_differences_over_all_parameters_and_forward_mode_on_top() -> None:
+    model = CASE.model()
+    ways = {
+        options.get("parameters", "linears"): Scorer(
+            model, CASE.validation, config=ScorerConfig("label", layers=1, **options)
+        )
+        .score(CASE.batch)
+        .derivative
+        for options in ({}, {"parameters": "all"}, {"parameters": "linears,*norm*"})
+    }
+    assert ways == {"linears": "forward_mode", "all": "central", "linears,*norm*": "central"}
+    assert Scorer(model, CASE.validation).score(CASE.batch).derivative is None
+
+
+def narrow() -> tuple[Any, Callable[[], Any]]:
+    return llama().bfloat16(), torch.no_grad
+
+
+def cast() -> tuple[Any, Callable[[], Any]]:
+    return llama(), lambda: torch.autocast("cpu", torch.bfloat16)
+
+
+def narrow_base() -> tuple[Any, Callable[[], Any]]:
+    model = llama()
+    model.model.layers[0].bfloat16().requires_grad_(False)
+    return model, torch.no_grad
+
+
+@pytest.mark.parametrize("made", [narrow, cast, narrow_base])
+def test_a_shift_that_would_drown_is_refused_with_its_reason(
+    made: Callable[[], tuple[Any, Callable[[], Any]]],
+) -> None:
+    model, context = made()
+    with context():
+        reason = drowned(model, dict(model.named_parameters()))
+        assert reason is not None
+        assert "bfloat16" in reason
+    assert drowned(llama(), {}) is None
+
+
+def test_coarse_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert drowned(llama(), {}) == "products of 'high' precision"
+
+
+def test_auto_takes_forward_mode_where_a_shift_would_drown() -> None:
+    model = llama().bfloat16()
+    ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids}
+    assert Scorer(model, [batch], config=config()).score(batch).derivative == "forward_mode"
+    with pytest.raises(UnsupportedError, match=r"float32 or wider.*bfloat16.*forward_mode"):
+        Scorer(model, [batch], config=config("central")).score(batch)
+
+
+class Unknown(torch.autograd.Function):
+    """The identity, by a kernel that has a backward and no forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def with_hook(function: Callable[[Tensor], Tensor]) -> ReferenceDecoder:
+    model = CASE.model()
+    model.layers[1].register_forward_hook(lambda module, args, out: function(out))
+    return model
+
+
+def test_a_kernel_without_forward_mode_has_its_values() -> None:
+    """By differences; on the last layers, where forward mode comes first, with a warning."""
+    model = with_hook(Unknown.apply)
+    expected, scale = wanted(model, Setup(CASE))
+    values = Scorer(model, CASE.validation, config=config()).score(CASE.batch)
+    close(values.total, expected, scale, 1e-7, name="no forward mode")
+    scorer = Scorer(model, CASE.validation, config=ScorerConfig("label", layers=1))
+    with pytest.warns(AlphaTokenWarning, match="taken by finite differences"):
+        values = scorer.score(CASE.batch)
+    assert values.derivative == "central"
+    plain = Scorer(CASE.model(), CASE.validation, config=ScorerConfig("label", layers=1))
+    exact = plain.score(CASE.batch).total
+    close(values.total, exact, exact.abs().max(), 1e-7, name="no forward mode, last layer")
+
+
+def test_a_state_space_model_has_its_values() -> None:
+    """Mamba of transformers: no attention, no linear that is called on every position alone."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    model = MambaForCausalLM(MambaConfig(vocab_size=40, **sizes)).eval()
+    compare_with_the_oracle(model, model)
+
+
+@pytest.mark.slow  # compiling takes half a minute
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_compiled_model_has_its_values() -> None:
+    """Alone by a forward of its own, which runs uncompiled; beside a compiled training forward."""
+    model = llama()
+    model.compile()
+    batch = compare_with_the_oracle(model, llama())
+    scorer = Scorer(model, [batch], config=config())
+    exact = Scorer(llama().double(), [batch], config=config("forward_mode")).score(batch).total
+    with quiet(), scorer.observe() as observed:
+        values = observed.values(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+    assert values.derivative == "one_sided"
+    assert off(values.total, exact) < 1e-2
+
+
+def compare_with_the_oracle(model: Any, plain: Any) -> dict[str, Tensor]:
+    """Values of all parameters by "auto" in float32, against one backward a token."""
+    ids = torch.randint(0, 40, (2, 10), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids}
+
+    def forward(given: Mapping[str, Tensor]) -> Tensor:
+        logits: Tensor = plain(**given).logits
+        return logits
+
+    parameters = dict(plain.named_parameters())
+    m = gradients.validation_gradient(plain, forward, [batch], parameters)
+    values = Scorer(model, [batch], config=config()).score(batch)
+    assert values.derivative == "central"
+    assert off(values.total, gradients.label_values(plain, forward, batch, m)) < 2e-3
+    return batch
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """Rounding whose backward is the identity: differences would see the steps."""
+    return x + ((4 * x).round() / 4 - x).detach()
+
+
+def test_differences_through_a_detached_part_fall_back() -> None:
+    """What trains is what the backward says; forward mode sees it, differences do not."""
+    model = with_hook(straight_through)
+    expected, scale = wanted(model, Setup(CASE))
+    with pytest.warns(AlphaTokenWarning, match="taken by forward mode"):
+        values = Scorer(model, CASE.validation, config=config()).score(CASE.batch)
+    assert values.derivative == "forward_mode"
+    close(values.total, expected, scale, 1e-10, name="straight through")
+    with pytest.raises(UnsupportedError, match=r"differences|backward"):
+        Scorer(model, CASE.validation, config=config("central")).score(CASE.batch)
+
+
+def test_a_backward_of_another_function_is_refused_by_both() -> None:
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient / 2
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return tangent.clone()
+
+    model = with_hook(Halved.apply)
+    for way in ("auto", "forward_mode", "central", "one_sided"):
+        with pytest.raises(UnsupportedError, match="not the derivative of its forward"):
+            Scorer(model, CASE.validation, config=config(way)).score(CASE.batch)
+
+
+def test_the_option_is_of_label_alone() -> None:
+    with pytest.raises(ConfigError, match="derivative is an option of the estimator 'label'"):
+        ScorerConfig("alphatoken", derivative="central")
+
+
+# --- what is believed of them --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_certificate_allows_the_stated_error_and_no_more(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = Scorer(CASE.model(), CASE.validation, config=config(form))
+    with quiet():
+        certificate = scorer.verify(CASE.batch, tokens=4)
+        assert certificate.passed, str(certificate)
+        assert f"by differences ({form})" in str(certificate)
+        assert certificate.derivative == form
+        exact = Differences.values
+
+        def wrong(*arguments: Any, **options: Any) -> tuple[Tensor, float]:
+            values, error = exact(*arguments, **options)
+            return values * 1.001, error
+
+        monkeypatch.setattr(Differences, "values", wrong)
+        assert not scorer.verify(CASE.batch, tokens=4).passed
+
+
+def test_values_say_how_they_were_taken() -> None:
+    values: TokenValues = Scorer(CASE.model(), CASE.validation, config=config()).score(CASE.batch)
+    assert values.derivative == "central"
+    assert 0.0 < values.error < 1e-6
