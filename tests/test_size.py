@@ -26,7 +26,7 @@ ROOMS = {
     "scoring": 924,
     "select": 877,
     "support": 596,
-    "train": 11_804,
+    "train": 11_767,
 }
 
 

@@ -10,9 +10,9 @@ response tokens, the room is read from a step of training:
 2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;
    ``compute_loss`` hands it each micro-batch (:mod:`~alphatoken.train.micro_batch`).
 3. :mod:`~alphatoken.train.value_weigher`: values, and weights of them. Which validation rows,
-   direction and schedule hold at a step is in ``valuation``, ``pool`` and ``running``.
+   direction hold at a step is in ``valuation`` and ``pool``.
    :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method
-   (``policy``, ``policy_names``, ``policy_stage``).
+   (``policy``, ``policies``, ``policy_stage``).
 4. :mod:`~alphatoken.train.gradient_weights`: weights act on the update and not on the loss that
    is reported.
 5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` and
@@ -21,12 +21,12 @@ response tokens, the room is read from a step of training:
 6. :mod:`~alphatoken.train.checkpoint`: checkpoints that are whole or not there (``manifest``), and
    runs that go on from them to the same bits (``resume``, ``identity``).
 
-``distributed``, ``layouts`` and ``shards`` hold what changes with several processes; ``plan``,
-``cost`` and ``activations`` tell a run's FLOPs and bytes before it starts.
+``distributed``, ``layouts`` and ``shards`` hold what changes with several processes; ``plan`` says
+what a run would do.
 
 **Mathematics**: the weighted update is eq. sft_masked_loss and eq. dpo_masked_loss, the ledger the
 in-run values of Appendix A. **May import** the scorer and the rooms of the core, ``data`` and
-``report``; not ``policies``, ``compare`` or ``cli``. **Oracle**: a reference step
+``report``; not ``cli``. **Oracle**: a reference step
 written from the definitions alone, with which a trainer's values, masks, gradients, updates,
 ledger and logs are compared (``tests/property/test_trainer_oracle.py``); with every weight 1 a step
 equals TRL's bit for bit.

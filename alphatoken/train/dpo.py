@@ -33,7 +33,6 @@ from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form, uses_temp
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.sft import padded_batch
 
@@ -85,9 +84,6 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
             )
         if self.masked_logit:
             self._check_masked_logit()
-        policy = chosen_policy(self, None, self.FAMILY)
-        if policy is not None:
-            check_pair_policy(policy, self)
 
     @property
     def cuts_prompts(self) -> bool:
@@ -111,36 +107,36 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
                 remedy="precompute_ref_log_probs=False",
             )
 
+    def check_policy(self, policy: TokenPolicy) -> None:
+        """Refuse options that a policy's own loss would ignore, and sums where it needs tokens.
 
-def check_pair_policy(policy: TokenPolicy, args: AlphaDPOConfig) -> None:
-    """Refuse options of TRL's losses that a policy's own loss would ignore, and sums for tokens.
-
-    Raises:
-        ConfigError: names the option.
-    """
-    if type(policy).loss is not TokenPolicy.loss:
-        for name, neutral in _OWN_LOSS.items():
-            if getattr(args, name) != neutral:
+        Raises:
+            ConfigError: names the option.
+        """
+        if type(policy).loss is not TokenPolicy.loss:
+            for name, neutral in _OWN_LOSS.items():
+                if getattr(self, name) != neutral:
+                    raise ConfigError(
+                        f"policy '{policy.name}' has a loss of its own, "
+                        f"which {name} does not change",
+                        got=f"{name}={getattr(self, name)!r}",
+                        remedy="leave it out; the policy's base loss is in policy_options",
+                    )
+            own = getattr(policy, "beta", self.beta)
+            if self.beta not in (own, type(self).beta):
                 raise ConfigError(
-                    f"policy '{policy.name}' has a loss of its own, which {name} does not change",
-                    got=f"{name}={getattr(args, name)!r}",
-                    remedy="leave it out; the policy's base loss is in policy_options",
+                    f"policy '{policy.name}' has a beta of its own",
+                    got=f"beta={self.beta}, the policy's is {own}",
+                    why="the trainer's beta would scale the logged rewards only",
+                    remedy=f"policy_options={{'beta': {self.beta}}}",
                 )
-        own = getattr(policy, "beta", args.beta)
-        if args.beta not in (own, type(args).beta):
+        if self.precompute_ref_log_probs and policy.needs.reference:
             raise ConfigError(
-                f"policy '{policy.name}' has a beta of its own",
-                got=f"beta={args.beta}, the policy's is {own}",
-                why="the trainer's beta would scale the logged rewards only",
-                remedy=f"policy_options={{'beta': {args.beta}}}",
+                f"policy '{policy.name}' asks for the reference's log-probability of a token",
+                got="precompute_ref_log_probs=True",
+                why="what is computed ahead is their sum over a response",
+                remedy="precompute_ref_log_probs=False",
             )
-    if args.precompute_ref_log_probs and policy.needs.reference:
-        raise ConfigError(
-            f"policy '{policy.name}' asks for the reference's log-probability of a token",
-            got="precompute_ref_log_probs=True",
-            why="what is computed ahead is their sum over a response",
-            remedy="precompute_ref_log_probs=False",
-        )
 
 
 class _LogProbs:
@@ -227,10 +223,6 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
                 "are of that objective",
                 AlphaTokenWarning,
             )
-
-    def check_policy(self, policy: TokenPolicy) -> None:
-        """Refuse options of a loss that the policy replaces, and sums where it needs tokens."""
-        check_pair_policy(policy, self.args)
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """The completions of both branches, chosen rows first."""

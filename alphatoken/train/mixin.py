@@ -48,7 +48,6 @@ from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
 from alphatoken.train.layouts import (
     check_same_weights,
     name_wrapped_layers,
-    needs_own_forward,
 )
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
@@ -322,9 +321,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Coefficients of the update once the weights are known, before they are normalised."""
         return coefficients
 
-    def check_policy(self, policy: TokenPolicy) -> None:
-        """Refuse a policy that this kind of trainer cannot carry out with its options."""
-
     def reference_log_probs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Tensor | None]:
@@ -393,11 +389,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def needs_values(self) -> bool:
         """Whether tokens are valued; a ``TokenPolicy`` has weights of its own."""
         return isinstance(self.weigher, ValueWeigher) and bool(self.args.needs_values)
-
-    @property
-    def own_forward(self) -> bool:
-        """Whether scoring runs a forward of its own in this layout."""
-        return needs_own_forward(self.accelerator, self.args)
 
     # --- the trainer's hooks ----------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from alphatoken.train.policies import (
     chosen_policy,
     read_policy_options,
 )
-from alphatoken.train.policy import PolicySettings
+from alphatoken.train.policy import PolicySettings, TokenPolicy
 from alphatoken.train.refused_settings import refused_early
 
 __all__ = ["AlphaOptions"]
@@ -67,8 +67,12 @@ class AlphaOptions(AlphaFields):
                 f"policy='{self.policy}' takes no options of its own",
                 got=f"policy_options={arguments}",
             )
-        self.policy_settings()
-        chosen_policy(self, None, self.FAMILY)
+        chosen = chosen_policy(self, None, self.FAMILY)
+        if chosen is not None:
+            self.check_policy(chosen)
+
+    def check_policy(self, policy: TokenPolicy) -> None:
+        """Refuse a policy that this kind of trainer cannot carry out with these options."""
 
     def policy_settings(self) -> PolicySettings:
         """Settings of a method by name."""

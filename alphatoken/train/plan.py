@@ -15,6 +15,7 @@ from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.model.scope import Scope
 from alphatoken.train.checks import Given, check_run, check_watch
+from alphatoken.train.layouts import needs_own_forward
 from alphatoken.train.policies import chosen_policy
 
 __all__ = ["Layout", "Plan", "make_plan"]
@@ -74,11 +75,6 @@ class Layout:
                 dynamo_plugin=None,
             ),
         )
-
-    @property
-    def own_forward(self) -> bool:
-        """Whether scoring needs a forward of its own (DeepSpeed)."""
-        return self.kind.startswith("zero")
 
 
 @dataclass(frozen=True)
@@ -150,14 +146,14 @@ def make_plan(
         check_run(model, layout.accelerator(), args, policy, given or Given())
     check_watch(model, layout.accelerator(), args)
     length = args.max_length or adapter.max_positions() or 1024
-    own_forward = layout.own_forward or args.keep_scope == "global" or args.scoring_forward == "own"
+    own_forward = needs_own_forward(layout.accelerator(), args)
     batch = _batch(args, layout, command, length)
     share = args.validation_batch_size / batch["rows"]
     return Plan(
         command=command,
         model=_model_part(model, adapter, name),
         scored=_scored_part(model, scope, args),
-        layout={**asdict(layout), "own_forward": bool(own_forward and args.needs_values)},
+        layout={**asdict(layout), "own_forward": own_forward and args.needs_values},
         batch=batch,
         validation=_validation_part(args, share),
         steps=_steps(args, batch["rows_per_micro_batch"], rows),

@@ -90,7 +90,7 @@ class PolicyWeigher:
     ) -> None:
         self._trainer, self._records, self.policy = trainer, records, policy
         self._columns: Columns | None = None
-        trainer.check_policy(policy)
+        trainer.args.check_policy(policy)
         self._prepare(validation, reference)
         self._write()
 

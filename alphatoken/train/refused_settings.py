@@ -52,6 +52,15 @@ def refused_settings(args: Any) -> Iterator[ConfigError]:
             "values take a backward of their own through the graph that the step uses",
             remedy="use_liger_kernel=False; flash attention is supported",
         )
+    smoothing = getattr(args, "label_smoothing_factor", 0)
+    if smoothing > 0 and args.FAMILY == "sft":  # DPO does not read it
+        yield ConfigError(
+            "smoothed labels do not work with token values",
+            got=f"label_smoothing_factor={smoothing}",
+            why="transformers builds their loss of the logits, and token weights act on the "
+            "log-probability of each token",
+            remedy="label_smoothing_factor=0, or policy='standard'",
+        )
     if getattr(args, "activation_offloading", False):
         yield ConfigError(
             "offloaded activations do not work with token values",

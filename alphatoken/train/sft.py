@@ -43,17 +43,6 @@ class AlphaSFTConfig(AlphaOptions, SFTConfig):
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
 
-    def check_alpha(self) -> None:
-        """As for all; and losses that are not made of token log-probabilities."""
-        super().check_alpha()
-        if self.weighs:
-            refuse_losses("AlphaSFTTrainer", fused_losses(self))
-
-
-def fused_losses(args: Any) -> dict[str, bool]:
-    """Options of transformers that build a loss of the logits -> whether they are on."""
-    return {"label_smoothing_factor": args.label_smoothing_factor > 0}
-
 
 def refuse_losses(trainer: str, refused: Mapping[str, bool]) -> None:
     """Raise for the first that is there.
@@ -236,7 +225,6 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         refused = {
             "compute_loss_func": self.compute_loss_func is not None,
             "a vision dataset": self._is_vision_dataset,
-            **fused_losses(self.args),
         }
         refuse_losses("AlphaSFTTrainer", refused)
 

@@ -16,7 +16,7 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.sft import LabelledRows, fused_losses, refuse_losses
+from alphatoken.train.sft import LabelledRows, refuse_losses
 
 __all__ = ["AlphaConfig", "AlphaTrainer"]
 
@@ -29,12 +29,6 @@ class AlphaConfig(AlphaOptions, TrainingArguments):
         """transformers' checks, then ours."""
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
-
-    def check_alpha(self) -> None:
-        """As for all; and losses that are not made of token log-probabilities."""
-        super().check_alpha()
-        if self.weighs:
-            refuse_losses("AlphaTrainer", fused_losses(self))
 
 
 class AlphaTrainer(LabelledRows, Trainer):
@@ -74,7 +68,7 @@ class AlphaTrainer(LabelledRows, Trainer):
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own."""
         own = {"compute_loss_func": self.compute_loss_func is not None}
-        refuse_losses("AlphaTrainer", own | fused_losses(self.args))
+        refuse_losses("AlphaTrainer", own)
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Cross-entropy over the response tokens, divided as transformers divides it."""

@@ -6,22 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from alphatoken.errors import ConfigError
+from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policies.trained_weights import (
     copy_weights,
     trainable,
     trained_copy,
     validation_schedule,
 )
-from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
+from alphatoken.train.policy import Needs, PolicySettings, PolicyStage
 
 __all__ = ["ValidationFirst"]
 
 
-class ValidationFirst(TokenPolicy):
+class ValidationFirst(Standard):
     """All tokens with weight 1, from a model that has been trained on the validation rows.
 
         theta_0 -> theta_0'  by ``epochs`` of the validation rows,  then  w_t = 1  from theta_0'
@@ -50,9 +48,8 @@ class ValidationFirst(TokenPolicy):
     """
 
     name: ClassVar[str] = "validation-first"
+    family: ClassVar[str] = "sft"
     needs: ClassVar[Needs] = Needs(validation=True)
-    static: bool = True
-    direction: ClassVar[str] = "no order: all tokens"
     source: ClassVar[str] = "control: the clean rows first"
 
     def __init__(
@@ -83,11 +80,3 @@ class ValidationFirst(TokenPolicy):
         )
         copy_weights(trainable(trained.model), trainable(stage.model))
         self._before = trained.log
-
-    def scores(self, batch: PolicyBatch) -> Tensor:
-        """0: no token goes before another."""
-        return torch.zeros_like(batch.log_probs)
-
-    def budget_weights(self, batch: PolicyBatch) -> Tensor:
-        """1 on the response, whatever the budget."""
-        return batch.mask.to(batch.log_probs.dtype)

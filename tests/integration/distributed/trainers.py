@@ -20,7 +20,7 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
-from alphatoken.train.layouts import sharding_of
+from alphatoken.train.layouts import needs_own_forward, sharding_of
 from tests.integration.distributed.launch import CLIP, WORLD, processes
 from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
@@ -132,7 +132,7 @@ def run(trainer: Any) -> dict[str, Any]:
         "parameters": parameters(trainer),
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "history": history,
-        "own_forward": trainer.own_forward,
+        "own_forward": needs_own_forward(trainer.accelerator, trainer.args),
     }
 
 
