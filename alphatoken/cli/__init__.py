@@ -3,8 +3,8 @@
 Each command is listed below with the module that runs it, and a module is loaded only when its
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
 
-- ``score``, ``filter``, ``fisher``: options in the module of that name, the work in
-  ``score_run``, ``filter_run``, ``fisher_run``; rows are read and valued by ``alphatoken.corpus``.
+- ``score``, ``filter``, ``fisher``: options in the module of that name, the work there or in
+  ``filter_run``, ``fisher_run``; rows are read and valued by ``alphatoken.corpus``.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   and ``training_data`` to a trainer; ``planning`` prints what ``--dry-run`` shows, ``launching``
   starts several processes, ``recipes`` reads options from a file.
@@ -31,7 +31,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "score": Command(
         "value the response tokens of a training file",
-        "alphatoken.cli.score_run:run",
+        "alphatoken.cli.score:run",
         "alphatoken.cli.score:read",
     ),
     "filter": Command(

@@ -12,7 +12,6 @@ __all__ = [
     "PARAMETERS",
     "BadRowOptions",
     "BudgetOptions",
-    "CellOptions",
     "ColumnOptions",
     "EarlierOptions",
     "LeftOutOptions",
@@ -136,16 +135,3 @@ class RunningOptions:
     seed: int = option(0, "seed of every draw")
     quiet: bool = option(False, "no progress and no notes")
     traceback: bool = option(False, "show the whole traceback of an error")
-
-
-@dataclass(kw_only=True)
-class CellOptions:
-    """Where the cells of a grid run."""
-
-    processes: int = option(1, "cells at a time, or in the queue at a time")
-    devices: str | None = option(None, "numbers of the GPUs that cells are dealt to: 0,1,2,3")
-    devices_per_cell: int = option(1, "GPUs of one cell; its global batch stays", least=1)
-    launcher: Literal["local", "slurm", "submitit-local"] = option(
-        "local", "this machine, or a queue by submitit"
-    )
-    queue: str | None = option(None, "submitit's parameters: slurm_partition=gpu,timeout_min=600")

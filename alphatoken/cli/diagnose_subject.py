@@ -13,14 +13,7 @@ from torch import nn
 
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions
-from alphatoken.cli.reading import (
-    encoding,
-    read_file,
-    read_held_out,
-    read_model,
-    read_tokenizer,
-    scorer_config,
-)
+from alphatoken.cli.reading import encoding, model_spec, read_file, scorer_config
 from alphatoken.corpus.folder import examples_digest, file_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
 from alphatoken.corpus.rows import encode_some
@@ -52,6 +45,7 @@ VALIDATION_ROWS = 32
 """Most rows of a validation file that are used where no number is given."""
 
 _FIELDS = ("prompt", "response", "messages")
+_SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps")
 
 
 @dataclass(frozen=True)
@@ -75,25 +69,19 @@ class Prepared:
 def retention_files(texts: Sequence[str]) -> list[RetentionFile]:
     """``[NAME=]FILE[,prompt=FIELD][,response=FIELD][,messages=FIELD]``, each as its parts.
 
-    A set without a name is called as its file, and as its folder too if two files agree.
+    A set without a name is called as its file.
 
     Raises:
         ConfigError: an unknown part, or a name twice.
     """
     found = [_retention_file(text) for text in texts]
-    stems = [Path(one.path).stem for one in found]
-    named = [
-        one.name or (stem if stems.count(stem) == 1 else f"{Path(one.path).parent.name}/{stem}")
-        for one, stem in zip(found, stems, strict=True)
-    ]
+    named = [one.name for one in found]
     twice = next((name for name in named if named.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(
             "two retention sets have one name", got=repr(twice), remedy="--retention_set NAME=FILE"
         )
-    return [
-        RetentionFile(name, one.path, one.fields) for name, one in zip(named, found, strict=True)
-    ]
+    return found
 
 
 def beside_models(texts: Sequence[str]) -> dict[str, str]:
@@ -118,13 +106,13 @@ def beside_models(texts: Sequence[str]) -> dict[str, str]:
 
 def _retention_file(text: str) -> RetentionFile:
     if Path(text).is_file():
-        return RetentionFile("", text, Fields())
+        return RetentionFile(Path(text).stem, text, Fields())
     path, *parts = text.split(",")
     name, equals, rest = path.partition("=")
     if equals and "/" not in name:
         path = rest
     else:
-        name = ""
+        name = Path(path).stem
     given: dict[str, str] = {}
     for part in parts:
         field, equals, column = part.partition("=")
@@ -173,17 +161,18 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         AlphaTokenError: wrong input, with what and where.
     """
     config = scorer_config(options)
-    tokenizer = read_tokenizer(options)
+    tokenizer = model_spec(options).tokenizer()
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     sets = retention_files(options.retention_set)
     pools, retention, prompts, notes = _read(options, sets, fisher)
-    encode = _Encoder(tokenizer, encoding(options), notes)
-    train = encode(pools.train, "training")
-    validation = encode(pools.validation, "validation")
-    encode.skip_empty()
-    held_out = encode(prompts, "Fisher prompts") if prompts else []
-    held = {name: encode(rows, f"retention ({name})") for name, rows in retention.items()}
-    model = read_model(options)
+    how = encoding(options)
+    encode = partial(_encoded, tokenizer=tokenizer, notes=notes)
+    train = encode(pools.train, "training", how)
+    validation = encode(pools.validation, "validation", how)
+    how = replace(how, on_empty="skip")  # of the others such rows are counted, never an error
+    held_out = encode(prompts, "Fisher prompts", how) if prompts else []
+    held = {n: encode(rows, f"retention ({n})", how) for n, rows in retention.items()}
+    model = model_spec(options).model()
     reference = _reference(model, options)
     beside, digests = _beside(model, options)
     names = {
@@ -207,19 +196,13 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         config=config,
         ratio=options.ratio,
         batch_size=options.batch_size,
-        **_given_sizes(options),
+        **{name: size for name in _SIZES if (size := getattr(options, name)) is not None},
         tuning_rate=options.tuning_rate,
         seed=options.seed,
         progress=not options.quiet,
         names={key: name for key, name in names.items() if name is not None},
     )
     return Prepared(subject, _settings(subject, options) | digests, tuple(notes))
-
-
-def _given_sizes(options: DiagnoseOptions) -> dict[str, int]:
-    """Sizes that the command line says; the others are the subject's defaults."""
-    names = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps")
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -236,7 +219,8 @@ def _read(
     data = read_file(options.train_file, options, limit=options.limit)
     held = None
     if options.validation_file is not None:
-        held = read_held_out(options.validation_file, options)
+        # By the named columns where a row has them, else by those that are known.
+        held = read_file(options.validation_file, options, limit=None, optional=True)
         most = options.validation_rows or VALIDATION_ROWS
         held = _drawn(held, most, options.seed, "validation rows", "--validation_rows", notes)
     retention = {
@@ -308,20 +292,13 @@ def _drawn(
     return [rows[index] for index in chosen]
 
 
-class _Encoder:
-    """Rows to examples, with a sentence on each loss."""
-
-    def __init__(self, tokenizer: Any, options: EncodeOptions, notes: list[str]) -> None:
-        self._tokenizer, self._options, self._notes = tokenizer, options, notes
-
-    def skip_empty(self) -> None:
-        """From now on rows without a response token are dropped and counted, never an error."""
-        self._options = replace(self._options, on_empty="skip")
-
-    def __call__(self, rows: Sequence[Row], what: str) -> list[Example]:
-        examples, report = encode_some(rows, self._tokenizer, self._options, what)
-        self._notes += about_encoding(what, report)
-        return examples
+def _encoded(
+    rows: Sequence[Row], what: str, how: EncodeOptions, *, tokenizer: Any, notes: list[str]
+) -> list[Example]:
+    """Rows to examples, with a sentence on each loss in ``notes``."""
+    examples, report = encode_some(rows, tokenizer, how, what)
+    notes += about_encoding(what, report)
+    return examples
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -338,7 +315,7 @@ def _reference(model: nn.Module, options: DiagnoseOptions) -> nn.Module | None:
 
 
 def _other_model(path: str, options: DiagnoseOptions) -> nn.Module:
-    return read_model(replace(options, model_name_or_path=path, adapter=None))
+    return model_spec(replace(options, model_name_or_path=path, adapter=None)).model()
 
 
 def _require_same_shapes(model: nn.Module, other: nn.Module, flag: str) -> None:
@@ -377,12 +354,8 @@ def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
     reference, fisher = subject.reference, options.fisher_file
     return {
         **settings,
-        **{
-            name: getattr(subject, name)
-            for name in (
-                "batch_size", "oracle_tokens", "fisher_samples", "tuning_steps",
-            )
-        },
+        "batch_size": subject.batch_size,
+        **{name: getattr(subject, name) for name in _SIZES},
         "tuning_rate": subject.rate,
         "device": str(subject.device),
         "max_length": options.max_length,

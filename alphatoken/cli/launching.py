@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments
@@ -33,20 +34,24 @@ def wants_launch(arguments: Arguments) -> bool:
     return _asked(arguments) is not None and not inside
 
 
-def _asked(arguments: Arguments) -> tuple[str, int | None] | None:
-    """The layout to start, by name, and its processes (None: as its file says); None: neither.
+def _asked(arguments: Arguments) -> tuple[Path, dict[str, Any]] | None:
+    """File and content of the layout to start, with its number of processes; None: no layout.
 
     Without an accelerate_config, as many processes as are asked for, or one for each GPU, run
     under DistributedDataParallel, as `trl sft` has it.
+
+    Raises:
+        ConfigError: no such accelerate configuration.
     """
     name, count = arguments.run.accelerate_config, arguments.run.num_processes
-    if name is not None:
-        return None if name == "none" else (name, count)
-    if count is None and not arguments.training.use_cpu:
+    if name is None and count is None and not arguments.training.use_cpu:
         import torch
 
         count = torch.cuda.device_count()
-    return None if count is None or count < 2 else ("ddp", count)
+    if name == "none" or (name is None and (count or 1) < 2):
+        return None
+    path, config = accelerate_config(name or "ddp")
+    return path, {"num_processes": 1, **config, **({"num_processes": count} if count else {})}
 
 
 def layout_of(arguments: Arguments) -> Layout:
@@ -63,40 +68,27 @@ def layout_of(arguments: Arguments) -> Layout:
     asked = _asked(arguments)
     if asked is None:
         return Layout()
-    name, count = asked
-    config = accelerate_config(name)[1]
-    if count is not None:
-        config = {**config, "num_processes": count}
-    _require_launcher(config)
-    return Layout.read(config)
+    _require_launcher(asked[1])
+    return Layout.read(asked[1])
 
 
 def check_launch(arguments: Arguments) -> None:
     """Refuse, before anything is deleted, what could not be started.
 
     Raises:
-        ConfigError: as ``layout_of`` and ``launch``.
+        ConfigError: as ``layout_of``, or fewer GPUs than the layout needs.
     """
     layout_of(arguments)
-    if wants_launch(arguments):
-        asked = _asked(arguments)
-        assert asked is not None
-        config = accelerate_config(asked[0])[1]
-        _require_devices(arguments, config, asked[1] or int(config.get("num_processes", 1)))
+    asked = _asked(arguments)
+    if asked is not None and wants_launch(arguments):
+        _require_devices(arguments, asked[1])
 
 
 def launch(arguments: Arguments) -> int:
-    """Start the processes, wait for them, and return their exit status.
-
-    Raises:
-        ConfigError: no such configuration, or fewer GPUs than it needs.
-    """
+    """Start the processes that ``check_launch`` has seen, wait for them; their exit status."""
     asked = _asked(arguments)
     assert asked is not None
-    path, config = accelerate_config(asked[0])
-    count = asked[1] or int(config.get("num_processes", 1))
-    _require_launcher({**config, "num_processes": count})
-    _require_devices(arguments, config, count)
+    path, count = asked[0], int(asked[1]["num_processes"])
     if arguments.run.accelerate_config is None:
         batch = count * arguments.training.per_device_train_batch_size
         print(
@@ -151,7 +143,7 @@ def _require_one_task(arguments: Arguments) -> None:
 
 def _require_launcher(config: dict[str, Any]) -> None:
     """Refuse a layout of which accelerate would start a single process, and say nothing."""
-    count = int(config.get("num_processes", 1))
+    count = int(config["num_processes"])
     by_mpi = config.get("mpirun_config") is not None
     if config.get("distributed_type") == "MULTI_CPU" and count > 1 and not by_mpi:
         raise ConfigError(
@@ -162,14 +154,14 @@ def _require_launcher(config: dict[str, Any]) -> None:
         )
 
 
-def _require_devices(arguments: Arguments, config: dict[str, Any], count: int) -> None:
+def _require_devices(arguments: Arguments, config: dict[str, Any]) -> None:
     """Refuse a layout on more GPUs than this machine has."""
     import torch
 
     on_cpu = config.get("use_cpu") or config.get("distributed_type") == "MULTI_CPU"
     if on_cpu or arguments.training.use_cpu:
         return
-    here = count // int(config.get("num_machines", 1))
+    here = int(config["num_processes"]) // int(config.get("num_machines", 1))
     found = torch.cuda.device_count()
     if found < here:
         raise ConfigError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from torch import nn
-
 from alphatoken.cli.common import ModelOptions, TrainingRowOptions, ValuationOptions
 from alphatoken.config import ScorerConfig
 from alphatoken.corpus.spec import JobSpec, ModelSpec
@@ -19,9 +17,6 @@ __all__ = [
     "job_spec",
     "model_spec",
     "read_file",
-    "read_held_out",
-    "read_model",
-    "read_tokenizer",
     "scorer_config",
     "unread_columns",
 ]
@@ -38,16 +33,6 @@ def model_spec(options: ModelOptions) -> ModelSpec:
     )
 
 
-def read_model(options: ModelOptions) -> nn.Module:
-    """Load the model; see :meth:`ModelSpec.model`."""
-    return model_spec(options).model()
-
-
-def read_tokenizer(options: ModelOptions) -> Any:
-    """Load the tokenizer; see :meth:`ModelSpec.tokenizer`."""
-    return model_spec(options).tokenizer()
-
-
 def read_file(path: str, options: Any, *, limit: int | None, **more: Any) -> list[Row]:
     """Rows of ``path`` with the columns that the command line names; ``more`` is of ``Fields``.
 
@@ -56,11 +41,6 @@ def read_file(path: str, options: Any, *, limit: int | None, **more: Any) -> lis
     """
     named = fields_of(options, **more)
     return read_rows(path, fields=named, limit=limit, on_bad_rows=options.on_bad_rows)
-
-
-def read_held_out(path: str, options: Any) -> list[Row]:
-    """Validation rows: by the named columns where a row has them, else by those that are known."""
-    return read_file(path, options, limit=None, optional=True)
 
 
 def fields_of(options: Any, **more: Any) -> Fields:

@@ -1,4 +1,4 @@
-"""``alphatoken score``: its options; ``score_run`` does the work, and loads torch."""
+"""``alphatoken score``: its options, as a job of ``alphatoken.corpus``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alphatoken.cli.common import (
 )
 from alphatoken.cli.options import option, read_options
 
-__all__ = ["ScoreOptions", "read"]
+__all__ = ["ScoreOptions", "read", "run"]
 
 _ABOUT = """\
 Value every response token of a training file: how much training on it lowers the loss on the
@@ -152,3 +152,39 @@ def read(words: Sequence[str]) -> ScoreOptions:
         ConfigError: words that cannot be read.
     """
     return read_options("score", ScoreOptions, words, description=_ABOUT, epilog=_MORE)
+
+
+def run(options: ScoreOptions) -> None:
+    """Value ``options.train_file`` and write everything to ``options.output_dir``.
+
+    Raises:
+        AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
+    """
+    from alphatoken.cli.reading import job_spec  # loads torch, which --help does not need
+    from alphatoken.corpus.run import score_corpus
+    from alphatoken.corpus.spec import EngineSpec, ResultSpec
+
+    spec = job_spec(
+        options,
+        output_dir=options.output_dir,
+        ratio=options.ratio,
+        scope=options.scope,
+        format=options.format,
+        shard_size=options.shard_size,
+        components=options.components,
+        parameters=options.parameters,
+        offload="stream" if options.offload else "none",
+    )
+    wanted = ResultSpec(
+        report=options.report,
+        report_rows=options.report_rows,
+        dataset=options.write_dataset,
+        verify=options.verify,
+    )
+    engine = EngineSpec(
+        name=options.engine,
+        workers=options.workers,
+        gpus=options.gpus_per_worker,
+        cpus=options.cpus_per_worker,
+    )
+    score_corpus(spec, wanted, engine, resume=options.resume, overwrite=options.overwrite_output)

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,8 @@ from alphatoken.errors import ConfigError, DataError, ModelError
 __all__ = [
     "build_trainer",
     "check_files",
+    "load_tokenizer",
+    "model_options",
     "require_libraries",
     "run_dpo",
     "run_sft",
@@ -93,15 +95,13 @@ def _run(command: str, words: Sequence[str]) -> int:
     from alphatoken.cli.launching import check_launch, launch, layout_of, wants_launch
 
     arguments = read_arguments(command, words, configuration)
+    check_files(arguments)
+    check_output(arguments)
     if arguments.run.dry_run:
         from alphatoken.cli.planning import plan_run, show_plan
 
-        check_files(arguments)
-        check_output(arguments)
         show_plan(plan_run(arguments, layout_of(arguments)))
         return 0
-    check_files(arguments)
-    check_output(arguments)
     check_launch(arguments)
     clear_output(arguments)
     if wants_launch(arguments):
@@ -192,7 +192,7 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     from alphatoken.cli.planning import check_known
 
     check_known(arguments, layout_of(arguments))
-    tokenizer = _tokenizer(arguments)
+    tokenizer = load_tokenizer(arguments)
     with _warnings_as_notes(arguments.training.process_index == 0):
         trainer, notes = build_trainer(arguments, kind, tokenizer)
     from alphatoken.train.manifest import RESULTS
@@ -293,27 +293,30 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
 
     args, model = arguments.training, arguments.model
     if tokenizer is None:
-        tokenizer = _tokenizer(arguments)
+        tokenizer = load_tokenizer(arguments)
     data = load_run_data(arguments, tokenizer, _vocabulary(arguments))
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already
-    args.model_init_kwargs = _model_options(arguments)
+    args.model_init_kwargs = model_options(arguments)
     file = arguments.data.fisher_file
     read_fisher = FisherDrift.open if args.fisher_offload else FisherDrift.load
     try:
-        trainer = _apart(kind)(
-            model=model.model_name_or_path,
-            args=args,
-            train_dataset=data.train,
-            eval_dataset=data.evaluation,
-            processing_class=tokenizer,
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-            validation_dataset=data.validation,
-            retention_dataset=data.retention,
-            fisher=None if file is None else read_fisher(file),
-            fisher_dataset=data.fisher,
-        )
+        with warnings.catch_warnings():
+            # Rows in common were found by text, and are counted in the notes.
+            warnings.filterwarnings("ignore", ".*training rows repeat a")
+            trainer = kind(
+                model=model.model_name_or_path,
+                args=args,
+                train_dataset=data.train,
+                eval_dataset=data.evaluation,
+                processing_class=tokenizer,
+                quantization_config=get_quantization_config(model),
+                peft_config=get_peft_config(model),
+                validation_dataset=data.validation,
+                retention_dataset=data.retention,
+                fisher=None if file is None else read_fisher(file),
+                fisher_dataset=data.fisher,
+            )
     except SafetensorError as error:  # TRL loads the model
         raise ModelError(
             "the model cannot be loaded",
@@ -322,17 +325,6 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
         ) from None
     freeze_unreached(trainer.model)
     return trainer, data.notes
-
-
-def _apart(kind: type[Any]) -> Callable[..., Any]:
-    """The trainer without its warning of rows in common: those were found by text, and counted."""
-
-    def build(**given: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*training rows repeat a")
-            return kind(**given)
-
-    return build
 
 
 def _vocabulary(arguments: Any) -> int | None:
@@ -352,8 +344,8 @@ def _vocabulary(arguments: Any) -> int | None:
     return find_limits(parts, revision=model.model_revision, trust_remote_code=trusted).tokens
 
 
-def _model_options(arguments: Any) -> dict[str, Any]:
-    """Options of ``from_pretrained``."""
+def model_options(arguments: Any) -> dict[str, Any]:
+    """Options of ``from_pretrained`` by which the trainer loads its model."""
     args, model = arguments.training, arguments.model
     return {
         "revision": model.model_revision,
@@ -364,44 +356,16 @@ def _model_options(arguments: Any) -> dict[str, Any]:
     }
 
 
-def load_untrained(arguments: Any, folder: str | None = None) -> tuple[Any, Any]:
-    """The model as its trainer would load it, in evaluation mode, and its tokenizer.
-
-    Args:
-        arguments: of the run.
-        folder: of another model with the same options, such as a trained one.
-
-    Raises:
-        ModelError: model or tokenizer cannot be loaded.
-    """
-    from trl.trainer.utils import create_model_from_path, get_quantization_config
-
-    from alphatoken.train.loading import load_or_refuse, no_progress_bar
-
-    options = _model_options(arguments)
-    quantization = get_quantization_config(arguments.model)
-    if quantization is not None and folder is None:
-        options["quantization_config"] = quantization
-    if folder is not None:
-        options.pop("revision")
-    name = folder or arguments.model.model_name_or_path
-    with no_progress_bar():
-        model = load_or_refuse("model", name, create_model_from_path, **options)
-    if quantization is None:
-        model = model.to(arguments.training.device)
-    return model.eval(), _tokenizer(arguments)
-
-
-def _tokenizer(arguments: Any) -> Any:
+def load_tokenizer(arguments: Any) -> Any:
     """The model's tokenizer, with the chat template that the options name.
 
     Raises:
         ModelError: model or tokenizer cannot be loaded.
     """
-    from alphatoken.train.loading import load_tokenizer
+    from alphatoken.train import loading
 
     args, model = arguments.training, arguments.model
-    tokenizer = load_tokenizer(
+    tokenizer = loading.load_tokenizer(
         model.model_name_or_path,
         revision=model.model_revision,
         trust_remote_code=args.trust_remote_code,

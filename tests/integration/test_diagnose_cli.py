@@ -224,16 +224,15 @@ def test_options_of_one_are_not_read_for_another() -> None:
 
 def test_retention_files_have_names_and_fields() -> None:
     found = retention_files(
-        ["stories.jsonl", "a=b/c=d.jsonl,prompt=text,response=code", "x/train.jsonl",
-         "y/train.jsonl,messages=chat", "z=w,response=text"]
+        ["stories.jsonl", "a=b/c=d.jsonl,prompt=text,response=code", "y/train.jsonl,messages=chat",
+         "z=w,response=text"]
     )  # fmt: skip
     assert [(one.name, one.path) for one in found] == [
-        ("stories", "stories.jsonl"), ("a", "b/c=d.jsonl"), ("x/train", "x/train.jsonl"),
-        ("y/train", "y/train.jsonl"), ("z", "w"),
+        ("stories", "stories.jsonl"), ("a", "b/c=d.jsonl"), ("train", "y/train.jsonl"), ("z", "w"),
     ]  # fmt: skip
     assert (found[1].fields.prompt, found[1].fields.response) == ("text", "code")
-    assert found[3].fields.messages == "chat"
-    for texts in (["a.jsonl,prompt"], ["a.jsonl,nope=x"], ["a=1.jsonl", "a=2.jsonl"]):
+    assert found[2].fields.messages == "chat"
+    for texts in (["a.jsonl,prompt"], ["a.jsonl,nope=x"], ["a=1.jsonl", "x/a.jsonl"]):
         with pytest.raises(ConfigError, match="retention"):
             retention_files(texts)
 

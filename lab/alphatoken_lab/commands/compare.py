@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.common import CellOptions
 from alphatoken.cli.options import CommandParser, add_options, option
 from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken_lab.commands.compare_grid import GridOptions, read_grid
+from alphatoken_lab.commands.compare_grid import CellOptions, GridOptions, read_grid
 
 if TYPE_CHECKING:
     from alphatoken_lab.compare.folder import Status
@@ -362,10 +361,28 @@ def _trainer(path: Path, command: str, options: Mapping[str, Any]) -> Any:
 def _load(
     path: Path, command: str, options: Mapping[str, Any], folder: str | None = None
 ) -> tuple[Any, Any]:
-    """A model that is not trained here, as that trainer would load it, and its tokenizer."""
-    from alphatoken.cli.training import load_untrained
+    """A model that is not trained here, as that trainer would load it, and its tokenizer.
 
-    return load_untrained(_arguments(path, command, options), folder)
+    ``folder`` is of another model with the same options, such as a trained one.
+    """
+    from trl.trainer.utils import create_model_from_path, get_quantization_config
+
+    from alphatoken.cli.training import load_tokenizer, model_options
+    from alphatoken.train.loading import load_or_refuse, no_progress_bar
+
+    arguments = _arguments(path, command, options)
+    own = model_options(arguments)
+    quantization = get_quantization_config(arguments.model)
+    if quantization is not None and folder is None:
+        own["quantization_config"] = quantization
+    if folder is not None:
+        own.pop("revision")
+    name = folder or arguments.model.model_name_or_path
+    with no_progress_bar():
+        model = load_or_refuse("model", name, create_model_from_path, **own)
+    if quantization is None:
+        model = model.to(arguments.training.device)
+    return model.eval(), load_tokenizer(arguments)
 
 
 def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:

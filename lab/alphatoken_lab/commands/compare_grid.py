@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from alphatoken_lab.compare.measures import Measures
     from alphatoken_lab.compare.methods import Method
 
-__all__ = ["GridOptions", "expanded", "grid_content", "read_grid", "require_known"]
+__all__ = ["CellOptions", "GridOptions", "expanded", "grid_content", "read_grid", "require_known"]
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
@@ -84,6 +84,19 @@ class _Rows:
 @dataclass(kw_only=True)
 class GridOptions(_What, _Rows):
     """What of a grid the command line may say."""
+
+
+@dataclass(kw_only=True)
+class CellOptions:
+    """Where the cells of a grid run."""
+
+    processes: int = option(1, "cells at a time, or in the queue at a time")
+    devices: str | None = option(None, "numbers of the GPUs that cells are dealt to: 0,1,2,3")
+    devices_per_cell: int = option(1, "GPUs of one cell; its global batch stays", least=1)
+    launcher: Literal["local", "slurm", "submitit-local"] = option(
+        "local", "this machine, or a queue by submitit"
+    )
+    queue: str | None = option(None, "submitit's parameters: slurm_partition=gpu,timeout_min=600")
 
 
 def read_grid(options: GridOptions, more: Sequence[str]) -> Grid:

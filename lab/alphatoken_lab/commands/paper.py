@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from alphatoken.cli.common import CellOptions
 from alphatoken.cli.options import CommandParser, add_options, option
 from alphatoken.errors import ConfigError
+from alphatoken_lab.commands.compare_grid import CellOptions
 
 if TYPE_CHECKING:
     from alphatoken_lab.paper.exhibits import Exhibit
