@@ -6,12 +6,11 @@ Nothing heavy is imported here, so that ``--list`` and ``--help`` are quick.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry, find
 
-__all__ = ["ALL", "Asked", "overview", "read"]
+__all__ = ["ALL", "entries_of", "overview", "read"]
 
 ALL = "all"
 
@@ -34,17 +33,17 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Which diagnostics are asked for, and the words after their name."""
+def entries_of(name: str) -> tuple[Entry, ...]:
+    """The diagnostic of this name, or all.
 
-    name: str
-    entries: tuple[Entry, ...]
-    words: tuple[str, ...]
+    Raises:
+        ConfigError: there is none.
+    """
+    return DIAGNOSTICS if name == ALL else (find(name),)
 
 
-def read(words: Sequence[str]) -> Asked | None:
-    """What ``words``, the arguments after ``diagnose``, ask for; None where it is answered here.
+def read(words: Sequence[str]) -> Sequence[str] | None:
+    """The arguments after ``diagnose``, of which the first is a name; None where it is answered.
 
     Raises:
         ConfigError: no name, or that of no diagnostic.
@@ -62,5 +61,5 @@ def read(words: Sequence[str]) -> Asked | None:
             got=first or "nothing",
             remedy="alphatoken diagnose --list names them; or: all",
         )
-    entries = DIAGNOSTICS if first == ALL else (find(first),)
-    return Asked(first, entries, tuple(words[1:]))
+    entries_of(first)
+    return words

@@ -6,7 +6,7 @@ import argparse
 import inspect
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from alphatoken.cli.common import (
     TrainingRowOptions,
     ValuationOptions,
 )
-from alphatoken.cli.diagnose import ALL
+from alphatoken.cli.diagnose import ALL, entries_of
 from alphatoken.cli.options import (
     CommandParser,
     add_option,
@@ -176,15 +176,17 @@ class Request:
         return parse_budget(self.shared.budget or DEFAULT_BUDGET)
 
 
-def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> Request:
-    """The arguments after ``alphatoken diagnose NAME``, checked.
+def read_request(name: str, *words: str) -> Request:
+    """The arguments after ``alphatoken diagnose``, checked.
 
     Raises:
         ConfigError: whatever is wrong with them.
     """
+    entries = entries_of(name)
     modules = {entry.name: entry.load() for entry in entries}
-    known = {key: module.Options for key, module in modules.items()}
-    said = vars(build_parser(name, entries, known).parse_args(list(words)))
+    said = vars(
+        build_parser(name, modules[name].Options if name in modules else None).parse_args(words)
+    )
     shared = DiagnoseOptions(**{one.name: said[one.name] for one in fields(DiagnoseOptions)})
     own = {key.removeprefix(_OWN): value for key, value in said.items() if key.startswith(_OWN)}
     given = {} if name == ALL else {name: own}
@@ -197,7 +199,7 @@ def read_request(name: str, entries: Sequence[Entry], words: Sequence[str]) -> R
     if "validation_rows" in ours:
         ours.add("objective_rows")
     said_of = {key: frozenset({*ours, *given.get(key, {})}) for key in modules}
-    request = Request(tuple(entries), options, shared, said_of, command)
+    request = Request(entries, options, shared, said_of, command)
     _ = request.budget  # a bad one is refused before any work
     return request
 
@@ -243,28 +245,17 @@ def _options(name: str, module: ModuleType, given: Mapping[str, Any]) -> Any:
         raise ConfigError(f"an option of {name} has no meaning: {error}") from None
 
 
-def build_parser(
-    name: str, entries: Sequence[Entry], known: Mapping[str, type]
-) -> argparse.ArgumentParser:
-    """The parser of one diagnostic, or of all of them together.
-
-    Args:
-        name: of the diagnostic, or "all".
-        entries: the diagnostics that are run.
-        known: the dataclass of each one's options.
-    """
+def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
+    """The parser of one diagnostic with the dataclass of its own options; of all without one."""
     parser = CommandParser(
-        f"diagnose {name}",
-        description=_description(name, entries),
-        epilog=_ROWS,
-        allow_abbrev=False,
+        f"diagnose {name}", description=_description(name), epilog=_ROWS, allow_abbrev=False
     )
     add_options(parser, DiagnoseOptions)
-    if name == ALL:
+    if options is None:
         return parser
     own = parser.add_argument_group(f"options of {name}")
-    kinds = kinds_of(known[name])
-    for one in fields(known[name]):
+    kinds = kinds_of(options)
+    for one in fields(options):
         # One that all diagnostics have already gets the diagnostic's name before it.
         taken = {f"--{one.name}", f"--score_{one.name}"} & set(parser._option_string_actions)
         flag = f"--{name.replace('-', '_')}_{one.name}" if taken else f"--{one.name}"
@@ -272,7 +263,8 @@ def build_parser(
     return parser
 
 
-def _description(name: str, entries: Sequence[Entry]) -> str:
+def _description(name: str) -> str:
+    entries = entries_of(name)
     place = "NAME" if name == ALL else name
     writes = _WRITES.format(name=place, pad=" " * (len(place) + 7))
     if name == ALL:

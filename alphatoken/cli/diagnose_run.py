@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from alphatoken.cli.diagnose import Asked
 from alphatoken.cli.diagnose_options import (
     DEFAULT_BUDGET,
     DiagnoseOptions,
@@ -43,14 +42,14 @@ __all__ = ["run"]
 _MANIFEST, _PAGE = "run.json", "report.html"
 
 
-def run(asked: Asked) -> int:
-    """Run what is asked for and is not finished yet; the exit status.
+def run(words: Sequence[str]) -> int:
+    """Run what ``words`` ask for and is not finished yet; the exit status.
 
     Raises:
         AlphaTokenError: wrong input, or the one diagnostic asked for cannot run.
         KeyboardInterrupt: says how to go on.
     """
-    request = read_request(asked.name, asked.entries, asked.words)
+    request = read_request(*words)
     options = request.shared
     _check_libraries()
     check_files(options)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["exclusive_lock", "try_lock"]
+__all__ = ["try_lock"]
 
 
 def try_lock(path: Path) -> int | None:
@@ -24,14 +22,3 @@ def try_lock(path: Path) -> int | None:
         os.close(handle)
         return None
     return handle
-
-
-@contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
-    """Wait until no other process is in here with the same file."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -1,10 +1,9 @@
 """Files that are written whole or not at all, and tensors whose files are checked when read.
 
 A crash, a full disk or an interrupt while writing leaves the old file as it was. Tensor files are
-plain safetensors files with one addition: their metadata holds the SHA-256 of the file itself
-(taken with the digest's own 64 characters as zeros), so that a truncated or altered file is
-refused instead of read as numbers. A :class:`TensorFile` is checked once and then read one tensor
-at a time.
+plain safetensors files with one addition: their metadata holds the SHA-256 of everything else that
+is read from them, so that a truncated or altered file is refused instead of read as numbers. A
+:class:`TensorFile` is checked once and then read one tensor at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,11 +36,6 @@ __all__ = [
     "write_tensors",
     "write_text",
 ]
-
-_BLOCK = 1 << 20
-_HEADER_LIMIT = 100_000_000  # safetensors' own limit on its header, in bytes
-_NO_DIGEST = "0" * 64
-_DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 @contextmanager
@@ -147,11 +140,11 @@ def write_tensors(
         error: the file could not be written (disk full, no permission, no such folder).
     """
     owned = _separate(tensors)
+    digest = _digest(sorted(owned.items()), metadata)
     with replacing(path, error=error) as temporary:
         temporary.touch()  # takes the permissions that a new file gets here; save_file's are 0600
         mode = temporary.stat().st_mode
-        save_file(owned, str(temporary), metadata={**metadata, "sha256": _NO_DIGEST})
-        _seal(temporary)
+        save_file(owned, str(temporary), metadata={**metadata, "sha256": digest})
         temporary.chmod(mode)
 
 
@@ -165,11 +158,10 @@ def read_tensors(
             message names the file.
     """
     with _reading(path, error):
-        _check_seal(Path(path))
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    metadata.pop("sha256", None)
+        _check(sorted(tensors.items()), metadata)
     return tensors, metadata
 
 
@@ -199,11 +191,11 @@ class TensorFile:
         self._path, self._error = os.path.realpath(path), error
         with _reading(path, error):
             self._stamp = _file_stamp(self._path)
-            _check_seal(Path(self._path))
             with safe_open(self._path, framework="pt", device="cpu") as file:
                 self.metadata: dict[str, str] = dict(file.metadata() or {})
+                names = sorted(file.keys())
+            _check(((name, self._mapped(name)) for name in names), self.metadata)
             self._require_unchanged()
-        self.metadata.pop("sha256", None)
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, in memory of its own.
@@ -213,11 +205,16 @@ class TensorFile:
         """
         with _reading(self._path, self._error):
             self._require_unchanged()
-            with safe_open(self._path, framework="pt", device="cpu") as file:
-                # Copied, because the mapping ends with the file, and because mapped entries are not
-                # aligned: matrix products of them can differ in the last bits.
-                tensor: Tensor = file.get_tensor(name).clone()
+            # Copied, because mapped entries are not aligned: matrix products of them can differ in
+            # the last bits.
+            tensor = self._mapped(name).clone()
             self._require_unchanged()  # nor while it was read
+        return tensor
+
+    def _mapped(self, name: str) -> Tensor:
+        """A view into the file, which is mapped as long as this tensor is there."""
+        with safe_open(self._path, framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def _require_unchanged(self) -> None:
@@ -249,12 +246,31 @@ def weights_digest(model: nn.Module) -> str:
 
     The same on any device and any number of threads.
     """
+    return _digest([*model.named_parameters(), *model.named_buffers()])
+
+
+def _digest(
+    tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str] | None = None
+) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes, and over the metadata."""
     digest = hashlib.sha256()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().flatten()
+        # One number may lie at any stride and be contiguous, and not be seen as bytes.
+        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
         digest.update(flat.view(torch.uint8).numpy().data)
+    if metadata is not None:
+        digest.update(json.dumps(metadata, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _check(tensors: Iterable[tuple[str, Tensor]], metadata: dict[str, str]) -> None:
+    """Take the digest out of the metadata of a file, and compare it with that of the content."""
+    stored = metadata.pop("sha256", None)
+    if stored is None:
+        raise ValueError("it holds no sha256 of itself")
+    if stored != _digest(tensors, metadata):
+        raise ValueError("its content does not match the sha256 it holds of itself")
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -269,45 +285,3 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(own.untyped_storage().data_ptr())
         separate[name] = own
     return separate
-
-
-def _digest_place(path: Path) -> tuple[int, str]:
-    """Where the 64 digest characters stand in the file, and what they are."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        # A safetensors file begins with the length of its JSON header, 8 bytes, little-endian. It
-        # is compared with the file's size first: a damaged one could ask for any amount of memory.
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
-            raise ValueError(f"its {size} bytes end before its header does")
-        match = _DIGEST.search(file.read(length))
-    if match is None:
-        raise ValueError("it holds no sha256 of itself")
-    return 8 + match.start(1), match.group(1).decode()
-
-
-def _digest(path: Path, place: int) -> str:
-    """SHA-256 of the file with the digest's own characters read as zeros."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(place))
-        digest.update(_NO_DIGEST.encode())
-        file.seek(len(_NO_DIGEST), os.SEEK_CUR)
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _seal(path: Path) -> None:
-    """Write the file's own digest over the zeros that hold its place."""
-    place, _ = _digest_place(path)
-    digest = _digest(path, place)
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(digest.encode())
-
-
-def _check_seal(path: Path) -> None:
-    place, stored = _digest_place(path)
-    if _digest(path, place) != stored:
-        raise ValueError("its content does not match the sha256 it holds of itself")

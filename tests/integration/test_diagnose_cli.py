@@ -132,7 +132,7 @@ NEEDED = (
 
 def parsed(*words: str) -> dict[str, Any]:
     """What ``words`` set of ``Made``."""
-    parser = build_parser("coverage", [find("coverage")], {"coverage": Made})
+    parser = build_parser("coverage", Made)
     given = vars(parser.parse_args(spelled([*NEEDED, *words])))
     return {k.removeprefix("own_"): value for k, value in given.items() if k.startswith("own_")}
 
@@ -215,10 +215,10 @@ def test_dashes_are_underscores_and_no_other_name_is_read(
 
 
 def test_options_of_one_are_not_read_for_another() -> None:
-    request = read_request("coverage", [find("coverage")], [*NEEDED, "--clusters", "5"])
+    request = read_request("coverage", *NEEDED, "--clusters", "5")
     assert request.options["coverage"].clusters == 5
     assert request.command == f"alphatoken diagnose coverage {' '.join(NEEDED)} --clusters 5"
-    every = read_request(ALL, DIAGNOSTICS, NEEDED)
+    every = read_request(ALL, *NEEDED)
     assert every.options == {name: find(name).load().Options() for name in NAMES}
 
 
@@ -508,7 +508,7 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
     words = world.words("fisher", tmp_path, *world.retention)[2:]
 
     def pools(*more: str) -> tuple[Subject, set[str], set[str]]:
-        found = prepare(read_request("fisher", [find("fisher")], [*words, *more]).shared)
+        found = prepare(read_request("fisher", *words, *more).shared)
         texts = [{row.row.prompt for row in rows} for rows in (found.subject.prompts,
                                                                found.subject.train)]  # fmt: skip
         return found.subject, *texts
@@ -537,17 +537,17 @@ def test_a_budget_that_is_no_time_is_refused_before_any_model(
 
 
 def test_sizes_that_are_given_are_told_from_defaults() -> None:
-    request = read_request(ALL, DIAGNOSTICS, [*NEEDED, "--tokens", "70"])
+    request = read_request(ALL, *NEEDED, "--tokens", "70")
     assert request.budget == 600
     assert request.given["coverage"] == {"tokens"}
     assert request.given["fisher"] == {"tokens"}
     words = [*NEEDED, "--validation_rows", "9", "--clusters", "5", "--budget", "none"]
-    request = read_request("coverage", [find("coverage")], words)
+    request = read_request("coverage", *words)
     assert request.budget is None
     assert request.given["coverage"] == {"validation_rows", "objective_rows", "clusters"}
     # Drawn from the training rows they must be said: no wish that a budget would have to keep.
     drawn = [word for word in words if word not in ("--validation_file", "v")]
-    request = read_request("coverage", [find("coverage")], drawn)
+    request = read_request("coverage", *drawn)
     assert request.given["coverage"] == {"clusters"}
 
 

@@ -30,7 +30,6 @@ def diagnose(work: Work) -> int:
     Raises:
         AlphaTokenError: whatever the diagnostic refuses.
     """
-    from alphatoken.cli.diagnose import read
     from alphatoken.cli.diagnose_run import run
 
     asked = work.exhibit.diagnosis
@@ -38,9 +37,7 @@ def diagnose(work: Work) -> int:
     status, lines = 0, [f"# {work.exhibit.label}\n", f"{work.exhibit.title}. {work.exhibit.note}\n"]
     for task in work.grid.tasks:
         out = work.root / work.exhibit.name / task.name
-        diagnoses = read(words_of(work, asked, task, out))
-        assert diagnoses is not None
-        status = max(status, run(diagnoses))
+        status = max(status, run(words_of(work, asked, task, out)))
         lines += _shown(work, asked, task, out)
     page = work.root / f"{work.exhibit.name}.md"
     write_text(page, "\n".join(lines))

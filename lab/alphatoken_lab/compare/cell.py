@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from torch import nn
 from transformers import TrainerCallback
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
-from alphatoken.support.locks import exclusive_lock
 from alphatoken.support.storage import read_json, write_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.layouts import SHARDED, layout
@@ -169,7 +169,7 @@ def _built(spec: Mapping[str, Any], folder: CellFolder, build: Build) -> tuple[A
         while not building.exists():
             time.sleep(0.1)
     alone = by_name and _first()
-    with exclusive_lock(folder.path.parent.parent / "setup.lock") if alone else nullcontext():
+    with FileLock(folder.path.parent.parent / "setup.lock") if alone else nullcontext():
         building.touch()
         begun = time.perf_counter()
         trainer = build(folder.path, spec["command"], spec["resolved"])
