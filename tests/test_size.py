@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_129,
     "certificate": 1_407,
-    "cli": 4_606,
+    "cli": 4_485,
     "corpus": 1_771,
     "data": 2_613,
     "demo": 717,
@@ -25,14 +25,14 @@ ROOMS = {
     "report": 1_635,
     "scoring": 924,
     "select": 877,
-    "support": 596,
+    "support": 557,
     "train": 11_767,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_504,
+    "commands": 2_531,
     "compare": 4_075,
     "methods": 4_736,
     "paper": 814,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 71_025)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 70_850)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -36,6 +36,17 @@ class World:
         } | changed
         return main(["score", *flags(options), "--quiet", *map(str, more)])
 
+    def fit(self, out: Path, *more: object, **changed: object) -> int:
+        """Exit status of ``fisher`` on the reference model and the file of prompts."""
+        options = {
+            "model": self / "reference",
+            "train": self / "prompts.jsonl",
+            "output_file": out,
+            "samples": 4,
+            "max_new_tokens": 8,
+        } | changed
+        return main(["fisher", *flags(options), "--quiet", *map(str, more)])
+
 
 SHORT = {
     "batch_size": "per_device_train_batch_size", "fisher": "fisher_file", "layers": "score_layers",
@@ -80,13 +91,6 @@ def make_world(folder: Path) -> World:
     write_rows(folder / "train.jsonl", 20, seed=1)
     write_rows(folder / "validation.jsonl", 6, seed=2)
     write_rows(folder / "prompts.jsonl", 5, seed=3)
-    status = main(
-        [
-            "fisher", "--model_name_or_path", str(folder / "reference"),
-             "--train_file", str(folder / "prompts.jsonl"),
-            "--output_file", str(folder / "fisher.safetensors"), "--samples", "6", "--quiet",
-            "--max_new_tokens", "8",
-        ]
-    )  # fmt: skip
-    assert status == 0
-    return World(folder)
+    world = World(folder)
+    assert world.fit(folder / "fisher.safetensors", samples=6) == 0
+    return world

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from alphatoken.cli.diagnose_options import parse_budget
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError
 from tests.both_programs import main
 from tests.integration.tiny_training import saved
@@ -123,11 +122,6 @@ def test_measured_rows_are_read_before_a_merge(option: str, tmp_path: Path, said
     assert "frage" in message
 
 
-def test_all_wrong_input_has_one_status(rows: str, tmp_path: Path, said: Any) -> None:
-    missing = words_of("score", str(tmp_path / "none.jsonl"), tmp_path / "out")
-    assert said(*missing)[0] == 2
-
-
 # --- words --------------------------------------------------------------------------------------
 
 
@@ -136,12 +130,6 @@ def test_ends_of_sentences() -> None:
     assert str(error) == "no such recipe. Got: x. Remedy: did you mean laptop-sft?"
     assert str(ConfigError("a", got="one, ...")) == "a. Got: one, ..."
     assert str(ConfigError("a.")) == "a."
-
-
-@pytest.mark.parametrize("text", ["5", "90", "", "5 x", "m"])
-def test_a_budget_has_a_unit(text: str) -> None:
-    with pytest.raises(ConfigError, match="such as 15m"):
-        parse_budget(text)
 
 
 def test_the_plan_of_an_exhibit_says_once_that_its_model_is_not_here(

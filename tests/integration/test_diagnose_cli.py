@@ -46,38 +46,23 @@ NAMES = (
 PATIENCE = 550
 
 
-def alone(*words: str, check: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """The command in an interpreter of its own; ``check`` is run after it."""
-    code = (
-        "import sys\nfrom alphatoken.cli import main\n"
-        f"try: status = main({list(words)!r})\n"
-        "except SystemExit as done: status = done.code\n"
-        f"{check}\nsys.exit(status)"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout
-    )
-
-
 # --- names and help -------------------------------------------------------------------------------
 
 
-def test_list_prints_the_nine_names_and_nothing_else() -> None:
-    heavy = "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)"
-    done = alone("diagnose", "--list", check=heavy)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "".join(f"{name}\n" for name in NAMES)
+def test_list_prints_the_nine_names_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    """That nothing large is imported for it is tested in ``test_import.py``."""
+    assert main(["diagnose", "--list"]) == 0
+    assert capsys.readouterr() == ("".join(f"{name}\n" for name in NAMES), "")
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_names_every_question_without_loading_anything(flag: str) -> None:
-    heavy = "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
-    done = alone("diagnose", flag, check=heavy)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_help_names_every_question(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", flag]) == 0
+    said = capsys.readouterr()
+    assert (said.out.strip(), said.err) == (overview(), "")
     for entry in DIAGNOSTICS:
-        assert entry.name in done.stdout
-        assert entry.question in done.stdout
-    assert done.stdout.strip() == overview()
+        assert entry.name in said.out
+        assert entry.question in said.out
 
 
 def helped(name: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -347,18 +332,6 @@ def test_rows_are_kept_apart_and_counted(world: World, tmp_path: Path) -> None:
     assert "6 of 10 retention rows of held0 were drawn" in page
 
 
-def test_plain_text_rows_can_be_diagnosed(world: World, tmp_path: Path) -> None:
-    for name in ("train", "validation"):
-        rows = [json.loads(line) for line in (world / f"{name}.jsonl").read_text().splitlines()]
-        texts = [json.dumps({"text": row["response"]}) for row in rows]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
-    status = world.run(
-        "coverage", tmp_path / "out", "--draws", 20, "--response_column", "text",
-        train=tmp_path / "train.jsonl", validation=tmp_path / "validation.jsonl",
-    )  # fmt: skip
-    assert status == 0
-
-
 def test_rows_that_are_left_out_are_said_on_the_console(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -525,7 +498,7 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
 # --- budgets --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", ["soon", "0", "1d", "m"])
+@pytest.mark.parametrize("budget", ["soon", "0", "90", "1d", "5 x", "m"])
 def test_a_budget_that_is_no_time_is_refused_before_any_model(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -55,42 +54,30 @@ def best_four(tokens: list[tuple[str, float]]) -> list[str]:
     return sorted(text.strip() for text, _ in ranked[:4])
 
 
-def a_right_and_a_wrong_answer() -> bool:
-    right, wrong = ("".join(text for text, _ in tokens) for tokens in (RIGHT, WRONG))
-    return "= 108" in right and wrong == right.replace("108", "118").replace("88", "98")
+CAPTION = (
+    "A right and a wrong answer, valued by SmolLM2-135M-Instruct (four-bit weights) against eight "
+    "other solved problems. Blue: a small step on this token lowers their loss; orange: it raises "
+    "it. Worth most in both are `*`, `answer`, `There` and a `0` that was said before. The remark "
+    "about trees and taste is worth less than nothing. The result of the first sum is worth more "
+    "where it is wrong (118) than where it is right (108): a value says what serves the target, "
+    "not what is true. `python examples/value_an_answer.py` draws it."
+)
 
 
-CAPTION: dict[str, Callable[[], bool]] = {
-    r"A right and a wrong answer, valued by SmolLM2-135M-Instruct \(four-bit weights\) against "
-    r"eight other solved problems": a_right_and_a_wrong_answer,
-    r"Blue: a small step on this token lowers their loss; orange: it raises it": lambda: all(
-        min(value for _, value in tokens) < 0 < max(value for _, value in tokens)
-        for tokens in (RIGHT, WRONG)
-    ),
-    r"Worth most in both are `\*`, `answer`, `There` and a `0` that was said before": lambda: (
-        best_four(RIGHT) == best_four(WRONG) == ["*", "0", "There", "answer"]
-    ),
-    r"The remark about trees and taste is worth less than nothing": lambda: all(
-        total(tokens, " Apples grow on trees, and many people love how they taste.") < -20
-        for tokens in (RIGHT, WRONG)
-    ),
-    r"The result of the first sum is worth more where it is wrong \(118\) than where it is right "
-    r"\(108\): a value says what serves the target, not what is true": lambda: (
-        total(WRONG, " 118 ".rstrip()) > 20 > total(RIGHT, " 108 ".rstrip())
-    ),
-    r"`python examples/value_an_answer.py` draws it": lambda: (
-        ROOT / "examples/value_an_answer.py"
-    ).is_file(),
-}
-"""Each sentence of the caption, and whether the values bear it out."""
-
-
-def test_each_sentence_of_the_first_caption_is_true_of_the_values() -> None:
+def test_the_first_caption_is_true_of_the_values() -> None:
+    """Sentence by sentence."""
     (caption,) = re.findall(r"\(docs/answer\.svg\)\n\n\*(.+?)\*\n\n", README, re.S)
-    sentences = re.split(r"(?<=[a-z\)])\. ", plain(caption).rstrip("."))
-    assert [s for s in sentences if not any(re.fullmatch(c, s) for c in CAPTION)] == []
-    assert len(sentences) == len(CAPTION)
-    assert [said for said, holds in CAPTION.items() if not holds()] == []
+    assert plain(caption) == CAPTION
+    right, wrong = ("".join(text for text, _ in tokens) for tokens in (RIGHT, WRONG))
+    assert "= 108" in right
+    assert wrong == right.replace("108", "118").replace("88", "98")
+    remark = " Apples grow on trees, and many people love how they taste."
+    for tokens in (RIGHT, WRONG):
+        assert min(value for _, value in tokens) < 0 < max(value for _, value in tokens)
+        assert best_four(tokens) == ["*", "0", "There", "answer"]
+        assert total(tokens, remark) < -20
+    assert total(WRONG, " 118") > 20 > total(RIGHT, " 108")
+    assert (ROOT / "examples/value_an_answer.py").is_file()
 
 
 # --- numbers and their conditions ----------------------------------------------------------------
