@@ -32,8 +32,8 @@ from tests.integration.test_lora import adapted
 from tests.property import optimizer_steps as steps
 from tests.property.architectures import BY_NAME, VOCABULARY, plain_forward
 from tests.property.optimizer_steps import numbers
-from tests.property.properties_optimizers import frozen, full, relative_error
 from tests.property.strategies import make_batch
+from tests.property.test_preconditioner import frozen, full, relative_error
 from tests.property.tolerance import close
 
 pytestmark = [

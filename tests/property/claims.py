@@ -16,31 +16,31 @@ from dataclasses import dataclass
 
 KINDS = ("exact", "unbiased", "approximate")
 
-_ALPHATOKEN = "check_alphatoken_is_direct_plus_propagation"
-_BOUND = ("check_every_term", "test_the_bound_holds_and_each_term_is_what_its_name_says")
+_ALPHATOKEN = "test_alphatoken_is_direct_plus_propagation"
+_BOUND = ("test_the_bound_holds_and_each_term_is_what_its_name_says",)
 _JACOBIAN = "test_closed_form_is_the_autograd_jacobian"
-_PARTS = "check_objective_and_part"
+_PARTS = "test_objective_and_part"
 _RESIDUAL = "test_what_propagation_misses_in_the_last_layer_is_known_exactly"
 _ROUTING = "test_the_papers_routing_counts_each_block_once_and_at_position_k"
-_STEP = "check_the_trainer_is_the_reference"
+_STEP = "test_the_trainer_is_the_reference"
 _WORD_BY_WORD = "test_the_equation_word_by_word_is_label_value_plus_propagation"
 
 EQUATIONS: dict[str, tuple[str, ...] | str] = {
-    "composite_val": ("check_direction_algebra",),
+    "composite_val": ("test_direction_algebra",),
     "grad_alignment": (
-        "check_label_is_the_row_sums_along",
-        "check_label_over_all_parameters",
-        "check_label_over_named_parameters",
-        "check_a_backward_that_is_followed",
+        "test_label_is_the_row_sums_along",
+        "test_label_over_all_parameters",
+        "test_label_over_named_parameters",
+        "test_a_backward_that_is_followed",
         "test_differences_are_the_label_values",
-        "check_observed_label_values",
+        "test_observed_label_values",
         "test_label_values_are_directional_derivatives_of_each_loss",
         "test_rows_of_the_oracle_are_label_values",
     ),
     "causal_decomp": (_WORD_BY_WORD,),
     "retention_taylor": "an approximation that leaves the first-order term out; `app_taylor`, with "
     "this term, is proved",
-    "fisher_proxy": ("check_diagonal_drift",),
+    "fisher_proxy": ("test_diagonal_drift",),
     "mc_fisher": (
         "test_the_diagonal_is_the_mean_of_squared_sequence_gradients",
         "test_the_fit_expects_the_exact_fisher",
@@ -48,18 +48,18 @@ EQUATIONS: dict[str, tuple[str, ...] | str] = {
         "test_monte_carlo_fisher_is_unbiased",
     ),
     "gproxy": (
-        "check_diagonal_drift",
-        "check_v_is_the_definition",
-        "check_v_is_of_the_weights_as_they_are",
+        "test_diagonal_drift",
+        "test_v_is_the_definition",
+        "test_v_is_of_the_weights_as_they_are",
     ),
     "phi_proxy": (_ALPHATOKEN, _PARTS),
-    "phi_tgt_dir": ("check_direct_is_the_diagonal", "check_gram_is_projected"),
+    "phi_tgt_dir": ("test_direct_is_the_diagonal", "test_gram_is_projected"),
     "phi_tgt_causal": (_ALPHATOKEN,),
-    "V_layer": ("check_diagonal_drift", "check_v_is_the_definition"),
-    "ap_gdp": ("check_projected_is_the_loop",),
-    "phi_total": (_ALPHATOKEN, "check_lambda", _PARTS, _STEP),
-    "sft_masked_loss": ("check_sft_loss", _STEP),
-    "dpo_masked_loss": ("check_masked_dpo_gradient", "check_dpo_coefficient", _STEP),
+    "V_layer": ("test_diagonal_drift", "test_v_is_the_definition"),
+    "ap_gdp": ("test_projected_is_the_loop",),
+    "phi_total": (_ALPHATOKEN, "test_lambda", _PARTS, _STEP),
+    "sft_masked_loss": ("test_sft_loss", _STEP),
+    "dpo_masked_loss": ("test_masked_dpo_gradient", "test_dpo_coefficient", _STEP),
     "val_objective": "the best mask of a whole training is never computed",
     "train_objective": "the best mask of a whole training is never computed",
     "global_utility_def": "the utility of a whole training is never computed; that of one step, "
@@ -71,8 +71,8 @@ EQUATIONS: dict[str, tuple[str, ...] | str] = {
     ),
     "first_order_delta": ("test_utility_is_first_order_the_label_value",),
     "shapley_closed_form_step": ("test_shapley_of_a_step_tends_to_the_label_values",),
-    "composite_val_obj": ("check_direction_algebra",),
-    "decomposition": ("check_lambda", _PARTS),
+    "composite_val_obj": ("test_direction_algebra",),
+    "decomposition": ("test_lambda", _PARTS),
     "app_causal_decomp": (_WORD_BY_WORD, _ROUTING),
     "app_two_paths": (_JACOBIAN,),
     "app_score_path": (_JACOBIAN, _RESIDUAL),
@@ -81,12 +81,12 @@ EQUATIONS: dict[str, tuple[str, ...] | str] = {
     "app_dpo_unroll": "the sum that it rearranges is not the gradient "
     "(`test_the_papers_routing_does_not_add_up_to_the_gradient`; row 1 of the gaps)",
     "app_rank1": "false as written: the loss of one token uses a weight at every position before "
-    "it (row 2 of the gaps); the sum over positions is `check_outer_sum_is_the_weight_gradient`",
-    "app_rank1_factor": ("check_gram_is_the_loop",),
-    "app_aa_direct": ("check_gram_is_the_loop", "check_gram_is_projected"),
+    "it (row 2 of the gaps); the sum over positions is `test_outer_sum_is_the_weight_gradient`",
+    "app_rank1_factor": ("test_gram_is_the_loop",),
+    "app_aa_direct": ("test_gram_is_the_loop", "test_gram_is_projected"),
     "app_causal_rank1": (_ALPHATOKEN,),
-    "app_aa_causal": ("check_propagation_is_exact_for_the_last_value_projection",),
-    "app_ap_gdp": ("check_projected_is_the_loop",),
+    "app_aa_causal": ("test_propagation_is_exact_for_the_last_value_projection",),
+    "app_ap_gdp": ("test_projected_is_the_loop",),
     "app_score_residual": ("test_residual_norm_is_exact_and_bounded", _RESIDUAL),
     "app_value_path_bound": (
         "test_residual_norm_is_exact_and_bounded",
@@ -96,7 +96,7 @@ EQUATIONS: dict[str, tuple[str, ...] | str] = {
     "app_proxy_bound": _BOUND,
     "app_F_ret_dagger": _BOUND,
     "app_gap_decomp": _BOUND,
-    "app_wasser": ("check_transfer", "test_transfer_is_below_lipschitz_times_wasserstein"),
+    "app_wasser": ("test_transfer_is_below_lipschitz_times_wasserstein",),
     "app_final_bound": "its parts are (`app_proxy_bound`, `app_gap_decomp`, `app_wasser`); the "
     "one inequality that joins them is not evaluated",
 }
@@ -115,19 +115,19 @@ class Row:
 
 _TABLE = """
 # readouts of the influence matrix
-check_label_is_the_row_sums | | row_sums, exact_influence | exact
-check_path_is_the_column_sums | | column_sums, exact_influence | exact
-check_direct_is_the_diagonal | | diagonal | exact
-check_totals_are_the_gradient_along_m | | validation_gradient, (autograd) | exact
-check_one_label_position_makes_all_coincide | | exact_influence | exact
-check_label_is_linear_in_m | | (values along M) | exact
-check_label_is_the_row_sums_along | | label_values, validation_gradient | exact
-check_label_over_all_parameters | | label_values, per_token_gradients, response_tokens | exact
-check_label_over_named_parameters | | label_values, per_token_gradients, response_tokens | exact
-check_weighted_losses | | row_sums, column_sums, diagonal | exact
-check_observed_label_values | | label_values | exact
-check_tangents_at_other_hidden_states | | label_values | exact
-check_label_starts_at_the_observed_hidden_states | | (a pass of its own) | exact
+test_label_is_the_row_sums | | row_sums, exact_influence | exact
+test_path_is_the_column_sums | | column_sums, exact_influence | exact
+test_direct_is_the_diagonal | | diagonal | exact
+test_totals_are_the_gradient_along_m | | validation_gradient, (autograd) | exact
+test_one_label_position_makes_all_coincide | | exact_influence | exact
+test_label_is_linear_in_m | | (values along M) | exact
+test_label_is_the_row_sums_along | | label_values, validation_gradient | exact
+test_label_over_all_parameters | | label_values, per_token_gradients, response_tokens | exact
+test_label_over_named_parameters | | label_values, per_token_gradients, response_tokens | exact
+test_weighted_losses | | row_sums, column_sums, diagonal | exact
+test_observed_label_values | | label_values | exact
+test_tangents_at_other_hidden_states | | label_values | exact
+test_label_starts_at_the_observed_hidden_states | | (a pass of its own) | exact
 test_the_four_readouts_are_what_their_names_say | | row_sums, column_sums, diagonal, causal | exact
 test_terms_and_scale_agree_with_the_matrix | | exact_influence | exact
 test_every_entry_is_the_effect_of_moving_one_use | | exact_influence, (finite differences) | exact
@@ -148,104 +148,104 @@ test_more_curved_rows_are_seen_in_the_stated_error | | (forward mode) | approxim
 test_the_step_is_kept_until_m_changes_its_length | | label_values, validation_gradient | exact
 test_weights_come_back_after_an_exception_in_a_shifted_forward | | (the weights before) | exact
 # Value-Propagation and hops
-check_alphatoken_is_direct_plus_propagation | | value_propagation, head_output_errors | approximate
-check_paper_literal | | value_propagation | approximate
-check_no_window_no_causal_part | | (direct, bit by bit) | exact
-check_a_window_as_long_as_the_row_is_no_window | | value_propagation | approximate
-check_propagation_is_exact_for_the_last_value_projection | | exact_influence, value_propagation | exact
-check_same_layer_hop_is_one_hop_within_the_layer | | one_hop | approximate
-check_same_layer_hop_of_the_last_layer_is_path | | column_sums | exact
-check_value_propagation | | (explicit attention) | approximate
-check_one_head_makes_both_reductions_equal | | (explicit attention) | exact
+test_alphatoken_is_direct_plus_propagation | | value_propagation, head_output_errors | approximate
+test_paper_literal | | value_propagation | approximate
+test_no_window_no_causal_part | | (direct, bit by bit) | exact
+test_a_window_as_long_as_the_row_is_no_window | | value_propagation | approximate
+test_propagation_is_exact_for_the_last_value_projection | | exact_influence, value_propagation | exact
+test_same_layer_hop_is_one_hop_within_the_layer | | one_hop | approximate
+test_same_layer_hop_of_the_last_layer_is_path | | column_sums | exact
+test_value_propagation | | (explicit attention) | approximate
+test_one_head_makes_both_reductions_equal | | (explicit attention) | exact
 test_the_equation_word_by_word_is_label_value_plus_propagation | | equation_causal_decomp | approximate
 test_the_papers_routing_counts_each_block_once_and_at_position_k | | via_t | approximate
 test_the_papers_routing_does_not_add_up_to_the_gradient | | via_t, label_values | exact
 test_what_propagation_misses_in_the_last_layer_is_known_exactly | | value_propagation_error, value_propagation_pairs | exact
-check_weights_and_deviations_of_pairs | | attend | exact
-check_counts_of_pairs | | (counting one by one) | exact
-check_shares_above_powers_of_ten | | (counting one by one) | exact
+test_weights_and_deviations_of_pairs | | attend | exact
+test_counts_of_pairs | | (counting one by one) | exact
+test_shares_above_powers_of_ten | | (counting one by one) | exact
 # attention: the switched backward and the forward mode
-check_self_backward_is_the_diagonal | | (explicit attention) | exact
-check_cross_backward_is_the_rest | | (explicit attention) | exact
-check_self_and_cross_add_up | | (ordinary backward) | exact
-check_ordinary_backward_is_the_kernels | | (the model's kernel, bit by bit) | exact
-check_the_mode_is_read_at_backward_time | | (a forward for each mode) | exact
-check_log_sum_exp_and_weights | | (explicit softmax) | exact
-check_the_kernels_log_sum_exp | | (explicit softmax) | exact
-check_what_is_saved_spares_the_pass | | (explicit attention) | exact
-check_a_kernel_is_not_believed_unseen | | (explicit softmax) | exact
-check_other_calls_are_not_taken | | (a call without a fused kernel) | exact
-check_a_flash_call_is_what_the_model_computes | | (explicit attention) | exact
-check_flash_values_are_eager_ones | | (values on eager attention) | exact
-check_forward_mode_is_the_jvp | | (explicit attention) | exact
-check_forward_mode_by_finite_differences | | (finite differences) | exact
-check_no_square_of_the_length | | (shapes of every tensor) | exact
+test_self_backward_is_the_diagonal | | (explicit attention) | exact
+test_cross_backward_is_the_rest | | (explicit attention) | exact
+test_self_and_cross_add_up | | (ordinary backward) | exact
+test_ordinary_backward_is_the_kernels | | (the model's kernel, bit by bit) | exact
+test_the_mode_is_read_at_backward_time | | (a forward for each mode) | exact
+test_log_sum_exp_and_weights | | (explicit softmax) | exact
+test_the_kernels_log_sum_exp | | (explicit softmax) | exact
+test_what_is_saved_spares_the_pass | | (explicit attention) | exact
+test_a_kernel_is_not_believed_unseen | | (explicit softmax) | exact
+test_other_calls_are_not_taken | | (a call without a fused kernel) | exact
+test_a_flash_call_is_what_the_model_computes | | (explicit attention) | exact
+test_flash_values_are_eager_ones | | (values on eager attention) | exact
+test_forward_mode_is_the_jvp | | (explicit attention) | exact
+test_forward_mode_by_finite_differences | | (finite differences) | exact
+test_no_square_of_the_length | | (shapes of every tensor) | exact
 test_closed_form_is_the_autograd_jacobian | | cross_position_jacobian, jacobian_by_autograd | exact
 test_residual_norm_is_exact_and_bounded | | score_residual_norm, value_path_bound | exact
 test_both_bounds_hold_after_the_output_projection | | residual_after_output, output_bounds | exact
 test_the_layer_is_the_textbook_one | | attend | exact
 # gated delta nets
-check_the_self_backward_holds_the_incoming_state | | delta_rule | exact
-check_the_ordinary_backward_is_the_kernels | | (the kernel's own, bit by bit) | exact
-check_one_forward_serves_both_backwards | | (a forward for each mode) | exact
-check_the_convolution_alone | | convolve | exact
-check_carried_errors_are_the_coefficients | | coefficients | exact
-check_propagation_goes_through_the_taps | | propagated_parts | approximate
-check_what_is_left_out_is_bounded | | net_jacobian, value_path, left_out_bound | exact
-check_direct_is_the_diagonal_of_a_hybrid | | exact_influence, diagonal | exact
-check_propagation_is_exact_for_the_value_rows | | exact_influence, causal | exact
-check_the_certificate_of_a_hybrid | | (every value from autograd alone) | exact
-check_one_forward_of_a_hybrid_serves_both | | (the plain model, bit by bit) | exact
-check_overrides_of_delta_nets_leave_nothing_behind | | (the modeling file before) | exact
-check_a_cached_pass_is_refused | | (traps) | exact
-check_a_state_to_begin_with_is_told | | (a pass without a cache) | exact
-check_a_cache_that_begins_changes_no_value | | (a pass without a cache) | exact
+test_the_self_backward_holds_the_incoming_state | | delta_rule | exact
+test_the_ordinary_backward_is_the_kernels | | (the kernel's own, bit by bit) | exact
+test_one_forward_of_the_rule_serves_both_backwards | | (a forward for each mode) | exact
+test_the_convolution_alone | | convolve | exact
+test_carried_errors_are_the_coefficients | | coefficients | exact
+test_propagation_goes_through_the_taps | | propagated_parts | approximate
+test_what_is_left_out_is_bounded | | net_jacobian, value_path, left_out_bound | exact
+test_direct_is_the_diagonal_of_a_hybrid | | exact_influence, diagonal | exact
+test_propagation_is_exact_for_the_value_rows | | exact_influence, causal | exact
+test_the_certificate_of_a_hybrid | | (every value from autograd alone) | exact
+test_one_forward_of_a_hybrid_serves_both | | (the plain model, bit by bit) | exact
+test_overrides_of_delta_nets_leave_nothing_behind | | (the modeling file before) | exact
+test_a_cached_pass_is_refused | | (traps) | exact
+test_a_state_to_begin_with_is_told | | (a pass without a cache) | exact
+test_a_cache_that_begins_changes_no_value | | (a pass without a cache) | exact
 # mixtures of experts
-check_values_over_experts | | expert_influence, exact_influence | exact
-check_experts_have_no_causal_part_of_their_own | | (linears alone) | exact
-check_a_preconditioner_scales_the_tensors | | expert_influence | exact
-check_weights_are_explained | | (autograd) | exact
-check_rows_make_the_models_own_output | | (transformers' own code) | exact
-check_contraction_is_the_loop | | (loops over rows) | exact
-check_gram_over_experts | | copied_per_position | exact
-check_one_forward_serves_both | | (an untouched model) | exact
+test_values_over_linears_and_experts | | expert_influence, exact_influence | exact
+test_experts_have_no_causal_part_of_their_own | | (linears alone) | exact
+test_a_preconditioner_scales_the_tensors | | expert_influence | exact
+test_weights_are_explained | | (autograd) | exact
+test_rows_make_the_models_own_output | | (transformers' own code) | exact
+test_contraction_is_the_loop | | (loops over rows) | exact
+test_gram_over_experts | | copied_per_position | exact
+test_one_forward_serves_both | | (an untouched model) | exact
 test_rows_of_the_oracle_are_label_values | | expert_influence, label_values | exact
 test_every_entry_is_the_effect_of_moving_one_copy | | expert_influence, (finite differences) | exact
 # contraction
-check_projected_is_the_loop | | (loops over rank-1 matrices) | exact
-check_gram_is_the_loop | | (loops over pairs of tokens) | exact
-check_gram_is_projected | | (the other route) | exact
-check_outer_sum_is_the_weight_gradient | | (autograd) | exact
-check_narrow_inputs_are_widened | | (float32 copies, bit by bit) | exact
-check_errors_streamed_are_the_errors_kept | | (errors kept, bit by bit) | exact
+test_projected_is_the_loop | | (loops over rank-1 matrices) | exact
+test_gram_is_the_loop | | (loops over pairs of tokens) | exact
+test_gram_is_projected | | (the other route) | exact
+test_outer_sum_is_the_weight_gradient | | (autograd) | exact
+test_narrow_inputs_are_widened | | (float32 copies, bit by bit) | exact
+test_errors_streamed_are_the_errors_kept | | (errors kept, bit by bit) | exact
 # objective and direction
-check_validation_gradient | | validation_gradient | exact
-check_preference_validation | | preference_objective | exact
-check_lambda | | (lambda = 1) | exact
-check_direction_algebra | | (entry by entry) | exact
-check_objective_and_part | | exact_influence, value_propagation | exact
-check_direct_only_is_the_direct_estimator | | (the direct estimator) | exact
-check_total_alone | | (values with parts) | exact
-check_total_alone_of_one_side | | (values with parts) | exact
-check_replaced_sides_equal_a_fresh_scorer | | (a fresh scorer) | exact
-check_stability_units | | (norms of both sides) | exact
-check_pinned_direction | | (a scorer at the pinned weights) | exact
-check_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
-check_reduced_gradient | | (one process with all batches) | exact
-check_sharded_values_equal_whole_ones | | exact_influence, (whole weights) | exact
-check_a_sharded_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
-check_sharded_preconditioners | | (whole weights) | exact
+test_validation_gradient | | validation_gradient | exact
+test_preference_validation | | preference_objective | exact
+test_lambda | | (lambda = 1) | exact
+test_direction_algebra | | (entry by entry) | exact
+test_objective_and_part | | exact_influence, value_propagation | exact
+test_direct_only_is_the_direct_estimator | | (the direct estimator) | exact
+test_total_alone | | (values with parts) | exact
+test_total_alone_of_one_side | | (values with parts) | exact
+test_replaced_sides_equal_a_fresh_scorer | | (a fresh scorer) | exact
+test_stability_units | | (norms of both sides) | exact
+test_pinned_direction | | (a scorer at the pinned weights) | exact
+test_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
+test_reduced_gradient | | (one process with all batches) | exact
+test_sharded_values_equal_whole_ones | | exact_influence, (whole weights) | exact
+test_a_sharded_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
+test_sharded_preconditioners | | (whole weights) | exact
 # retention
-check_diagonal_drift | | (entry by entry) | exact
-check_kronecker_drift | | (the Kronecker product) | exact
-check_kronecker_retention | | exact_influence | exact
-check_retention_by_data | | validation_gradient, exact_influence | exact
-check_v_is_the_definition | | (loops) | exact
-check_v_is_of_the_weights_as_they_are | | (the weights after a step) | exact
-check_files_give_the_same_drift | | (the drift that was saved, bit by bit) | exact
-check_drift_is_the_relative_distance | | (norms) | exact
-check_a_fisher_of_something_else_is_refused | | (refusals) | exact
-check_token_fisher_squares_labels_of_the_model | | (autograd, label by label) | unbiased
+test_diagonal_drift | | (entry by entry) | exact
+test_kronecker_drift | | (the Kronecker product) | exact
+test_kronecker_retention | | exact_influence | exact
+test_retention_by_data | | validation_gradient, exact_influence | exact
+test_v_is_the_definition | | (loops) | exact
+test_v_is_of_the_weights_as_they_are | | (the weights after a step) | exact
+test_files_give_the_same_drift | | (the drift that was saved, bit by bit) | exact
+test_drift_is_the_relative_distance | | (norms) | exact
+test_a_fisher_of_something_else_is_refused | | (refusals) | exact
+test_token_fisher_squares_labels_of_the_model | | (autograd, label by label) | unbiased
 test_the_diagonal_is_the_mean_of_squared_sequence_gradients | | (autograd, response by response) | unbiased
 test_kronecker_factors_are_sums_over_positions_of_inputs_and_errors | | (loops over positions) | approximate
 test_the_fit_expects_the_exact_fisher | | exact_fisher | unbiased
@@ -258,110 +258,108 @@ test_the_bound_holds_and_each_term_is_what_its_name_says | | proxy_bound, expect
 test_transfer_is_below_lipschitz_times_wasserstein | | transfer_bound, lipschitz_constant, prompt_fishers | exact
 test_wasserstein_equals_the_linear_programme | | wasserstein, (linear programme) | exact
 # preconditioner and optimizers
-check_full_preconditioner | | adam_step_derivative | exact
-check_frozen_preconditioner | | adam_preconditioner | approximate
-check_floor_bounds_the_preconditioners | | (the bound itself) | exact
-check_adam_preconditioner | | adam_preconditioner, exact_influence | approximate
-check_given_preconditioner | | exact_influence | exact
-check_full_is_the_derivative_of_a_real_step | | (the optimizer's own step) | exact
-check_adam_of_torch_is_the_oracles | | adam_step_derivative | exact
-check_a_constant_clip_factor | | (the optimizer's own step) | exact
-check_frozen_is_full_where_the_denominator_stays | | (the full preconditioner) | exact
-check_full_values_are_the_steps_derivative | | adam_step_derivative | exact
-check_full_values_predict_a_real_step | | (the optimizer's own step) | approximate
-check_full_scales_the_direction_of_captured_estimators | | adam_preconditioner, exact_influence | exact
-check_full_waits_for_the_optimizer | | (values without P) | exact
+test_full_preconditioner | | adam_step_derivative | exact
+test_frozen_preconditioner | | adam_preconditioner | approximate
+test_floor_bounds_the_preconditioners | | (the bound itself) | exact
+test_adam_preconditioner | | adam_preconditioner, exact_influence | approximate
+test_given_preconditioner | | exact_influence | exact
+test_full_is_the_derivative_of_a_real_step | | (the optimizer's own step) | exact
+test_adam_of_torch_is_the_oracles | | adam_step_derivative | exact
+test_a_constant_clip_factor | | (the optimizer's own step) | exact
+test_frozen_is_full_where_the_denominator_stays | | (the full preconditioner) | exact
+test_full_values_are_the_steps_derivative | | adam_step_derivative | exact
+test_full_values_predict_a_real_step | | (the optimizer's own step) | approximate
+test_full_scales_the_direction_of_captured_estimators | | adam_preconditioner, exact_influence | exact
+test_full_waits_for_the_optimizer | | (values without P) | exact
 test_full_preconditioner_is_the_derivative_of_the_update | | adam_step, adam_step_derivative | exact
 # utility
 test_utility_is_first_order_the_label_value | | leave_one_out_utility, sgd_step | approximate
 test_leave_one_out_is_the_last_marginal_of_the_game | | leave_one_out_utility, one_step_utility | exact
 test_shapley_of_a_step_tends_to_the_label_values | | exact_shapley, one_step_utility | approximate
 # losses
-check_token_losses | | (loops) | exact
-check_head_losses | | (loops) | exact
-check_head_tangents | | (autograd through loops) | exact
-check_own_forward | | (logits of a whole forward) | exact
-check_logits_changed_in_place | | (the logits as they were left) | exact
-check_scores_of_another_forward | | (a refusal) | exact
-check_losses_asked_twice | | (cross-entropy of the logits) | exact
-check_token_losses_to_second_order | | (autograd through loops) | exact
-check_sft_loss | | (loops) | exact
-check_full_mask_is_cross_entropy | | (transformers' loss) | exact
-check_unmasked_dpo_gradient | | dpo_loss | exact
-check_masked_dpo_gradient | | dpo_token_errors | exact
-check_dpo_coefficient | | dpo_omega, dpo_margin | exact
-check_masked_logit_is_the_ablation | | masked_dpo_omega | exact
-check_masked_logit_at_the_reference | | masked_dpo_omega | exact
+test_token_losses | | (loops) | exact
+test_head_losses | | (loops) | exact
+test_head_tangents | | (autograd through loops) | exact
+test_own_forward | | (logits of a whole forward) | exact
+test_logits_changed_in_place | | (the logits as they were left) | exact
+test_scores_of_another_forward | | (a refusal) | exact
+test_losses_asked_twice | | (cross-entropy of the logits) | exact
+test_token_losses_to_second_order | | (autograd through loops) | exact
+test_sft_loss | | (loops) | exact
+test_full_mask_is_cross_entropy | | (transformers' loss) | exact
+test_unmasked_dpo_gradient | | dpo_loss | exact
+test_masked_dpo_gradient | | dpo_token_errors | exact
+test_dpo_coefficient | | dpo_omega, dpo_margin | exact
+test_masked_logit_is_the_ablation | | masked_dpo_omega | exact
+test_masked_logit_at_the_reference | | masked_dpo_omega | exact
 test_surrogate_with_all_masks_one_has_the_gradient_of_dpo | | masked_dpo_gradient, dpo_gradient | exact
 # selection and weights
-check_keep_count | | (decimal fractions) | exact
-check_selection | | (a sort of tuples) | exact
-check_response_values | | (loops) | exact
-check_standard_errors | | standard_errors, (values against all batches but one) | exact
-check_errors_are_unbiased | | (variance over draws) | approximate
-check_harmless | | (loops, quantile by bisection) | exact
-check_top_threshold | | (select_top on all values at once) | exact
-check_kept_gradient | | (the same bits without a file) | exact
-check_rows_from_any_place | | (the lines themselves) | exact
-check_corpus | | (split_pools on the whole list) | exact
-check_marked_turns | | (the marks themselves) | exact
-check_padding_never_ranks | | (the same without padding) | exact
-check_gram_of_integers | | (loops) | exact
-check_gram_is_the_product_of_direct_gradients | | (autograd) | exact
-check_gram_of_one_position | | (autograd) | exact
-check_interaction | | (autograd) | exact
-check_greedy_by_the_objective | | (the objective, re-evaluated) | exact
-check_weight_zero_is_select_top | | (select_top, bit by bit) | exact
-check_greedy_against_the_optimum | | (enumeration of all sets) | approximate
-check_gain_is_the_decrease_of_a_quadratic | | (the quadratic) | exact
-check_relative_weight | | (the quadratic) | exact
+test_keep_count | | (decimal fractions) | exact
+test_selection | | (a sort of tuples) | exact
+test_response_values | | (loops) | exact
+test_standard_errors | | standard_errors, (values against all batches but one) | exact
+test_errors_are_unbiased | | (variance over draws) | approximate
+test_harmless | | (loops, quantile by bisection) | exact
+test_top_threshold | | (select_top on all values at once) | exact
+test_kept_gradient | | (the same bits without a file) | exact
+test_rows_from_any_place | | (the lines themselves) | exact
+test_corpus | | (split_pools on the whole list) | exact
+test_marked_turns | | (the marks themselves) | exact
+test_padding_never_ranks | | (the same without padding) | exact
+test_gram_of_integers | | (loops) | exact
+test_gram_is_the_product_of_direct_gradients | | (autograd) | exact
+test_gram_of_one_position | | (autograd) | exact
+test_interaction | | (autograd) | exact
+test_greedy_by_the_objective | | (the objective, re-evaluated) | exact
+test_weight_zero_is_select_top | | (select_top, bit by bit) | exact
+test_greedy_against_the_optimum | | (enumeration of all sets) | approximate
+test_gain_is_the_decrease_of_a_quadratic | | (the quadratic) | exact
+test_relative_weight | | (the quadratic) | exact
 # layouts, models, proofs
-check_layout_does_not_matter | | (the document alone) | exact
-check_padding_holds_nothing | | (other padding, bit by bit) | exact
-check_observed_equals_scored | | (score, and a fresh run) | exact
-check_model_is_left_alone | | (a snapshot) | exact
-check_frozen_linears_are_out_of_scope | | row_sums, column_sums | exact
-check_a_trap_is_refused | | (traps) | exact
-check_a_backward_of_its_own_is_refused | | (hooks, clipped errors, a branch without gradients) | exact
-check_a_backward_that_is_followed | | label_values, validation_gradient | exact
-check_a_model_that_looks_ahead_is_refused | | (a model that does) | exact
-check_a_thousandth_of_the_next_token_is_seen | | (a model that does) | exact
-check_what_arguments_say_of_who_sees_whom | | (arguments by hand) | exact
-check_isolation_is_claimed_only_where_it_was_shown | | (long and short rows) | exact
-check_a_gradient_that_is_not_explained_is_named | | (parts left out) | exact
-check_documents_that_see_each_other_are_refused | | (a model that leaks) | exact
-check_what_was_refused_is_refused_again | | (a model that leaks) | exact
-check_masks_of_flags_hide_labels | | (a mask of numbers) | exact
-check_autocast_outlives_an_error | | (autocast as it was) | exact
-check_a_pass_leaves_nothing_to_the_next | | (a pass by itself) | exact
-check_a_gradient_file_is_of_its_pairs | | (a refusal) | exact
-check_a_slice_is_a_part_of_its_batch | | (entry by entry) | exact
-check_a_slice_shows_what_its_batch_shows | | (the whole batch) | exact
-check_a_slice_shows_which_documents_see_each_other | | (the whole batch) | exact
-check_scored_linears_are_the_linears_of_these_layers | | (the modules' own outputs) | exact
-check_what_is_not_scored_is_named | | (the blocks' parameters) | exact
-check_a_call_is_what_the_model_computes | | (attention written out) | exact
-check_overrides_leave_nothing_behind | | (the models without overrides) | exact
-check_rows_beyond_the_limit_are_refused | | (the configuration) | exact
-check_layers_without_softmax_are_named | | (LFM2's layers, Qwen-3.5's) | exact
-check_decoding_is_the_forward | | (one forward) | exact
+test_layout_does_not_matter | | (the document alone) | exact
+test_padding_holds_nothing | | (other padding, bit by bit) | exact
+test_observed_equals_scored | | (score, and a fresh run) | exact
+test_model_is_left_alone | | (a snapshot) | exact
+test_frozen_linears_are_out_of_scope | | row_sums, column_sums | exact
+test_a_trap_is_refused | | (traps) | exact
+test_a_backward_of_its_own_is_refused | | (hooks, clipped errors, a branch without gradients) | exact
+test_a_backward_that_is_followed | | label_values, validation_gradient | exact
+test_a_model_that_looks_ahead_is_refused | | (a model that does) | exact
+test_a_thousandth_of_the_next_token_is_seen | | (a model that does) | exact
+test_what_arguments_say_of_who_sees_whom | | (arguments by hand) | exact
+test_isolation_is_claimed_only_where_it_was_shown | | (long and short rows) | exact
+test_a_gradient_that_is_not_explained_is_named | | (parts left out) | exact
+test_documents_that_see_each_other_are_refused | | (a model that leaks) | exact
+test_what_was_refused_is_refused_again | | (a model that leaks) | exact
+test_masks_of_flags_hide_labels | | (a mask of numbers) | exact
+test_autocast_outlives_an_error | | (autocast as it was) | exact
+test_a_pass_leaves_nothing_to_the_next | | (a pass by itself) | exact
+test_a_gradient_file_is_of_its_pairs | | (a refusal) | exact
+test_a_slice_is_a_part_of_its_batch | | (entry by entry) | exact
+test_a_slice_shows_what_its_batch_shows | | (the whole batch) | exact
+test_a_slice_shows_which_documents_see_each_other | | (the whole batch) | exact
+test_scored_linears_are_the_linears_of_these_layers | | (the modules' own outputs) | exact
+test_what_is_not_scored_is_named | | (the blocks' parameters) | exact
+test_a_call_is_what_the_model_computes | | (attention written out) | exact
+test_overrides_leave_nothing_behind | | (the models without overrides) | exact
+test_rows_beyond_the_limit_are_refused | | (the configuration) | exact
+test_layers_without_softmax_are_named | | (LFM2's layers, Qwen-3.5's) | exact
+test_decoding_is_the_forward | | (one forward) | exact
 # certificate, trainers and other methods
 test_right_code_agrees | | (every component anew) | exact
 test_a_mutant_does_not_agree | | (mutants of the core) | exact
 test_a_planted_fault_does_not_agree | | (planted faults) | exact
-check_the_trainer_is_the_reference | | (reference_step.py) | exact
-check_random_masks | | (masks of two runs) | exact
-check_every_step_is_weighed | | (a run without outputs) | exact
-check_the_pool_begins_at_log_two | | (log 2) | exact
-check_a_moving_reference_is_looked_at_anew | | (log 2) | exact
-check_a_collator_labels_every_batch | | (the collator's labels) | exact
-check_the_routers_loss_is_trained | | (transformers' own trainer) | exact
-check_rounding_is_told_from_results | | (by hand) | exact
-check_a_reference_reads_the_policys_tokens | | (by hand) | exact
-check_tokens_without_a_row_are_refused | | (the vocabulary) | exact
-check_a_fisher_refuses_gradients_that_count_tokens | | (the scope) | exact
-check_every_term | | proxy_bound, hessian, exact_fisher | exact
-check_transfer | | transfer_bound, lipschitz_constant | exact
+test_the_trainer_is_the_reference | | (reference_step.py) | exact
+test_random_masks | | (masks of two runs) | exact
+test_every_step_is_weighed | | (a run without outputs) | exact
+test_pools_begin_at_log_two | | (log 2) | exact
+test_a_moving_reference_is_looked_at_anew | | (log 2) | exact
+test_a_collator_labels_every_batch | | (the collator's labels) | exact
+test_the_routers_loss_is_trained | | (transformers' own trainer) | exact
+test_rounding_is_told_from_results | | (by hand) | exact
+test_a_reference_reads_the_policys_tokens | | (by hand) | exact
+test_tokens_without_a_row_are_refused | | (the vocabulary) | exact
+test_a_fisher_refuses_gradients_that_count_tokens | | (the scope) | exact
 test_stm_by_hand | STM | (by hand) | exact
 test_stm_takes_easy_tokens_first | STM | (by hand) | exact
 test_known_tokens_by_hand | XTF | (by hand) | exact

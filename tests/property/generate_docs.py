@@ -145,20 +145,13 @@ def _meaning(file: str, name: str, attribute: str) -> Place | None:
 
 
 def properties() -> dict[str, str]:
-    """Every function that a row may name -> its file: check_ functions, and tests."""
+    """Every test, which is what a row may name -> its file."""
     return {
         name: file
         for file, source in _sources().items()
         for name in source.functions
-        if name.startswith(("check_", "test_"))
+        if name.startswith("test_")
     }
-
-
-def idle() -> list[str]:
-    """Properties that no test runs."""
-    known = properties()
-    run = {n for _, n in reached(*((f, n) for n, f in known.items() if n.startswith("test_")))}
-    return [name for name in known if name.startswith("check_") and name not in run]
 
 
 def cited() -> set[str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-from tests.property import properties_adapters as adapting
+from tests.property import test_adapters
 from tests.property.mutation import Claim, claim, mutant
 
 _adapter = functools.partial(mutant, room="model.")
@@ -13,7 +12,7 @@ _adapter = functools.partial(mutant, room="model.")
 
 def linears(name: str, layers: tuple[int, ...]) -> Claim:
     """Scored linears of some layers of one architecture."""
-    check = adapting.check_scored_linears_are_the_linears_of_these_layers
+    check = test_adapters.test_scored_linears_are_the_linears_of_these_layers
     return claim(check, name, layers, examples=1)
 
 
@@ -21,23 +20,19 @@ def call(
     name: str, side: str = "none", implementation: str = "", dropout: float = 0.0, **options: float
 ) -> Claim:
     """The calls of one architecture, written out."""
-
-    @functools.wraps(adapting.check_a_call_is_what_the_model_computes)
-    def check(*arguments: Any) -> None:
-        adapting.check_a_call_is_what_the_model_computes(*arguments, **options)
-
-    return claim(check, name, implementation, side, 3, dropout, examples=1)
+    check = test_adapters.test_a_call_is_what_the_model_computes
+    return claim(check, name, implementation, side, 3, dropout, options, examples=1)
 
 
 def uncovered(name: str) -> Claim:
     """The report of one architecture."""
-    return claim(adapting.check_what_is_not_scored_is_named, name, examples=1)
+    return claim(test_adapters.test_what_is_not_scored_is_named, name, examples=1)
 
 
-REGISTRY = claim(adapting.check_overrides_leave_nothing_behind, "llama", 5, examples=1)
-DECODING = claim(adapting.check_decoding_is_the_forward, "gpt2", 4, examples=1)
-MIXERS = claim(adapting.check_layers_without_softmax_are_named, "direct", examples=1)
-LIMIT = claim(adapting.check_rows_beyond_the_limit_are_refused, "llama", examples=1)
+REGISTRY = claim(test_adapters.test_overrides_leave_nothing_behind, "llama", 5, examples=1)
+DECODING = claim(test_adapters.test_decoding_is_the_forward, "gpt2", 4, examples=1)
+MIXERS = claim(test_adapters.test_layers_without_softmax_are_named, "direct", examples=1)
+LIMIT = claim(test_adapters.test_rows_beyond_the_limit_are_refused, "llama", examples=1)
 
 MUTANTS = (
     _adapter(

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import properties_corpus as corpora
+from tests.property import test_corpus
 from tests.property.mutants import small
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
 RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
 SHARE = claim(
-    corpora.check_top_threshold,
-    st.lists(corpora.NUMBERS, min_size=6, max_size=30),
+    test_corpus.test_top_threshold,
+    st.lists(test_corpus.NUMBERS, min_size=6, max_size=30),
     st.lists(st.integers(0, 30), max_size=3),
     RATIOS,
     examples=150,
 )
-KEPT = claim(corpora.check_kept_gradient, small(), st.sampled_from(["direct", "label"]), examples=8)
+KEPT = claim(
+    test_corpus.test_kept_gradient, small(), st.sampled_from(["direct", "label"]), examples=8
+)
 PLACES = claim(
-    corpora.check_rows_from_any_place,
-    corpora.lines(8),
+    test_corpus.test_rows_from_any_place,
+    test_corpus.lines(8),
     st.sampled_from([2, 3, 5]),
     st.integers(0, 7),
     st.integers(1, 20),
     examples=150,
 )
 SPLIT = claim(
-    corpora.check_corpus,
-    corpora.lines(8),
+    test_corpus.test_corpus,
+    test_corpus.lines(8),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=3),
     st.integers(0, 3),
     st.integers(0, 5),
@@ -41,7 +43,7 @@ def _corpus(name: str, sentence: str, target: str, old: str, new: str, found: Cl
 
 
 MARKED = claim(
-    corpora.check_marked_turns,
+    test_corpus.test_marked_turns,
     st.lists(
         st.tuples(
             st.text("abc", min_size=1, max_size=3),

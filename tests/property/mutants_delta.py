@@ -4,60 +4,63 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import properties_delta as rule
-from tests.property import properties_hybrids as hybrids
+from tests.property import test_delta, test_hybrids
 from tests.property.mutation import claim, mutant
-from tests.property.properties_delta import delta_cases
-from tests.property.properties_hybrids import FULL, LINEAR, HybridCase
+from tests.property.test_delta import delta_cases
+from tests.property.test_hybrids import FULL, LINEAR, HybridCase
 
 LONG = delta_cases(
     t=st.sampled_from([5, 8]), d=st.integers(2, 4), silent=st.just(0), strong=st.just(False)
 )
 """Several positions whose states last, in chunks of any size."""
-SELF = claim(rule.check_the_self_backward_holds_the_incoming_state, LONG)
+SELF = claim(test_delta.test_the_self_backward_holds_the_incoming_state, LONG)
 GROUPS = claim(
-    rule.check_the_self_backward_holds_the_incoming_state,
+    test_delta.test_the_self_backward_holds_the_incoming_state,
     delta_cases(t=st.just(5), d=st.just(3), g=st.just(2), r=st.just(2), silent=st.just(0)),
 )
-ORDINARY = claim(rule.check_the_ordinary_backward_is_the_kernels, LONG)
-MODES = claim(rule.check_one_forward_serves_both_backwards, LONG)
-TAPS = claim(rule.check_the_convolution_alone, delta_cases(t=st.just(5), w=st.sampled_from([2, 4])))
+ORDINARY = claim(test_delta.test_the_ordinary_backward_is_the_kernels, LONG)
+MODES = claim(test_delta.test_one_forward_of_the_rule_serves_both_backwards, LONG)
+TAPS = claim(
+    test_delta.test_the_convolution_alone, delta_cases(t=st.just(5), w=st.sampled_from([2, 4]))
+)
 CARRIED = claim(
-    rule.check_carried_errors_are_the_coefficients,
+    test_delta.test_carried_errors_are_the_coefficients,
     LONG,
     st.sampled_from([(1, None), (1, 2), (0, 3)]),
     False,
 )
 MEAN = claim(
-    rule.check_carried_errors_are_the_coefficients,
+    test_delta.test_carried_errors_are_the_coefficients,
     delta_cases(t=st.just(5), r=st.just(3), silent=st.just(0)),
     (1, None),
     True,
 )
 PROPAGATED = claim(
-    rule.check_propagation_goes_through_the_taps,
+    test_delta.test_propagation_goes_through_the_taps,
     delta_cases(t=st.just(8), w=st.sampled_from([2, 3]), silent=st.just(0), strong=st.just(False)),
     st.sampled_from([None, 2, 3]),
     "per_head",
 )
 ROW = ("pprprrr",)
 DIRECT = claim(
-    hybrids.check_direct_is_the_diagonal_of_a_hybrid,
+    test_hybrids.test_direct_is_the_diagonal_of_a_hybrid,
     HybridCase(layers=(1,), train=ROW, seed=1),
     examples=1,
 )
 VALUES = claim(
-    hybrids.check_propagation_is_exact_for_the_value_rows,
+    test_hybrids.test_propagation_is_exact_for_the_value_rows,
     HybridCase(pattern=(LINEAR, FULL, LINEAR), layers=(2,), train=ROW, seed=1),
     examples=1,
 )
 HOPS = claim(
-    hybrids.check_direct_is_the_diagonal_of_a_hybrid,
+    test_hybrids.test_direct_is_the_diagonal_of_a_hybrid,
     HybridCase(pattern=(LINEAR, FULL, LINEAR), layers=(2,), train=ROW, seed=1),
     examples=1,
 )
-PUT_BACK = claim(hybrids.check_overrides_of_delta_nets_leave_nothing_behind, "qwen3_5", examples=1)
-CACHED = claim(hybrids.check_a_state_to_begin_with_is_told, 3, examples=1)
+PUT_BACK = claim(
+    test_hybrids.test_overrides_of_delta_nets_leave_nothing_behind, "qwen3_5", examples=1
+)
+CACHED = claim(test_hybrids.test_a_state_to_begin_with_is_told, 3, examples=1)
 
 
 _TERMS = "model.delta_rule.self_terms"
@@ -269,7 +272,7 @@ MUTANTS = (
         "per-head coefficients become their mean",
         (_CARRIED, "if mean:", "if True:"),
         claim(
-            rule.check_carried_errors_are_the_coefficients,
+            test_delta.test_carried_errors_are_the_coefficients,
             delta_cases(t=st.just(5), r=st.just(2), silent=st.just(0)),
             (1, None),
             False,
@@ -309,7 +312,7 @@ MUTANTS = (
         "the activation's slope is taken without the bias",
         ("model.convolution.ConvolutionStatistics.slope", "self.bias, groups", "None, groups"),
         claim(
-            rule.check_the_convolution_alone,
+            test_delta.test_the_convolution_alone,
             delta_cases(bias=st.just(True), activation=st.just(True)),
         ),
     ),

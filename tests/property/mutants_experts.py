@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.property import properties_experts as mixing
+from tests.property import test_experts
 from tests.property.mutation import Claim, Edit, Mutant, claim
-from tests.property.properties_experts import MixtureCase
+from tests.property.test_experts import MixtureCase
 
 CASE = MixtureCase("mixtral", ("..pprr",), ("prr",), experts=4, chosen=2, seed=21)
 SHARED = MixtureCase("qwen3_next", ("..pprr", "prrr.."), ("prr",), (1,), seed=23)
@@ -13,14 +13,14 @@ BIASED = MixtureCase("gpt_oss", ("pprr..",), ("prr",), experts=3, chosen=2, seed
 
 def values(case: MixtureCase, estimator: str = "direct") -> Claim:
     """Values over linears and experts, by the oracle."""
-    return claim(mixing.check_values_over_experts, case, estimator, examples=1)
+    return claim(test_experts.test_values_over_linears_and_experts, case, estimator, examples=1)
 
 
-LOOP = claim(mixing.check_contraction_is_the_loop, mixing.rows_cases(), examples=40)
-OUTPUT = claim(mixing.check_rows_make_the_models_own_output, CASE, examples=1)
-EXPLAINED = claim(mixing.check_weights_are_explained, BIASED, examples=1)
-GRAM = claim(mixing.check_gram_over_experts, BIASED, examples=1)
-SERVES = claim(mixing.check_one_forward_serves_both, CASE, examples=1)
+LOOP = claim(test_experts.test_contraction_is_the_loop, test_experts.rows_cases(), examples=40)
+OUTPUT = claim(test_experts.test_rows_make_the_models_own_output, CASE, examples=1)
+EXPLAINED = claim(test_experts.test_weights_are_explained, BIASED, examples=1)
+GRAM = claim(test_experts.test_gram_over_experts, BIASED, examples=1)
+SERVES = claim(test_experts.test_one_forward_serves_both, CASE, examples=1)
 
 
 def _mixture(name: str, sentence: str, target: str, old: str, new: str, *claims: Claim) -> Mutant:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.property import properties_attention as attending
-from tests.property import properties_kernels as kernels
+from tests.property import test_attention, test_kernels
 from tests.property.mutants import calls
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
@@ -11,26 +10,30 @@ from tests.property.mutation import Claim, Edit, Mutant, claim
 def weights(mask: str) -> Claim:
     """Weights and log-sum-exps of calls whose kernel is told ``mask``."""
     cases = calls(mask=mask, b=2, chunk=2)
-    return claim(attending.check_log_sum_exp_and_weights, cases, examples=60)
+    return claim(test_attention.test_log_sum_exp_and_weights, cases, examples=60)
 
 
 def understood(name: str, how: str) -> Claim:
     """A call of one architecture behind transformers' flash wrapper."""
-    check = kernels.check_a_flash_call_is_what_the_model_computes
+    check = test_kernels.test_a_flash_call_is_what_the_model_computes
     return claim(check, name, how, 1, examples=1)
 
 
 SAVED = claim(
-    kernels.check_the_kernels_log_sum_exp,
-    kernels.kernel_cases(kind="documents", window=None, softcap=None),
+    test_kernels.test_the_kernels_log_sum_exp,
+    test_kernels.kernel_cases(kind="documents", window=None, softcap=None),
     examples=40,
 )
 PADDED = claim(
-    kernels.check_the_kernels_log_sum_exp, kernels.kernel_cases(kind="padding"), examples=40
+    test_kernels.test_the_kernels_log_sum_exp,
+    test_kernels.kernel_cases(kind="padding"),
+    examples=40,
 )
-SPARED = claim(kernels.check_what_is_saved_spares_the_pass, kernels.kernel_cases(), examples=40)
-UNSEEN = claim(kernels.check_a_kernel_is_not_believed_unseen, 3, examples=1)
-OTHERS = claim(kernels.check_other_calls_are_not_taken, 3, examples=1)
+SPARED = claim(
+    test_kernels.test_what_is_saved_spares_the_pass, test_kernels.kernel_cases(), examples=40
+)
+UNSEEN = claim(test_kernels.test_a_kernel_is_not_believed_unseen, 3, examples=1)
+OTHERS = claim(test_kernels.test_other_calls_are_not_taken, 3, examples=1)
 
 
 def _kernel(name: str, sentence: str, target: str, old: str, new: str, *found: Claim) -> Mutant:

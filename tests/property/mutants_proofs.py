@@ -9,11 +9,14 @@ from functools import partial
 
 from hypothesis import strategies as st
 
-from tests.property import properties_drift as drifting
-from tests.property import properties_estimators as estimating
-from tests.property import properties_proofs as proving
-from tests.property import properties_scorer as scoring
-from tests.property import properties_sharded as sharding
+from tests.property import (
+    test_direction,
+    test_drift,
+    test_label,
+    test_proof_limits,
+    test_proofs,
+    test_sharded,
+)
 from tests.property.mutants import SEVERAL, small
 from tests.property.mutation import Claim, claim, mutant
 
@@ -22,43 +25,42 @@ SEEDS = st.integers(0, 2**16)
 
 def trap(name: str) -> Claim:
     """One trap, which has to be refused."""
-    return claim(proving.check_a_trap_is_refused, name, examples=1)
+    return claim(test_proofs.test_a_trap_is_refused, name, examples=1)
 
 
 HIDDEN_USE = trap("hidden use")
 MIXER = trap("hidden mixer")
 UNEXPLAINED = claim(
-    proving.check_a_gradient_that_is_not_explained_is_named, st.sampled_from([1e-6, 1e-2]), True
+    test_proofs.test_a_gradient_that_is_not_explained_is_named, st.sampled_from([1e-6, 1e-2]), True
 )
-DOCUMENTS = claim(proving.check_documents_that_see_each_other_are_refused, SEEDS, examples=3)
-AGAIN = claim(proving.check_what_was_refused_is_refused_again, SEEDS, examples=2)
+DOCUMENTS = claim(test_proofs.test_documents_that_see_each_other_are_refused, SEEDS, examples=3)
+AGAIN = claim(test_proofs.test_what_was_refused_is_refused_again, SEEDS, examples=2)
 SLICED = claim(
-    proving.check_a_slice_shows_what_its_batch_shows,
-    st.sampled_from(proving.HIDDEN),
-    st.sampled_from(list(proving.LONG)),
+    test_proofs.test_a_slice_shows_what_its_batch_shows,
+    st.sampled_from(test_proofs.HIDDEN),
+    st.sampled_from(list(test_proofs.LONG)),
     SEEDS,
     examples=12,
 )
 SLICED_DOCUMENTS = claim(
-    proving.check_a_slice_shows_which_documents_see_each_other, SEEDS, examples=2
+    test_proofs.test_a_slice_shows_which_documents_see_each_other, SEEDS, examples=2
 )
 CUT = claim(
-    proving.check_a_slice_is_a_part_of_its_batch,
+    test_proofs.test_a_slice_is_a_part_of_its_batch,
     st.sampled_from([
         ("..pprr", "pprr..", "pr...."), ("pppprr", "rrpppp", "prprpr"), ("ppppr.", "ppp..."),
         ("pr|pprr", "pppp|pr"), ("pppprr", "pr|pprr"),
     ]),
-    st.integers(1, 2),
-    st.integers(3, 5),
-    st.sampled_from(proving.FORMS),
+    st.tuples(st.integers(1, 2), st.integers(3, 5)),
+    st.sampled_from(test_proofs.FORMS),
     examples=40,
 )  # fmt: skip
 OWN_BACKWARD = claim(
-    proving.check_a_backward_of_its_own_is_refused, "a mask on a gradient", examples=1
+    test_proofs.test_a_backward_of_its_own_is_refused, "a mask on a gradient", examples=1
 )
-FOLLOWED = claim(proving.check_a_backward_that_is_followed, "padding row", examples=1)
-AHEAD = claim(proving.check_a_model_that_looks_ahead_is_refused, "path", examples=1)
-ISOLATED = claim(proving.check_isolation_is_claimed_only_where_it_was_shown, st.booleans())
+FOLLOWED = claim(test_proofs.test_a_backward_that_is_followed, "padding row", examples=1)
+AHEAD = claim(test_proofs.test_a_model_that_looks_ahead_is_refused, "path", examples=1)
+ISOLATED = claim(test_proofs.test_isolation_is_claimed_only_where_it_was_shown, st.booleans())
 
 
 _proof = partial(mutant, room="estimate.proofs.", of_proofs=True)
@@ -97,10 +99,9 @@ SLICES = (
             "first = places == 0",
         ),
         claim(
-            proving.check_a_slice_is_a_part_of_its_batch,
+            test_proofs.test_a_slice_is_a_part_of_its_batch,
             st.just(("....pr", "..pprr")),
-            st.just(1),
-            st.just(3),
+            (1, 3),
             st.just("plain"),
             examples=1,
         ),
@@ -245,7 +246,7 @@ PROOFS = (
             "attention_mask.shape != labels.shape:",
             "attention_mask.shape != labels.shape or attention_mask.dtype == torch.bool:",
         ),
-        claim(proving.check_masks_of_flags_hide_labels, SEEDS, examples=2),
+        claim(test_proofs.test_masks_of_flags_hide_labels, SEEDS, examples=2),
     ),
     mutant(
         "autocast-off-after-an-error",
@@ -255,13 +256,13 @@ PROOFS = (
             "finally:",
             "except OSError:\n            raise\n        else:",
         ),
-        claim(proving.check_autocast_outlives_an_error, "cpu", examples=1),
+        claim(test_proofs.test_autocast_outlives_an_error, "cpu", examples=1),
     ),
     mutant(
         "attentions-of-an-earlier-pass",
         "attentions of an earlier observed pass stay",
         ("model.capture.Recorder._keep", "self.attentions.clear()", "pass"),
-        claim(proving.check_a_pass_leaves_nothing_to_the_next, SEEDS, examples=2),
+        claim(test_proofs.test_a_pass_leaves_nothing_to_the_next, SEEDS, examples=2),
     ),
     mutant(
         "gradient-file-of-other-pairs",
@@ -271,7 +272,7 @@ PROOFS = (
             "vars(batch) if isinstance(batch, PreferenceBatch)",
             "{'c': batch.chosen, 'r': batch.rejected} if isinstance(batch, PreferenceBatch)",
         ),
-        claim(proving.check_a_gradient_file_is_of_its_pairs, 0.1, examples=1),
+        claim(test_proofs.test_a_gradient_file_is_of_its_pairs, 0.1, examples=1),
     ),
     _proof(
         "documents-watched-in-the-wrong-place",
@@ -285,7 +286,7 @@ PROOFS = (
         ("_embedding", "if padding_idx is not None:", "if False:"),
         FOLLOWED,
         claim(
-            estimating.check_label_over_all_parameters,
+            test_label.test_label_over_all_parameters,
             small(tied_embeddings=True, padding_token=1, vocabulary=3),
         ),
         room="estimate.forward_mode.",
@@ -294,7 +295,7 @@ PROOFS = (
         "frequent-tokens-move-as-rare-ones",
         "forward mode does not divide by how often the batch holds a token",
         ("_embedding", "if scale_grad_by_freq:", "if False:"),
-        claim(estimating.check_label_over_all_parameters, small(rare_tokens=True, vocabulary=3)),
+        claim(test_label.test_label_over_all_parameters, small(rare_tokens=True, vocabulary=3)),
         room="estimate.forward_mode.",
     ),
     _proof(
@@ -322,21 +323,23 @@ PROOFS = (
         "small-look-ahead-accepted",
         "a prediction may see a tenth of the next token",
         ("prove_causality", "later > 1e-4 *", "later > 0.1 *"),
-        claim(proving.check_a_thousandth_of_the_next_token_is_seen, 1e-3, examples=1),
+        claim(test_proof_limits.test_a_thousandth_of_the_next_token_is_seen, 1e-3, examples=1),
         room="estimate.causality.",
     ),
     _proof(
         "flags-say-nothing",
         "a pass with is_causal=False is taken for one that was proved",
         ("argument_kinds", 'kinds.add(f"{name}={value}")', "pass"),
-        claim(proving.check_what_arguments_say_of_who_sees_whom, "a flag", examples=1),
+        claim(test_proof_limits.test_what_arguments_say_of_who_sees_whom, "a flag", examples=1),
         room="estimate.causality.",
     ),
     _proof(
         "next-token-in-a-mask-unread",
         "a mask of pairs that lets a token see the next one is taken for causal",
         ("_looks_ahead", "triu(1)", "triu(2)"),
-        claim(proving.check_what_arguments_say_of_who_sees_whom, "one pair ahead", examples=1),
+        claim(
+            test_proof_limits.test_what_arguments_say_of_who_sees_whom, "one pair ahead", examples=1
+        ),
         room="estimate.causality.",
     ),
     _proof(
@@ -354,22 +357,22 @@ PROOFS = (
 )
 
 STRUCTURE = st.sampled_from(["diagonal", "kronecker"])
-V = claim(drifting.check_v_is_the_definition, SEEDS, "diagonal", examples=4)
-V_KRONECKER = claim(drifting.check_v_is_the_definition, SEEDS, "kronecker", examples=4)
+V = claim(test_drift.test_v_is_the_definition, SEEDS, "diagonal", examples=4)
+V_KRONECKER = claim(test_drift.test_v_is_the_definition, SEEDS, "kronecker", examples=4)
 STALE = claim(
-    drifting.check_v_is_of_the_weights_as_they_are, SEEDS, STRUCTURE, st.booleans(), examples=8
+    test_drift.test_v_is_of_the_weights_as_they_are, SEEDS, STRUCTURE, st.booleans(), examples=8
 )
-FILES = claim(drifting.check_files_give_the_same_drift, SEEDS, "kronecker", examples=3)
-FILES_DIAGONAL = claim(drifting.check_files_give_the_same_drift, SEEDS, "diagonal", examples=3)
+FILES = claim(test_drift.test_files_give_the_same_drift, SEEDS, "kronecker", examples=3)
+FILES_DIAGONAL = claim(test_drift.test_files_give_the_same_drift, SEEDS, "diagonal", examples=3)
 DISTANCE = claim(
-    drifting.check_drift_is_the_relative_distance, SEEDS, st.sampled_from([0.01, 0.5]), examples=6
+    test_drift.test_drift_is_the_relative_distance, SEEDS, st.sampled_from([0.01, 0.5]), examples=6
 )
-FOREIGN = claim(drifting.check_a_fisher_of_something_else_is_refused, SEEDS, STRUCTURE, examples=4)
+FOREIGN = claim(test_drift.test_a_fisher_of_something_else_is_refused, SEEDS, STRUCTURE, examples=4)
 
 
 def sharded(retention: str) -> Claim:
     """V from parts of the weights."""
-    check = sharding.check_sharded_values_equal_whole_ones
+    check = test_sharded.test_sharded_values_equal_whole_ones
     return claim(check, small(validations=SEVERAL), "path", retention, examples=4)
 
 
@@ -459,13 +462,13 @@ DRIFT = (
             "(factors[: len(block)] * block).sum()",
             "block.long().sum()",
         ),
-        claim(scoring.check_direction_is_never_stale, small(), "path"),
+        claim(test_direction.test_direction_is_never_stale, small(), "path"),
     ),
     mutant(
         "scope-of-what-trained",
         "a scorer goes on with the parameters that trained when it was made",
         ("scorer.Scorer._follow", "same = trained_of(model) == self._trained", "same = True"),
-        claim(scoring.check_direction_is_never_stale, small(), "path"),
+        claim(test_direction.test_direction_is_never_stale, small(), "path"),
     ),
     mutant(
         "half-precision-reference",

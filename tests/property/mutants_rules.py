@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.property import properties_rules as rules
+from tests.property import test_rules
 from tests.property.mutation import Claim, Mutant, claim, mutant
 
 NEEDS = ("trl", "peft")
@@ -11,35 +11,38 @@ LABELLED = "train.sft.LabelledRows"
 APART = "train.identity.apart"
 REFERENCE = "train.reference.check_tokens"
 LENGTH = tuple(
-    claim(rules.check_the_pool_begins_at_log_two, name, examples=1, needs=NEEDS)
+    claim(test_rules.test_pools_begin_at_log_two, name, examples=1, needs=NEEDS)
     for name in ("by length", "by length, ahead")
 )
-MOVING = claim(rules.check_a_moving_reference_is_looked_at_anew, examples=1, needs=NEEDS)
+MOVING = claim(test_rules.test_a_moving_reference_is_looked_at_anew, examples=1, needs=NEEDS)
 COLLATED = tuple(
-    claim(rules.check_a_collator_labels_every_batch, family, examples=1, needs=NEEDS)
+    claim(test_rules.test_a_collator_labels_every_batch, family, examples=1, needs=NEEDS)
     for family in ("sft", "lm")
 )
-ROUTED = claim(rules.check_the_routers_loss_is_trained, 0.5, examples=1, needs=NEEDS)
+ROUTED = claim(test_rules.test_the_routers_loss_is_trained, 0.5, examples=1, needs=NEEDS)
 COUNTED = (
-    claim(rules.check_a_fisher_refuses_gradients_that_count_tokens, "all", False, examples=1),
+    claim(test_rules.test_a_fisher_refuses_gradients_that_count_tokens, "all", False, examples=1),
     claim(
-        rules.check_a_fisher_refuses_gradients_that_count_tokens, "head.weight", True, examples=1
+        test_rules.test_a_fisher_refuses_gradients_that_count_tokens,
+        "head.weight",
+        True,
+        examples=1,
     ),
 )
 
 
 def _rowless(what: str, adapted: bool = False) -> Claim:
-    check = rules.check_tokens_without_a_row_are_refused
+    check = test_rules.test_tokens_without_a_row_are_refused
     return claim(check, what, adapted, examples=1, needs=NEEDS)
 
 
 def _resumed(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
-    one = claim(rules.check_rounding_is_told_from_results, case, examples=1, needs=NEEDS)
+    one = claim(test_rules.test_rounding_is_told_from_results, case, examples=1, needs=NEEDS)
     return mutant(name, sentence, (APART, old, new), one)
 
 
 def _reference(name: str, sentence: str, old: str, new: str, case: str) -> Mutant:
-    one = claim(rules.check_a_reference_reads_the_policys_tokens, case, examples=1, needs=NEEDS)
+    one = claim(test_rules.test_a_reference_reads_the_policys_tokens, case, examples=1, needs=NEEDS)
     return mutant(name, sentence, (REFERENCE, old, new), one)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from tests.property import properties_trainer as running
+from tests.property import test_trainer_oracle
 from tests.property.mutation import Claim, Mutant, Words, claim, mutant
 from tests.property.reference_step import Asked
 from tests.property.test_trainer_oracle import PINNED
@@ -23,15 +23,17 @@ DPO = "train.dpo.AlphaDPOTrainer"
 LEDGER = "train.ledger.ValueLedger"
 POOL = "train.pool.ValidationPool"
 WEIGHED = claim(
-    running.check_every_step_is_weighed, Asked(policy="random"), examples=1, needs=NEEDS
+    test_trainer_oracle.test_every_step_is_weighed, Asked(policy="random"), examples=1, needs=NEEDS
 )
-MASKS = claim(running.check_random_masks, Asked(policy="random"), examples=1, needs=NEEDS)
+MASKS = claim(
+    test_trainer_oracle.test_random_masks, Asked(policy="random"), examples=1, needs=NEEDS
+)
 
 
 @cache
 def run_of(name: str) -> Claim:
     """The claim about one pinned run."""
-    check = running.check_the_trainer_is_the_reference
+    check = test_trainer_oracle.test_the_trainer_is_the_reference
     return claim(check, PINNED[name][0], examples=1, needs=NEEDS)
 
 

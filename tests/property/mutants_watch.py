@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import properties_watch as watched
+from tests.property import test_collected_pairs
 from tests.property.decoder import DecoderConfig
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
 LOOKED = claim(
-    watched.check_weights_and_deviations_of_pairs,
+    test_collected_pairs.test_weights_and_deviations_of_pairs,
     DecoderConfig(layers=2, heads=4, kv_heads=2),
     st.integers(0, 9),
     st.sampled_from([1, 3]),
     examples=3,
 )
-COUNTED = claim(watched.check_counts_of_pairs, st.integers(0, 99), 30, examples=3)
+COUNTED = claim(test_collected_pairs.test_counts_of_pairs, st.integers(0, 99), 30, examples=3)
 SHARED = claim(
-    watched.check_shares_above_powers_of_ten,
+    test_collected_pairs.test_shares_above_powers_of_ten,
     st.integers(0, 99),
     st.sampled_from([0.001, 0.1]),
     examples=6,

@@ -97,19 +97,25 @@ def claim(
     A property that runs a trainer takes seconds: give it one or two ``examples``, and the packages
     that it ``needs`` ("trl"), which it imports inside; where they are missing, its tests skip.
     """
+    inner = body(check)
     if examples is None:
-        whole = check.__module__.endswith(("properties_estimators", "properties_scorer"))
+        whole = "setup" in inspect.signature(inner).parameters
         examples = WHOLE_MODEL if whole else ONE_CALL
-    inner = getattr(check, "hypothesis", None)
-    body = check if inner is None else inner.inner_test
     if named:
 
-        @functools.wraps(body)
+        @functools.wraps(inner)
         def positional(*values: Any) -> None:
-            body(**dict(zip(named, values, strict=True)))
+            inner(**dict(zip(named, values, strict=True)))
 
         return Claim(positional, st.tuples(*map(_strategy, named.values())), examples, needs)
-    return Claim(body, st.tuples(*map(_strategy, arguments)), examples, needs)
+    return Claim(inner, st.tuples(*map(_strategy, arguments)), examples, needs)
+
+
+def body(test: Callable[..., None]) -> Callable[..., None]:
+    """The property itself: a test without what Hypothesis draws for it."""
+    inner = getattr(test, "hypothesis", None)
+    found: Callable[..., None] = test if inner is None else inner.inner_test
+    return found
 
 
 def _strategy(value: Any) -> st.SearchStrategy[Any]:
@@ -356,7 +362,7 @@ def hunt(mutant: Mutant | None, claim: Claim) -> Kill | None:
 def _try(
     mutant: Mutant | None, claim: Claim, arguments: tuple[Any, ...], number: int
 ) -> Kill | None:
-    of_proofs = mutant.of_proofs if mutant else claim.name.startswith("properties_proofs.py")
+    of_proofs = mutant.of_proofs if mutant else claim.name.startswith("test_proof")
     unproved = nullcontext() if of_proofs else without_proofs()
     with applied(mutant) as calls, unproved, without_shapes(), unrecorded():
         try:

@@ -1,7 +1,7 @@
 """The ground of all properties of the estimators: what is scored, the oracle's truth, comparison.
 
-A property is a plain function ``check_<claim>(setup)``, so that it can be run on any drawn case and
-on any mutant of the core. The core is reached through ``Scorer`` and through module attributes
+A property is a test of ``setup``, which ``mutation.body`` runs on any case and on any mutant of
+the core. The core is reached through ``Scorer`` and through module attributes
 only. Everything on the expected side comes from ``alphatoken.oracle`` or is written out here.
 
 A ``Setup`` is a case and what of it is scored. The stability side gives every scorer a direction
@@ -12,7 +12,7 @@ random direction. The adaptation side is the validation gradient.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,12 +23,72 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
+from alphatoken import (
+    AlphaTokenWarning,
+    FisherDrift,
+    Scorer,
+    ScorerConfig,
+    TokenValues,
+)
+from alphatoken.errors import (
+    AlphaTokenError,
+)
 from alphatoken.model.protocol import AttentionCall, NativeAttention, ScoredLinear
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder, explicit_attention
 from tests.property.strategies import Case, cases
 from tests.property.tolerance import allowed, close
+
+EVERY = ("alphatoken", "direct", "same_layer_hop", "path", "paper_literal", "label")
+
+
+def compare_path(
+    setup: Setup,
+    model: ReferenceDecoder,
+    values: TokenValues,
+    direction: Mapping[str, Tensor],
+    name: str,
+) -> None:
+    """One side of path values against the column sums along a given direction."""
+    psi = oracle_influence(setup, model, direction)
+    found = values.adaptation if name.startswith("adaptation") else values.stability
+    expected, scale = (
+        influence.to_token_index(influence.column_sums(x)) * values.mask
+        for x in (psi.matrix, psi.absolute_scale)
+    )
+    close(found, expected, scale, MODEL, name=f"path, {name}")
+
+
+def summed_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    losses = gradients.run_losses(forward_of(model), dict(batch))
+    return torch.stack(list(losses.values())).sum()
+
+
+BETAS, EPS = (0.8, 0.97), 1e-3
+
+
+def stepped(setup: Setup, steps: int, kind: str) -> tuple[ReferenceDecoder, torch.optim.Optimizer]:
+    """A model after some real optimizer steps, and the optimizer."""
+    model = setup.case.model()
+    make = torch.optim.AdamW if kind == "AdamW" else torch.optim.Adam
+    decay = 0.0 if kind == "Adam" else 0.05  # coupled under "Adam, L2"
+    optimizer = make(model.parameters(), lr=1e-3, betas=BETAS, eps=EPS, weight_decay=decay)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        summed_loss(model, setup.case.batch).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def refusal(run: Callable[[], object]) -> AlphaTokenError | None:
+    """The library's error, if there is one."""
+    try:
+        run()
+    except AlphaTokenError as error:
+        return error
+    return None
+
 
 CONTRACTION = allowed("contraction", torch.float64)
 """Float64, one contraction, relative to the sum of absolute terms."""

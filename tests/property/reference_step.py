@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.oracle import gradients, influence, propagation
-from tests.property.properties_confidence import student
+from tests.property.test_confidence import student
 
 FLOOR = 1e-16
 """Lower limit of Adam's second moment in a preconditioner, as docs/optimizers.md states it."""

@@ -457,6 +457,10 @@ def _draw_validations(pins: _Pins) -> tuple[Rows, ...]:
     )
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+"""Where numbers are computed: one result is expected on every device that is here."""
+
+
 # --- contractions --------------------------------------------------------------------------------
 
 
@@ -514,4 +518,5 @@ def contractions() -> st.SearchStrategy[ContractionCase]:
         i=st.integers(1, 9),
         v=st.integers(1, 12),
         seed=SEEDS,
+        device=st.sampled_from(DEVICES),
     )

@@ -13,8 +13,8 @@ from alphatoken import InputError, NumericalError, PreferenceBatch
 from alphatoken.model import batch
 from alphatoken.oracle import gradients, influence
 from alphatoken.select import losses
-from tests.property.properties_algebra import LossCase, loss_cases
 from tests.property.strategies import MODES, make_batch, rows
+from tests.property.test_losses import LossCase, loss_cases
 
 IDS = torch.arange(1, 11).view(2, 5)
 

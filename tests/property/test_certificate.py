@@ -18,11 +18,10 @@ from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.scoring.passes import Pass
 from tests.property import mutants_adapters, mutants_proofs
-from tests.property import properties_options as options
 from tests.property.mutants import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
 from tests.property.profiles import budget
-from tests.property.properties import Setup, make_scorer, quiet, setups
+from tests.property.properties import Setup, make_scorer, quiet, setups, stepped, summed_loss
 from tests.property.strategies import make_case
 from tests.property.tolerance import close
 
@@ -108,7 +107,7 @@ def preconditioned(one: Trial) -> tuple[Scorer, dict[str, Any]]:
 
 def adam(one: Trial, kind: str, name: str = "AdamW") -> tuple[Scorer, dict[str, Any]]:
     """P from the optimizer's state after two steps; a step of its own scale under "full"."""
-    model, optimizer = options.stepped(one.setup, 2, name)
+    model, optimizer = stepped(one.setup, 2, name)
     labels = one.setup.case.batch["labels"]
     scorer = make_scorer(
         one.setup,
@@ -812,7 +811,7 @@ def test_preconditioned_values_agree(kind: str, make: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, eps=1e-3)
         for _ in range(3):
             optimizer.zero_grad()
-            options.summed_loss(model, one.setup.case.batch).backward()
+            summed_loss(model, one.setup.case.batch).backward()
             optimizer.step()
         optimizer.zero_grad()
         config = ScorerConfig("alphatoken", layers=2, preconditioner=kind, precondition_after=1)
@@ -839,7 +838,7 @@ def test_what_cannot_be_certified_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="reduce"):
         reduced.verify(case.batch)
     optimizer = torch.optim.NAdam(model.parameters())
-    options.summed_loss(model, case.batch).backward()
+    summed_loss(model, case.batch).backward()
     optimizer.step()
     optimizer.zero_grad()
     config = ScorerConfig("path", layers=1, preconditioner="frozen", precondition_after=1)

@@ -2,55 +2,124 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from alphatoken.estimate import contraction
-from tests.property import properties_algebra as algebra
-from tests.property.devices import on_devices
+from benchmarks.gram import contract_gram
 from tests.property.profiles import budget
+from tests.property.properties import CONTRACTION
 from tests.property.strategies import ContractionCase, contractions
+from tests.property.tolerance import close
 
 
-@on_devices
+def loop_values(case: ContractionCase, integers: bool, bias: bool) -> tuple[Tensor, Tensor]:
+    """<delta_t (x) x_t, M> (+ delta . m_b) and the sum of its absolute terms, one token a time."""
+    f = case.factors(integers=integers)
+    value = torch.zeros(case.b, case.t, dtype=torch.float64)
+    scale = torch.zeros_like(value)
+    for b in range(case.b):
+        for t in range(case.t):
+            terms = [torch.outer(f.delta[b, t], f.x[b, t]) * f.m]
+            if bias:
+                terms.append(f.delta[b, t] * f.m_bias)
+            value[b, t] = sum(term.sum() for term in terms)
+            scale[b, t] = sum(term.abs().sum() for term in terms)
+    return value, scale
+
+
+def loop_gram(case: ContractionCase, integers: bool) -> tuple[Tensor, Tensor]:
+    """Sum over validation tokens of <delta_t (x) x_t, delta_v (x) x_v>."""
+    f = case.factors(integers=integers)
+    value = torch.zeros(case.b, case.t, dtype=torch.float64)
+    scale = torch.zeros_like(value)
+    for b in range(case.b):
+        for t in range(case.t):
+            for v in range(case.v):
+                terms = torch.outer(f.delta[b, t], f.x[b, t]) * torch.outer(f.delta_v[v], f.x_v[v])
+                value[b, t] += terms.sum()
+                scale[b, t] += terms.abs().sum()
+    return value, scale
+
+
 @given(contractions(), st.booleans())
 @budget(0.5)
-def test_projected_is_the_explicit_outer_product(
-    device: str, case: ContractionCase, bias: bool
-) -> None:
-    algebra.check_projected_is_the_loop(replace(case, device=device), bias)
+def test_projected_is_the_loop(case: ContractionCase, bias: bool) -> None:
+    """Projected contraction equals the explicit rank-1 matrices; exactly so for small integers."""
+    for integers in (False, True):
+        f = case.factors(integers=integers)
+        found = contraction.contract(f.delta, f.x, f.m, f.m_bias if bias else None)
+        expected, scale = loop_values(case, integers, bias)
+        assert found.dtype == torch.float64
+        if integers:
+            assert torch.equal(found, expected)
+        else:
+            close(found, expected, scale, CONTRACTION, name="projected")
 
 
-@on_devices
 @given(contractions(), st.integers(1, 13))
 @budget(0.5)
-def test_gram_is_the_explicit_double_loop(device: str, case: ContractionCase, chunk: int) -> None:
-    algebra.check_gram_is_the_loop(replace(case, device=device), chunk)
+def test_gram_is_the_loop(case: ContractionCase, chunk: int) -> None:
+    """Gram contraction equals the explicit double loop, whatever the block of validation tokens."""
+    for integers in (False, True):
+        f = case.factors(integers=integers)
+        found = contract_gram(f.delta, f.x, f.delta_v, f.x_v, chunk=chunk)
+        expected, scale = loop_gram(case, integers)
+        assert found.dtype == torch.float64
+        if integers:
+            assert torch.equal(found, expected)
+        else:
+            close(found, expected, scale, CONTRACTION, name="gram")
 
 
-@on_devices
 @given(contractions())
 @example(ContractionCase(1, 1, 1, 1, 1))
 @budget(0.5)
-def test_both_routes_give_one_number(device: str, case: ContractionCase) -> None:
-    algebra.check_gram_is_projected(replace(case, device=device))
+def test_gram_is_projected(case: ContractionCase) -> None:
+    """The gram form is the library's contraction where M is the outer sum of validation factors."""
+    for integers in (False, True):
+        f = case.factors(integers=integers)
+        m = contraction.outer_sum(f.delta_v[None], f.x_v[None])
+        projected = contraction.contract(f.delta, f.x, m)
+        gram = contract_gram(f.delta, f.x, f.delta_v, f.x_v)
+        if integers:
+            assert torch.equal(projected, gram)
+        else:
+            close(gram, projected, loop_gram(case, False)[1], CONTRACTION, name="gram, projected")
 
 
-@on_devices
 @given(contractions())
 @budget(0.5)
-def test_outer_sum_is_the_weight_gradient(device: str, case: ContractionCase) -> None:
-    algebra.check_outer_sum_is_the_weight_gradient(replace(case, device=device))
+def test_outer_sum_is_the_weight_gradient(case: ContractionCase) -> None:
+    """Outer product first, sum second: autograd's gradient of the weight, over all sequences."""
+    for integers in (False, True):
+        f = case.factors(integers=integers)
+        weight = f.m.clone().requires_grad_()
+        output = torch.einsum("oi,bti->bto", weight, f.x)
+        (expected,) = torch.autograd.grad(output, weight, f.delta)
+        found = contraction.outer_sum(f.delta, f.x)
+        if integers:
+            assert torch.equal(found, expected)
+        else:
+            scale = torch.einsum("bto,bti->oi", f.delta.abs(), f.x.abs())
+            close(found, expected, scale, CONTRACTION, name="outer sum")
 
 
-@on_devices
 @given(contractions())
 @budget(0.25)
-def test_narrow_inputs_are_contracted_in_float32(device: str, case: ContractionCase) -> None:
-    algebra.check_narrow_inputs_are_widened(replace(case, device=device))
+def test_narrow_inputs_are_widened(case: ContractionCase) -> None:
+    """bfloat16 factors are contracted in float32: equal to the float32 copies, bit by bit."""
+    f = case.factors(integers=True)
+    narrow = [x.to(torch.bfloat16) for x in (f.delta, f.x, f.m)]
+    found = contraction.contract(*narrow)
+    assert found.dtype == torch.float32
+    assert torch.equal(found.double(), loop_values(case, True, False)[0])
+    validation = [x.to(torch.bfloat16) for x in (f.delta_v, f.x_v)]
+    gram = contract_gram(*narrow[:2], *validation)
+    assert gram.dtype == torch.float32
+    assert torch.equal(gram.double(), loop_gram(case, True)[0])
 
 
 def test_summing_before_the_outer_product_is_right_for_one_example_only() -> None:

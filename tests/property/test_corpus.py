@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,27 +16,117 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken import InputError, NumericalError, Scorer, ScorerConfig, UnsupportedError
+from alphatoken import (
+    ConfigError,
+    DataError,
+    InputError,
+    NumericalError,
+    Scorer,
+    ScorerConfig,
+    UnsupportedError,
+    select_top,
+)
+from alphatoken.corpus.rows import Corpus, draw_rows
+from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
+from alphatoken.data import source as sources
+from alphatoken.data.split import leak_keys
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.select.threshold import top_threshold
-from tests.property import properties_corpus as claims
 from tests.property.decoder import ReferenceAdapter
 from tests.property.profiles import budget
 from tests.property.properties import Setup, setups
 from tests.property.strategies import make_case
 
+NUMBERS = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 5e-324, -5e-324, 1e-45, 2.0**-16, 3e38, -3e38]),
+    st.integers(-3, 3).map(float),
+    st.floats(-1e3, 1e3),
+)
+
+
+def lines(least: int = 1) -> st.SearchStrategy[list[Any]]:
+    """Lines of a file: rows by prompt and response, blank ones, and bad ones."""
+    row = st.tuples(st.integers(0, 6), st.integers(0, 2))
+    other = st.sampled_from(["", "  ", "\t", "{oops", "1", "é", b"\xfb\xfe"])
+    return st.lists(st.one_of(row, other), min_size=least, max_size=40)
+
+
+def _line(line: Any, *, good: bool) -> bytes:
+    if isinstance(line, tuple):
+        return json.dumps({"prompt": f"Number {line[0]}", "response": f"r{line[1]} é"}).encode()
+    if good and line not in ("", "  ", "\t"):
+        return b""
+    return line if isinstance(line, bytes) else line.encode()
+
+
+def _check_places(path: Path, lines: Sequence[Any], start: int, more: int) -> None:
+    rows = [(n, line) for n, line in enumerate(lines, start=1) if _line(line, good=False).strip()]
+    if not rows:
+        return
+    source = sources.source_of(json.loads(json.dumps(sources.find_source(path).as_dict())))
+    assert source.rows == len(rows)
+    found = list(source.read(start, start + more))
+    due = rows[start : start + more]
+    assert [one.index for one in found] == list(range(len(rows)))[start : start + more]
+    assert [one.place for one in found] == [f"rows.jsonl, line {n}" for n, _ in due]
+    for one, (_, line) in zip(found, due, strict=True):
+        if isinstance(line, tuple):
+            assert one.record == json.loads(_line(line, good=True))
+        else:
+            assert isinstance(one.record, DataError)
+
+
+Said = tuple[str, str, int | None]
+"""Of a turn of the assistant: its text, the mark that it carries, and the mark's value."""
+
+
+class _Letters:
+    """A tokenizer of one token a byte; a full stop ends a turn."""
+
+    chat_template, bos_token_id, eos_token_id = None, None, ord(".")
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+
+_REMOVED = ("removed_same_as_validation", "removed_same_as_fisher")
+
+
+def _rows_of(lines: Sequence[tuple[int, int]]) -> list[Row]:
+    records = [json.loads(_line(line, good=True)) for line in lines]
+    return [row_of(record, index, "held", Fields()) for index, record in enumerate(records)]
+
+
+def _outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except (ConfigError, DataError) as error:
+        return type(error)
+
+
 CASE = make_case(("pprrr",), (("pprr",), ("prr",)), layers=2)
 
 
 @given(
-    st.lists(claims.NUMBERS, min_size=1, max_size=60),
+    st.lists(NUMBERS, min_size=1, max_size=60),
     st.lists(st.integers(0, 60), max_size=4),
     st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.55, 0.9, 1.0]),
 )
 @example([1.0, 1.0, 1.0, 1.0], [1, 2, 3], 0.5)
 @example([-0.0, 0.0, -0.0, 0.0], [2], 0.25)
-def test_the_best_share_of_parts(values: list[float], cuts: list[int], ratio: float) -> None:
-    claims.check_top_threshold(values, cuts, ratio)
+def test_top_threshold(values: Sequence[float], cuts: Sequence[int], ratio: float) -> None:
+    """The best share of values that lie in parts is that of all of them at once, ties included."""
+    for dtype in (np.float64, np.float32):
+        whole = np.array(values, dtype=dtype)
+        places = sorted({0, len(whole), *(cut % (len(whole) + 1) for cut in cuts)})
+        parts = [whole[a:b] for a, b in pairwise(places)]
+        found = top_threshold(lambda parts=parts: iter(parts), ratio)
+        keep = found.keeper()
+        kept = np.concatenate([keep(part) for part in parts])
+        mask = torch.ones(1, len(whole), dtype=torch.bool)
+        due = select_top(torch.from_numpy(whole)[None], mask, ratio)[0].numpy()
+        assert np.array_equal(kept, due), (values, ratio)
+        assert (found.count, found.kept) == (len(whole), due.sum())
 
 
 def test_what_has_no_rank_is_refused() -> None:
@@ -43,8 +139,29 @@ def test_what_has_no_rank_is_refused() -> None:
 
 @given(setups(), st.sampled_from(ESTIMATORS))
 @budget(0.15)
-def test_a_gradient_from_a_file(setup: Setup, estimator: str) -> None:
-    claims.check_kept_gradient(setup, estimator)
+def test_kept_gradient(setup: Setup, estimator: str) -> None:
+    """A scorer that reads G from a file gives the same bits, for as long as the weights stay."""
+
+    def scorer(model: Any) -> Scorer:
+        config = ScorerConfig(estimator=estimator, layers=setup.layers)
+        return Scorer(model, setup.case.validation, config=config, adapter=ReferenceAdapter(model))
+
+    model = setup.case.model()
+    first, second = scorer(model), scorer(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gradient.safetensors"
+        first.save_gradient(path)
+        second.load_gradient(path)
+    whole = first.score(setup.case.batch).total
+    assert torch.equal(second.score(setup.case.batch).total, whole)
+    # It is G that was read, and none that was built: twice of it gives twice the values.
+    doubled = scorer(model)
+    doubled.builder.keep_gradient({n: 2 * g for n, g in first.builder.gradient().items()})
+    assert torch.equal(doubled.score(setup.case.batch).total, 2 * whole)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.25)
+    anew = scorer(model).score(setup.case.batch).total
+    assert torch.equal(doubled.score(setup.case.batch).total, anew)
 
 
 def test_a_gradient_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -70,22 +187,58 @@ def test_a_gradient_of_something_else_is_refused(tmp_path: Path) -> None:
             scorer(CASE.model(), **options).save_gradient(path)
 
 
-@given(claims.lines(), st.sampled_from([1, 2, 5, 256]), st.integers(0, 40), st.integers(0, 40))
-def test_rows_from_any_place(lines: list[object], stride: int, start: int, more: int) -> None:
-    claims.check_rows_from_any_place(lines, stride, start, more)
+@given(lines(), st.sampled_from([1, 2, 5, 256]), st.integers(0, 40), st.integers(0, 40))
+def test_rows_from_any_place(lines: Sequence[Any], stride: int, start: int, more: int) -> None:
+    """Rows of a JSONL file from any one on are those of the whole, bad ones in their places."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_bytes(b"\n".join(_line(line, good=False) for line in lines))
+        kept, sources.STRIDE = sources.STRIDE, stride
+        try:
+            _check_places(path, lines, start, more)
+        finally:
+            sources.STRIDE = kept
 
 
 @given(
-    claims.lines(),
+    lines(),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=3),
     st.integers(0, 4),
     st.integers(0, 5),
     st.integers(1, 7),
 )
-def test_a_corpus_is_the_split_of_the_whole_list(
-    lines: list[object], fisher: list[tuple[int, int]], drawn: int, seed: int, cut: int
+def test_corpus(
+    lines: Sequence[Any], fisher: Sequence[tuple[int, int]], drawn: int, seed: int, cut: int
 ) -> None:
-    claims.check_corpus(lines, fisher, drawn, seed, cut)
+    """Block by block a corpus keeps what splitting the whole list keeps, and draws the same."""
+    keys = frozenset(key for row in _rows_of(fisher) for key in leak_keys(row))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_bytes(b"\n".join(_line(line, good=True) for line in lines))
+
+        def split() -> tuple[list[Row], list[Row], dict[str, int]]:
+            rows = read_rows(path)
+            pools = split_pools(rows, validation_rows=drawn, fisher_keys=keys, seed=seed)
+            return pools.train, pools.validation, pools.counts
+
+        def stream() -> tuple[list[Row], list[Row], dict[str, int]]:
+            corpus = Corpus(sources.find_source(path), Fields(), _Letters(), fisher=keys)
+            held = draw_rows(corpus, drawn, seed)
+            out = frozenset(row.index for row in held)
+            held_keys = frozenset(key for row in held for key in leak_keys(row))
+            corpus = replace(corpus, drawn=out, held=held_keys)
+            counts = corpus.survey().counts
+            starts = range(0, corpus.source.rows, cut)
+            rows = [row for first in starts for row in corpus.rows(first, first + cut)]
+            return [row.example.row for row in rows if row.example is not None], held, counts
+
+        due, found = _outcome(split), _outcome(stream)
+    if isinstance(due, type):
+        assert found is due
+        return
+    assert found[:2] == due[:2]
+    for name in ("rows", "train", "drawn_validation", *_REMOVED):
+        assert found[2][name] == due[2][name], name
 
 
 @given(
@@ -100,7 +253,15 @@ def test_a_corpus_is_the_split_of_the_whole_list(
     ),
     st.lists(st.sampled_from(["prompt", "text", "conversations", "system", "tools"]), max_size=3),
 )
-def test_marked_turns_have_no_labels(
-    said: list[tuple[str, str, int | None]], empty: list[str]
-) -> None:
-    claims.check_marked_turns(said, empty)
+def test_marked_turns(said: Sequence[Said], empty: Sequence[str]) -> None:
+    """Labels are the turns that no mark forbids, whatever other columns are null."""
+    messages = []
+    for i, (text, mark, value) in enumerate(said):
+        messages += [{"role": "user", "content": f"{i}?"},
+                     {"role": "assistant", "content": text, mark: value}]  # fmt: skip
+    row = _outcome(lambda: row_of({**dict.fromkeys(empty), "messages": messages}, 0, "here"))
+    assert isinstance(row, Row), row
+    ids, labels = encode_row(row, _Letters())
+    assert len(ids) == len(labels)
+    learned = bytes(label for label in labels if label != -100).decode()
+    assert learned == "".join(f"{text}." for text, _, value in said if value in (None, 1))

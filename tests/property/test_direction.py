@@ -3,24 +3,100 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
+from alphatoken import (
+    AlphaTokenWarning,
+    FisherDrift,
+    PreferenceBatch,
+    Scorer,
+    ScorerConfig,
+    TokenValues,
+)
+from alphatoken.direction import algebra as direction
 from alphatoken.direction.objective import mean_gradient, objective_sums
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.protocol import find_adapter
-from tests.property import properties_algebra as algebra
-from tests.property import properties_scorer as claims
+from alphatoken.oracle import gradients, influence, preference
+from tests.property.decoder import ReferenceAdapter
 from tests.property.profiles import budget
-from tests.property.properties import Setup, drift_of, setups
-from tests.property.properties_algebra import DirectionCase, direction_cases
-from tests.property.strategies import make_case
+from tests.property.properties import (
+    CONTRACTION,
+    EVERY,
+    MODEL,
+    Setup,
+    compare_path,
+    drift_of,
+    forward_of,
+    make_scorer,
+    oracle_influence,
+    parameters_of,
+    quiet_score,
+    setups,
+    truth,
+)
+from tests.property.strategies import SEEDS, make_case
 from tests.property.tolerance import close
+
+
+def absolute_gradient(
+    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Mean over tokens of |gradient| plus its largest entry (sums round within a token too)."""
+    total = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    count = 0
+    for batch in batches:
+        for one in gradients.per_token_gradients(model, forward_of(model), batch, parameters):
+            count += 1
+            for name, g in one.items():
+                total[name] += g.abs()
+    return {n: (t + t.max()) / count for n, t in total.items()}
+
+
+def preference_batches(setup: Setup, beta: float, normalization: str) -> list[PreferenceBatch]:
+    """Validation batches 2n and 2n + 1 as chosen and rejected, with random references."""
+    batches = setup.case.validation
+    found = []
+    for n in range(0, len(batches) - 1, 2):
+        generator = torch.Generator().manual_seed(setup.case.seed + n)
+        rows = len(batches[n]["labels"])
+        reference = torch.randn(2, rows, generator=generator, dtype=torch.float64)
+        found.append(PreferenceBatch(batches[n], batches[n + 1], *reference, beta, normalization))
+    return found
+
+
+@dataclass(frozen=True)
+class DirectionCase:
+    """Shapes of two parameters, lambda, and a seed."""
+
+    o: int
+    i: int
+    weight: float
+    seed: int
+
+    def tensor(self, *shape: int, salt: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 2**16 * salt)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def direction_cases() -> st.SearchStrategy[DirectionCase]:
+    return st.builds(
+        DirectionCase,
+        o=st.integers(1, 5),
+        i=st.integers(1, 5),
+        weight=st.sampled_from([1.5, 0.0, -0.5]),
+        seed=SEEDS,
+    )
+
 
 SEVERAL = Setup(
     make_case(("pprrr", "..prr"), (("pprr",), ("prrrr.", "..prrr"), ("pppppr",)), layers=2), "all"
@@ -35,54 +111,221 @@ PAIRS = st.integers(1, 2).flatmap(
 
 @given(direction_cases())
 def test_diagonal_drift(case: DirectionCase) -> None:
-    algebra.check_diagonal_drift(case)
+    """V = F o (W - W_ref), entry by entry and as the gradient of J_prx; exactly zero at W_ref."""
+    fisher, weight, reference = (case.tensor(case.o, case.i, salt=s) for s in range(3))
+    found = direction.diagonal_drift(fisher, weight, reference)
+    for o in range(case.o):
+        for i in range(case.i):
+            expected = fisher[o, i] * (weight[o, i] - reference[o, i])
+            close(found[o, i], expected, expected.abs(), CONTRACTION, name="diagonal drift")
+    assert not bool(direction.diagonal_drift(fisher, weight, weight).any())
+    moved = weight.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((fisher * (moved - reference) ** 2).sum() / 2, moved)
+    close(found, gradient, found.abs(), CONTRACTION, name="gradient of the quadratic")
 
 
 @given(direction_cases())
 def test_kronecker_drift(case: DirectionCase) -> None:
-    algebra.check_kronecker_drift(case)
+    """V = S (W - W_ref) A; as a flat map it is S (x) A acting on the drift, row by row."""
+    s, a = case.tensor(case.o, case.o, salt=0), case.tensor(case.i, case.i, salt=1)
+    s, a = s @ s.T, a @ a.T
+    weight, reference = (case.tensor(case.o, case.i, salt=n) for n in (2, 3))
+    found = direction.kronecker_drift(s, a, weight, reference)
+    drift = (weight - reference).flatten()
+    matrix = torch.kron(s, a)
+    expected = (matrix @ drift).view(case.o, case.i)
+    scale = (matrix.abs() @ drift.abs()).view(case.o, case.i)
+    close(found, expected, scale, CONTRACTION, name="Kronecker drift")
+    assert not bool(direction.kronecker_drift(s, a, weight, weight).any())
 
 
 @given(direction_cases())
-def test_preconditioned_sum_and_balance(case: DirectionCase) -> None:
-    algebra.check_direction_algebra(case)
+def test_direction_algebra(case: DirectionCase) -> None:
+    """M = P o G + lambda P o V; P = 1 where it is not given; balance = ||lambda V|| / ||G||."""
+    names = ("a", "b")
+    g, v, p = ({n: case.tensor(case.o, case.i, salt=3 * s + j) for j, n in enumerate(names)}
+               for s in range(3))  # fmt: skip
+    partly = {"a": p["a"]}
+    m = direction.Direction(
+        direction.precondition(g, partly), direction.precondition(v, partly), case.weight
+    )
+    for name in names:
+        factor = p[name] if name in partly else torch.ones_like(p[name])
+        expected = factor * (g[name] + case.weight * v[name])
+        scale = factor.abs() * (g[name].abs() + abs(case.weight) * v[name].abs())
+        close(m.total()[name], expected, scale, CONTRACTION, name="P o (G + lambda V)")
+        ratio = abs(case.weight) * (factor * v[name]).norm() / (factor * g[name]).norm()
+        close(m.balance()[name], ratio, ratio, CONTRACTION, name="balance")
+    alone = direction.Direction(g, None, case.weight)
+    assert all(torch.equal(alone.total()[n], g[n]) for n in names)
+    assert alone.balance() == dict.fromkeys(names, 0.0)
+    assert direction.precondition(g, None) == g
 
 
 @given(setups())
 @example(SEVERAL)
 @budget(0.15)
-def test_the_validation_gradient_and_the_drift(setup: Setup) -> None:
-    claims.check_validation_gradient(setup)
+def test_validation_gradient(setup: Setup) -> None:
+    """G: mean over the response tokens of all batches, whatever their lengths; V entry by entry."""
+    model = setup.case.model()
+    scorer = make_scorer(setup, "path", model=model)
+    gain, keep = truth(setup).directions
+    size = absolute_gradient(model, setup.case.validation, parameters_of(setup, scorer.adapter))  # type: ignore[arg-type]
+    found = scorer.direction
+    assert set(found.adaptation) == set(gain)
+    assert found.stability is not None
+    for name, g in gain.items():
+        close(found.adaptation[name], g, size[name], MODEL, name="G")
+        v = keep[name]
+        close(found.stability[name], v, v.abs() + size[name], CONTRACTION, name="V")
 
 
 @given(setups())
 @budget(0.1)
 def test_kronecker_retention(setup: Setup) -> None:
-    claims.check_kronecker_retention(setup)
+    """V = S (W - W_ref) A of each scored weight, stored either way round."""
+    setup = Setup(setup.case, setup.layers)
+    model = setup.case.model()
+    adapter = ReferenceAdapter(model)
+    parameters = parameters_of(setup, adapter)
+    transposed = list(parameters) if setup.case.config.transposed else []
+    _, reference = drift_of(setup, model)
+    factors, v = {}, {}
+    for index, (name, weight) in enumerate(parameters.items()):
+        rows, columns = weight.T.shape if transposed else weight.shape
+        generator = torch.Generator().manual_seed(setup.case.direction_seed + index)
+        s, a = (
+            torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (rows, columns)
+        )
+        s, a = s @ s.T, a @ a.T
+        factors[name] = (s, a)
+        drift = (weight.detach() - reference[name]).T if transposed else (
+            weight.detach() - reference[name]
+        )  # fmt: skip
+        v[name] = (s @ drift @ a).T if transposed else s @ drift @ a
+    kept = FisherDrift.from_kronecker(factors, reference, transposed=transposed)
+    config = ScorerConfig(estimator="path", layers=setup.layers, max_relative_drift=None)
+    scorer = Scorer(model, setup.case.validation, kept, config)
+    values = quiet_score(scorer, setup.case.batch)
+    compare_path(setup, model, values, v, "stability, Kronecker")
 
 
 @given(setups())
 @budget(0.1)
 def test_retention_by_data(setup: Setup) -> None:
-    claims.check_retention_by_data(setup)
+    """V = gradient of the mean token loss on given retention batches."""
+    model = setup.case.model()
+    data = [setup.case.batch, *setup.case.validation]
+    parameters = parameters_of(setup, ReferenceAdapter(model))
+    v = gradients.validation_gradient(model, forward_of(model), data, parameters)
+    config = ScorerConfig(estimator="path", layers=setup.layers, score_bias=setup.score_bias)
+    for retention in (data, data[0]):
+        values = quiet_score(
+            Scorer(model, setup.case.validation, retention, config), setup.case.batch
+        )
+        if retention is not data:
+            v = gradients.validation_gradient(model, forward_of(model), data[0], parameters)
+        compare_path(setup, model, values, v, "stability, retention data")
 
 
 @given(setups(), st.sampled_from([0.0, -2.0, 7.0]))
 @budget(0.1)
-def test_stability_is_reported_before_lambda(setup: Setup, weight: float) -> None:
-    claims.check_lambda(setup, weight)
+def test_lambda(setup: Setup, weight: float) -> None:
+    """stability is reported before lambda; total = adaptation + lambda stability."""
+    values = quiet_score(make_scorer(setup, "direct"), setup.case.batch)
+    model = setup.case.model()
+    config = ScorerConfig(
+        estimator="direct",
+        layers=setup.layers,
+        score_bias=setup.score_bias,
+        stability_weight=weight,
+        max_relative_drift=None,
+    )
+    drift = FisherDrift(*drift_of(setup, model))
+    other = quiet_score(Scorer(model, setup.case.validation, drift, config), setup.case.batch)
+    assert torch.equal(other.stability, values.stability)
+    assert torch.equal(other.adaptation, values.adaptation)
+    expected = values.adaptation + weight * values.stability
+    scale = values.adaptation.abs() + abs(weight) * values.stability.abs()
+    close(other.total, expected, scale, CONTRACTION, name="lambda")
 
 
 @given(setups(validations=PAIRS), st.sampled_from([0.1, 1.0]), st.sampled_from(["tokens", "pairs"]))
 @budget(0.15)
-def test_validation_by_preference_pairs(setup: Setup, beta: float, normalization: str) -> None:
-    claims.check_preference_validation(setup, beta, normalization)
+def test_preference_validation(setup: Setup, beta: float, normalization: str) -> None:
+    """G of preference pairs: gradient of the summed -log sigma(s) over its normaliser."""
+    model = setup.case.model()
+    parameters = parameters_of(setup, ReferenceAdapter(model))
+    items = preference_batches(setup, beta, normalization)
+    total = {n: torch.zeros_like(p) for n, p in parameters.items()}
+    count = 0
+    for item in items:
+        pairs = preference.PreferencePairs(
+            dict(item.chosen), dict(item.rejected), item.reference_chosen, item.reference_rejected
+        )
+        own = len(item.reference_chosen)
+        if normalization == "tokens":
+            own = sum(
+                len(gradients.response_tokens(gradients.known_labels(b)))
+                for b in (item.chosen, item.rejected)
+            )
+        objective = preference.preference_objective(
+            forward_of(model), pairs, beta, normalisation=normalization
+        )
+        found = torch.autograd.grad(objective * own, list(parameters.values()), allow_unused=True)
+        count += own
+        for name, gradient in zip(parameters, found, strict=True):
+            if gradient is not None:
+                total[name] += gradient
+    gain = {n: t / count for n, t in total.items()}
+    for estimator in ("path", "label"):
+        config = ScorerConfig(
+            estimator=estimator,
+            layers=setup.layers,
+            score_bias=setup.score_bias,
+        )
+        validation: Any = items if len(items) > 1 else items[0]
+        values = quiet_score(Scorer(model, validation, None, config), setup.case.batch)
+        psi = oracle_influence(setup, model, gain)
+        how = influence.column_sums if estimator == "path" else influence.row_sums
+        expected, scale = (
+            influence.to_token_index(how(x)) * values.mask for x in (psi.matrix, psi.absolute_scale)
+        )
+        # G is a difference of two branches: rounding is relative to both, not to what is left.
+        size = scale + scale.max()
+        close(values.total, expected, size, MODEL, name=f"preference, {estimator}")
 
 
-@given(setups(), st.sampled_from(claims.EVERY))
+@given(setups(), st.sampled_from(EVERY))
 @budget(0.1)
-def test_the_direction_is_never_stale(setup: Setup, estimator: str) -> None:
-    claims.check_direction_is_never_stale(setup, estimator)
+def test_direction_is_never_stale(setup: Setup, estimator: str) -> None:
+    """After any write, of frozen weights too, counted or not: a fresh scorer's values, exactly."""
+    model = setup.case.model()
+    drift = FisherDrift(*drift_of(setup, model))
+    scorer = make_scorer(setup, estimator, model=model)
+    first = quiet_score(scorer, setup.case.batch).total
+    assert torch.equal(quiet_score(scorer, setup.case.batch).total, first)
+    scoped = {id(p) for p in scorer.parameters.values()}
+    outside = [p for p in model.parameters() if id(p) not in scoped]
+    for p in (next(iter(scorer.parameters.values())), outside[0]):
+        with torch.no_grad():
+            p.mul_(1.25)
+        again = Scorer(model, setup.case.validation, drift, scorer.config)
+        expected = quiet_score(again, setup.case.batch).total
+        assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
+    first_weight = next(iter(scorer.parameters.values()))
+    if len(first_weight) > 1:  # the same numbers, in other places
+        first_weight.data[[0, 1]] = first_weight.data[[1, 0]].clone()
+    else:
+        outside[0].data.mul_(0.8)
+    again = Scorer(model, setup.case.validation, drift, scorer.config)
+    expected = quiet_score(again, setup.case.batch).total
+    assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
+    first_weight.requires_grad_(False)
+    if any(p.requires_grad for p in scorer.scope.parameters(biases=True).values()):
+        again = Scorer(model, setup.case.validation, drift, scorer.config)
+        expected = quiet_score(again, setup.case.batch).total
+        assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
 
 
 def test_retention_is_zero_before_any_drift() -> None:
@@ -91,7 +334,7 @@ def test_retention_is_zero_before_any_drift() -> None:
     fisher, _ = drift_of(SEVERAL, model)
     named = dict(model.named_parameters())
     drift = FisherDrift(fisher, {n: named[n].detach().clone() for n in fisher})
-    for estimator in claims.EVERY:
+    for estimator in EVERY:
         scorer = Scorer(model, case.validation, drift, ScorerConfig(estimator, layers=2))
         values = scorer.score(case.batch)
         assert not bool(values.stability.any())

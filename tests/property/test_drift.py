@@ -2,41 +2,158 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.property import properties_drift as claims
+from alphatoken import FisherDrift
+from alphatoken.direction.drift import check_distance
 from tests.property.profiles import budget
+from tests.property.properties import refusal
 from tests.property.strategies import SEEDS
+from tests.property.tolerance import close
+
+EXACT = 1e-14
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def made(seed: int, structure: str) -> tuple[FisherDrift, dict[str, Tensor], dict[str, Tensor]]:
+    """(drift, current weights, V by loops) of a linear, a Conv1D and a bias.
+
+    The two matrices have one shape, so that a name or a side taken for another still multiplies.
+    """
+    names = ("a.weight", "b.weight", "a.bias")
+    shapes = {"a.weight": (3, 3), "b.weight": (3, 3), "a.bias": (3,)}
+    weights = {n: numbers(seed + i, *shapes[n]) for i, n in enumerate(names)}
+    reference = {n: w + 0.1 * numbers(seed + 10 + i, *w.shape)
+                 for i, (n, w) in enumerate(weights.items())}  # fmt: skip
+    away = {n: weights[n] - reference[n] for n in names}
+    if structure == "diagonal":
+        fisher = {n: numbers(seed + 20 + i, *shapes[n]).square() for i, n in enumerate(names)}
+        given = {"a": fisher["a.weight"], "b": fisher["b.weight"], "a.bias": fisher["a.bias"]}
+        v = {n: fisher[n] * away[n] for n in names}
+        return FisherDrift(given, _short(reference)), weights, v
+    factors = {}
+    for i, n in enumerate(names):
+        pair = [numbers(seed + 30 + 2 * i + j, 3, 3) for j in range(2)]
+        factors[n] = (pair[0] @ pair[0].T, pair[1] @ pair[1].T)
+    factors["a.bias"] = (factors["a.bias"][0], torch.ones(1, 1, dtype=torch.float64))
+    v = {
+        "a.weight": factors["a.weight"][0] @ away["a.weight"] @ factors["a.weight"][1],
+        # stored (d_in, d_out): S_F acts on its columns
+        "b.weight": (factors["b.weight"][0] @ away["b.weight"].T @ factors["b.weight"][1]).T,
+        "a.bias": factors["a.bias"][0] @ away["a.bias"],
+    }
+    drift = FisherDrift.from_kronecker(_short(factors), _short(reference), transposed=["b"])
+    return drift, weights, v
+
+
+def _short(entries: dict) -> dict:  # type: ignore[type-arg]
+    """Weights under their modules' names."""
+    return {n.removesuffix(".weight"): entry for n, entry in entries.items()}
+
+
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor], name: str) -> None:
+    assert set(found) == set(expected)
+    for n, v in expected.items():
+        close(found[n], v, v.abs().max() + 1.0, EXACT, name=f"{name} {n}")
+
+
+def _refused(run: Callable[[], object], word: str) -> bool:
+    error = refusal(run)
+    assert error is None or word in str(error), str(error)
+    return error is not None
+
 
 STRUCTURES = st.sampled_from(["diagonal", "kronecker"])
 
 
 @given(SEEDS, STRUCTURES)
 @budget(0.5)
-def test_v(seed: int, structure: str) -> None:
-    claims.check_v_is_the_definition(seed, structure)
+def test_v_is_the_definition(seed: int, structure: str) -> None:
+    """V = F o (W - W_ref), or S_F (W - W_ref) A_F in the weight's own layout; 0 at W_ref."""
+    drift, weights, v = made(seed, structure)
+    assert not _refused(lambda: drift.direction(weights), "")
+    compare(drift.direction(weights), v, structure)
+    compare(dict(drift.forming(weights)), v, f"{structure}, formed")
+    at = {name: drift.reference[name] for name in drift.names}
+    assert not any(bool(x.any()) for x in drift.direction(at).values())
 
 
 @given(SEEDS, STRUCTURES, st.booleans())
 @budget(0.5)
-def test_v_follows_the_weights(seed: int, structure: str, quietly: bool) -> None:
-    claims.check_v_is_of_the_weights_as_they_are(seed, structure, quietly)
+def test_v_is_of_the_weights_as_they_are(seed: int, structure: str, quietly: bool) -> None:
+    """direction follows the weights; what ``forming`` left to be formed is refused after a step."""
+    drift, weights, _ = made(seed, structure)
+    formed = drift.forming(weights)
+    target = weights["b.weight"].data if quietly else weights["b.weight"]
+    target += 0.5
+    moved = weights["b.weight"] - drift.reference["b.weight"]
+    found = drift.direction(weights)["b.weight"]
+    if structure == "diagonal":
+        compare({"b": found}, {"b": drift.fisher["b.weight"] * moved}, "after a step")
+    else:
+        left, right = drift.factors["b.weight"]
+        compare({"b": found}, {"b": left @ moved @ right}, "after a step")
+    assert _refused(lambda: formed["b.weight"], "has changed since")
+    formed["a.weight"]
 
 
 @given(SEEDS, STRUCTURES)
 @budget(0.2)
-def test_files(seed: int, structure: str) -> None:
-    claims.check_files_give_the_same_drift(seed, structure)
+def test_files_give_the_same_drift(seed: int, structure: str) -> None:
+    """Saved and loaded, or opened and left on disk: the same V, to the bit."""
+    drift, weights, v = made(seed, structure)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fisher.safetensors"
+        drift.save(path)
+        assert not _refused(lambda: FisherDrift.load(path), "")
+        for again in (FisherDrift.load(path), FisherDrift.open(path)):
+            found = again.direction(weights)
+            compare(found, v, f"{structure}, from a file")
+            expected = drift.direction(weights)
+            assert all(torch.equal(found[n], expected[n]) for n in expected)
+            assert again.structure == structure
 
 
 @given(SEEDS, st.floats(0.0, 1.0))
 @budget(0.5)
-def test_distance(seed: int, most: float) -> None:
-    claims.check_drift_is_the_relative_distance(seed, most)
+def test_drift_is_the_relative_distance(seed: int, most: float) -> None:
+    """||W - W_ref|| / ||W_ref||, and a median above the limit is refused."""
+    drift, weights, _ = made(seed, "diagonal")
+    found = drift.drift(weights)
+    for name, weight in weights.items():
+        reference = drift.reference[name]
+        expected = float((weight - reference).norm() / reference.norm())
+        # taken in float32, of weights that are ten times as large as their difference
+        close(found[name], expected, 1.0 + expected, 1e-6, name="relative drift")
+    middle = sorted(found.values())[1]
+    assert _refused(lambda: check_distance(found, most), "too far") == (middle > most)
+    assert not _refused(lambda: check_distance(found, None), "")
 
 
 @given(SEEDS, STRUCTURES)
 @budget(0.2)
-def test_refusals(seed: int, structure: str) -> None:
-    claims.check_a_fisher_of_something_else_is_refused(seed, structure)
+def test_a_fisher_of_something_else_is_refused(seed: int, structure: str) -> None:
+    """Missing parameters, other shapes, another architecture: no retention is made of them."""
+    drift, weights, _ = made(seed, structure)
+    more = {**weights, "c.weight": numbers(seed, 3, 3)}
+    other = {**weights, "a.weight": numbers(seed, 3, 1)}
+    assert _refused(lambda: drift.direction(more), "does not cover")
+    assert _refused(lambda: drift.direction(other), "another shape")
+    kept = {"depth": "2", "width": "8"}
+    named = FisherDrift(
+        drift.fisher, drift.reference, {"model": kept}, drift.factors, exact_names=True
+    )
+    assert not _refused(lambda: named.check_identity(kept), "")
+    assert _refused(lambda: named.check_identity({**kept, "width": "9"}), "width: 8 in the Fisher")
+    assert _refused(lambda: named.check_identity({"depth": "2"}), "another architecture")

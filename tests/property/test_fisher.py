@@ -42,6 +42,51 @@ SMALL = DecoderConfig(vocabulary=3, layers=1, hidden=4, head_dim=2, mlp_width=3,
 DEEP = DecoderConfig(vocabulary=5, layers=3, hidden=4, head_dim=2, mlp_width=3, end_token=None)
 
 
+def _gradient_of_drawn_labels(
+    model: ReferenceDecoder, ids: Tensor, index: int, seed: int, weights: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    log_probs = model(ids[:-1].unsqueeze(0))[0, 1:].log_softmax(-1)
+    uniform = torch.rand(
+        len(log_probs), generator=sample_generator(seed, index), dtype=torch.float64
+    )
+    total = log_probs.new_zeros(())
+    for row, u in zip(log_probs, uniform, strict=True):
+        below = (row.detach().exp().cumsum(-1) <= u).sum().clamp(max=len(row) - 1)
+        total = total + row[below]
+    return dict(zip(weights, torch.autograd.grad(total, list(weights.values())), strict=True))
+
+
+@given(config=configs(), seed=st.integers(0, 2**16), samples=st.integers(1, 4))
+@budget(0.2)
+def test_token_fisher_squares_labels_of_the_model(
+    config: DecoderConfig, seed: int, samples: int
+) -> None:
+    """labels="token": labels drawn from p(. | given prefix), never the given ones; their summed
+    gradient is squared, sample by sample, and averaged."""
+    model = ReferenceDecoder(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocabulary, (2, 5), generator=generator)
+    labels = ids.clone()
+    labels[:, :2] = -100
+    found = fit_fisher(
+        model, {"input_ids": ids, "labels": labels}, samples=samples, layers="all",
+        labels="token", seed=seed,
+    )  # fmt: skip
+    named = dict(model.named_parameters(remove_duplicate=False))
+    weights = {name: named[name] for name in found.names}
+    squares = {name: torch.zeros_like(w) for name, w in weights.items()}
+    largest = 0.0
+    for index in range(samples):
+        gradient = _gradient_of_drawn_labels(model, ids[index % 2], index, seed, weights)
+        for name, g in gradient.items():
+            squares[name] += g.square() / samples
+            largest = max(largest, float(g.abs().max()))
+    for name, expected in squares.items():
+        # A gradient that cancels is off by rounding of its terms, which are of order 1 here.
+        scale = expected.max() + 1e-4 * largest + 1e-18
+        close(found.fisher[name], expected, scale, 1e-10, name="token Fisher")
+
+
 def parameters_of(model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
     named = dict(model.named_parameters(remove_duplicate=False))
     return {name: named[name] for name in names}

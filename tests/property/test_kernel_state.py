@@ -18,7 +18,7 @@ from alphatoken.model.batch import read_batch
 from alphatoken.model.batch_slice import LENGTH, around_documents
 from tests.property.architectures import BY_NAME
 from tests.property.decoder import explicit_attention
-from tests.property.properties_kernels import KernelCase, explicit_lse
+from tests.property.test_kernels import KernelCase, explicit_lse
 
 CASE = KernelCase("rows", b=2, r=2, t=6, seed=3)
 PACKED = KernelCase("documents", b=2, r=2, t=6, seed=3)

@@ -2,33 +2,180 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from alphatoken import InputError
-from alphatoken.model import batch
+from alphatoken.model import batch, vocabulary
 from alphatoken.oracle import gradients, preference
 from alphatoken.select import losses
-from tests.property import properties_algebra as claims
 from tests.property.profiles import budget
-from tests.property.properties import MODEL, forward_of
-from tests.property.properties_algebra import LossCase, PairCase, loss_cases, pair_cases
-from tests.property.strategies import Case, cases, make_case
+from tests.property.properties import CONTRACTION, MODEL, forward_of
+from tests.property.strategies import SEEDS, Case, cases, make_case
 from tests.property.tolerance import close
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """Logits of a batch, labels with holes, and a mask to keep."""
+
+    rows: int
+    length: int
+    vocabulary: int
+    seed: int
+
+    def numbers(self, *shape: int, salt: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 2**16 * salt)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def labels(self, salt: int = 1) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 2**16 * salt)
+        ids = torch.randint(self.vocabulary, (self.rows, self.length), generator=generator)
+        hole = torch.rand(ids.shape, generator=generator) < 0.4
+        hole[:, 1] = False  # every row has a response
+        return ids.masked_fill(hole, -100)
+
+    def logits(self, salt: int = 2) -> Tensor:
+        return self.numbers(self.rows, self.length, self.vocabulary, salt=salt).requires_grad_()
+
+    def keep(self, salt: int = 3) -> Tensor:
+        return self.numbers(self.rows, self.length, salt=salt) > 0
+
+
+def loss_cases() -> st.SearchStrategy[LossCase]:
+    return st.builds(
+        LossCase,
+        rows=st.integers(1, 3),
+        length=st.integers(2, 7),
+        vocabulary=st.integers(2, 6),
+        seed=SEEDS,
+    )
+
+
+def loop_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Token losses by a loop: index i from the logits at i - 1."""
+    rows = []
+    for b in range(labels.shape[0]):
+        row = [logits.new_zeros(())]
+        for i in range(1, labels.shape[1]):
+            label = int(labels[b, i])
+            if label == -100:
+                row.append(logits.new_zeros(()))
+            else:
+                row.append(logits[b, i - 1].logsumexp(-1) - logits[b, i - 1, label])
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class PairCase:
+    """Logits of both branches of preference pairs, as leaves, with beta and references."""
+
+    chosen: LossCase
+    rejected: LossCase
+    beta: float
+
+    def pairs(self) -> preference.PreferencePairs:
+        return preference.PreferencePairs(
+            {"labels": self.chosen.labels()},
+            {"labels": self.rejected.labels(salt=7)},
+            self.chosen.numbers(self.chosen.rows, salt=8),
+            self.chosen.numbers(self.chosen.rows, salt=9),
+        )
+
+    def logits(self) -> tuple[Tensor, Tensor]:
+        return self.chosen.logits(), self.rejected.logits(salt=10)
+
+    def reference_logits(self) -> tuple[Tensor, Tensor]:
+        chosen, rejected = self.chosen.logits(salt=12), self.rejected.logits(salt=13)
+        return chosen.detach(), rejected.detach()
+
+
+@st.composite
+def pair_cases(draw: st.DrawFn) -> PairCase:
+    chosen = draw(loss_cases())
+    rejected = LossCase(chosen.rows, draw(st.integers(2, 7)), chosen.vocabulary, chosen.seed)
+    return PairCase(chosen, rejected, draw(st.sampled_from([0.1, 0.5, 2.0])))
+
+
+def surrogate(case: PairCase, logits: tuple[Tensor, Tensor], keep: tuple[Tensor, Tensor]) -> Tensor:
+    pairs = case.pairs()
+    branches = (pairs.chosen["labels"], pairs.rejected["labels"])
+    each = [batch.token_losses(x, y) for x, y in zip(logits, branches, strict=True)]
+    return losses.masked_dpo_loss(
+        *each,
+        pairs.reference_chosen,
+        pairs.reference_rejected,
+        *keep,
+        beta=case.beta,
+    )
+
+
+def masks_of(case: PairCase) -> tuple[Tensor, Tensor]:
+    return case.chosen.keep(), case.rejected.keep(salt=11)
+
+
+def masked_logit_surrogate(
+    case: PairCase, logits: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]
+) -> Tensor:
+    labels = [part["labels"] for part in (case.pairs().chosen, case.pairs().rejected)]
+    own, other = (
+        [batch.token_losses(x, y) for x, y in zip(both, labels, strict=True)]
+        for both in (logits, reference)
+    )
+    keep = masks_of(case)
+    return losses.masked_dpo_loss(
+        *own, -other[0], -other[1], *keep, beta=case.beta, masked_logit=True
+    )
+
 
 NORMALIZATIONS = st.sampled_from(["response", "kept", "sum"])
 
 
 @given(loss_cases())
-def test_token_losses_in_every_layout(case: LossCase) -> None:
-    claims.check_token_losses(case)
+def test_token_losses(case: LossCase) -> None:
+    """Index i holds -log pi(z_i | z_<i); logits and both layouts of log-probabilities agree."""
+    logits, labels = case.logits(), case.labels()
+    expected = loop_losses(logits, labels)
+    found = batch.token_losses(logits, labels)
+    scale = 1.0 + logits.abs().amax()
+    close(found, expected, scale, CONTRACTION, name="token losses")
+    assert torch.equal(batch.token_losses(-found, labels), found)
+    assert torch.equal(batch.token_losses(-found[:, 1:], labels), found)
 
 
 @given(loss_cases(), st.sampled_from([1, 8, 2**22]))
-def test_token_losses_to_second_order_in_blocks(case: LossCase, workspace: int) -> None:
-    claims.check_token_losses_to_second_order(case, workspace)
+def test_token_losses_to_second_order(case: LossCase, workspace: int) -> None:
+    """In blocks of any size: gradient, Hessian product and tangent are those of plain loops."""
+    logits, labels = case.logits(), case.labels()
+    weights, along = case.numbers(*labels.shape, salt=6), case.numbers(*logits.shape, salt=7)
+    expected = (loop_losses(logits, labels) * weights).sum()
+    slope = torch.autograd.grad(expected, logits, create_graph=True)[0]
+    curved = torch.autograd.grad((slope * along).sum(), logits)[0]
+    scale = (weights.abs().sum() + 1.0) * (along.abs().sum() + 1.0)
+    with mock.patch.object(vocabulary, "_WORKSPACE", workspace):
+        loss = (batch.token_losses(logits, labels) * weights).sum()
+        once = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        again = torch.autograd.grad(loss, logits, create_graph=True)[0]
+        twice = torch.autograd.grad((again * along).sum(), logits)[0]
+        with forward_ad.dual_level():
+            dual = batch.token_losses(forward_ad.make_dual(logits.detach(), along), labels)
+            tangent = forward_ad.unpack_dual(dual).tangent
+    assert tangent is not None
+    for name, found, wanted in (
+        ("gradient", once, slope),
+        ("gradient with a graph", again, slope),
+        ("Hessian product", twice, curved),
+        ("tangent", (tangent * weights).sum(), (slope * along).sum()),
+    ):
+        close(found, wanted.detach(), scale, CONTRACTION, name=f"token losses, {name}")
 
 
 def test_logits_of_other_positions_than_the_labels_are_refused() -> None:
@@ -37,35 +184,86 @@ def test_logits_of_other_positions_than_the_labels_are_refused() -> None:
 
 
 @given(loss_cases(), NORMALIZATIONS)
-def test_the_masked_loss_and_its_gradient(case: LossCase, normalization: str) -> None:
-    claims.check_sft_loss(case, normalization)
+def test_sft_loss(case: LossCase, normalization: str) -> None:
+    """Sum of kept losses over the normaliser, and its gradient: only kept tokens push."""
+    logits, labels, keep = case.logits(), case.labels(), case.keep()
+    found = losses.masked_sft_loss(logits, labels, keep, normalization=normalization)
+    each = loop_losses(logits, labels)
+    mask = labels != -100
+    mask[:, 0] = False
+    count = {"sum": 1, "response": int(mask.sum()), "kept": int((mask & keep).sum())}[normalization]
+    expected = each[keep & mask].sum() / max(count, 1)
+    scale = each.detach().abs().sum() + 1.0
+    close(found, expected, scale, CONTRACTION, name=f"masked loss, {normalization}")
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, expected)]
+    close(*gradients, 1.0, CONTRACTION, name=f"masked loss, gradient, {normalization}")
 
 
 @given(loss_cases())
-def test_keeping_everything_is_cross_entropy(case: LossCase) -> None:
-    claims.check_full_mask_is_cross_entropy(case)
+def test_full_mask_is_cross_entropy(case: LossCase) -> None:
+    """keep = mask under "response": transformers' own loss."""
+    logits, labels = case.logits(), case.labels()
+    found = losses.masked_sft_loss(logits, labels, labels != -100)
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
+    close(found, expected, 1.0 + expected.abs(), CONTRACTION, name="cross-entropy")
 
 
 @given(pair_cases())
-def test_unmasked_surrogate_has_the_gradient_of_dpo(case: PairCase) -> None:
-    claims.check_unmasked_dpo_gradient(case)
+def test_unmasked_dpo_gradient(case: PairCase) -> None:
+    """All masks 1: exactly the gradient of mean -log sigma(s)."""
+    logits = case.logits()
+    whole = tuple(torch.ones_like(m) for m in masks_of(case))
+    expected = torch.autograd.grad(preference.dpo_loss(*logits, case.pairs(), case.beta), logits)
+    found = torch.autograd.grad(surrogate(case, logits, whole), logits)
+    for got, wanted in zip(found, expected, strict=True):
+        close(got, wanted, case.beta, CONTRACTION, name="DPO, unmasked gradient")
 
 
 @given(pair_cases())
-def test_masks_act_on_the_update_and_not_on_the_coefficient(case: PairCase) -> None:
-    claims.check_masked_dpo_gradient(case)
+def test_masked_dpo_gradient(case: PairCase) -> None:
+    """omega from the unmasked logit, + on kept chosen, - on kept rejected, mean over pairs."""
+    logits, keep, pairs = case.logits(), masks_of(case), case.pairs()
+    errors = preference.dpo_token_errors(*logits, pairs, case.beta)
+    found = torch.autograd.grad(surrogate(case, logits, keep), logits)
+    for got, error, kept in zip(found, errors, keep, strict=True):
+        # keep holds token indices; the error of token i sits at position i - 1.
+        at_position = torch.zeros(kept.shape, dtype=torch.float64)
+        at_position[:, :-1] = kept[:, 1:].double()
+        expected = error.detach() * at_position.unsqueeze(-1) / case.chosen.rows
+        close(got, expected, case.beta, CONTRACTION, name="DPO, masked gradient")
 
 
 @given(pair_cases())
 @budget(0.5)
-def test_the_masked_logit_is_an_ablation(case: PairCase) -> None:
-    claims.check_masked_logit_is_the_ablation(case)
+def test_masked_logit_is_the_ablation(case: PairCase) -> None:
+    """masked_logit: omega of the kept tokens' log-ratios, by the oracle; the same update."""
+    logits, reference, pairs = case.logits(), case.reference_logits(), case.pairs()
+    keep = masks_of(case)
+    omega = preference.masked_dpo_omega(logits, reference, pairs, keep, case.beta)
+    labels = (pairs.chosen["labels"], pairs.rejected["labels"])
+    kept = [(loop_losses(x, y) * m).sum(1) for x, y, m in zip(logits, labels, keep, strict=True)]
+    expected = (omega * (kept[0] - kept[1])).mean()
+    found = masked_logit_surrogate(case, logits, reference)
+    scale = 1.0 + case.beta * sum(k.detach().sum() for k in kept)
+    close(found, expected, scale, CONTRACTION, name="DPO, masked logit")
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True) for x in (found, expected)]
+    for got, wanted in zip(*gradients, strict=True):
+        close(got, wanted, case.beta, CONTRACTION, name="DPO, masked logit, gradient")
 
 
 @given(pair_cases())
 @budget(0.5)
-def test_the_masked_logit_at_the_reference(case: PairCase) -> None:
-    claims.check_masked_logit_at_the_reference(case)
+def test_masked_logit_at_the_reference(case: PairCase) -> None:
+    """masked_logit with policy = reference: omega is beta / 2 for any mask and any lengths."""
+    logits, pairs, keep = case.logits(), case.pairs(), masks_of(case)
+    half = torch.full((case.chosen.rows,), case.beta / 2, dtype=torch.float64)
+    assert torch.equal(preference.masked_dpo_omega(logits, logits, pairs, keep, case.beta), half)
+    labels = (pairs.chosen["labels"], pairs.rejected["labels"])
+    log_p = [-batch.token_losses(x, y).detach() for x, y in zip(logits, labels, strict=True)]
+    found = losses.masked_dpo_coefficient(*log_p, *log_p, *keep, case.beta)
+    close(found, half, case.beta, CONTRACTION, name="omega at the reference")
 
 
 def test_the_masked_logit_refuses_a_reference_that_is_summed_already() -> None:
@@ -78,8 +276,19 @@ def test_the_masked_logit_refuses_a_reference_that_is_summed_already() -> None:
 
 @given(pair_cases())
 @budget(0.5)
-def test_the_coefficient(case: PairCase) -> None:
-    claims.check_dpo_coefficient(case)
+def test_dpo_coefficient(case: PairCase) -> None:
+    """omega = beta sigma(-s), detached, by the oracle."""
+    logits, pairs = case.logits(), case.pairs()
+    margin = preference.dpo_margin(*logits, pairs, case.beta)
+    each = [
+        preference.branch_log_probabilities(x, b["labels"])
+        for x, b in zip(logits, (pairs.chosen, pairs.rejected), strict=True)
+    ]
+    found = losses.dpo_coefficient(
+        *each, pairs.reference_chosen, pairs.reference_rejected, case.beta
+    )
+    assert not found.requires_grad
+    close(found, preference.dpo_omega(margin, case.beta), case.beta, CONTRACTION, name="omega")
 
 
 ROWS = st.lists(st.sampled_from(["pprr..", "prrrr.", "..pprr", "pprrrr"]), min_size=2, max_size=2)
@@ -124,7 +333,7 @@ def test_num_tokens_replaces_the_batchs_own_count() -> None:
             found = losses.masked_sft_loss(
                 logits, labels, keep, normalization=normalization, num_tokens=count
             )
-            close(found, total / 7, total.abs(), claims.EXACT, name="num_tokens")
+            close(found, total / 7, total.abs(), CONTRACTION, name="num_tokens")
 
 
 def test_accumulated_steps_with_a_global_count_equal_one_batch() -> None:
@@ -136,7 +345,7 @@ def test_accumulated_steps_with_a_global_count_equal_one_batch() -> None:
         losses.masked_sft_loss(logits[rows], labels[rows], keep[rows], num_tokens=count)
         for rows in (slice(0, 1), slice(1, 4))
     ]
-    close(parts[0] + parts[1], whole, whole.abs(), claims.EXACT, name="accumulation")
+    close(parts[0] + parts[1], whole, whole.abs(), CONTRACTION, name="accumulation")
 
 
 def test_float_weights_are_constants() -> None:
@@ -144,8 +353,8 @@ def test_float_weights_are_constants() -> None:
     logits, labels = case.logits(), case.labels()
     weights = torch.rand(1, 4, dtype=torch.float64, requires_grad=True)
     loss = losses.masked_sft_loss(logits, labels, weights, normalization="sum")
-    expected = (claims.loop_losses(logits, labels) * weights.detach()).sum()
-    close(loss, expected, expected.abs(), claims.EXACT, name="float weights")
+    expected = (loop_losses(logits, labels) * weights.detach()).sum()
+    close(loss, expected, expected.abs(), CONTRACTION, name="float weights")
     assert torch.autograd.grad(loss, weights, allow_unused=True) == (None,)
 
 
@@ -183,4 +392,4 @@ def test_model_losses_are_the_oracles() -> None:
     logits = model(**inputs)
     expected = gradients.token_losses(logits, data["labels"])
     found = batch.token_losses(logits, data["labels"])
-    close(found, expected, 1.0 + expected.abs(), claims.EXACT, name="losses of a model")
+    close(found, expected, 1.0 + expected.abs(), CONTRACTION, name="losses of a model")

@@ -25,17 +25,17 @@ from alphatoken.support.storage import TensorFile, read_tensors, write_tensors
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.properties import (
+    EVERY,
     LAMBDA,
     Setup,
     drift_of,
     parameters_of,
     quiet,
     setups,
+    stepped,
 )
-from tests.property.properties_options import stepped
-from tests.property.properties_scorer import EVERY
-from tests.property.properties_sharded import FlatSharding, _kronecker
 from tests.property.strategies import make_case
+from tests.property.test_sharded import FlatSharding, _kronecker
 
 PRECONDITIONERS = (None, "given", "frozen", "full")
 

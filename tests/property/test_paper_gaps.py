@@ -27,7 +27,6 @@ from alphatoken.direction import preconditioner
 from alphatoken.oracle import gradients, influence, jacobian, utility
 from alphatoken.select import masks as selection
 from alphatoken.select.losses import masked_dpo_loss
-from tests.property import properties_algebra as algebra
 from tests.property import test_fisher as fits
 from tests.property.decoder import ReferenceAdapter
 from tests.property.properties import (
@@ -283,7 +282,6 @@ def test_gap_10_a_threshold_keeps_all_ties_and_a_float_ceiling_one_too_many() ->
     assert keep.tolist() == [[True, True, True, True], [False, False, False, False]]
     assert math.ceil(0.55 * 100) == 56
     assert selection.keep_count(0.55, 100) == 55
-    algebra.check_selection(algebra.SelectionCase(3, 9, 2, 0), 55, "batch", bottom=False)
 
 
 def test_gap_11_fisher_prompts_are_held_out_and_the_reference_is_a_choice() -> None:
@@ -660,35 +658,6 @@ def test_gap_29_one_seed_a_recipe_three_a_grid() -> None:
 
     assert Grid.seeds == (0, 1, 2)
     assert recipe_values("seed") == {0}
-
-
-RELEASED = {
-    "magicoder": (
-        "ise-uiuc/Magicoder-OSS-Instruct-75K", 75_000,
-        {"lang": "python", "raw_index": 1, "seed": "S", "problem": "Q", "solution": "A"},
-    ),
-    "metamath": (
-        "meta-math/MetaMathQA", 395_000,
-        {"type": "GSM_Rephrased", "query": "Q", "original_question": "O", "response": "A"},
-    ),
-    "ultrachat": (
-        "HuggingFaceH4/ultrachat_200k", 200_000,
-        {
-            "prompt": "Q", "prompt_id": "x",
-            "messages": [
-                {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"},
-            ],
-        },
-    ),
-    "ultrafeedback": (
-        "argilla/ultrafeedback-binarized-preferences", 63_600,
-        {
-            "source": "s", "instruction": "Q", "chosen_response": "A", "rejected_response": "R",
-            "chosen_avg_rating": 5.0, "rejected_avg_rating": 3.0, "chosen_model": "m",
-        },
-    ),
-}  # fmt: skip
-"""Name, rows and one row's columns of the releases that the recipes name."""
 
 
 RELEASED = {

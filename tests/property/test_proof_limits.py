@@ -7,35 +7,94 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.direction.objective import objective_gradient
-from alphatoken.errors import AlphaTokenError, ModelError, UnsupportedError
+from alphatoken.errors import (
+    AlphaTokenError,
+    ModelError,
+    UnsupportedError,
+)
 from alphatoken.estimate import proofs
-from alphatoken.estimate.causality import prove_causality
+from alphatoken.estimate.causality import argument_kinds, prove_causality
 from alphatoken.estimate.derivatives import _tolerance
 from alphatoken.model.batch import documents_in_rows, read_batch
 from alphatoken.model.modes import draws
-from tests.property import properties_proofs as claims
 from tests.property.architectures import BY_NAME
-from tests.property.decoder import ReferenceAdapter
-from tests.property.properties_proofs import leaking, refusal
-from tests.property.strategies import make_batch, make_case
+from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
+from tests.property.properties import refusal
+from tests.property.strategies import Case, make_batch, make_case
+from tests.property.test_proofs import PLAIN
+
+
+def _pairs(*ahead: tuple[int, int]) -> Tensor:
+    """(1, 1, 4, 4) who may look at whom: a causal mask, and these pairs beside it."""
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    for query, key in ahead:
+        mask[..., query, key] = True
+    return mask
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+KINDS: dict[str, tuple[dict[str, Any], set[str] | None]] = {
+    "tokens": ({}, set()),
+    "token types": ({"token_type_ids": torch.zeros(1, 4)}, None),
+    "a causal mask": ({"attention_mask": _pairs()}, {"causal mask of pairs"}),
+    "one pair ahead": ({"attention_mask": _pairs((1, 2))}, None),
+    "the same in numbers": ({"attention_mask": _pairs((1, 2)).long()}, None),
+    "the same to be added": ({"attention_mask": _added(_pairs((1, 2)), torch.float32)}, None),
+    "causal, to be added": (
+        {"attention_mask": _added(_pairs(), torch.bfloat16)}, {"causal mask of pairs"}
+    ),
+    "another tensor": ({"bias": torch.zeros(1, 4)}, None),
+    "a flag": ({"is_causal": False}, {"is_causal=False"}),
+    "a number": ({"max_length_q": 4, "is_causal": None}, set()),
+    "flags of outputs": ({"use_cache": False, "output_router_logits": True}, set()),
+    "another object": ({"attention_mask_function": object()}, None),
+}  # fmt: skip
+"""Arguments beside the tokens, and their kinds; None where each batch has to be proved."""
+
+
+def leaking(case: Case, size: float, rows: slice = slice(None)) -> ReferenceDecoder:
+    """A decoder whose last layer lets tokens see a little of the next one, in some rows."""
+
+    def look(module: object, args: object, output: Tensor) -> Tensor:
+        changed = output.clone()
+        changed[rows] = changed[rows] + size * output.roll(-1, 1)[rows]
+        return changed
+
+    model = case.model()
+    model.layers[-1].register_forward_hook(look)
+    return model
+
 
 CASE = make_case(("pprrr", "prrrr"), (("pprr",),))
 
 # --- causality ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", claims.KINDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_arguments_say_of_who_sees_whom(name: str) -> None:
-    claims.check_what_arguments_say_of_who_sees_whom(name)
+    """Batches of one kind are read alike, and one that may look ahead is of no kind or its own."""
+    given, kinds = KINDS[name]
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = read_batch({"input_ids": ids, "labels": ids})
+    batch.inputs.update(given)
+    assert argument_kinds(batch) == (None if kinds is None else {"input_ids", *kinds})
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3])
 def test_a_thousandth_of_the_next_token_is_seen(size: float) -> None:
-    claims.check_a_thousandth_of_the_next_token_is_seen(size)
+    """A look ahead is found by its size beside the whole gradient, down to rounding."""
+    case = make_case(("pprrr", "prrrr"), PLAIN[1])
+    batch = read_batch(case.batch)
+    error = refusal(lambda: prove_causality(ReferenceAdapter(leaking(case, size)), batch))
+    assert isinstance(error, ModelError), "a model that looks ahead passed"
+    assert prove_causality(ReferenceAdapter(case.model()), batch)
 
 
 def test_the_row_that_looks_ahead_is_named() -> None:

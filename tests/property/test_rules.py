@@ -2,9 +2,168 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
-from tests.property import properties_rules as claims
+import pytest
+import torch
+from torch import Tensor, nn
+
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.reference_step import Asked
+from tests.property.test_trainer_oracle import (
+    ALPHABET,
+    _arguments,
+    _padded,
+    _sft_row,
+    _tokenizer,
+    made_model,
+    made_rows,
+)
+
+
+def _trainer(asked: Asked, model: Any, more: Mapping[str, Any], **given: Any) -> Any:
+    """Options beside those of ``asked`` go to the configuration, ``given`` to the trainer."""
+    import datasets
+
+    train = import_module("alphatoken.train")
+    family, rows = {"sft": "SFT", "dpo": "DPO", "lm": ""}[asked.family], made_rows(asked)
+    data = {
+        "train_dataset": datasets.Dataset.from_list(rows.train),
+        "validation_dataset": datasets.Dataset.from_list(rows.validation),
+        **given,
+    }
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = _arguments(asked, folder) | {"export_values": False} | dict(more)
+        config = getattr(train, f"Alpha{family}Config")(**options)
+        return getattr(train, f"Alpha{family}Trainer")(
+            model, args=config, processing_class=_tokenizer(), **data
+        )
+
+
+PAIRS = Asked(family="dpo", retention="none", policy="top", rows=2, accumulation=1, steps=2)
+
+
+PAIR_RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ahead": {"precompute_ref_log_probs": True},
+    "by length": {"ld_alpha": 0.3},
+    "by length, ahead": {"ld_alpha": 0.3, "precompute_ref_log_probs": True},
+}
+
+
+FOLLOWING = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+
+
+def _pool(trainer: Any) -> float:
+    """The mean preference loss of all validation pairs, as the trainer hands them to the scorer."""
+    rows = trainer.rows.validation
+    trainer.prepare_pool(rows)
+    batch = trainer.row_batch(rows)
+    sums = []
+    for part in (batch.chosen, batch.rejected):
+        with torch.no_grad():
+            logits = trainer.model(
+                input_ids=part["input_ids"], attention_mask=part["attention_mask"]
+            ).logits
+        losses = nn.functional.cross_entropy(
+            logits[:, :-1].transpose(1, 2), part["labels"][:, 1:], reduction="none"
+        )
+        sums.append(-losses.sum(-1).double())
+    margins = sums[0] - sums[1] - (batch.reference_chosen - batch.reference_rejected)
+    return float(-nn.functional.logsigmoid(batch.beta * margins).mean())
+
+
+class _SecondHalf:
+    """A collator that labels what the column ``begin`` says."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        plain = [
+            {
+                "input_ids": list(row["input_ids"]),
+                "labels": [-100] * row["begin"] + list(row["input_ids"])[row["begin"] :],
+            }
+            for row in rows
+        ]
+        return _padded(plain)
+
+
+COLLATED = {
+    family: Asked(family=family, retention="none", policy="top") for family in ("sft", "lm")
+}
+
+
+def _mixture(share: float) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=4 + len(ALPHABET), hidden_size=16, intermediate_size=12,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, output_router_logits=True, router_aux_loss_coef=share,
+    )  # fmt: skip
+    made = MixtralForCausalLM(config).double()
+    made.set_experts_implementation("eager")  # others multiply in 32 bits at most
+    return made
+
+
+OPTIONS = {"optim": "adamw_torch", "keep_scope": "global", "learning_rate": 1e-3}
+
+
+FACTS: dict[str, Any] = {
+    "processes": 1, "options": OPTIONS, "data": {"train_dataset": "these rows"},
+    "versions": {"torch": "2.13.0"},
+}  # fmt: skip
+
+
+FASTER = {"options": {**OPTIONS, "learning_rate": 2e-3}}
+
+
+CHECKPOINTED = {"options": {**OPTIONS, "gradient_checkpointing": True}}
+
+
+OTHER_ROWS = {"data": {"train_dataset": "other rows"}}
+
+
+RESUMED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "the same": ({}, (), ""),
+    "checkpointing": (CHECKPOINTED, (), "noted"),
+    "versions": ({"versions": {"torch": "2.14.0"}}, (), "noted"),
+    "learning rate": (FASTER, (), "refused"),
+    "learning rate, on purpose": (FASTER, ("learning_rate",), ""),
+    "learning rate, another on purpose": (FASTER, ("train_dataset",), "refused"),
+    "rows": (OTHER_ROWS, (), "refused"),
+    "rows, on purpose": (OTHER_ROWS, ("train_dataset",), ""),
+    "two processes, on purpose": ({"processes": 2}, ("processes",), "refused"),
+}
+"""Facts that are other in the second run, names that may be, and what is done about it."""
+
+
+REFERENCES: dict[str, tuple[int, int, str | None, str]] = {
+    "the same": (0, 0, ALPHABET, ""),
+    "a row too few": (-1, 0, ALPHABET, "has no row for some tokens"),
+    "as small as the policy": (-2, -2, ALPHABET, ""),
+    "beside a padded policy": (0, 8, ALPHABET, ""),
+    "two tokens exchanged": (0, 0, f"ba{ALPHABET[2:]}", "are not the trained model's"),
+    "the last tokens not named": (0, 0, ALPHABET[:-3], ""),
+    "without a tokenizer": (0, 0, None, ""),
+}
+"""Rows of reference and policy beyond the tokens, letters of the reference's tokenizer, refusal."""
+
+
+def _two_rows(token: int) -> dict[str, Tensor]:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, token, 8]])
+    labels = torch.tensor([[-100, -100, 7, 8], [-100, -100, -100, 8]])
+    return {"input_ids": ids, "labels": labels}
+
 
 TRAINERS = ("trl", "peft")
 
@@ -14,48 +173,202 @@ def need(*packages: str) -> None:
         pytest.importorskip(name, reason=f"{name} is not installed")
 
 
-@pytest.mark.parametrize("name", list(claims.PAIR_RULES))
+@pytest.mark.parametrize("name", list(PAIR_RULES))
 def test_pools_begin_at_log_two(name: str) -> None:
+    """Where the policy is the reference, the preference loss of validation pairs is log 2, whatever
+    form the trained loss has."""
     need(*TRAINERS)
-    claims.check_the_pool_begins_at_log_two(name)
+    model = made_model(PAIRS)
+    reference = None if "ahead" in name else made_model(PAIRS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = _trainer(PAIRS, model, PAIR_RULES[name], ref_model=reference)
+        found = _pool(trainer)
+    assert abs(found - math.log(2)) < 1e-4, f"the pool begins at {found}"
 
 
-def test_moving_references() -> None:
+def test_a_moving_reference_is_looked_at_anew() -> None:
+    """Where the reference has become the policy, the preference loss of validation pairs is log 2
+    again, although the pairs were looked at before."""
     need(*TRAINERS)
-    claims.check_a_moving_reference_is_looked_at_anew()
+    trainer = _trainer(PAIRS, made_model(PAIRS), FOLLOWING, ref_model=made_model(PAIRS))
+    _pool(trainer)
+    generator = torch.Generator().manual_seed(1)
+    moved = dict(trainer.ref_model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(0.3 * noise)
+            moved[name].copy_(parameter)
+    found = _pool(trainer)
+    assert abs(found - math.log(2)) < 1e-4, f"the pool is at {found}"
 
 
 @pytest.mark.parametrize("family", ["sft", "lm"])
-def test_collators(family: str) -> None:
+def test_a_collator_labels_every_batch(family: str) -> None:
+    """A collator of the user's own decides which tokens count: in validation batches, in a Fisher's
+    prompts and in its sequences, as in training."""
     need(*TRAINERS)
-    claims.check_a_collator_labels_every_batch(family)
+    import datasets
+
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for _ in range(8):
+        ids = _sft_row(generator, False)["input_ids"]
+        rows.append({"input_ids": ids, "labels": ids, "begin": len(ids) // 2})
+    whole = datasets.Dataset.from_list(rows)
+    more: dict[str, Any] = {"remove_unused_columns": False}
+    if family == "sft":
+        more["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    trainer = _trainer(
+        COLLATED[family], made_model(COLLATED[family]), more,
+        train_dataset=whole, validation_dataset=whole, data_collator=_SecondHalf(),
+    )  # fmt: skip
+    labelled = [len(row["input_ids"]) - row["begin"] for row in rows]
+    held = [dict(row) for row in trainer.rows.validation]
+    own = [len(row["input_ids"]) - row["begin"] for row in held]
+    batch = trainer.row_batch(held)
+    assert (batch["labels"] != -100).sum(-1).tolist() == own, "labels of validation rows"
+    prompts = trainer.fisher_prompts(trainer.train_dataset, 3)
+    assert [len(one) for one in prompts] == [r["begin"] for r in rows][:3], "a Fisher's prompts"
+    sequences = trainer.fisher_sequences(trainer.train_dataset, 3)
+    assert int((sequences["labels"] != -100).sum()) == sum(labelled[:3]), "a Fisher's sequences"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_routers(share: float) -> None:
+def test_the_routers_loss_is_trained(share: float) -> None:
+    """All tokens of a mixture of experts kept, with its routers' loss: the step of transformers'
+    own trainer (routers compute in float32)."""
     need(*TRAINERS)
-    claims.check_the_routers_loss_is_trained(share)
+    import datasets
+    import transformers
+
+    asked = Asked(family="lm", retention="none", policy="random", keep_ratio=1.0, steps=1)
+    rows = datasets.Dataset.from_list(made_rows(asked).train)
+    start = _mixture(share)
+    ours = _trainer(asked, _mixture(share), {})
+    ours.train()
+    with tempfile.TemporaryDirectory() as folder:
+        named = _arguments(asked, folder)
+        known = set(transformers.TrainingArguments.__dataclass_fields__)
+        arguments = transformers.TrainingArguments(**{k: named[k] for k in known & set(named)})
+        theirs = transformers.Trainer(
+            _mixture(share), arguments, train_dataset=rows, data_collator=_padded
+        )
+        theirs.train()
+    pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
+    apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    pairs = zip(ours.model.parameters(), start.parameters(), strict=True)
+    moved = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    assert apart < 1e-4 * moved, f"{apart} from transformers' weights"
 
 
-@pytest.mark.parametrize("name", list(claims.RESUMED))
-def test_resumed_options(name: str) -> None:
+@pytest.mark.parametrize("name", list(RESUMED))
+def test_rounding_is_told_from_results(name: str) -> None:
+    """A run goes on, and it is said, under facts that change rounding alone; under others only
+    where they are named, and never on other processes."""
     need(*TRAINERS)
-    claims.check_rounding_is_told_from_results(name)
+    changed, allowed, done = RESUMED[name]
+    identity = import_module("alphatoken.train.identity")
+    refused, noted = identity.apart(FACTS, {**FACTS, **changed}, allowed)
+    assert (bool(refused), bool(noted)) == (done == "refused", done == "noted"), name
 
 
-@pytest.mark.parametrize("name", list(claims.REFERENCES))
-def test_references(name: str) -> None:
+@pytest.mark.parametrize("name", list(REFERENCES))
+def test_a_reference_reads_the_policys_tokens(name: str) -> None:
+    """A reference of preference pairs is refused exactly where it has no row for a token of the
+    policy, or its tokenizer calls the token otherwise."""
     need(*TRAINERS)
-    claims.check_a_reference_reads_the_policys_tokens(name)
+    rows, own_rows, letters, refusal = REFERENCES[name]
+    check = import_module("alphatoken.train.reference").check_reference
+    tokenizer = _tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        if letters is not None:
+            _tokenizer(letters).save_pretrained(folder)
+        reference, policy = (
+            SimpleNamespace(
+                get_input_embeddings=lambda more=more: nn.Embedding(len(tokenizer) + more, 2),
+                config=SimpleNamespace(_name_or_path=folder),
+            )
+            for more in (rows, own_rows)
+        )
+        given = {"ref_model": reference, "model": policy, "processing_class": tokenizer}
+        try:
+            check(given)
+            said = ""
+        except (ConfigError, KeyError) as error:
+            said = str(error)
+    assert (refusal in said) if refusal else not said, f"{name}: {said}"
 
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("what", ["rows", "validation", "prompts"])
-def test_tokens_without_a_row(what: str, adapted: bool) -> None:
+def test_tokens_without_a_row_are_refused(what: str, adapted: bool) -> None:
+    """A token id for which the embedding has no row is refused with its place, in rows to score, in
+    validation rows and in a Fisher's prompts; the last row's is served."""
     need(*TRAINERS)
-    claims.check_tokens_without_a_row_are_refused(what, adapted)
+    from alphatoken import Scorer, ScorerConfig, fit_fisher
+
+    model = made_model(Asked())
+    if adapted:
+        from peft import LoraConfig, get_peft_model
+
+        own = ["embed_tokens", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=own, task_type="CAUSAL_LM"))
+        model = model.double()
+    count = 4 + len(ALPHABET)
+    good = _two_rows(5)
+
+    def use(token: int) -> None:
+        bad = _two_rows(token)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if what == "prompts":
+                prompts = [[5, 6], [5, 6, token, 7]]
+                fit_fisher(model, prompts, samples=2, layers=1, max_new_tokens=1)
+                return
+            config = ScorerConfig(layers=1, estimator="direct", objective="adaptation")
+            scorer = Scorer(model, bad if what == "validation" else good, None, config)
+            scorer.score(bad if what == "rows" else good)
+
+    for token in (-1, count, count + 7):
+        try:
+            use(token)
+        except InputError as error:
+            said = str(error)
+            assert ("prompt 1" if what == "prompts" else "row 1, token 2") in said, said
+            assert str(token) in said, said
+        except (IndexError, RuntimeError) as error:
+            raise AssertionError(f"{token} is looked up: {error}") from error
+        else:
+            raise AssertionError(f"{token} is served")
+    try:
+        use(count - 1)
+    except InputError as error:
+        raise AssertionError(f"a token of the vocabulary is refused: {error}") from error
 
 
 @pytest.mark.parametrize(("parameters", "tied"), [("all", False), ("head.weight", True)])
-def test_counted_tokens(parameters: str, tied: bool) -> None:
-    claims.check_a_fisher_refuses_gradients_that_count_tokens(parameters, tied)
+def test_a_fisher_refuses_gradients_that_count_tokens(parameters: str, tied: bool) -> None:
+    """An embedding whose gradient is divided by counts of the batch is refused where it is in a
+    Fisher's scope, under whichever of its names, and there only."""
+    from alphatoken import fit_fisher
+
+    prompts = [[1, 0], [2], [1, 1, 2]]
+
+    def fit(of: str, **more: Any) -> None:
+        model = ReferenceDecoder(DecoderConfig(tied_embeddings=tied, **more), 0)
+        fit_fisher(model, prompts, samples=1, layers=1, max_new_tokens=1, parameters=of)
+
+    said = ""
+    try:
+        fit(parameters, rare_tokens=True)
+    except UnsupportedError as error:
+        said = str(error)
+    assert "scale_grad_by_freq" in said, "an embedding under scale_grad_by_freq has a Fisher"
+    assert "embedding.weight" in said, said
+    try:
+        fit("linears", rare_tokens=True)
+        fit(parameters)
+    except UnsupportedError as error:
+        raise AssertionError(f"a Fisher that is defined is refused: {error}") from error

@@ -2,37 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from alphatoken import InputError, NumericalError
 from alphatoken.select import masks as selection
-from tests.property import properties_algebra as claims
-from tests.property.properties_algebra import SelectionCase, selection_cases
+from tests.property.profiles import budget
+from tests.property.strategies import SEEDS
+
+
+@dataclass(frozen=True)
+class SelectionCase:
+    """Values with many ties, and a mask."""
+
+    rows: int
+    length: int
+    levels: int
+    seed: int
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.rows, self.length)
+        values = torch.randint(self.levels, shape, generator=generator).double()
+        return values, torch.rand(shape, generator=generator) < 0.7
+
+
+def selection_cases() -> st.SearchStrategy[SelectionCase]:
+    return st.builds(
+        SelectionCase,
+        rows=st.integers(1, 4),
+        length=st.integers(1, 9),
+        levels=st.sampled_from([1, 2, 5, 1000]),
+        seed=SEEDS,
+    )
+
+
+def _best(tokens: list[tuple[float, int, int]], ratio: Fraction) -> set[tuple[int, int]]:
+    """The first ceil(ratio n) by value, then batch index, then position."""
+    count = -(-(ratio.numerator * len(tokens)) // ratio.denominator)
+    ordered = sorted(tokens, key=lambda token: (-token[0], token[1], token[2]))
+    return {(b, i) for _, b, i in ordered[:count]}
+
 
 PERCENT = st.integers(1, 100)
 SCOPES = st.sampled_from(["batch", "sequence"])
 
 
-@given(PERCENT, st.just(100), st.integers(0, 10**6))
-@example(55, 100, 100)  # in floating point 0.55 * 100 is above 55
-@example(7, 100, 100)
-@example(29, 100, 100)
-def test_the_count_is_an_exact_ceiling(part: int, whole: int, count: int) -> None:
-    claims.check_keep_count(part, whole, count)
+@st.composite
+def ratios(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(part, whole, count): 5/6 as a float is above 5/6, and 6 of them are still 5."""
+    whole = draw(st.just(100) | st.integers(1, 1000))
+    count = draw(st.integers(0, 10**6)) * draw(st.sampled_from([1, whole]))
+    return draw(st.integers(1, whole)), whole, count
 
 
-@given(st.data())
-def test_so_it_is_of_a_ratio_that_is_no_decimal(data: st.DataObject) -> None:
-    """As on the way of a schedule: 5/6 as a float is above 5/6, and 6 of them are still 5."""
-    whole = data.draw(st.integers(1, 1000), label="whole")
-    part = data.draw(st.integers(1, whole), label="part")
-    count = data.draw(st.integers(0, 1000), label="count") * data.draw(st.sampled_from([1, whole]))
-    claims.check_keep_count(part, whole, count)
+@given(ratios())
+@example((55, 100, 100))  # in floating point 0.55 * 100 is above 55
+@example((7, 100, 100))
+@example((29, 100, 100))
+@budget(2.0)
+def test_keep_count(ratio: tuple[int, int, int]) -> None:
+    """ceil(ratio n) of the ratio that was rounded to a float, in exact arithmetic."""
+    part, whole, count = ratio
+    assert selection.keep_count(part / whole, count) == -(-part * count // whole)
 
 
 @given(st.decimals("0.0001", "1", places=4), st.integers(0, 10**6))
@@ -43,21 +81,55 @@ def test_any_decimal_ratio_is_read_as_printed(ratio: object, count: int) -> None
     )
 
 
-@given(selection_cases(), PERCENT, SCOPES)
-@example(SelectionCase(3, 9, 1, 0), 50, "batch")  # all tied
-def test_top_is_exact_with_ties_by_index(case: SelectionCase, percent: int, scope: str) -> None:
-    claims.check_selection(case, percent, scope, bottom=False)
-
-
-@given(selection_cases(), PERCENT, SCOPES)
-def test_bottom_is_exact_with_ties_by_index(case: SelectionCase, percent: int, scope: str) -> None:
-    claims.check_selection(case, percent, scope, bottom=True)
+@given(case=selection_cases(), percent=PERCENT, scope=SCOPES, bottom=st.booleans())
+@example(case=SelectionCase(3, 9, 1, 0), percent=50, scope="batch", bottom=False)
+@example(case=SelectionCase(3, 9, 2, 0), percent=55, scope="batch", bottom=False)
+@budget(2.0)
+def test_selection(case: SelectionCase, percent: int, scope: str, *, bottom: bool) -> None:
+    """Exactly ceil(ratio n) response tokens per scope, ties by (batch index, position)."""
+    values, mask = case.draw()
+    ratio = Fraction(percent, 100)
+    select = selection.select_bottom if bottom else selection.select_top
+    keep = select(values, mask, percent / 100, scope=scope)
+    sign = -1.0 if bottom else 1.0
+    tokens = [(sign * float(values[b, i]), b, i) for b, i in mask.nonzero().tolist()]
+    if scope == "batch":
+        expected = _best(tokens, ratio)
+    else:
+        rows = [[t for t in tokens if t[1] == b] for b in range(case.rows)]
+        expected = set().union(*(_best(row, ratio) for row in rows))
+    assert {(b, i) for b, i in keep.nonzero().tolist()} == expected
+    assert keep.dtype == torch.bool
+    assert not bool((keep & ~mask).any())
 
 
 @given(selection_cases(), PERCENT)
 @example(SelectionCase(4, 9, 1000, 3), 50)
-def test_responses_are_kept_whole(case: SelectionCase, percent: int) -> None:
-    claims.check_response_values(case, percent)
+def test_response_values(case: SelectionCase, percent: int) -> None:
+    """The mean over each row's response by a loop; and top-ranked, whole responses but for one."""
+    values, mask = case.draw()
+    found = selection.response_values(values, mask)
+    for b in range(case.rows):
+        own = [Fraction(float(values[b, i])) for i in range(case.length) if mask[b, i]]
+        mean = float(sum(own) / len(own)) if own else 0.0
+        for i in range(case.length):
+            expected = mean if mask[b, i] else 0.0
+            assert abs(float(found[b, i]) - expected) <= 1e-6 * max(1.0, abs(mean))
+    assert found.dtype == values.dtype
+    keep = selection.select_top(found, mask, percent / 100)
+    assert int(keep.sum()) == selection.keep_count(percent / 100, int(mask.sum()))
+    rows = [(float(found[b][mask[b]][0]), b) for b in range(case.rows) if bool(mask[b].any())]
+    if len({mean for mean, _ in rows}) < len(rows):
+        return  # equal means share the budget in order of rows
+    cut = [b for _, b in rows if 0 < int(keep[b].sum()) < int(mask[b].sum())]
+    assert len(cut) <= 1
+    kept = [mean for mean, b in rows if bool(keep[b].any())]
+    dropped = [mean for mean, b in rows if not bool(keep[b].any())]
+    assert not dropped or max(dropped) < min(kept)
+    for b in cut:  # the first tokens of the one at the edge
+        places = mask[b].nonzero().squeeze(-1)
+        count = int(keep[b].sum())
+        assert bool(keep[b][places[:count]].all())
 
 
 def test_response_values_by_hand() -> None:
@@ -75,8 +147,13 @@ def test_response_values_by_hand() -> None:
 
 
 @given(selection_cases(), PERCENT)
-def test_padding_is_never_ranked(case: SelectionCase, percent: int) -> None:
-    claims.check_padding_never_ranks(case, percent)
+def test_padding_never_ranks(case: SelectionCase, percent: int) -> None:
+    """Whatever stands outside the mask, NaN included, changes nothing."""
+    values, mask = case.draw()
+    keep = selection.select_top(values, mask, percent / 100)
+    for filler in (1e30, -1e30, float("nan"), float("inf")):
+        again = selection.select_top(values.masked_fill(~mask, filler), mask, percent / 100)
+        assert torch.equal(again, keep)
 
 
 @given(selection_cases(), PERCENT, SCOPES, st.integers(0, 99))

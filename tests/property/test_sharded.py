@@ -2,17 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import FisherError, UnsupportedError
 from alphatoken.estimate.estimators import CAPTURED
-from tests.property import properties_sharded as claims
+from alphatoken.model.sharding import Sharding
+from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import Setup, drift_of, setups
+from tests.property.properties import (
+    BETAS,
+    LAMBDA,
+    MODEL,
+    Setup,
+    drift_of,
+    oracle_influence,
+    quiet_score,
+    scored,
+    setups,
+    stepped,
+    truth,
+)
 from tests.property.strategies import make_case
+from tests.property.tolerance import close
+
+
+class FlatSharding:
+    """One process's parts: flat, padded at the end; ``gathered`` names what was made whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self._shapes = {n: p.shape for n, p in named}
+        self.gathered: list[str] = []
+
+    def shape(self, name: str) -> torch.Size:
+        return self._shapes[name]
+
+    def full(self, name: str, parameter: Tensor) -> Tensor:
+        return parameter.detach().clone()
+
+    def local(self, name: str, parameter: Tensor) -> Tensor:
+        return self.part_of(name, parameter)
+
+    def part_of(self, name: str, full: Tensor) -> Tensor:
+        assert full.shape == self._shapes[name]
+        return torch.cat([full.detach().flatten(), full.new_zeros(3)])
+
+    def reduce(self, name: str, full: Tensor) -> Tensor:
+        return self.part_of(name, full)
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        self.gathered.append(name)
+        return part[:-3].reshape(self._shapes[name])
+
+    @contextmanager
+    def repeatable(self, within: nn.Module | None = None) -> Iterator[None]:
+        yield
+
+    def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
+        return {n: float(p.norm()) for n, p in parts.items()}
+
+
+class WholeSharding(FlatSharding):
+    """Parts are whole, as where a group has one process."""
+
+    def part_of(self, name: str, full: Tensor) -> Tensor:
+        return full.detach().clone()
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        self.gathered.append(name)
+        return part.clone()
+
+
+@contextmanager
+def other_objects_inside(model: ReferenceDecoder) -> Iterator[None]:
+    """Every linear's parameters are copies while it runs."""
+    handles = []
+    kept: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+
+    def enter(module: nn.Module, _: object) -> None:
+        kept[module] = dict(module._parameters)
+        for name, parameter in kept[module].items():
+            if parameter is not None:
+                copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                module._parameters[name] = copy
+
+    def leave(module: nn.Module, *_: object) -> None:
+        module._parameters.update(kept.pop(module))
+
+    adapter = ReferenceAdapter(model)
+    for linear in adapter.scored_linears(range(len(adapter.layers()))):
+        handles.append(linear.module.register_forward_pre_hook(enter))
+        handles.append(linear.module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _kronecker(setup: Setup, model: ReferenceDecoder, drift: FisherDrift) -> FisherDrift:
+    factors = {}
+    for index, (name, w) in enumerate(drift.reference.items()):
+        rows, columns = (*w.shape, 1)[:2]
+        generator = torch.Generator().manual_seed(setup.case.direction_seed + index)
+        pair = [torch.randn(n, n, generator=generator, dtype=w.dtype) for n in (rows, columns)]
+        factors[name] = tuple(a @ a.T for a in pair)
+    return FisherDrift({}, drift.reference, {}, factors, exact_names=True)  # type: ignore[arg-type]
+
+
+def _size(
+    setup: Setup, model: ReferenceDecoder, balance: Mapping[str, float], values: Tensor
+) -> Tensor:
+    psi = oracle_influence(setup, model, {n: torch.ones_like(p) for n, p in _scored(setup, model)})
+    return psi.absolute_scale.sum() * 1e3 + values.abs().max()
+
+
+def _scored(setup: Setup, model: ReferenceDecoder) -> list[tuple[str, Tensor]]:
+    return [(x.weight_name, x.weight) for x in scored(setup, ReferenceAdapter(model))]
+
 
 CASE = make_case(("pprrr",), (("pprr",),), layers=2)
 SETUP = Setup(CASE, "all")
@@ -21,19 +136,99 @@ SETUP = Setup(CASE, "all")
 @given(setups(), st.sampled_from(CAPTURED), st.sampled_from(["diagonal", "kronecker", "data"]))
 @budget(0.6)
 def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention: str) -> None:
-    claims.check_sharded_values_equal_whole_ones(setup, estimator, retention)
+    """G from captured errors, V from parts, M gathered: as with whole weights."""
+    model = setup.case.model()
+    data: object = [setup.case.batch]
+    if retention != "data":
+        data = FisherDrift(*drift_of(setup, model))
+    if retention == "kronecker":
+        data = _kronecker(setup, model, data)  # type: ignore[arg-type]
+    config = ScorerConfig(
+        estimator=estimator,
+        layers=setup.layers,
+        score_bias=setup.score_bias,
+        stability_weight=LAMBDA,
+        window=None,
+        max_relative_drift=None,
+    )
+    whole = Scorer(model, setup.case.validation, data, config)  # type: ignore[arg-type]
+    expected = quiet_score(whole, setup.case.batch)
+    sharding = FlatSharding(model)
+    assert isinstance(sharding, Sharding)
+    scorer = Scorer(model, setup.case.validation, data, config, sharding=sharding)  # type: ignore[arg-type]
+    with other_objects_inside(model):
+        found = quiet_score(scorer, setup.case.batch)
+    direction = whole.direction
+    sides = (("adaptation", direction.adaptation), ("stability", direction.stability))
+    for part, m in sides:
+        assert m is not None
+        psi = oracle_influence(setup, model, m)
+        size = psi.absolute_scale.sum() + sum(
+            i.absolute_scale.sum() for i in truth(setup).influences
+        )
+        close(getattr(found, part), getattr(expected, part), size, MODEL, name=f"sharded {part}")
+    assert set(found.balance) == set(expected.balance)
+    assert set(scorer.coverage.unproved) == {"causality", "coverage", "derivatives", "documents"}
+    assert scorer.coverage.relative_error is None
+    assert sorted(sharding.gathered) == sorted(2 * list(scorer.parameters))  # once a side
 
 
 @given(setups(), st.sampled_from(["diagonal", "data"]))
 @budget(0.2, least=4)
 def test_a_sharded_direction_is_never_stale(setup: Setup, retention: str) -> None:
-    claims.check_a_sharded_direction_is_never_stale(setup, retention)
+    """Weights written past every version counter, as shards are: the values of a fresh scorer."""
+    model = setup.case.model()
+    data: object = [setup.case.batch]
+    if retention != "data":
+        data = FisherDrift(*drift_of(setup, model))
+    config = ScorerConfig("path", layers=setup.layers, window=None, max_relative_drift=None)
+
+    def scorer() -> Scorer:
+        sharding = FlatSharding(model)
+        return Scorer(model, setup.case.validation, data, config, sharding=sharding)  # type: ignore[arg-type]
+
+    lasting = scorer()
+    before = quiet_score(lasting, setup.case.batch).total
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(1.25)
+    found = quiet_score(lasting, setup.case.batch).total
+    assert torch.equal(found, quiet_score(scorer(), setup.case.batch).total)
+    assert not torch.equal(found, before)
 
 
-@given(setups(tied_linears=False), st.sampled_from(["frozen", "full", "given"]))
+@pytest.mark.parametrize("steps", [3])
+@given(setup=setups(tied_linears=False), kind=st.sampled_from(["frozen", "full", "given"]))
 @budget(0.3)
-def test_sharded_preconditioners(setup: Setup, kind: str) -> None:
-    claims.check_sharded_preconditioners(setup, kind, 3)
+def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
+    """P from the optimizer's state, in parts: frozen, full, and a given one."""
+    model, optimizer = stepped(setup, steps, "AdamW")
+    assert optimizer.param_groups[0]["betas"] == BETAS
+    given = {
+        linear.weight_name: torch.rand(linear.weight.shape, dtype=torch.float64)
+        for linear in scored(setup, ReferenceAdapter(model))
+    }
+    config = ScorerConfig(
+        estimator="path",
+        layers=setup.layers,
+        window=None,
+        preconditioner=kind if kind != "given" else given,
+        precondition_after=1,
+    )
+    setup = Setup(setup.case, setup.layers)
+    data = [setup.case.batch]
+    expected = quiet_score(
+        Scorer(model, setup.case.validation, data, config, optimizer=optimizer), setup.case.batch
+    )
+    sharding = WholeSharding(model)
+    scorer = Scorer(
+        model, setup.case.validation, data, config, optimizer=optimizer, sharding=sharding
+    )
+    found = quiet_score(scorer, setup.case.batch)
+    for part in ("adaptation", "stability"):
+        one, two = getattr(found, part), getattr(expected, part)
+        size = _size(setup, model, expected.balance, two)
+        close(one, two, size, MODEL, name=f"sharded {kind} {part}")
 
 
 def test_label_is_refused_by_name() -> None:
@@ -41,7 +236,7 @@ def test_label_is_refused_by_name() -> None:
     for parameters in ("linears", "all"):
         config = ScorerConfig("label", layers=1, parameters=parameters)
         with pytest.raises(UnsupportedError, match=r"'label' cannot run on sharded weights.*DDP"):
-            Scorer(model, CASE.validation, None, config, sharding=claims.FlatSharding(model))
+            Scorer(model, CASE.validation, None, config, sharding=FlatSharding(model))
 
 
 def test_a_weight_shared_with_a_module_outside_is_refused() -> None:
@@ -51,13 +246,13 @@ def test_a_weight_shared_with_a_module_outside_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="tied to a module outside the scored layers"):
         Scorer(
             model, case.validation, None, ScorerConfig(layers=1),
-            sharding=claims.FlatSharding(model),
+            sharding=FlatSharding(model),
         )  # fmt: skip
 
 
 def test_a_fisher_of_another_model_is_refused_from_parts_too() -> None:
     model = CASE.model()
-    sharding = claims.FlatSharding(model)
+    sharding = FlatSharding(model)
     fisher, reference = drift_of(SETUP, model)
     far = FisherDrift(fisher, {n: w / 10 for n, w in reference.items()})
     few = FisherDrift(dict(list(fisher.items())[:1]), dict(list(reference.items())[:1]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,15 +22,24 @@ from alphatoken.model import attention
 from alphatoken.model import batch as batches
 from alphatoken.scoring import label
 from alphatoken.select import interaction, losses
-from tests.property import properties_algebra as algebra
-from tests.property import properties_attention as heads
-from tests.property import properties_estimators as claims
-from tests.property import properties_scorer as whole
-from tests.property import properties_weights as weighing
-from tests.property.mutation import without_proofs
+from tests.property import (
+    test_attention,
+    test_contraction,
+    test_direction,
+    test_estimators,
+    test_interaction,
+    test_label,
+    test_losses,
+    test_preconditioner,
+    test_value_propagation,
+)
+from tests.property.mutation import body, without_proofs
 from tests.property.properties import Setup
-from tests.property.properties_attention import AttentionCase
 from tests.property.strategies import ContractionCase, make_case
+from tests.property.test_attention import AttentionCase
+from tests.property.test_direction import DirectionCase
+from tests.property.test_losses import LossCase, PairCase
+from tests.property.test_preconditioner import AdamCase
 from tests.property.tolerance import close, unrecorded
 
 SLIGHTLY = 1 + 1e-9
@@ -54,107 +64,156 @@ def changed(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return replace(found, **{k: changed(v, change) for k, v in vars(found).items()})
 
 
-Property = Callable[[], None]
-PROPERTIES: dict[str, tuple[Any, str, Property]] = {
+PROPERTIES: dict[str, tuple[Any, str, Callable[..., None], tuple[Any, ...]]] = {
     "projected": (
-        contraction, "contract", lambda: algebra.check_projected_is_the_loop(NUMBERS, True)
+        contraction,
+        "contract",
+        test_contraction.test_projected_is_the_loop,
+        (NUMBERS, True),
     ),
     "outer sum": (
-        contraction, "outer_sum", lambda: algebra.check_outer_sum_is_the_weight_gradient(NUMBERS)
+        contraction,
+        "outer_sum",
+        test_contraction.test_outer_sum_is_the_weight_gradient,
+        (NUMBERS,),
     ),
     "diagonal drift": (
-        direction, "diagonal_drift",
-        lambda: algebra.check_diagonal_drift(algebra.DirectionCase(3, 4, 1.5, 0)),
+        direction,
+        "diagonal_drift",
+        test_direction.test_diagonal_drift,
+        (DirectionCase(3, 4, 1.5, 0),),
     ),
     "Kronecker drift": (
-        direction, "kronecker_drift",
-        lambda: algebra.check_kronecker_drift(algebra.DirectionCase(3, 4, 1.5, 0)),
+        direction,
+        "kronecker_drift",
+        test_direction.test_kronecker_drift,
+        (DirectionCase(3, 4, 1.5, 0),),
     ),
     "full preconditioner": (
-        preconditioner, "full_preconditioner",
-        lambda: algebra.check_full_preconditioner(algebra.AdamCase(5, 0.9, 0.999, 1e-8, 0)),
+        preconditioner,
+        "full_preconditioner",
+        test_preconditioner.test_full_preconditioner,
+        (AdamCase(5, 0.9, 0.999, 1e-8, 0),),
     ),
     "frozen preconditioner": (
-        preconditioner, "frozen_preconditioner",
-        lambda: algebra.check_frozen_preconditioner(algebra.AdamCase(5, 0.9, 0.999, 1e-8, 0)),
+        preconditioner,
+        "frozen_preconditioner",
+        test_preconditioner.test_frozen_preconditioner,
+        (AdamCase(5, 0.9, 0.999, 1e-8, 0),),
     ),
     "self-only backward": (
-        attention, "self_terms", lambda: heads.check_self_backward_is_the_diagonal(HEADS)
+        attention,
+        "self_terms",
+        test_attention.test_self_backward_is_the_diagonal,
+        (HEADS,),
     ),
     "cross backward": (
-        attention, "self_terms", lambda: heads.check_cross_backward_is_the_rest(HEADS)
+        attention,
+        "self_terms",
+        test_attention.test_cross_backward_is_the_rest,
+        (HEADS,),
     ),
     "forward mode": (
-        attention, "forward_mode_attention",
-        lambda: heads.check_forward_mode_is_the_jvp(
-            HEADS, frozenset({"query", "key", "value", "sinks"})
-        ),
+        attention,
+        "forward_mode_attention",
+        test_attention.test_forward_mode_is_the_jvp,
+        (HEADS, frozenset({"query", "key", "value", "sinks"})),
     ),
     "banded sum": (
-        attention, "propagate_values",
-        lambda: heads.check_value_propagation(HEADS, 3, "per_head"),
+        attention,
+        "propagate_values",
+        test_value_propagation.test_value_propagation,
+        (HEADS, 3, "per_head"),
     ),
     "weights": (
-        attention.AttentionStatistics, "weights",
-        lambda: heads.check_log_sum_exp_and_weights(HEADS),
+        attention.AttentionStatistics,
+        "weights",
+        test_attention.test_log_sum_exp_and_weights,
+        (HEADS,),
     ),
     "direct": (
-        columns.ColumnSums, "columns", lambda: claims.check_direct_is_the_diagonal(SETUP)
+        columns.ColumnSums,
+        "columns",
+        test_estimators.test_direct_is_the_diagonal,
+        (SETUP,),
     ),
-    "path": (columns.ColumnSums, "columns", lambda: claims.check_path_is_the_column_sums(SETUP)),
-    "label": (label, "label_values", lambda: claims.check_label_is_the_row_sums(SETUP)),
+    "path": (columns.ColumnSums, "columns", test_estimators.test_path_is_the_column_sums, (SETUP,)),
+    "label": (label, "label_values", test_label.test_label_is_the_row_sums, (SETUP,)),
     "label, losses": (
-        forward_mode, "response_losses", lambda: claims.check_label_is_the_row_sums(SETUP)
+        forward_mode,
+        "response_losses",
+        test_label.test_label_is_the_row_sums,
+        (SETUP,),
     ),
     "alphatoken": (
-        columns.ColumnSums, "columns",
-        lambda: claims.check_alphatoken_is_direct_plus_propagation(SETUP, 2, "per_head", "label"),
+        columns.ColumnSums,
+        "columns",
+        test_value_propagation.test_alphatoken_is_direct_plus_propagation,
+        (SETUP, 2, "per_head", "label"),
     ),
     "paper_literal": (
-        columns.ColumnSums, "columns", lambda: claims.check_paper_literal(SETUP, 2, "label")
+        columns.ColumnSums,
+        "columns",
+        test_value_propagation.test_paper_literal,
+        (SETUP, 2, "label"),
     ),
     "same_layer_hop": (
-        columns.ColumnSums, "columns",
-        lambda: claims.check_same_layer_hop_of_the_last_layer_is_path(LAST),
+        columns.ColumnSums,
+        "columns",
+        test_estimators.test_same_layer_hop_of_the_last_layer_is_path,
+        (LAST,),
     ),
     "exact propagation": (
-        columns.ColumnSums, "columns",
-        lambda: claims.check_propagation_is_exact_for_the_last_value_projection(LAST),
+        columns.ColumnSums,
+        "columns",
+        test_value_propagation.test_propagation_is_exact_for_the_last_value_projection,
+        (LAST,),
     ),
     "totals": (
-        columns.ColumnSums, "columns", lambda: claims.check_totals_are_the_gradient_along_m(SETUP)
+        columns.ColumnSums,
+        "columns",
+        test_estimators.test_totals_are_the_gradient_along_m,
+        (SETUP,),
     ),
-    "all parameters": (
-        label, "label_values", lambda: claims.check_label_over_all_parameters(SETUP)
-    ),
+    "all parameters": (label, "label_values", test_label.test_label_over_all_parameters, (SETUP,)),
     "validation gradient": (
-        build, "objective_sums", lambda: whole.check_validation_gradient(SETUP)
+        build,
+        "objective_sums",
+        test_direction.test_validation_gradient,
+        (SETUP,),
     ),
-    "retention by data": (
-        build, "objective_sums", lambda: whole.check_retention_by_data(SETUP)
-    ),
+    "retention by data": (build, "objective_sums", test_direction.test_retention_by_data, (SETUP,)),
     "given preconditioner": (
-        build, "precondition", lambda: whole.check_given_preconditioner(SETUP)
+        build,
+        "precondition",
+        test_preconditioner.test_given_preconditioner,
+        (SETUP,),
     ),
     "token losses": (
-        batches, "token_losses",
-        lambda: algebra.check_token_losses(algebra.LossCase(2, 5, 4, 0)),
+        batches,
+        "token_losses",
+        test_losses.test_token_losses,
+        (LossCase(2, 5, 4, 0),),
     ),
     "masked loss": (
-        losses, "masked_sft_loss",
-        lambda: algebra.check_sft_loss(algebra.LossCase(2, 5, 4, 0), "sum"),
+        losses,
+        "masked_sft_loss",
+        test_losses.test_sft_loss,
+        (LossCase(2, 5, 4, 0), "sum"),
     ),
     "Gram of tokens": (
-        interaction, "token_gram",
-        lambda: weighing.check_gram_is_the_product_of_direct_gradients(SETUP, 3),
+        interaction,
+        "token_gram",
+        test_interaction.test_gram_is_the_product_of_direct_gradients,
+        (SETUP, 3),
     ),
     "DPO": (
-        losses, "masked_dpo_loss",
-        lambda: algebra.check_masked_dpo_gradient(
-            algebra.PairCase(algebra.LossCase(2, 5, 4, 0), algebra.LossCase(2, 4, 4, 0), 0.5)
-        ),
+        losses,
+        "masked_dpo_loss",
+        test_losses.test_masked_dpo_gradient,
+        (PairCase(LossCase(2, 5, 4, 0), LossCase(2, 4, 4, 0), 0.5),),
     ),
-}  # fmt: skip
+}
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "times 1 + 1e-9": lambda x: x * SLIGHTLY,
     "NaN": lambda x: x * float("nan"),
@@ -164,7 +223,8 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_rejects(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, function, check = PROPERTIES[name]
+    place, function, test, arguments = PROPERTIES[name]
+    check = partial(body(test), *arguments)
     check()
     original = getattr(place, function)
 

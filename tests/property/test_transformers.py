@@ -41,9 +41,8 @@ from tests.property.architectures import (
     Architecture,
     plain_forward,
 )
-from tests.property.devices import on_devices
 from tests.property.profiles import REACH, budget
-from tests.property.strategies import MODES, SEEDS, ContractionCase, Rows, make_batch, rows
+from tests.property.strategies import DEVICES, MODES, SEEDS, ContractionCase, Rows, make_batch, rows
 from tests.property.tolerance import allowed, close
 
 # torch's forward mode compiles some rules with torch.jit at first use, which torch deprecated.
@@ -664,7 +663,7 @@ def test_rows_hold_three_response_tokens_unless_they_are_special() -> None:
     assert counts[1]
 
 
-@on_devices
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
 def test_values_on_ragged_rows_in_either_precision(name: str, double: bool, device: str) -> None:

@@ -30,7 +30,7 @@ EXPLAINED: dict[str, str] = {
     ),
     "direction.current.Target._current_stamp:body1:2": (
         "A hole: a direction of sharded weights was kept after a step, and no test looked. Now "
-        "`check_a_sharded_direction_is_never_stale` does."
+        "`test_a_sharded_direction_is_never_stale` does."
     ),
     "model.attention._mask:body1/body0/value/args1/args1/slice:0": (
         "A hole where masks differ by head: groups and queries a group were two and two in the "
@@ -38,10 +38,10 @@ EXPLAINED: dict[str, str] = {
     ),
     "estimate.proofs.prove_isolation:body3/test/operand/args0/func/value/comparators0:0": (
         "A hole: no row ended at its third token, the shortest that can show a leak. Now "
-        "`check_isolation_is_claimed_only_where_it_was_shown` takes that row."
+        "`test_isolation_is_claimed_only_where_it_was_shown` takes that row."
     ),
     "scorer.Scorer.score:body7/body2:0": (
-        "Not measured: `check_full_values_are_the_steps_derivative` fails, run by hand afterwards."
+        "Not measured: `test_full_values_are_the_steps_derivative` fails, run by hand afterwards."
     ),
     "scorer.Scorer._warn_if_one_sided:body2/test/values0/comparators1:0": (
         "A hole: the warning about a side that decides alone then came too often, and no test "
