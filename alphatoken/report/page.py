@@ -89,7 +89,6 @@ class ShownTable:
     """Equally long columns under a heading, or under the section's where ``title`` is "".
 
     ``csv`` holds the whole table, to be downloaded, with the rows that are ``left_out`` here.
-    A ``folded`` table is hidden until asked for.
     """
 
     anchor: str
@@ -98,7 +97,6 @@ class ShownTable:
     note: str = ""
     csv: str = ""
     left_out: int = 0
-    folded: bool = False
 
     @property
     def rows(self) -> list[tuple[str, ...]]:

@@ -75,20 +75,6 @@ class Ranks:
                 dist.all_reduce(sums[name])
         return sums, total
 
-    def gather_ragged(self, tensor: Tensor) -> list[Tensor]:
-        """One flat tensor of each process, of any lengths but one dtype; in the order of ranks."""
-        if self.world == 1:
-            return [tensor]
-        here = torch.tensor([tensor.numel()], device=self.device)
-        lengths = [torch.empty_like(here) for _ in range(self.world)]
-        dist.all_gather(lengths, here)
-        counts = [int(length) for length in lengths]
-        padded = torch.zeros(max(counts), dtype=tensor.dtype, device=self.device)
-        padded[: tensor.numel()] = tensor.flatten()
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded)
-        return [part[:count] for part, count in zip(parts, counts, strict=True)]
-
     def gather_objects(self, item: Any) -> list[Any]:
         """One picklable object of each process, in the order of ranks, on every process."""
         if self.world == 1:
@@ -139,11 +125,18 @@ def global_selection(
     Raises:
         What ``decide`` raises, on every process.
     """
-    chosen = [v.detach()[m].double() for v, m in zip(values, masks, strict=True)]
-    counts = ranks.gather_ragged(torch.tensor([len(c) for c in chosen], device=ranks.device))
-    empty = torch.empty(0, dtype=torch.float64, device=ranks.device)
-    tokens = ranks.gather_ragged(torch.cat([empty, *chosen]))
-    row, places = _in_order([c.tolist() for c in counts], tokens)
+    chosen = [v.detach()[m].double().cpu() for v, m in zip(values, masks, strict=True)]
+    of_ranks = ranks.gather_objects(chosen)
+    pieces: list[Tensor] = [torch.empty(0, dtype=torch.float64)]
+    places: dict[tuple[int, int], int] = {}
+    start = 0
+    for step in range(max(map(len, of_ranks))):
+        for rank, own in enumerate(of_ranks):
+            if step < len(own):  # the last round of an epoch may not reach every rank
+                places[step, rank] = start
+                pieces.append(own[step])
+                start += len(own[step])
+    row = torch.cat(pieces).to(ranks.device)
     everything = torch.ones_like(row, dtype=torch.bool)
     decided = decide(row[None], everything[None])[0] if len(row) else row
     weights = []
@@ -153,23 +146,6 @@ def global_selection(
         weight[mask] = decided[start : start + len(chosen[step])].to(value)
         weights.append(weight)
     return weights
-
-
-def _in_order(
-    counts: Sequence[Sequence[int]], tokens: Sequence[Tensor]
-) -> tuple[Tensor, dict[tuple[int, int], int]]:
-    """All tokens by (micro-batch, rank), and where each (micro-batch, rank) starts."""
-    split = [list(t.split(list(c))) if c else [] for t, c in zip(tokens, counts, strict=True)]
-    pieces: list[Tensor] = []
-    places: dict[tuple[int, int], int] = {}
-    start = 0
-    for step in range(max(map(len, counts))):
-        for rank, own in enumerate(split):
-            if step < len(own):  # the last round of an epoch may not reach every rank
-                places[step, rank] = start
-                pieces.append(own[step])
-                start += len(own[step])
-    return (torch.cat(pieces) if pieces else tokens[0]), places
 
 
 def even_micro_batches(

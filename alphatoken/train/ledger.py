@@ -115,21 +115,20 @@ class ValueLedger:
         Raises:
             InputError: shapes or types that do not fit; values without components, which the ledger
                 adds up as well.
-            NumericalError: a NaN or Inf among the values or the scale. Nothing is added then.
+            NumericalError: a NaN or Inf among values, weights or scale. Nothing is added then.
         """
         if not math.isfinite(scale):
             raise NumericalError("the scale of a visit is not finite", got=str(scale))
         documents = split_batch(batch, mask)
-        kept = _checked_weights(weights, mask)
-        block = _components(values, mask)
+        block = _components(values, weights, mask)
         for document in documents:
             entry = self.documents.get(document.key)
             if entry is None:
                 entry = self.documents[document.key] = DocumentValues.of(document)
             entry.visits += 1
             entry.last_step = step
-            entry.sums[:, :-1] += scale * block[document.places]
-            entry.sums[:, -1] += kept[document.places]
+            entry.sums[:, :-1] += scale * block[document.places, :-1]
+            entry.sums[:, -1] += block[document.places, -1]
 
     # --- several processes --------------------------------------------------------------------
 
@@ -210,26 +209,12 @@ def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
-def _checked_weights(weights: Tensor, mask: Tensor) -> NDArray[np.float64]:
-    """Weights of the flattened batch, finite and not negative where the mask is True."""
-    if weights.shape != mask.shape:
+def _components(values: TokenValues, weights: Tensor, mask: Tensor) -> NDArray[np.float64]:
+    """(b t, 4): total, adaptation and lambda times stability, as they enter it, and the weight."""
+    if not values.total.shape == weights.shape == mask.shape:
         raise InputError(
-            "weights and mask differ in shape",
-            got=f"{tuple(weights.shape)} and {tuple(mask.shape)}",
-        )
-    found: NDArray[np.float64] = weights.detach().cpu().double().numpy().reshape(-1)
-    used = found[mask.cpu().numpy().reshape(-1)]
-    if not (np.isfinite(used) & (used >= 0)).all():
-        raise InputError("a token's weight is finite and at least 0", got=str(used.min()))
-    return found
-
-
-def _components(values: TokenValues, mask: Tensor) -> NDArray[np.float64]:
-    """(b t, 3): total, adaptation and lambda times stability, as they enter the total."""
-    if values.total.shape != mask.shape:
-        raise InputError(
-            "values and mask differ in shape",
-            got=f"{tuple(values.total.shape)} and {tuple(mask.shape)}",
+            "values, weights and mask differ in shape",
+            got=f"{tuple(values.total.shape)}, {tuple(weights.shape)} and {tuple(mask.shape)}",
         )
     parts = values.components()
     if not parts:
@@ -240,30 +225,21 @@ def _components(values: TokenValues, mask: Tensor) -> NDArray[np.float64]:
             remedy="components=True",
         )
     zero = torch.zeros_like(values.total)
-    stacked = torch.stack(
-        [
-            values.total,
-            sum((v for k, v in parts.items() if k.startswith("adaptation")), zero),
-            sum((v for k, v in parts.items() if k.startswith("stability")), zero),
-            values.mask.to(values.total),
-        ],
-        dim=-1,
-    )
-    found: NDArray[np.float64] = stacked.detach().cpu().double().numpy().reshape(-1, 4)
-    used = mask.cpu().numpy().reshape(-1)
-    if not np.array_equal(found[:, 3] != 0, used):
-        raise InputError(
-            "the values are of other tokens than the mask",
-            got=f"{int((found[:, 3] != 0).sum())} valued, {int(used.sum())} response tokens",
-        )
-    if not np.isfinite(found[used]).all():
-        row, index = divmod(
-            int((~np.isfinite(found).all(-1) & used).nonzero()[0][0]), mask.shape[1]
-        )
+    columns = [
+        values.total,
+        sum((v for k, v in parts.items() if k.startswith("adaptation")), zero),
+        sum((v for k, v in parts.items() if k.startswith("stability")), zero),
+        weights,
+    ]
+    stacked = torch.stack([column.detach().cpu().double() for column in columns], dim=-1)
+    found: NDArray[np.float64] = stacked.numpy().reshape(-1, len(columns))
+    bad = ~np.isfinite(found).all(-1) & mask.cpu().numpy().reshape(-1)
+    if bad.any():
+        row, index = divmod(int(bad.argmax()), mask.shape[1])
         raise NumericalError(
-            "a token value is not finite",
+            "a token's value or weight is not finite",
             got=f"row {row}, token {index}",
             why="a NaN never leaves a sum",
             remedy="look at the loss of that token and at the weights",
         )
-    return found[:, :3]
+    return found

@@ -17,7 +17,7 @@ from alphatoken.errors import DataError
 from alphatoken.report import Component, ScoredExample, read_values, summarise
 from alphatoken.report.build import value_sections
 from alphatoken.report.numbers import number
-from alphatoken.report.page import Column, Section, ShownTable, render_page, write_page
+from alphatoken.report.page import Section, render_page, write_page
 from alphatoken.support.storage import read_json
 from alphatoken.train.curves import charts
 from alphatoken.train.ledger import UNIT
@@ -29,7 +29,6 @@ REPORT = f"{RESULTS}/alphatoken-report.html"
 VALUES = f"{RESULTS}/values"
 """The folder of value files in a run's folder."""
 _STATE, _POLICY = "trainer_state.json", "policy.json"
-_ROWS_SHOWN = 60
 _LEAD = (
     "What was trained on, and what it did: the curves of the run, then the value of each response "
     "token, added up over its visits."
@@ -157,7 +156,7 @@ def render(run: RunRecord, texts: Texts) -> str:
     return render_page(
         f"Run {run.name}",
         _LEAD,
-        [*_first(run.before), _curves(run.history, logs), *sections],
+        [*_first(run.before), _curves(run.history), *sections],
         tiles=_tiles(run),
         notes=notes,
         settings={**run.options, **{f"{name} version": of for name, of in run.versions.items()}},
@@ -173,8 +172,8 @@ def _first(before: Sequence[Mapping[str, Any]]) -> list[Section]:
     return [Section("before", "Before the run", remarks=[remark], pictures=charts(before))]
 
 
-def _curves(history: Sequence[Mapping[str, Any]], logs: Sequence[Mapping[str, Any]]) -> Section:
-    """The curves, and the numbers behind them as a table."""
+def _curves(history: Sequence[Mapping[str, Any]]) -> Section:
+    """The curves; the download holds the numbers behind them."""
     pictures = charts(history)
     remark = (
         "Optimizer steps run from left to right; the legend gives the last number. Move over a "
@@ -185,7 +184,6 @@ def _curves(history: Sequence[Mapping[str, Any]], logs: Sequence[Mapping[str, An
         "Curves",
         remarks=[remark if pictures else "Nothing was logged."],
         pictures=pictures,
-        tables=_log_table(logs),
     )
 
 
@@ -210,32 +208,3 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     if "alpha/kept_share" in last:
         shown.append((f"{last['alpha/kept_share']:.1%}", "of the response tokens kept"))
     return shown
-
-
-_COLUMNS = {
-    "step": "Step",
-    "loss": "Loss",
-    "eval_loss": "Evaluation",
-    "alpha/kept_share": "Kept",
-    "alpha/total_mean": "Mean value",
-    "alpha/balance": "Balance",
-    "alpha/validation_held_out": "Held out",
-    "alpha/validation_gap": "Gap",
-    "alpha/relative_drift": "Drift",
-    "rewards/margins": "Margin",
-}
-
-
-def _log_table(logs: Sequence[Mapping[str, Any]]) -> list[ShownTable]:
-    """Evenly thinned logs, one a row; none if nothing was logged."""
-    logs = [entry for entry in logs if "loss" in entry or "eval_loss" in entry]
-    if len(logs) > _ROWS_SHOWN:
-        places = np.linspace(0, len(logs) - 1, _ROWS_SHOWN).round().astype(int)
-        logs = [logs[i] for i in places]
-    columns = [
-        Column(title, [number(entry.get(name), 4) for entry in logs])
-        for name, title in _COLUMNS.items()
-        if any(name in entry for entry in logs)
-    ]
-    note = f"{len(logs)} logs, evenly drawn; the download holds all of them."
-    return [ShownTable("log", "Numbers of the log", columns, note, folded=True)] if logs else []

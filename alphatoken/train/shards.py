@@ -15,16 +15,6 @@ from alphatoken.errors import ConfigError
 __all__ = ["Fsdp2Sharding", "Zero3Sharding"]
 
 
-def _square_sums(parts: Mapping[str, Tensor], copies: Mapping[str, int]) -> dict[str, float]:
-    """Square roots of the sums of squares over all processes; ``copies`` hold each part."""
-    names = sorted(parts)
-    if not names:
-        return {}
-    sums = torch.stack([parts[n].double().square().sum() / copies[n] for n in names])
-    dist.all_reduce(sums)
-    return dict(zip(names, sums.sqrt().tolist(), strict=True))
-
-
 def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Each module below, and the nearest one around it whose weights FSDP2 gathers together."""
     owner = module if hasattr(module, "unshard") else owner
@@ -33,29 +23,37 @@ def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
         yield from _owners(child, owner)
 
 
-def _summed(full: Tensor) -> Tensor:
-    """Sum over all processes; collectives take no strided views."""
-    total = full.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
-    return total
+class _Parts:
+    """What both ways have in common."""
+
+    def part_of(self, name: str, full: Tensor) -> Tensor:
+        """See ``Sharding``."""
+        raise NotImplementedError
+
+    def _copies(self, name: str) -> int:
+        """How many processes hold each number of a parameter."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reduce(self, name: str, full: Tensor) -> Tensor:
+        """This process's part of the sum over all processes."""
+        # Collectives take no strided views.
+        total = full.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return self.part_of(name, total)
+
+    @torch.no_grad()
+    def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
+        """Norm of each whole tensor."""
+        names = sorted(parts)
+        if not names:
+            return {}
+        sums = torch.stack([parts[n].double().square().sum() / self._copies(n) for n in names])
+        dist.all_reduce(sums)
+        return dict(zip(names, sums.sqrt().tolist(), strict=True))
 
 
-def _whole(spread: Any) -> Tensor:
-    found: Tensor = spread.full_tensor()
-    return found
-
-
-def _device(spread: Any) -> str:
-    """Kind of device that the model runs on."""
-    return str(spread.device_mesh.device_type)
-
-
-def _local(spread: Any) -> Tensor:
-    found: Tensor = spread.to_local()
-    return found.clone()
-
-
-class Fsdp2Sharding:
+class Fsdp2Sharding(_Parts):
     """``Sharding`` of a model under ``fully_shard``: parameters are DTensors.
 
     Parts are the DTensors' local shards (rows of the matrix, by ``torch.chunk``), of one size or
@@ -79,6 +77,16 @@ class Fsdp2Sharding:
             if isinstance(p, DTensor):
                 self._layout[name] = (p.device_mesh, p.placements)
 
+    @staticmethod
+    def _full(spread: Any) -> Tensor:
+        found: Tensor = spread.full_tensor()
+        return found
+
+    @staticmethod
+    def _own(spread: Any) -> Tensor:
+        found: Tensor = spread.to_local()
+        return found.clone()
+
     def shape(self, name: str) -> torch.Size:
         """Shape of the whole parameter."""
         return self._shape[name]
@@ -87,7 +95,7 @@ class Fsdp2Sharding:
     def full(self, name: str, parameter: Tensor) -> Tensor:
         """The whole parameter. Collective outside a forward; inside it is whole already."""
         if isinstance(parameter, self._kind):
-            return _whole(parameter.detach()).to(_device(parameter))
+            return self._full(parameter.detach()).to(parameter.device_mesh.device_type)
         return parameter.detach().clone()
 
     @torch.no_grad()
@@ -95,7 +103,7 @@ class Fsdp2Sharding:
         """This process's rows of the parameter."""
         if isinstance(parameter, self._kind):
             # With weights offloaded to the CPU, parts are worked on where the model runs.
-            return _local(parameter.detach()).to(_device(parameter))
+            return self._own(parameter.detach()).to(parameter.device_mesh.device_type)
         return self.part_of(name, parameter)
 
     @torch.no_grad()
@@ -108,13 +116,7 @@ class Fsdp2Sharding:
         mesh, placements = self._layout[name]
         # No source rank: every process has the whole tensor, so nothing is sent.
         whole = full.detach().contiguous()
-        spread = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        return _local(spread)
-
-    @torch.no_grad()
-    def reduce(self, name: str, full: Tensor) -> Tensor:
-        """This process's rows of the sum over all processes."""
-        return self.part_of(name, _summed(full))
+        return self._own(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ class Fsdp2Sharding:
             shape=self._shape[name],
             stride=self._stride[name],
         )
-        return _whole(spread)
+        return self._full(spread)
 
     @contextmanager
     def repeatable(self, within: nn.Module | None = None) -> Iterator[None]:
@@ -148,11 +150,6 @@ class Fsdp2Sharding:
             yield
         finally:
             owner.reshard()
-
-    @torch.no_grad()
-    def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
-        """Norm of each whole tensor."""
-        return _square_sums(parts, {name: self._copies(name) for name in parts})
 
     def _copies(self, name: str) -> int:
         if name not in self._layout:
@@ -186,7 +183,7 @@ def _leaf_hooks(module: nn.Module) -> list[_LeafHook]:
     return [hook for hook in hooks.values() if isinstance(hook, _LeafHook)]
 
 
-class Zero3Sharding:
+class Zero3Sharding(_Parts):
     """``Sharding`` of a model under DeepSpeed ZeRO-3: flat parts of equal length.
 
     Each parameter is flattened, padded with zeros to a multiple of its group's size, and cut;
@@ -283,11 +280,6 @@ class Zero3Sharding:
         return part
 
     @torch.no_grad()
-    def reduce(self, name: str, full: Tensor) -> Tensor:
-        """This process's flat part of the sum over all processes."""
-        return self.part_of(name, _summed(full))
-
-    @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:
         """The whole tensor from all processes' parts."""
         if not self._partitioned(name):
@@ -323,12 +315,8 @@ class Zero3Sharding:
             for hook in self._leaf_hooks:
                 hook.quiet = False
 
-    @torch.no_grad()
-    def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
-        """Norm of each whole tensor."""
+    def _copies(self, name: str) -> int:
         world = dist.get_world_size()
-        copies = {
-            n: world // self._place(self._parameters[n])[1] if self._partitioned(n) else world
-            for n in parts
-        }
-        return _square_sums(parts, copies)
+        if not self._partitioned(name):
+            return world
+        return world // self._place(self._parameters[name])[1]

@@ -548,47 +548,36 @@ def test_nan_stops_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> N
 
 
 def test_data_fingerprint_is_of_the_content() -> None:
-    rows = tiny.sft_rows(30)
-    digest = identity.data_fingerprint(rows)
-    assert digest == identity.data_fingerprint(tiny.sft_rows(30))
-    shuffled = rows.shuffle(seed=1)
-    assert digest != identity.data_fingerprint(shuffled)
-    places = [list(shuffled["prompt"]).index(prompt) for prompt in rows["prompt"]]
-    assert digest == identity.data_fingerprint(shuffled.select(places))
-    longer = tiny.sft_rows(31)
-    assert digest == identity.data_fingerprint(longer.select(range(30)))
-    assert digest != identity.data_fingerprint(longer)
-    assert digest != identity.data_fingerprint(rows.rename_column("prompt", "question"))
-    changed = tiny.sums(30)
+    of = identity.data_fingerprint
+    rows, changed = tiny.sft_rows(30), tiny.sums(30)
     changed[17]["prompt"] += "?"
-    assert digest != identity.data_fingerprint(Dataset.from_list(changed))
-
-
-def test_data_fingerprint_of_token_lists() -> None:
-    def of(lists: list[list[int] | None]) -> str | None:
-        return identity.data_fingerprint(Dataset.from_dict({"ids": lists}))
-
-    digest = of([[1, 2], [3], []])
-    assert digest == of([[1, 2], [3], []])
-    others = ([[1], [2, 3], []], [[1, 2], [3], None], [[1, 2, 3], [], []])
-    assert len({digest, *map(of, others)}) == 4
+    shuffled = rows.shuffle(seed=1)
+    places = [list(shuffled["prompt"]).index(prompt) for prompt in rows["prompt"]]
+    longer = tiny.sft_rows(31)
+    same = [tiny.sft_rows(30), shuffled.select(places), longer.select(range(30))]
+    others = [
+        shuffled,
+        longer,
+        rows.rename_column("prompt", "question"),
+        Dataset.from_list(changed),
+    ]
+    assert {of(data) for data in same} == {of(rows)}
+    assert len({of(data) for data in [rows, *others]}) == 5
+    lists = ([[1, 2], [3], []], [[1], [2, 3], []], [[1, 2], [3], None], [[1, 2, 3], [], []])
+    assert len({of(Dataset.from_dict({"ids": one})) for one in lists}) == 4
 
 
 def test_data_fingerprint_of_other_sequences() -> None:
+    of = identity.data_fingerprint
     rows = [{"input_ids": [i, i + 1], "labels": torch.tensor([i])} for i in range(1000)]
-    digest = identity.data_fingerprint(rows)
-    assert digest == identity.data_fingerprint([dict(reversed(row.items())) for row in rows])
-    assert digest != identity.data_fingerprint(rows[:-1])
-    assert identity.data_fingerprint(iter(rows)) is None
-    assert identity.data_fingerprint(None) is None
-    assert identity.data_fingerprint({"a": rows}) != identity.data_fingerprint({"b": rows})
-    weights = {"w": torch.arange(12.0).reshape(3, 4)}
-    digest = identity.data_fingerprint(weights)
-    assert digest == identity.data_fingerprint({"w": torch.arange(12.0).reshape(3, 4)})
-    assert digest != identity.data_fingerprint({"w": torch.arange(12.0).reshape(4, 3)})
-    assert digest != identity.data_fingerprint(
-        {"w": weights["w"].clone().index_fill_(0, torch.tensor(1), 0)}
-    )
+    assert of(rows) == of([dict(reversed(row.items())) for row in rows]) != of(rows[:-1])
+    assert of(iter(rows)) is of(None) is None
+    assert of({"a": rows}) != of({"b": rows})
+    numbers = torch.arange(12.0)
+    other = numbers.clone().index_fill_(0, torch.tensor(1), 0)
+    assert of({"w": numbers.reshape(3, 4)}) == of({"w": numbers.clone().reshape(3, 4)})
+    made = [numbers.reshape(3, 4), numbers.reshape(4, 3), other.reshape(3, 4), (numbers, numbers)]
+    assert len({of({"w": one}) for one in made}) == 4
 
 
 def test_options_are_plain_and_complete(tmp_path: Path) -> None:
@@ -597,20 +586,6 @@ def test_options_are_plain_and_complete(tmp_path: Path) -> None:
     assert options == json.loads(json.dumps(options))
     assert {"policy", "keep_ratio", "learning_rate", "packing", "lr_scheduler_type"} <= set(options)
     assert not {"output_dir", "logging_steps", "save_steps", "report_to"} & set(options)
-
-
-def test_rotation_deletes_nothing_half(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
-    newest, best = tmp_path / "checkpoint-3", str(tmp_path / "checkpoint-1")
-    manifest.rotate(tmp_path, 1, newest, best, tmp_path / "bin")
-    assert [step for step, _ in manifest.checkpoints(tmp_path)] == [1, 3]
-    manifest.rotate(tmp_path, None, newest, None, tmp_path / "bin")
-    assert [step for step, _ in manifest.checkpoints(tmp_path)] == [1, 3]
-    manifest.rotate(tmp_path, 1, newest, None, tmp_path / "bin")
-    assert [step for step, _ in manifest.checkpoints(tmp_path)] == [3]
-    assert list((tmp_path / "bin").iterdir()) == []
 
 
 @pytest.fixture(autouse=True)

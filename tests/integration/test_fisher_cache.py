@@ -295,15 +295,6 @@ def test_packed_rows_have_no_token_labels(tmp_path: Path) -> None:
     )
 
 
-def test_each_data_set_has_an_entry_of_its_own(tmp_path: Path) -> None:
-    for rows in (held_out("sft"), held_out("sft", seed=9), held_out("sft", rows=4), None):
-        for _ in range(2):  # the second one finds what the first one fitted
-            trainer("sft", tmp_path, rows=rows)
-    found = [FisherDrift.load(path) for path in (tmp_path / "fisher").glob("*.safetensors")]
-    assert len(found) == 4
-    assert not any(equal(a, b) for i, a in enumerate(found) for b in found[:i])
-
-
 def test_rows_that_would_go_unused_are_refused(tmp_path: Path) -> None:
     rows = held_out("sft")
     for more in ({"objective": "adaptation"}, {"retention": "none"}, {"retention": "data"}):

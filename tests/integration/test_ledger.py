@@ -16,23 +16,18 @@ from datasets import Dataset
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoTokenizer
 from trl import pack_dataset
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from alphatoken import Scorer, ScorerConfig, TokenValues
-from alphatoken.data.encode import encode_row
-from alphatoken.data.stdlib import code_rows
+from alphatoken import TokenValues
 from alphatoken.errors import AlphaTokenError, DataError, InputError, NumericalError
 from alphatoken.model.batch import label_mask
 from alphatoken.report import ScoredExample, Visits, read_values
 from alphatoken.train.documents import row_documents
 from alphatoken.train.ledger import COMPONENTS, ValueLedger
 from alphatoken.train.value_export import export_values
-from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.strategies import make_batch
 from tests.unhooked import unhooked
 
 Plain = unhooked("alphatoken.train.ledger").ValueLedger
@@ -465,77 +460,6 @@ def test_trl_preference_batches_are_found_in_the_data_set(truncation: str, tmp_p
         assert list(one.ids) == (ids[-18:] if truncation == "keep_end" else ids[:18])
 
 
-def test_real_rows_come_back_whole(library_decoder: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
-    rows = []
-    for row in code_rows(30):
-        ids, labels = encode_row(row, tokenizer)
-        rows.append({"input_ids": list(ids), "labels": list(labels)})
-    ledger = ValueLedger()
-    collator = DataCollatorForLanguageModeling(pad_token_id=0)
-    for a in (0, 10, 20):
-        batch = collator(rows[a : a + 10])
-        one_visit(ledger, batch, batch["labels"])
-    for one, row in zip(exported(ledger, tmp_path, rows), rows, strict=True):
-        end = max(i + 1 for i, label in enumerate(row["labels"]) if label != -100)
-        assert (list(one.ids), list(one.labels)) == (row["input_ids"][:end], row["labels"][:end])
-
-
-# --- in-run Shapley -------------------------------------------------------------------------------
-
-
-def shapley_run(step_size: float) -> tuple[float, float]:
-    """(what the ledger's values add up to, what the validation loss really fell by)."""
-    config = DecoderConfig(layers=2, vocabulary=7)
-    model = ReferenceDecoder(config, seed=1)
-    adapter = ReferenceAdapter(model)
-    validation = make_batch(("pprrr", "prrrr"), vocabulary=7, seed=2)
-    batches = [
-        make_batch(("pprrr.", "prprrr"), vocabulary=7, seed=3),
-        make_batch(("pr|prrr",), vocabulary=7, seed=4),
-    ]
-    scorer = Scorer(
-        model,
-        validation,
-        adapter=adapter,
-        config=ScorerConfig(estimator="label", parameters="all", layers="all", uncovered="error"),
-    )
-
-    def losses(batch: dict[str, Tensor]) -> Tensor:
-        logits = adapter.forward({k: v for k, v in batch.items() if k != "labels"})
-        return torch.nn.functional.cross_entropy(
-            logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none"
-        )
-
-    def objective() -> float:
-        with torch.no_grad():
-            return float(losses(validation).sum() / label_mask(validation["labels"]).sum())
-
-    ledger, before = ValueLedger(), objective()
-    for step in range(6):  # three epochs of two batches
-        batch, size = batches[step % 2], step_size * (1 + step % 3)
-        values = scorer.score(batch)
-        count = int(values.mask.sum())
-        ledger.add(batch, values.mask, values, values.mask.double(), scale=size / count, step=step)
-        gradients = torch.autograd.grad(losses(batch).sum() / count, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= size * gradient
-    assert len(ledger) == 4
-    assert [entry.visits for entry in ledger.documents.values()] == [3, 3, 3, 3]
-    return float(ledger.sums()[:, 0].sum()), before - objective()
-
-
-def test_accumulated_values_are_the_decrease_of_the_objective() -> None:
-    """Appendix A: a sum over tokens and steps that is right to first order in the step size."""
-    errors = []
-    for step_size in (1e-4, 5e-5):
-        predicted, real = shapley_run(step_size)
-        assert predicted == pytest.approx(real, rel=0.05)
-        errors.append(abs(predicted - real))
-    assert errors[1] == pytest.approx(errors[0] / 4, rel=0.05)  # the second order is left out
-
-
 # --- export ---------------------------------------------------------------------------------------
 
 FOUND = [
@@ -622,7 +546,6 @@ BATCH = LAID.batch
         ({"batch": BATCH | {"attention_mask": 0 * ONES}}, InputError, "is padding"),
         ({"mask": LAID.mask.long()}, InputError, "boolean"),
         ({"mask": LAID.mask[:, 1:]}, InputError, "mask"),
-        ({"mask": LAID.mask & (torch.arange(4) < 2)}, InputError, "other tokens"),
         ({"values": token_values(LAID.mask[:1], ONES[:1], ONES[:1])}, InputError, "shape"),
         ({"values": token_values(LAID.mask, ONES * torch.inf, ONES)}, NumericalError, "token 1"),
         (
@@ -631,8 +554,7 @@ BATCH = LAID.batch
             "components=True",
         ),
         ({"weights": ONES[:1]}, InputError, "shape"),
-        ({"weights": -ONES}, InputError, "weight"),
-        ({"weights": ONES * torch.nan}, InputError, "weight"),
+        ({"weights": ONES * torch.nan}, NumericalError, "weight"),
         ({"scale": float("nan")}, NumericalError, "scale"),
         ({"scale": float("inf")}, NumericalError, "scale"),
         ({"batch": BATCH | {"completion_mask": ONES}}, InputError, "pairs"),

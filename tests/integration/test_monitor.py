@@ -223,27 +223,18 @@ class _Sink(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def test_trackers_get_ten_curves_and_the_page_of_the_run_all(tmp_path: Path) -> None:
-    more = {"save_strategy": "no", "max_steps": 4, "held_out_steps": 1}
-    trainer, sink = Run("sft", tmp_path, options=more).trainer(), _Sink()
-    trainer.add_callback(sink)
-    trainer.train()
-    kept = [{n for n in e if n.startswith("alpha/")} for e in trainer.state.log_history]
-    sent = [{n for n in logs if n.startswith("alpha/")} for logs in sink.logs]
-    assert len(CURVES) == 10
-    assert len(kept[1]) > 25, "the trainer's state keeps all, for the page of the run"
-    assert sent[1] == set(CURVES)
-
-
 def test_logs_of_a_run(tmp_path: Path) -> None:
-    """They reach the history and every reporting callback, and are right."""
-    run = Run("sft", tmp_path, options={"save_strategy": "no", "logging_steps": 2, "max_steps": 4})
+    """All reach the history, ten of them every reporting callback; and they are right."""
+    more = {"save_strategy": "no", "logging_steps": 2, "max_steps": 4, "held_out_steps": 1}
+    run = Run("sft", tmp_path, options=more)
     trainer, sink = run.trainer(), _Sink()
     trainer.add_callback(sink)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [2, 4]
     sent = [logs for logs in sink.logs if "loss" in logs]
+    assert [{n for n in logs if n.startswith("alpha/")} for logs in sent] == [set(CURVES)] * 2
+    assert len(CURVES) == 10
     assert [s["alpha/kept_share"] for s in sent] == [e["alpha/kept_share"] for e in logged]
     wanted = {
         "kept_share", "total_mean", "total_std", "balance", "validation_pool",

@@ -16,7 +16,7 @@ from datasets import Dataset
 from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTConfig
 from alphatoken.train.card import card_section, kept_share
-from tests.integration.tiny_training import dpo, model, options, preference_rows, sft, tokenizer
+from tests.integration.tiny_training import options, sft, tokenizer
 
 MARKER = "qzxjvwkq"
 """In every response; its letters in this order are in nothing else."""
@@ -158,17 +158,3 @@ def test_the_card_names_no_place_on_the_machine(tmp_path: Path) -> None:
     assert "'ratio': 0.5" in card
     named = AlphaSFTConfig(**options(tmp_path), policy="rho-1", policy_reference="org/model")
     assert "| `policy_reference` | `org/model` |" in card_section(named, [])
-
-
-def test_nothing_of_preference_pairs_is_uploaded(tmp_path: Path, hub: Hub) -> None:
-    pairs = [{**row, "chosen": f" {MARKER}{i}"} for i, row in enumerate(preference_rows(8))]
-    folder = tmp_path / "run"
-    more = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "hub_always_push": True}
-    data = {"train_dataset": Dataset.from_list(pairs), "ref_model": model()}
-    push = {"push_to_hub": True, "hub_strategy": "every_save"}
-    trainer = dpo(folder, **data, **more, **push)
-    trainer.train()
-    trainer.push_to_hub()
-    assert [name for name, content in hub.files.items() if told(content)] == []
-    assert told((folder / "_alphatoken" / "alphatoken-report.html").read_bytes())
-    assert "model.safetensors" in hub.names()

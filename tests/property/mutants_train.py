@@ -485,7 +485,7 @@ TRAINERS = (
     _of(
         "ledger-counts-dropped-tokens",
         "every visited token counts as kept",
-        (f"{LEDGER}.add", "sums[:, -1] += kept[document.places]", "sums[:, -1] += 1"),
+        (f"{LEDGER}.add", "sums[:, -1] += block[document.places, -1]", "sums[:, -1] += 1"),
         PAPER,
     ),
     _of(
