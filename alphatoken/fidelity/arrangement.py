@@ -1,7 +1,6 @@
-"""The same tokens scored in another arrangement: batches and padding.
+"""The same tokens scored in another arrangement: other batches, other padding.
 
-Neighbours in a batch and padding must change a value by no more than rounding. What the arrangement
-does change is the threshold, where each batch has its own.
+Neighbours in a batch and padding must change a value by no more than rounding.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example, batches
 from alphatoken.fidelity.agreement import agreement
-from alphatoken.fidelity.intervals import bootstrap, over_draws
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.scorer import Scorer
 
-__all__ = ["rearranged", "rescored", "thresholds"]
+__all__ = ["rearranged", "rescored"]
 
 Numbers = NDArray[np.float64]
 
@@ -114,55 +111,3 @@ def _padded(
         name: F.pad(tensor, pads, value=-100 if name == "labels" else 0).to(device)
         for name, tensor in batch.items()
     }
-
-
-def thresholds(
-    total: Numbers,
-    groups: NDArray[Any],
-    ratio: float,
-    sizes: Sequence[int],
-    *,
-    shuffles: int,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """How decisions depend on the batch, if each keeps its own top share of the same values.
-
-    Args:
-        total: (n,) values.
-        groups: row of each token.
-        ratio: share to keep.
-        sizes: rows a batch; those that hold all rows are left out.
-        shuffles: pairs of random orders that are compared.
-        seed: of the orders.
-    """
-    generator = np.random.default_rng((seed, 2))
-    rows, pooled = np.unique(groups), kept(total, ratio)
-    records = []
-    for size in sorted({size for size in sizes if 1 < size < len(rows)}):
-        made = np.array(
-            [
-                _by_batch(total, groups, generator.permutation(rows), size, ratio)
-                for _ in range(2 * shuffles)
-            ]
-        )
-        records.append(
-            {
-                "rows a batch": size,
-                "flips between two orders": over_draws((made[::2] != made[1::2]).mean(1)),
-                "flips from one threshold for all": over_draws((made != pooled).mean(1)),
-            }
-        )
-    alone = _by_batch(total, groups, rows, 1, ratio) != pooled
-    by_row = bootstrap(np.mean, alone, groups=groups, seed=seed)
-    return [{"rows a batch": 1, "flips from one threshold for all": by_row}, *records]
-
-
-def _by_batch(
-    total: Numbers, groups: NDArray[Any], order: NDArray[Any], size: int, ratio: float
-) -> NDArray[np.bool_]:
-    """Kept tokens if rows come in ``order``, ``size`` a batch, each batch with its threshold."""
-    chosen = np.zeros(len(total), dtype=bool)
-    for start in range(0, len(order), size):
-        places = np.flatnonzero(np.isin(groups, order[start : start + size]))
-        chosen[places] = kept(total[places], ratio)
-    return chosen

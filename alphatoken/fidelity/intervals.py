@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from alphatoken.errors import InputError
 
-__all__ = ["FEWEST", "Estimate", "bootstrap", "few_rows", "jackknife", "over_draws"]
+__all__ = ["FEWEST", "Estimate", "bootstrap", "few_rows", "jackknife", "over_draws", "percent"]
 
 FEWEST = 8
 """Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
@@ -204,3 +204,19 @@ def jackknife(
     error = math.sqrt((size - 1) / size * float(((found - found.mean()) ** 2).sum()))
     low, high = max(value - 1.96 * error, ends[0]), min(value + 1.96 * error, ends[1])
     return Estimate(value, min(low, value), max(high, value), count)
+
+
+def percent(share: Estimate) -> str:
+    """A share and its interval in percent.
+
+    >>> percent(Estimate(0.234, 0.18, 0.291, 90))
+    '23 % [18, 29]'
+    >>> percent(Estimate(0.0042, 0.001, 0.0091, 90))
+    '0.42 % [0.10, 0.91]'
+    """
+    if not share.defined:
+        return str(share)
+    fine = 0 < share.value < 0.0995
+    digits = 0 if not fine else 1 if share.value >= 0.01 else 2
+    value, low, high = (f"{100 * x:.{digits}f}" for x in (share.value, share.low, share.high))
+    return f"{value} % [{low}, {high}]"

@@ -6,7 +6,6 @@ Pure arithmetic on ``RowColumns``: each resample is a weighted sum of columns, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ from numpy.typing import NDArray
 
 from alphatoken.certificate.metrics import kept
 from alphatoken.fidelity.agreement import agreement_over_draws
-from alphatoken.fidelity.decisions import classify
 from alphatoken.fidelity.intervals import Estimate, bootstrap, over_draws
 from alphatoken.fidelity.own_values import FEWEST_ROWS
 from alphatoken.fidelity.per_row import RowColumns
 
-__all__ = ["Resampled", "noise_by_size", "noise_share", "resample"]
+__all__ = ["DECISIONS", "NOISE", "classify", "noise_by_size", "resample"]
 
 Numbers = NDArray[np.float64]
 
@@ -27,26 +25,24 @@ _SUBSETS = 20
 _INNER = 200
 
 
-@dataclass(frozen=True)
-class Resampled:
-    """What a bootstrap of the rows does to the decisions.
+DECISIONS = ("sure keep", "noise", "sure drop")
+NOISE = DECISIONS.index("noise")
 
-    Attributes:
-        agreement: of a resample with all rows, over the resamples.
-        keep_share: (n,) share of the resamples in which a token is kept.
+
+def classify(keep_share: Numbers, uncertain: float) -> NDArray[np.int64]:
+    """Index into ``DECISIONS``: a decision is noise unless one side has all but ``uncertain``.
+
+    Args:
+        keep_share: share of the draws in which a token is kept.
+        uncertain: most draws that may go the other way.
     """
-
-    agreement: dict[str, Estimate]
-    keep_share: Numbers
-
-    def state(self, uncertain: float) -> NDArray[np.int64]:
-        """Index into ``DECISIONS`` of each token."""
-        return classify(self.keep_share, uncertain)
+    sure_keep, sure_drop = keep_share >= 1 - uncertain, keep_share <= uncertain
+    return np.where(sure_keep, 0, np.where(sure_drop, 2, NOISE)).astype(np.int64)
 
 
 def resample(
     columns: RowColumns, rest: Numbers, ratio: float, resamples: int, *, seed: int
-) -> Resampled:
+) -> tuple[dict[str, Estimate], Numbers]:
     """Draw as many rows as there are, with replacement, again and again.
 
     Args:
@@ -55,12 +51,16 @@ def resample(
         ratio: share to keep, at one threshold for all tokens.
         resamples: how many.
         seed: of the draws.
+
+    Returns:
+        Agreement of a resample with all rows, over the resamples; and the share of them in which
+        each token is kept.
     """
     rows = len(columns.tokens)
     weights = _weights(rows, rows, resamples, np.random.default_rng(seed))
     whole, totals = columns.whole + rest, columns.at(weights) + rest
     found = agreement_over_draws(np.broadcast_to(whole, totals.shape), totals, ratio)
-    return Resampled(found, kept(totals, ratio).mean(0))
+    return found, kept(totals, ratio).mean(0)
 
 
 def _weights(
@@ -68,11 +68,6 @@ def _weights(
 ) -> NDArray[np.int64]:
     """(resamples, rows): how often each row comes up in ``draws`` draws with replacement."""
     return generator.multinomial(draws, np.full(rows, 1 / rows), size=resamples)
-
-
-def noise_share(flags: NDArray[np.bool_], groups: NDArray[Any], seed: int) -> Estimate:
-    """Share of marked tokens, with its interval over rows of tokens."""
-    return bootstrap(np.mean, flags, groups=groups, seed=seed)
 
 
 def noise_by_size(
@@ -115,12 +110,12 @@ def noise_by_size(
 
     small = sorted({m for m in (rows // 8, rows // 4, rows // 2) if m >= FEWEST_ROWS})
     records = [_size(m, of_subsets(m, m), "subsets") for m in small]
-    records.append(_size(rows, noise_share(measured, groups, seed), "measured"))
+    records.append(_size(rows, bootstrap(np.mean, measured, groups=groups, seed=seed), "measured"))
     if rows // 2 in small:
         records.append(_size(rows, of_subsets(rows // 2, rows), "check"))
     for more in (2 * rows, 4 * rows):
         flags = _noise(columns, rest, ratio, uncertain, more, generator)
-        records.append(_size(more, noise_share(flags, groups, seed), "drawn"))
+        records.append(_size(more, bootstrap(np.mean, flags, groups=groups, seed=seed), "drawn"))
     return records
 
 
@@ -144,5 +139,5 @@ def _noise(
     """Whether each decision is noise if ``draws`` rows are drawn from these."""
     weights = _weights(len(columns.tokens), draws, _INNER, generator)
     shares = kept(columns.at(weights) + rest, ratio).mean(0)
-    noise: NDArray[np.bool_] = classify(shares, uncertain) == 1
+    noise: NDArray[np.bool_] = classify(shares, uncertain) == NOISE
     return noise

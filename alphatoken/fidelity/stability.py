@@ -15,21 +15,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.fidelity.arrangement import rearranged, thresholds
-from alphatoken.fidelity.decisions import DECISIONS, margins, noise_margin, percent
+from alphatoken.fidelity.arrangement import rearranged
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.per_row import row_columns
-from alphatoken.fidelity.resampling import Resampled, noise_by_size, resample
+from alphatoken.fidelity.resampling import (
+    DECISIONS,
+    NOISE,
+    classify,
+    noise_by_size,
+    resample,
+)
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 
 __all__ = ["Options", "diagnose"]
 
-_NOISE = DECISIONS.index("noise")
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,6 @@ class Options(CheckedOptions):
         above=0,
         below=0.5,
     )
-    shuffles: int = option(
-        20, "pairs of row orders whose batch thresholds are compared", least=FEWEST
-    )
     padding: int = option(16, "padding positions added on a side", least=1)
 
 
@@ -64,8 +66,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     options = options or Options()
     base = OwnValues.of(subject, options.validation_rows)
     columns = row_columns(subject, base.scorer, base.rows, base.validation)
-    resampled = resample(columns, base.rest, subject.ratio, options.resamples, seed=subject.seed)
-    state = resampled.state(options.uncertain)
+    redrawn, keep_share = resample(
+        columns, base.rest, subject.ratio, options.resamples, seed=subject.seed
+    )
+    state = classify(keep_share, options.uncertain)
     arranged = rearranged(subject, base.scorer, base.rows, base.total, options.padding)
     sizes = noise_by_size(
         columns,
@@ -73,31 +77,21 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         subject.ratio,
         options.uncertain,
         groups=base.groups,
-        measured=state == 1,
-        seed=subject.seed,
-    )
-    by_batch = thresholds(
-        base.total,
-        base.groups,
-        subject.ratio,
-        [*(subject.batch_size * factor for factor in (1, 2, 4)), len(base.rows) // 2],
-        shuffles=options.shuffles,
+        measured=state == NOISE,
         seed=subject.seed,
     )
     decisions = _decisions_table(base, state)
     tables = [
         decisions,
-        _sources_table(base, resampled, decisions, arranged),
-        Table.of("thresholds", "What a threshold for each batch adds", by_batch),
+        _sources_table(base, redrawn, decisions, arranged),
         Table.of("sizes", "Noise by the number of validation rows", sizes),
-        _numbers_table(base, state),
     ]
     return conclude(
         "stability",
         subject,
         _answer(base, options, decisions),
         tables,
-        _figures(subject, options, _tokens_table(base, resampled, state), tables[1], tables[3]),
+        _figures(subject, options, _tokens_table(base, keep_share, state), tables[1], tables[2]),
         valued=base.rows,
         notes=[*base.notes, *_warnings(arranged)],
         settings=asdict(options),
@@ -108,58 +102,39 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 
 def _decisions_table(base: OwnValues, state: NDArray[np.int64]) -> Table:
-    """How many decisions are of each kind, and how far from the threshold they lie."""
-    distance, seed = np.abs(margins(base.total, base.subject.ratio)), base.subject.seed
-    records = []
-    for number, name in enumerate(DECISIONS):
-        here = state == number
-        groups = base.groups[here]
-        records.append(
-            {
-                "decision": name,
-                "tokens": int(here.sum()),
-                "share": bootstrap(np.mean, here, groups=base.groups, seed=seed),
-                "distance": bootstrap(np.median, distance[here], groups=groups, seed=seed),
-            }
-        )
-    note = "Distance: median distance of the values from the threshold, in interquartile ranges."
-    return Table.of("decisions", "Which decisions hold under other validation rows", records, note)
+    """How many decisions are of each kind."""
+    records = [
+        {
+            "decision": name,
+            "tokens": int((state == number).sum()),
+            "share": bootstrap(
+                np.mean, state == number, groups=base.groups, seed=base.subject.seed
+            ),
+        }
+        for number, name in enumerate(DECISIONS)
+    ]
+    return Table.of("decisions", "Which decisions hold under other validation rows", records)
 
 
 def _sources_table(
     base: OwnValues,
-    resampled: Resampled,
+    redrawn: Mapping[str, Estimate],
     decisions: Table,
     arranged: Sequence[Mapping[str, Any]],
 ) -> Table:
     """One record a change: other validation rows, other neighbours, other padding."""
-    redrawn = {
+    first = {
         "source": "validation rows",
         "variant": f"bootstrap of {len(base.validation)}",
-        **resampled.agreement,
-        "noise": decisions.estimate(_NOISE, "share"),
+        **redrawn,
+        "noise": decisions.estimate(NOISE, "share"),
     }
     note = "Error: the largest difference over the largest value."
     title = "What each change does to values and decisions"
-    return Table.of("sources", title, [redrawn, *arranged], note)
+    return Table.of("sources", title, [first, *arranged], note)
 
 
-def _numbers_table(base: OwnValues, state: NDArray[np.int64]) -> Table:
-    """Where the noise lies."""
-    noise, distance = state == _NOISE, np.abs(margins(base.total, base.subject.ratio))
-    groups, seed = base.groups, base.subject.seed
-    within = Estimate.undefined(0, "no decision is noise")
-    if noise.any():
-        within = noise_margin(distance, noise, groups, seed=seed)
-    found = {"distance from the threshold within which 95 % of the noise lies": within}
-    if within.defined:
-        near = (distance[~noise] <= within.value).astype(np.float64)
-        sure = bootstrap(np.mean, near, groups=groups[~noise], seed=seed)
-        found["share of the sure decisions that lie there too"] = sure
-    return Table.of_numbers(found)
-
-
-def _tokens_table(base: OwnValues, resampled: Resampled, state: NDArray[np.int64]) -> Table:
+def _tokens_table(base: OwnValues, keep_share: Numbers, state: NDArray[np.int64]) -> Table:
     """One record a token, by falling value."""
     records = [
         {
@@ -167,7 +142,7 @@ def _tokens_table(base: OwnValues, resampled: Resampled, state: NDArray[np.int64
             "row": base.rows[int(base.groups[place])].row.index,
             "position": int(base.values["position"][place]),
             "value": float(base.total[place]),
-            "keep share": float(resampled.keep_share[place]),
+            "keep share": float(keep_share[place]),
             "decision": DECISIONS[int(state[place])],
         }
         for rank, place in enumerate(np.argsort(-base.total, kind="stable"))
@@ -239,7 +214,7 @@ def _figures(
 
 def _answer(base: OwnValues, options: Options, decisions: Table) -> Answer:
     """How many decisions a redrawn validation set reverses."""
-    noise = percent(decisions.estimate(_NOISE, "share"))
+    noise = percent(decisions.estimate(NOISE, "share"))
     return Answer(
         f"With {len(base.validation)} validation rows {noise} of the decisions to keep or drop a "
         "token are noise.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,7 @@ from numpy.typing import NDArray
 
 from alphatoken.certificate.metrics import kept
 from alphatoken.fidelity.agreement import agreement, agreement_over_draws
-from alphatoken.fidelity.decisions import threshold
-from alphatoken.fidelity.intervals import Estimate, bootstrap
+from alphatoken.fidelity.intervals import bootstrap
 from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.select.masks import keep_count
 
@@ -146,23 +146,15 @@ def ratio_sweep(
     total: Numbers, ratios: Sequence[float], default: float, groups: NDArray[Any], *, seed: int
 ) -> list[dict[str, Any]]:
     """What each ratio keeps. Kept sets of different ratios are nested, so no overlap is given."""
-
-    def estimate(statistic: Any) -> Estimate:
-        return bootstrap(statistic, total, groups=groups, seed=seed)
-
-    records = []
-    for ratio in ratios:
-        at = float(ratio)
-        records.append(
-            {
-                "value": at,
-                "default": at == default,
-                "tokens kept": keep_count(at, len(total)),
-                "threshold": estimate(lambda values, at=at: threshold(values, at)),
-                "captured": estimate(lambda values, at=at: captured(values, at)),
-            }
-        )
-    return records
+    return [
+        {
+            "value": float(ratio),
+            "default": ratio == default,
+            "tokens kept": keep_count(ratio, len(total)),
+            "captured": bootstrap(partial(captured, ratio=ratio), total, groups=groups, seed=seed),
+        }
+        for ratio in ratios
+    ]
 
 
 # --- validation rows ---------------------------------------------------------------------------

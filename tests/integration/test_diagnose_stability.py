@@ -54,8 +54,6 @@ def test_the_answer_says_how_much_is_noise(diagnosis: Diagnosis) -> None:
     assert 0.02 < float(noise["share"] or 0) < 0.9
     assert diagnosis.answer.number.startswith(f"{100 * float(noise['share'] or 0):.0f} % [")
     assert "16 validation rows" in diagnosis.answer.verdict
-    where = diagnosis.table("numbers").records()[0]
-    assert float(where["value_low"] or 0) <= float(where["value"] or 0)
 
 
 def test_rounding_is_all_that_batches_and_padding_do(diagnosis: Diagnosis) -> None:
@@ -99,13 +97,13 @@ def test_with_a_reference_the_retention_term_is_in_the_values() -> None:
     given = subjects.subject(
         "near", validation_rows=8, length=96, model=moved, reference=reference, tokens=200
     )
-    options = stability.Options(resamples=60, shuffles=8)
+    options = stability.Options(resamples=60)
     found = stability.diagnose(given, options)
     assert not any("is its own reference" in note for note in found.notes)
 
 
 def test_few_validation_rows_are_said() -> None:
-    options = stability.Options(resamples=50, shuffles=8)
+    options = stability.Options(resamples=50)
     small = subjects.subject("near", validation_rows=4, length=64, tokens=100)
     found = stability.diagnose(small, options)
     assert any("Only 4 validation rows" in note for note in found.notes)

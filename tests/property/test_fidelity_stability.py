@@ -18,17 +18,10 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import arrangement, per_row, stability
-from alphatoken.fidelity.arrangement import rearranged, rescored, thresholds
-from alphatoken.fidelity.decisions import (
-    classify,
-    margins,
-    noise_margin,
-    percent,
-    threshold,
-)
-from alphatoken.fidelity.intervals import Estimate, over_draws
+from alphatoken.fidelity.arrangement import rearranged, rescored
+from alphatoken.fidelity.intervals import Estimate, over_draws, percent
 from alphatoken.fidelity.per_row import RowColumns, row_columns
-from alphatoken.fidelity.resampling import noise_by_size, resample
+from alphatoken.fidelity.resampling import NOISE, classify, noise_by_size, resample
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import values_along
 from alphatoken.scorer import Scorer
@@ -193,9 +186,9 @@ def test_identical_validation_rows_make_no_noise() -> None:
     columns = RowColumns(
         np.tile(np.random.default_rng(0).normal(size=(50, 1)), (1, 16)), np.ones(16, int)
     )
-    found = resample(columns, np.zeros(50), 0.5, 200, seed=0)
-    assert set(np.unique(found.keep_share)) == {0.0, 1.0}
-    assert found.agreement["flips"] == Estimate(0.0, 0.0, 0.0, 200)
+    found, keep_share = resample(columns, np.zeros(50), 0.5, 200, seed=0)
+    assert set(np.unique(keep_share)) == {0.0, 1.0}
+    assert found["flips"] == Estimate(0.0, 0.0, 0.0, 200)
     subject = small(rows=8)
     one = Subject(
         subject.model, subject.train, [subject.validation[1]] * 16, batch_size=2,
@@ -211,12 +204,12 @@ def test_identical_validation_rows_make_no_noise() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_far_tokens_are_sure_and_near_ones_are_noise(seed: int) -> None:
     columns = planted(seed)
-    found = resample(columns, np.zeros(100), 0.5, 300, seed=seed)
-    state = found.state(0.05)
+    _, keep_share = resample(columns, np.zeros(100), 0.5, 300, seed=seed)
+    state = classify(keep_share, 0.05)
     assert (state[:40] == 0).all()
     assert (state[60:] == 2).all()
     assert (state[40:60] == 1).mean() >= 0.9  # within 1.1 standard errors of the threshold
-    middle = found.keep_share[49:51]
+    middle = keep_share[49:51]
     assert ((middle > 0.2) & (middle < 0.8)).all()
 
 
@@ -224,7 +217,8 @@ def test_a_term_that_no_row_changes_makes_decisions_sure() -> None:
     columns = planted()
     rest = np.zeros(100)
     rest[40:50], rest[50:60] = 7.0, -7.0
-    assert (resample(columns, rest, 0.5, 200, seed=0).state(0.05) != 1).all()
+    _, keep_share = resample(columns, rest, 0.5, 200, seed=0)
+    assert (classify(keep_share, 0.05) != NOISE).all()
 
 
 def test_resampling_spreads_as_the_mean_does() -> None:
@@ -239,8 +233,8 @@ def test_resampling_spreads_as_the_mean_does() -> None:
 
 def test_noise_falls_with_rows_and_the_check_is_beside_it() -> None:
     columns = planted(near=60, far=20, rows=64)
-    found = resample(columns, np.zeros(100), 0.5, 300, seed=0)
-    noisy = found.state(0.05) == 1
+    _, keep_share = resample(columns, np.zeros(100), 0.5, 300, seed=0)
+    noisy = classify(keep_share, 0.05) == NOISE
     records = noise_by_size(
         columns, np.zeros(100), 0.5, 0.05, groups=np.arange(100) // 5, measured=noisy
     )
@@ -283,23 +277,6 @@ def test_kept_is_select_top(values: list[int], ratio: float) -> None:
 def test_kept_refuses_what_has_no_rank() -> None:
     with pytest.raises(NumericalError, match="not finite"):
         kept(np.array([1.0, np.nan]), 0.5)
-
-
-def test_threshold_and_margins() -> None:
-    values = np.array([4.0, 1.0, 3.0, 2.0, 0.0, 5.0])
-    assert threshold(values, 0.5) == 2.5
-    assert np.isnan(threshold(values, 1.0))
-    spread = np.subtract(*np.quantile(values, [0.75, 0.25]))
-    np.testing.assert_allclose(margins(values, 0.5), (values - 2.5) / spread)
-    np.testing.assert_allclose(margins(values * 7, 0.5), margins(values, 0.5))
-    assert np.isnan(margins(np.array([0.0, 1.0, 1.0, 1.0, 1.0]), 0.5)).all()
-
-
-def test_where_the_noise_lies() -> None:
-    distance = np.arange(100) / 100
-    found = noise_margin(distance, distance < 0.2, np.arange(100))
-    assert found.value == pytest.approx(np.quantile(distance[:20], 0.95))
-    assert not noise_margin(distance, distance < 0.02, np.arange(100)).defined
 
 
 def test_classes_and_words() -> None:
@@ -382,20 +359,6 @@ def test_rows_come_back_in_their_own_order() -> None:
     close(torch.from_numpy(found), torch.from_numpy(total), np.abs(total).max(), 1e-11)
 
 
-def test_thresholds_of_batches() -> None:
-    """Half of the rows above all others: one by one, half of the decisions are other ones."""
-    groups = np.repeat(np.arange(16), 4)
-    levels = np.where(groups < 8, 10.0, -10.0) + np.tile([0.3, 0.2, 0.1, 0.0], 16)
-    records = thresholds(levels, groups, 0.5, [4, 8, 64], shuffles=10, seed=0)
-    assert [record["rows a batch"] for record in records] == [1, 4, 8]
-    assert records[0]["flips from one threshold for all"].value == 0.5
-    assert 0 < records[2]["flips between two orders"].value < 0.5
-    same = np.tile([4.0, 3.0, 2.0, 1.0], 16)
-    calm = thresholds(same, groups, 0.5, [4, 8], shuffles=10, seed=0)
-    assert all(record["flips from one threshold for all"].value == 0 for record in calm)
-    assert all(record["flips between two orders"].value == 0 for record in calm[1:])
-
-
 # --- bad input -----------------------------------------------------------------------------------
 
 
@@ -403,7 +366,7 @@ def test_thresholds_of_batches() -> None:
     "bad",
     [
         {"resamples": 10}, {"uncertain": 0.5}, {"uncertain": 0.0},
-        {"validation_rows": 1}, {"shuffles": 2}, {"padding": 0},
+        {"validation_rows": 1}, {"padding": 0},
     ],
     ids=str,
 )  # fmt: skip
