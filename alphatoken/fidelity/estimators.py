@@ -8,7 +8,6 @@ validation side alone, P = 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,15 +26,17 @@ from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.fidelity.noise import Planted, calibration, plant
-from alphatoken.fidelity.options import CheckedOptions, option, thinned
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.readings import (
     WINDOWED,
     Numbers,
     Readings,
     Setting,
+    depths_of,
     full_gradient,
     read,
     supported,
+    windows_of,
 )
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject, places_of
@@ -43,10 +44,9 @@ from alphatoken.fidelity.tokenwise import draw_short, inner_products, token_grad
 from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.model.scope import resolve_layers
 
-__all__ = ["Options", "diagnose", "spread", "windows_of"]
+__all__ = ["Options", "diagnose"]
 
 _FEWEST = 24
-_MOST_DEPTHS = 8
 
 
 @dataclass(frozen=True)
@@ -81,29 +81,6 @@ class Options(CheckedOptions):
 # --- what is compared ----------------------------------------------------------------------------
 
 
-def spread(longest: int, most: int, *extra: int) -> tuple[int, ...]:
-    """1 to ``longest``: all of them, or at most ``most`` spread evenly on a log scale, and extra.
-
-    >>> spread(5, 8), spread(32, 5, 3)
-    ((1, 2, 3, 4, 5), (1, 2, 3, 6, 13, 32))
-    """
-    if longest <= most:
-        chosen = set(range(1, longest + 1))
-    else:
-        chosen = {round(longest ** (i / (most - 1))) for i in range(most)}
-    return tuple(sorted(chosen | {e for e in extra if 1 <= e <= longest}))
-
-
-def windows_of(longest: int) -> tuple[int | None, ...]:
-    """0, the powers of two below the longest row, and no limit.
-
-    >>> windows_of(9)
-    (0, 1, 2, 4, 8, None)
-    """
-    powers = [2**i for i in range(max(longest - 1, 1).bit_length()) if 2**i < longest]
-    return (0, *powers, None)
-
-
 @dataclass(frozen=True)
 class _Plan:
     """Settings by the comparison they belong to; ``own`` is the user's."""
@@ -125,14 +102,10 @@ def _plan(
     config, depth = subject.config, len(subject.adapter.layers())
     every = tuple(range(depth))
     layers = resolve_layers(subject.adapter, config.layers)
-    chosen = options.layers or thinned(spread(depth, _MOST_DEPTHS, len(layers)), 3, subject.share)
-    last = [resolve_layers(subject.adapter, k) for k in chosen]
-    scopes = list(dict.fromkeys([*last, layers]))
+    chosen = depths_of(options.layers, depth, len(layers), subject.share)
+    scopes = list(dict.fromkeys([*(resolve_layers(subject.adapter, k) for k in chosen), layers]))
     longest = max(len(row.input_ids) for row in rows)
-    windows: Sequence[int | None] = (*options.windows, None) if options.windows else ()
-    windows = windows or thinned(windows_of(longest), 2, subject.share)
-    windows = [*dict.fromkeys([*windows, config.window])]
-    windows.sort(key=lambda w: math.inf if w is None else w)
+    windows = windows_of(options.windows, longest, config.window, subject.share)
 
     def setting(estimator: str, scope: tuple[int, ...], window: int | None) -> Setting:
         return Setting(estimator, scope, window if estimator in WINDOWED else None)

@@ -17,6 +17,7 @@ from alphatoken.direction.objective import forward_losses, objective_gradient
 from alphatoken.errors import CoverageError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.estimate.proofs import CoverageReport
+from alphatoken.fidelity.options import thinned
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.valuing import scorer_for, values_along
 from alphatoken.model.batch import read_batch
@@ -29,15 +30,44 @@ __all__ = [
     "Readings",
     "Setting",
     "along",
+    "depths_of",
     "full_gradient",
     "read",
     "supported",
+    "windows_of",
 ]
 
 WINDOWED = ("alphatoken", "paper_literal")
 """Estimators that Value-Propagation's window changes."""
 
+_DEPTHS = 8  # numbers of layers that are tried
+
 Numbers = NDArray[np.float64]
+
+
+def depths_of(asked: Sequence[int], depth: int, own: int, share: float = 1.0) -> list[int]:
+    """Numbers of last layers to try: those asked for, or a spread on a log scale; and ``own``.
+
+    >>> depths_of((), 5, 3), depths_of((), 32, 3), depths_of((2, 40), 28, 3)
+    ([1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 12, 20, 32], [2, 3])
+    """
+    spread = {round(depth ** (i / (_DEPTHS - 1))) for i in range(_DEPTHS)}
+    usual = sorted(range(1, depth + 1) if depth <= _DEPTHS else spread)
+    chosen = [k for k in asked if k <= depth] if asked else thinned(usual, 3, share)
+    return sorted({*chosen, own})
+
+
+def windows_of(
+    asked: Sequence[int], longest: int, own: int | None, share: float = 1.0
+) -> list[int | None]:
+    """Windows to try: those asked for, or 0 and powers of two below the longest row; own; no limit.
+
+    >>> windows_of((), 9, 3)
+    [0, 1, 2, 3, 4, 8, None]
+    """
+    powers = [2**i for i in range(longest.bit_length()) if 2**i < longest]
+    chosen = {*(asked or thinned((0, *powers), 2, share))} | ({own} if own is not None else set())
+    return [*sorted(chosen), None]
 
 
 @dataclass(frozen=True, order=True)

@@ -25,10 +25,10 @@ from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, percent
-from alphatoken.fidelity.options import CheckedOptions, option, thinned
+from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.per_row import row_columns
-from alphatoken.fidelity.readings import WINDOWED
+from alphatoken.fidelity.readings import WINDOWED, depths_of, windows_of
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
@@ -43,7 +43,7 @@ from alphatoken.fidelity.valuing import scorer_for, values_along, with_estimator
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope, resolve_layers
 
-__all__ = ["Options", "diagnose", "layer_choices", "scored"]
+__all__ = ["Options", "diagnose", "scored"]
 
 Numbers = NDArray[np.float64]
 
@@ -52,7 +52,6 @@ _OF_WEIGHTS = (
     "stability's share of the magnitudes",
     "flips from adaptation alone",
 )
-_SOME_LAYERS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,13 @@ class Options(CheckedOptions):
         ESTIMATORS, "estimators that are compared", choices=ESTIMATORS, first=3
     )
     layers: tuple[int, ...] = option(
-        (), "numbers of last layers K; by default 1, 2, ... to the depth", least=1, first=2
+        (),
+        "numbers of last layers K; none: all, or a spread of 8 on deeper models",
+        least=1,
+        first=2,
     )
     windows: tuple[int, ...] = option(
-        (0, 1, 2, 4, 8, 16, 32, 64, 128), "windows W, in positions", least=0, first=2
+        (), "windows W; none: 0, 1, 2, 4, ... up to the longest row", least=0, first=2
     )
     weights: tuple[float, ...] = option(
         (0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),
@@ -176,13 +178,11 @@ def _tried(own: OwnValues, options: Options) -> dict[str, dict[object, ScorerCon
 def _depths(own: OwnValues, options: Options) -> dict[object, ScorerConfig]:
     config, scope = own.subject.config, own.scorer.scope.layers
     depth = len(own.scorer.adapter.layers())
-    last = scope == tuple(range(depth - len(scope), depth))
-    if not last:
+    if scope != tuple(range(depth - len(scope), depth)):
         own.notes.append(f"The run scores layers {scope}, which are no last K layers.")
-    usual = len(scope) if last else None
     return {
-        k: config if k == usual else replace(config, layers=k)
-        for k in layer_choices(options.layers, depth, usual, own.subject.share)
+        k: config if scope == tuple(range(depth - k, depth)) else replace(config, layers=k)
+        for k in depths_of(options.layers, depth, len(scope), own.subject.share)
     }
 
 
@@ -192,10 +192,11 @@ def _windows(own: OwnValues, options: Options) -> dict[object, ScorerConfig]:
         own.notes.append(f"'{config.estimator}' has no window W.")
         return {}
     longest = max(len(row.input_ids) for row in own.rows)
-    chosen = {*options.windows, *([] if config.window is None else [config.window])}
-    widths = sorted(width for width in chosen if width < longest or width == config.window)
-    tried: dict[object, ScorerConfig] = {w: replace(config, window=w) for w in widths}
-    return tried | {f"all ({longest})": replace(config, window=None)}
+    return {
+        f"all ({longest})" if w is None else w: replace(config, window=w)
+        for w in windows_of(options.windows, longest, config.window, own.subject.share)
+        if w is None or w < longest or w == config.window
+    }
 
 
 def _sweep(
@@ -238,26 +239,11 @@ def scored(own: OwnValues, wide: Mapping[str, Tensor], config: ScorerConfig) -> 
     return values_along(subject, scorer, own.rows, [side])[:, 0]
 
 
-def layer_choices(
-    given: Sequence[int], depth: int, own: int | None, share: float = 1.0
-) -> list[int]:
-    """Numbers of last layers that are tried: those given, or a spread up to the depth.
-
-    >>> layer_choices((), 5, 3)
-    [1, 2, 3, 4, 5]
-    >>> layer_choices((2, 40), 28, 3)
-    [2, 3]
-    """
-    usual = thinned(sorted({k for k in (*_SOME_LAYERS, depth) if k <= depth}), 2, share)
-    chosen = {k for k in (given or usual) if k <= depth}
-    return sorted(chosen | ({own} if own is not None else set()))
-
-
 def _tried_layers(subject: Subject, options: Options) -> list[int]:
     """Indices of all layers that some setting scores."""
     adapter = find_adapter(subject.model)
     depth, own = len(adapter.layers()), resolve_layers(adapter, subject.config.layers)
-    most = max(layer_choices(options.layers, depth, None, subject.share), default=1)
+    most = max(depths_of(options.layers, depth, len(own), subject.share))
     return sorted({*own, *range(depth - most, depth)})
 
 

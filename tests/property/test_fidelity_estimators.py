@@ -19,7 +19,15 @@ from alphatoken.fidelity import estimators as diagnostic
 from alphatoken.fidelity.advice import advise
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.noise import calibration, plant
-from alphatoken.fidelity.readings import WINDOWED, Setting, full_gradient, read, supported
+from alphatoken.fidelity.readings import (
+    WINDOWED,
+    Setting,
+    depths_of,
+    full_gradient,
+    read,
+    supported,
+    windows_of,
+)
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients as oracle
@@ -257,15 +265,17 @@ def test_advice_needs_a_clear_gain() -> None:
     assert [a.setting for a in advise(values, TRUTH, costs, GROUPS, 50)] == [base]
 
 
-def test_spreads() -> None:
-    assert diagnostic.spread(3, 8) == (1, 2, 3)
-    found = diagnostic.spread(80, 8, 3, 200)
-    assert found[0] == 1
-    assert found[-1] == 80
-    assert 3 in found
+def test_what_is_tried() -> None:
+    """What is asked for, or a spread; the user's own setting always."""
+    assert depths_of((), 3, 2) == [1, 2, 3]
+    found = depths_of((), 80, 5)
+    assert (found[0], found[-1]) == (1, 80)
+    assert 5 in found
     assert len(found) <= 9
-    assert diagnostic.windows_of(1) == (0, None)
-    assert diagnostic.windows_of(8) == (0, 1, 2, 4, None)
+    assert depths_of((2, 40), 28, 7) == [2, 7]
+    assert windows_of((), 1, None) == [0, None]
+    assert windows_of((), 8, 3) == [0, 1, 2, 3, 4, None]
+    assert windows_of((5,), 8, 3) == [3, 5, None]
 
 
 # --- planted noise -------------------------------------------------------------------------------

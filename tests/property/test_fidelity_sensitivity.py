@@ -21,7 +21,7 @@ from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.cost import direction_cost, measure, step_cost, values_cost
 from alphatoken.fidelity.own_values import OwnValues
 from alphatoken.fidelity.per_row import RowColumns
-from alphatoken.fidelity.sensitivity import Options, layer_choices
+from alphatoken.fidelity.sensitivity import Options
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
     captured,
@@ -128,12 +128,6 @@ def test_rows_of_noise_agree_by_what_they_share() -> None:
 
 
 # --- other settings ------------------------------------------------------------------------------
-
-
-def test_which_layers_are_tried() -> None:
-    assert layer_choices((), 5, 3) == [1, 2, 3, 4, 5]
-    assert layer_choices((), 28, 3) == [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 28]
-    assert layer_choices((2, 40), 28, 7) == [2, 7]
 
 
 OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0), ratios=(0.3,), draws=8)

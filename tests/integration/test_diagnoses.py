@@ -1,0 +1,295 @@
+"""Each diagnostic on a small trained decoder and real rows: its shape, and what must come out."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.errors import InputError
+from alphatoken.fidelity import registry
+from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.per_row import row_columns
+from alphatoken.fidelity.subject import Subject
+from alphatoken.support.storage import weights_digest
+from tests.integration.subjects import RETENTION, examples, model, subject
+
+pytestmark = [pytest.mark.slow, pytest.mark.pictures]
+
+SUBJECTS: dict[str, partial[Subject]] = {
+    "estimators": partial(subject, "near", oracle_tokens=12),
+    "utility": partial(subject, "near", oracle_tokens=12, batch_size=3),
+    "value-propagation": partial(
+        subject, "near", train_rows=10, validation_rows=4, length=40, tokens=400, batch_size=5
+    ),
+    "fisher": partial(
+        subject, "near", train_rows=10, validation_rows=2, length=48, tokens=300,
+        fisher_samples=10, tuning_steps=4,
+    ),
+    "heatmap": partial(subject, "far", tokens=400),
+    "coverage": partial(subject, "far", tokens=400),
+    "drift": partial(subject, "far", tuning_steps=10, length=128),
+    "sensitivity": partial(subject, "near", validation_rows=8, length=128),
+    "stability": partial(subject, "near", validation_rows=16, length=128),
+}  # fmt: skip
+QUICK: dict[str, dict[str, Any]] = {
+    "estimators": {"layers": (1, 3), "windows": (0, 32), "draws": 30, "repeats": 1},
+    "utility": {
+        "groups": 8, "sweep_tokens": 2, "validation_tokens": 300, "warmup": 6, "draws": 30,
+        "step_sizes": (1e-5, 1e-2),
+    },
+    "value-propagation": {"pairs": 600, "draws": 20},
+    "fisher": {"rows": 2, "sizes": (4, 8), "max_new_tokens": 6, "draws": 10},
+    "heatmap": {"examples": 2},
+    "coverage": {"draws": 40, "clusters": 6, "points": 200},
+    "drift": {"probes": 8},
+    "sensitivity": {
+        "estimators": ("alphatoken", "path", "label"), "layers": (1, 3, 5), "windows": (0, 32),
+        "weights": (0.0, 1.5, 15.0), "ratios": (0.3, 0.7), "draws": 8,
+    },
+    "stability": {"resamples": 200},
+}  # fmt: skip
+
+
+def diagnose(name: str, given: Subject, **options: Any) -> Diagnosis:
+    module = registry.find(name).load()
+    found: Diagnosis = module.diagnose(given, module.Options(**QUICK[name] | options))
+    return found
+
+
+def given(name: str) -> Subject:
+    """Retention rows of ordinary length for ``fisher``: short ones have no response."""
+    kept = {one: examples(one, 180, 2) for one in RETENTION} if name == "fisher" else None
+    return SUBJECTS[name](**({} if kept is None else {"retention": kept}))
+
+
+@cache
+def diagnosed(name: str) -> Diagnosis:
+    one = given(name)
+    before = weights_digest(one.model)
+    found = diagnose(name, one)
+    assert weights_digest(one.model) == before
+    assert all(p.grad is None for p in one.model.parameters())
+    return found
+
+
+def records(name: str, table: str, *keys: str) -> dict[Any, dict[str, Any]]:
+    """Rows of a table by the entries of these columns."""
+    found = diagnosed(name).table(table).records()
+    return {tuple(r[k] for k in keys) if len(keys) > 1 else r[keys[0]]: r for r in found}
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_diagnosis_is_an_answer_tables_with_intervals_and_figures(
+    name: str, tmp_path: Path
+) -> None:
+    found = diagnosed(name)
+    assert (found.name, found.question) == (name, registry.find(name).question)
+    assert "[" in found.answer.number
+    assert all(found.answer.lines())
+    tokens = "" if name == "drift" else "response tokens in"
+    assert tokens in found.notes[0]
+    for table in found.tables:
+        estimates = [c for c in table.columns if f"{c}_low" in table.columns]
+        for row, name in product(range(len(table.rows)), estimates):
+            one = table.estimate(row, name)
+            assert not one.defined or one.low <= one.value + 1e-12 <= one.high + 2e-12
+    for figure in found.figures:
+        assert figure.data.rows
+        assert figure.svg.startswith("<svg")
+        assert figure.png.startswith(b"\x89PNG")
+    found.save(tmp_path)
+    again = Diagnosis.load(tmp_path)
+    assert (again.answer, again.figures[0].svg) == (found.answer, found.figures[0].svg)
+    assert [t.key for t in again.tables] == [t.key for t in found.tables]
+
+
+# --- estimators and utility ----------------------------------------------------------------------
+
+
+def test_the_label_pass_is_exact_and_more_layers_bring_it_closer_to_the_whole() -> None:
+    away = records("estimators", "numbers", "number")
+    error = away["label pass, largest distance from the oracle over the absolute terms"]
+    assert 0 < error["value"] < 1e-4
+    layers = records("estimators", "layers", "estimator", "K")
+    assert layers["label", 1]["spearman"] < layers["label", 3]["spearman"]
+    assert 0 < layers["alphatoken", 3]["spearman"] < layers["label", 3]["spearman"]
+
+
+def test_loss_finds_noise_in_the_models_own_text_and_the_verdict_is_of_the_users_setting() -> None:
+    assert records("estimators", "noise", "score")["loss, high"]["auc"] > 0.8
+    answer = diagnosed("estimators").answer
+    assert answer.verdict.startswith("Use ")
+    assert "alphatoken, K=3, W=32" in answer.label
+
+
+def test_the_best_prediction_ranks_what_really_happens_and_long_steps_break_it() -> None:
+    one = diagnosed("utility").table("one-token").records()
+    assert str(one[0]["prediction"]).startswith("exact, all parameters")
+    assert float(one[0]["spearman"] or 0) > 0.9
+    assert float(one[0]["slope"] or 0) == pytest.approx(1.0, abs=0.3)
+    assert len(one) == 8
+    errors = [r["one token"] for r in diagnosed("utility").table("step-size").records()]
+    assert float(errors[-1] or 0) > 3 * float(errors[0] or 0)
+    said = " ".join(diagnosed("utility").notes)
+    assert "float64 copy" in said
+    assert "6 steps of size 0" in said
+
+
+def test_a_model_that_is_too_large_is_stepped_in_its_own_dtype() -> None:
+    few = {"validation_tokens": 60, "draws": 10, "step_sizes": (1e-1,), "optimizer": "sgd"}
+    small = subject("near", oracle_tokens=8, batch_size=2)
+    found = diagnose("utility", small, float64_parameters=0, learning_rate=1e-1, **few)
+    assert "float32 copy" in " ".join(found.notes)
+
+
+# --- what is left out, and what is forgotten -----------------------------------------------------
+
+
+def test_shares_add_up_and_end_with_the_last_layer() -> None:
+    shares = records("value-propagation", "shares", "layer", "part")
+    for layer in ("2", "3", "4", "all"):
+        signed = [r["signed"] for (at, _), r in shares.items() if at == layer]
+        assert sum(signed) == pytest.approx(1, abs=1e-5)
+    assert abs(shares["4", "longer hops"]["norm"]) < 1e-4
+    assert shares["2", "longer hops"]["norm"] > 0.1
+
+
+def test_a_window_of_zero_has_no_pairs() -> None:
+    few = subject("near", train_rows=3, validation_rows=2, length=30, config=ScorerConfig(window=0))
+    with pytest.raises(InputError, match="no causal-window pair"):
+        diagnose("value-propagation", few)
+
+
+def test_every_proxy_meets_every_retention_set_and_more_samples_agree_better() -> None:
+    found = records("fisher", "agreement", "retention", "proxy")
+    proxies = {"diagonal", "kronecker", "diagonal, token labels", "none", "oracle at the reference"}
+    assert {proxy for _, proxy in found} == proxies
+    assert {f"oracle {name}" for name in RETENTION} <= {target for target, _ in found}
+    start = found["all sets", "oracle at the reference"]
+    assert start["spearman"] > 0.5  # four steps change little of it
+    samples = records("fisher", "convergence", "labels", "samples")
+    assert samples["token", 8]["with_main_fit"] > 0.5
+    said = " ".join(diagnosed("fisher").notes)
+    assert "fine-tuned on the training rows for 4 AdamW steps" in said
+    assert "2 of topics, 2 of functions, 2 of summaries, 2 of names" in said
+
+
+def test_its_own_text_is_forgotten() -> None:
+    losses = records("drift", "drift-losses", "set")
+    assert losses["topics"]["loss_before"] < 4  # read in training; a uniform guess has 6.2
+    assert losses["functions"]["loss_change_high"] < 0  # what it is tuned on
+    assert losses["topics"]["loss_change_low"] > 0
+    places = list(records("drift", "drift-layers", "place"))
+    assert places == ["layer 1", "layer 2", "layer 3", "layer 4", "layer 5", "head"]
+
+
+# --- which tokens --------------------------------------------------------------------------------
+
+
+def test_every_token_of_the_rows_is_in_the_table() -> None:
+    shown: dict[int, str] = {}
+    for (row, _), record in records("heatmap", "heatmap-tokens", "row", "position").items():
+        shown[row] = shown.get(row, "") + record["token"]
+        parts = [record["adaptation_direct"], record["adaptation_causal"]]
+        assert record["total"] == pytest.approx(sum(parts), abs=1e-5 * sum(map(abs, parts)) + 1e-12)
+    assert len(shown) == 2
+    for number, text in shown.items():
+        assert given("heatmap").train[number].row.response.startswith(text.removesuffix("</s>"))
+
+
+def test_the_same_run_is_the_same_diagnosis() -> None:
+    again = diagnose("heatmap", given("heatmap"))
+    assert (again.answer, again.tables) == (
+        diagnosed("heatmap").answer,
+        diagnosed("heatmap").tables,
+    )
+
+
+def test_two_checkpoints_side_by_side() -> None:
+    small = subject("near", tokens=150, train_rows=6, validation_rows=3)
+    found = diagnose("heatmap", small, examples=1, tuned=True, against="before", lines=6)
+    shares = {r["component"]: r["share"] for r in found.table("heatmap-shares").records()}
+    assert float(shares["stability_direct"] or 0) > 0
+    assert "alphatoken before" in found.figures[0].alt
+
+
+def test_policies_keep_as_many_of_the_same_tokens() -> None:
+    assert len(diagnosed("coverage").figure("coverage-map").data.rows) == 200
+    found = records("coverage", "coverage-numbers", "policy", "statistic")
+    assert found["low-perplexity", "loss"]["than_random"] == "below"
+    assert len({record["value_n"] for record in found.values()}) == 1
+    overlaps = records("coverage", "coverage-overlap", "policy", "other")
+    assert len(overlaps) == 10
+    assert overlaps["direct", "alphatoken"]["in_common_low"] > 0.5
+    chance = overlaps["random", "label"]
+    assert chance["in_common_low"] - 0.1 < 0.5 < chance["in_common_high"] + 0.1
+
+
+# --- settings and noise --------------------------------------------------------------------------
+
+
+def test_the_run_agrees_with_itself_and_others_less() -> None:
+    found = records("sensitivity", "settings", "setting", "value")
+    own = [key for key, record in found.items() if record["default"]]
+    assert own == [
+        ("estimator", "alphatoken"), ("K", "3"), ("W", "32"), ("lambda", "1.5"),
+        ("validation rows", "8"),
+    ]  # fmt: skip
+    assert all(found[key]["overlap"] == 1 and found[key]["flips"] == 0 for key in own)
+    for key, record in found.items():  # at a half, every token that comes in sends one out
+        if key[0] != "validation rows":
+            assert record["flips"] == pytest.approx(1 - record["overlap"], abs=0.01)
+    assert found["estimator", "label"]["overlap"] < 0.97
+    weights = records("sensitivity", "weights", "lambda")
+    assert weights[15.0]["||lambda V|| / ||G||"] == pytest.approx(
+        10 * weights[1.5]["||lambda V|| / ||G||"]
+    )
+
+
+def test_every_token_has_a_decision_and_padding_only_rounds() -> None:
+    tokens = diagnosed("stability").figure("keep_probability").data.records()
+    shares = np.array([float(record["keep share"] or 0) for record in tokens])
+    assert shares.sum() == pytest.approx(np.ceil(len(tokens) / 2))  # every resample keeps half
+    quarter = len(tokens) // 4
+    assert shares[:quarter].mean() > 0.85 > 0.15 > shares[-quarter:].mean()
+    decisions = records("stability", "decisions", "decision")
+    assert sum(record["tokens"] for record in decisions.values()) == len(tokens)
+    assert 0.02 < decisions["noise"]["share"] < 0.9
+    sources = diagnosed("stability").table("sources").records()
+    assert [r["rounding only"] for r in sources] == [None, True, True, True, True, True]
+    assert not any("WARNING" in note for note in diagnosed("stability").notes)
+
+
+def test_a_resample_is_a_scoring_on_the_real_model() -> None:
+    """Float64 copy: through transformers' float32 casts, so to 1e-6."""
+    one = given("stability")
+    wide, rows = copy.deepcopy(one.model).double(), one.sample(most=200)
+    scorer = Scorer(wide, one.batches(one.validation), None, one.config)
+    columns = row_columns(one, scorer, rows, one.validation[:4])
+    weights = np.array([2, 0, 1, 1])
+    drawn = [row for row, w in zip(one.validation, weights, strict=False) for _ in range(w)]
+    wanted = one.score(Scorer(wide, one.batches(drawn), None, one.config), rows)["total"]
+    assert np.abs(columns.at(weights) - wanted).max() < 1e-6 * np.abs(wanted).max()
+    assert np.abs(columns.whole - wanted).max() > 1e-2 * np.abs(wanted).max()
+
+
+def test_with_a_reference_the_retention_term_is_in_the_values() -> None:
+    moved = model()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight += 0.02 * weight.std() * torch.randn(weight.shape, generator=generator)
+    small = subject(
+        "near", validation_rows=4, length=96, model=moved, reference=model(), tokens=200
+    )
+    found = diagnose("stability", small, resamples=60)
+    assert not any("is its own reference" in note for note in found.notes)
+    assert any("Only 4 validation rows" in note for note in found.notes)
