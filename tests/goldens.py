@@ -157,7 +157,7 @@ def diagnoses() -> Golden:
         "drift": {"probes": 8},
         "sensitivity": {
             "estimators": ("alphatoken", "label"), "layers": (1, 3), "windows": (0, 32),
-            "weights": (0.0, 1.5), "ratios": (0.3, 0.7), "draws": 8,
+            "weights": (0.0, 1.5), "ratios": (0.3, 0.7),
         },
         "stability": {"resamples": 200},
     }  # fmt: skip

@@ -1,8 +1,8 @@
 """How much do the kept tokens depend on each setting?
 
 One setting at a time is changed from the run's own: estimator, number of layers K, window W,
-lambda, ratio, validation rows. The kept set is compared with that of the run. What each costs is
-in ``estimators``.
+lambda, ratio. The kept set is compared with that of the run. What each costs is in ``estimators``,
+and what other validation rows do in ``stability``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, percent
+from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
-from alphatoken.fidelity.per_row import row_columns
 from alphatoken.fidelity.readings import WINDOWED, depths_of, windows_of
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
-    captured,
     positive_share,
     ratio_sweep,
-    size_sweep,
     weight_for_change,
     weight_sweep,
 )
@@ -82,7 +79,6 @@ class Options(CheckedOptions):
     validation_rows: int = option(
         64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS, first=8
     )
-    draws: int = option(20, "subsets of validation rows drawn for each size", least=FEWEST)
     changed: float = option(
         0.1, "share of decisions whose change by lambda is looked for", above=0, below=1
     )
@@ -115,9 +111,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             own.groups,
             seed=seed,
         )
-    columns = row_columns(subject, own.scorer, own.rows, own.validation)
-    sizes = size_sweep(columns, own.rest, ratio, options.draws, seed=seed)
-    found["validation rows"] = [*sizes, _compared(own, len(own.validation), own.total)]
     ratios = ratio_sweep(own.total, sorted({*options.ratios, ratio}), ratio, own.groups, seed=seed)
     kept = Table.of("ratios", "What each ratio keeps", ratios)
     settings = _settings_table(found)
@@ -282,8 +275,7 @@ def _settings_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
         for setting, records in found.items()
         for record in records
     ]
-    note = "Validation rows: mean over random subsets, intervals over these."
-    return Table.of("settings", "Kept tokens, one setting changed at a time", records, note)
+    return Table.of("settings", "Kept tokens, one setting changed at a time", records)
 
 
 def _weights_table(records: Sequence[Mapping[str, Any]]) -> Table:
@@ -300,7 +292,6 @@ def _numbers_table(own: OwnValues, options: Options) -> Table:
         return bootstrap(statistic, *columns, groups=own.groups, draws=draws, seed=own.subject.seed)
 
     found = {"share of tokens with a positive value": estimate(positive_share, own.total)}
-    found["captured by keeping every token"] = estimate(lambda v: captured(v, 1.0), own.total)
     if _retains(own):
         found[f"lambda that reverses {100 * changed:g} % of the decisions"] = estimate(
             lambda a, b: weight_for_change(a, b, ratio, changed),

@@ -1,7 +1,6 @@
-"""One setting at a time, from values that are at hand: lambda, ratio, validation rows.
+"""One setting at a time, from values that are at hand: lambda and ratio.
 
-None of these needs another scoring: totals are linear in lambda and in the validation rows, and
-the ratio only cuts the ranking.
+Neither needs another scoring: totals are linear in lambda, and the ratio only cuts the ranking.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.certificate.metrics import kept
-from alphatoken.fidelity.agreement import agreement, agreement_over_draws
+from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.intervals import bootstrap
-from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.select.masks import keep_count
 
 __all__ = [
@@ -25,7 +23,6 @@ __all__ = [
     "positive_share",
     "ratio_sweep",
     "reversed_by",
-    "size_sweep",
     "weight_for_change",
     "weight_sweep",
 ]
@@ -155,46 +152,3 @@ def ratio_sweep(
         }
         for ratio in ratios
     ]
-
-
-# --- validation rows ---------------------------------------------------------------------------
-
-
-def size_sweep(
-    columns: RowColumns,
-    rest: Numbers,
-    ratio: float,
-    draws: int,
-    *,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """Kept tokens against m = 1, 2, 4, ... of the V validation rows.
-
-    Each m is drawn several times. A subset agrees with all V rows by having them in part, more so
-    the larger it is.
-
-    Args:
-        columns: values against each row.
-        rest: what no validation row changes.
-        ratio: share to keep.
-        draws: subsets of each size.
-        seed: of the draws.
-    """
-    rows, generator = len(columns.tokens), np.random.default_rng((seed, 4))
-    whole = columns.whole + rest
-    sizes = [2**k for k in range(rows.bit_length()) if 2**k < rows]
-    records = []
-    for size in sizes:
-        parts = [generator.permutation(rows)[:size] for _ in range(draws)]
-        first = columns.at(_chosen(rows, parts)) + rest
-        found = agreement_over_draws(np.broadcast_to(whole, first.shape), first, ratio)
-        records.append({"value": size, "default": False, **found})
-    return records
-
-
-def _chosen(rows: int, places: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """(choices, rows): 1 where a row is chosen."""
-    weights = np.zeros((len(places), rows), dtype=np.int64)
-    for choice, chosen in zip(weights, places, strict=True):
-        choice[chosen] = 1
-    return weights

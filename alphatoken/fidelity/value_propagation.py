@@ -9,7 +9,7 @@ figure is of pairs during training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,28 +202,22 @@ def training_figures(collected: CollectedPairs) -> list[Figure]:
     return [density_figure("density_training", collected.total(), said), by_step]
 
 
-def _shares_figures(shares: Table) -> Iterator[Figure]:
-    """Signed shares and sizes of the parts, by layer."""
-    for measure, title, said, guides in (
-        ("signed", "Where the exact causal value comes from", "Signed shares, which add up to 1 "
-         "in each layer; a mark below zero works against the exact value.",
-         (Guide(0.0, "y"), Guide(1.0, "y"))),
-        ("norm", "Sizes of the parts of the exact causal value", "Whatever their sign, over the "
-         "size of the exact value.", (Guide(0.0, "y"),)),
-    ):  # fmt: skip
-        yield Figure(
-            "bars",
-            "shares" if measure == "signed" else "shares-size",
-            shares,
-            title,
-            f"{said} The first mark is what Value-Propagation computes; a large 'longer hops' or "
-            "'score path' is what it cannot see. Bars are 95 % intervals.",
-            x="layer",
-            y=measure,
-            series="part",
-            guides=guides,
-            ylabel="signed share" if measure == "signed" else "size / exact",
-        )
+def _shares_figure(shares: Table) -> Figure:
+    """Signed shares of the parts, by layer."""
+    return Figure(
+        "bars",
+        "shares",
+        shares,
+        "Where the exact causal value comes from",
+        "Signed shares, which add up to 1 in each layer; a mark below zero works against the exact "
+        "value. The first mark is what Value-Propagation computes; a large 'longer hops' or 'score "
+        "path' is what it cannot see.",
+        x="layer",
+        y="signed",
+        series="part",
+        guides=(Guide(0.0, "y"), Guide(1.0, "y")),
+        ylabel="signed share",
+    )
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -255,7 +249,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         _risk_table(pairs, collected),
     ]
     figures = [
-        *_shares_figures(tables[0]),
+        _shares_figure(tables[0]),
         density_figure("density", pairs, "The causal-window pairs"),
     ]
     notes = _notes(subject, pairs, looked_at, others, layers, set(layers) - set(clear))

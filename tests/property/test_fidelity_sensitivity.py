@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.cost import direction_cost, measure, step_cost, values_cost
 from alphatoken.fidelity.own_values import OwnValues
-from alphatoken.fidelity.per_row import RowColumns
 from alphatoken.fidelity.sensitivity import Options
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.sweeps import (
@@ -28,7 +26,6 @@ from alphatoken.fidelity.sweeps import (
     positive_share,
     ratio_sweep,
     reversed_by,
-    size_sweep,
     weight_for_change,
     weight_sweep,
 )
@@ -108,29 +105,10 @@ def test_a_ratio_sweep_names_the_default() -> None:
     assert [record["default"] for record in records] == [False, True]
 
 
-# --- validation rows -----------------------------------------------------------------------------
-
-
-def test_rows_that_agree_need_no_company() -> None:
-    same = RowColumns(np.tile(np.arange(40.0)[:, None], (1, 16)), np.ones(16, dtype=int))
-    records = size_sweep(same, np.zeros(40), 0.5, 10, seed=0)
-    assert [record["value"] for record in records] == [1, 2, 4, 8]
-    for record in records:
-        assert record["overlap"].value == 1
-
-
-def test_rows_of_noise_agree_by_what_they_share() -> None:
-    noise = np.random.default_rng(0).standard_normal((2000, 32))
-    records = size_sweep(RowColumns(noise, np.ones(32, dtype=int)), np.zeros(2000), 0.5, 20, seed=0)
-    whole = [record["overlap"].value for record in records]
-    assert all(a < b for a, b in pairwise(whole))
-    assert whole[-1] > 0.7 > whole[0]
-
-
 # --- other settings ------------------------------------------------------------------------------
 
 
-OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0), ratios=(0.3,), draws=8)
+OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0), ratios=(0.3,))
 
 
 @pytest.mark.slow
@@ -166,8 +144,6 @@ def test_a_diagnosis_of_planted_settings() -> None:
     assert by["W", f"all ({longest})"]["flips"] == 0
     assert by["W", "0"]["overlap"] == by["estimator", "direct"]["overlap"]
     assert by["K", "2"]["default"] is True
-    assert by["validation rows", "5"]["default"] is True
-    assert {("validation rows", str(m)) for m in (1, 2, 4)} <= set(by)
     keys = {"settings", "ratios", "weights", "numbers"}
     assert {t.key for t in diagnosis.tables} == keys
     assert all(torch.equal(before[n], w) for n, w in subject.model.state_dict().items())
@@ -244,7 +220,7 @@ def test_the_counted_parts_of_a_step() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"draws": 2}, {"layers": (0,)}, {"windows": (-1,)}, {"estimators": ("magic",)},
+        {"layers": (0,)}, {"windows": (-1,)}, {"estimators": ("magic",)},
         {"ratios": (0.0,)}, {"weights": (float("nan"),)}, {"changed": 1.0},
     ],
     ids=str,
