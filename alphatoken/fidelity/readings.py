@@ -22,6 +22,7 @@ from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.valuing import scorer_for, values_along
 from alphatoken.model.batch import read_batch
 from alphatoken.model.batch_slice import around_responses
+from alphatoken.model.layer_choice import layers_within
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.scorer import Scorer
 
@@ -48,13 +49,16 @@ Numbers = NDArray[np.float64]
 def depths_of(asked: Sequence[int], depth: int, own: int, share: float = 1.0) -> list[int]:
     """Numbers of last layers to try: those asked for, or a spread on a log scale; and ``own``.
 
-    >>> depths_of((), 5, 3), depths_of((), 32, 3), depths_of((2, 40), 28, 3)
-    ([1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 12, 20, 32], [2, 3])
+    >>> depths_of((), 5, 3), depths_of((), 32, 3), depths_of((2, 20), 28, 3)
+    ([1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 12, 20, 32], [2, 3, 20])
+
+    Raises:
+        ConfigError: more layers than there are.
     """
+    layers_within(max(asked, default=1), depth)
     spread = {round(depth ** (i / (_DEPTHS - 1))) for i in range(_DEPTHS)}
     usual = sorted(range(1, depth + 1) if depth <= _DEPTHS else spread)
-    chosen = [k for k in asked if k <= depth] if asked else thinned(usual, 3, share)
-    return sorted({*chosen, own})
+    return sorted({min(k, depth) for k in (*(asked or thinned(usual, 3, share)), own)})
 
 
 def windows_of(
@@ -109,6 +113,7 @@ class Setting:
         return replace(
             base,
             estimator=self.estimator,
+            derivative=base.derivative if self.estimator == "label" else "auto",
             layers=list(self.layers),
             window=self.window,
             parameters="all" if self.everything else "linears",

@@ -33,6 +33,8 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
         ConfigError: no such estimator.
     """
     changes: dict[str, str] = {"estimator": estimator}
+    if estimator != "label":
+        changes["derivative"] = "auto"
     if estimator not in SPLIT or (estimator == "direct" and config.part == "causal"):
         changes["part"] = "both"
     if estimator != "label" and not ParameterChoice.read(config.parameters).captured:

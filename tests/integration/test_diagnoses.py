@@ -98,9 +98,11 @@ def test_a_diagnosis_is_an_answer_tables_with_intervals_and_figures(
     assert tokens in found.notes[0]
     for table in found.tables:
         estimates = [c for c in table.columns if f"{c}_low" in table.columns]
-        for row, name in product(range(len(table.rows)), estimates):
-            one = table.estimate(row, name)
-            assert not one.defined or one.low <= one.value + 1e-12 <= one.high + 2e-12
+        for record, name in product(table.records(), estimates):
+            value = record[name]
+            if isinstance(value, float) and value == value:  # there, and defined
+                low, high = (float(record[f"{name}_{end}"] or 0) for end in ("low", "high"))
+                assert low - 1e-12 <= value <= high + 1e-12
     for figure in found.figures:
         assert figure.data.rows
         assert figure.svg.startswith("<svg")

@@ -336,3 +336,5 @@ def test_settings_that_an_estimator_does_not_allow_fall_back():
     everything = ScorerConfig(estimator="label", parameters="all")
     assert with_estimator(everything, "alphatoken").parameters == "linears"
     assert with_estimator(config, "label").window == 8
+    differences = ScorerConfig(estimator="label", derivative="central")
+    assert with_estimator(differences, "path").derivative == "auto"

@@ -211,15 +211,12 @@ def test_window_zero_is_direct_and_last_layer_hop_is_path() -> None:
         assert hop[name] == pytest.approx(path[name], abs=1e-9)
 
 
-def test_costs_rise_with_layers_and_label_over_everything_costs_most_of_label() -> None:
+def test_costs_rise_with_layers() -> None:
     cost = {(r["estimator"], r["K"], r["weights"]): r for r in diagnosed().table("cost").records()}
     for estimator in ESTIMATORS:
         flops = [float(cost[estimator, k, "linears"]["flops"] or 0) for k in (1, 2, 3)]
         assert flops == sorted(flops)
         assert flops[0] > 0
-    assert (
-        cost["label", 3, "all parameters"]["flops"] >= cost["label", 3, "linears"]["flops"]  # type: ignore[operator]
-    )
     for record in cost.values():
         parts = float(record["of_a_step"] or 0) + float(record["direction_of_a_step"] or 0)
         assert float(record["cost_in_training_steps"] or 0) == pytest.approx(parts)
@@ -272,7 +269,7 @@ def test_what_is_tried() -> None:
     assert (found[0], found[-1]) == (1, 80)
     assert 5 in found
     assert len(found) <= 9
-    assert depths_of((2, 40), 28, 7) == [2, 7]
+    assert depths_of((2, 20), 28, 7) == [2, 7, 20]
     assert windows_of((), 1, None) == [0, None]
     assert windows_of((), 8, 3) == [0, 1, 2, 3, 4, None]
     assert windows_of((5,), 8, 3) == [3, 5, None]
