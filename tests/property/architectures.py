@@ -30,7 +30,6 @@ _WIDTHS = {
     "eos_token_id": 2,
 }
 
-
 ROPES: Mapping[str, Mapping[str, Any] | None] = {
     "plain": None,
     "linear": {"rope_type": "linear", "factor": 2.0},

@@ -99,8 +99,6 @@ TWICE = small(repeated_linear=True)
 PADDED = small(train=("pprrrr", "..prrr"))
 AFTER_PADDING = small(train=("..rrpr", "pprrr."), validations=((".rpr", "rr.."),))
 """A label that only padding precedes, on both sides."""
-
-
 SEVERAL_BATCHES = small(validations=(("pprrr",), ("prr", "p.."), ("ppr",)))
 ERRORS = claim(test_confidence.test_standard_errors, SEVERAL_BATCHES, "direct", False)
 HARMLESS = claim(test_confidence.test_harmless, test_confidence.rule_cases(), 2, 0.95, examples=40)

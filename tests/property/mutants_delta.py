@@ -61,8 +61,6 @@ PUT_BACK = claim(
     test_hybrids.test_overrides_of_delta_nets_leave_nothing_behind, "qwen3_5", examples=1
 )
 CACHED = claim(test_hybrids.test_a_state_to_begin_with_is_told, 3, examples=1)
-
-
 _TERMS = "model.delta_rule.self_terms"
 _READ = "model.delta_rule.DeltaStatistics.read_back"
 _CARRIED = "model.delta_rule.DeltaStatistics.carried"

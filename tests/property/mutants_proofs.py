@@ -61,11 +61,8 @@ OWN_BACKWARD = claim(
 FOLLOWED = claim(test_proofs.test_a_backward_that_is_followed, "padding row", examples=1)
 AHEAD = claim(test_proofs.test_a_model_that_looks_ahead_is_refused, "path", examples=1)
 ISOLATED = claim(test_proofs.test_isolation_is_claimed_only_where_it_was_shown, st.booleans())
-
-
 _proof = partial(mutant, room="estimate.proofs.", of_proofs=True)
 _slice = partial(mutant, room="model.batch_slice.", of_proofs=True)
-
 
 SLICES = (
     _slice(

@@ -26,8 +26,6 @@ from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
 MASKS = ("none", "causal", "window", "left", "packed", "broadcast", "blind", "additive", "by_head")
-
-
 STRUCTURES = ("documents", "holes", "sliding", "sliding documents", "sliding holes")
 """What kernels are told that take no mask; "holes": documents with padding in and around them."""
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -20,163 +17,9 @@ from tests.property.profiles import budget
 from tests.property.strategies import Case, cases, make_case
 from tests.property.tolerance import close
 
-Vector = np.ndarray[Any, np.dtype[np.float64]]
-
 
 def inputs(case: Case) -> dict[str, Tensor]:
     return {name: x for name, x in case.batch.items() if name != "labels"}
-
-
-def logits_close(actual: Tensor, expected: Tensor, tol: float, name: str) -> None:
-    close(actual, expected, 1.0 + expected.abs(), tol, name=name)
-
-
-# --- an implementation of its own ----------------------------------------------------------------
-
-
-class LoopDecoder:
-    """The same decoder, one position, one head and one key at a time, without autograd or batch."""
-
-    def __init__(self, model: ReferenceDecoder) -> None:
-        self.config = model.config
-        self.w: dict[str, Vector] = {
-            name: p.detach().numpy() for name, p in model.named_parameters(remove_duplicate=False)
-        }
-
-    def linear(self, name: str, x: Vector) -> Vector:
-        weight = self.w[f"{name}.weight"]
-        out = x @ weight if self.config.transposed and name != "head" else weight @ x
-        return out + self.w.get(f"{name}.bias", 0.0)
-
-    def norm(self, name: str, x: Vector, kind: str) -> Vector:
-        if f"{name}.weight" not in self.w:
-            return x
-        if kind == "rms":
-            return x / math.sqrt(float(np.mean(x * x)) + 1e-6) * self.w[f"{name}.weight"]
-        y = (x - x.mean()) / math.sqrt(float(x.var()) + 1e-5)
-        return y * self.w[f"{name}.weight"] + self.w[f"{name}.bias"]
-
-    def rotate(self, x: Vector, position: int) -> Vector:
-        if self.config.positions != "rotary":
-            return x
-        half, out = len(x) // 2, x.copy()
-        for j in range(half):
-            angle = position / 100.0 ** (j / half)
-            cos, sin = math.cos(angle), math.sin(angle)
-            out[j] = x[j] * cos - x[j + half] * sin
-            out[j + half] = x[j] * sin + x[j + half] * cos
-        return out * self.config.rotary_factor
-
-    def project(self, name: str, x: Vector, position: int) -> tuple[list[Vector], ...]:
-        c = self.config
-        if c.fused_qkv:
-            q, k = c.heads * c.head_dim, c.kv_heads * c.head_dim
-            rows = self.linear(f"{name}.qkv_proj", x)
-            parts = [rows[:q], rows[q : q + k], rows[q + k :]]
-        else:
-            parts = [self.linear(f"{name}.{s}_proj", x) for s in "qkv"]
-        q_heads = np.split(parts[0], c.heads)
-        k_heads, v_heads = np.split(parts[1], c.kv_heads), np.split(parts[2], c.kv_heads)
-        q_heads = [self.norm(f"{name}.q_norm", q, "rms") for q in q_heads]
-        k_heads = [self.norm(f"{name}.k_norm", k, "rms") for k in k_heads]
-        turned = ([self.rotate(u, position) for u in heads] for heads in (q_heads, k_heads))
-        return (*turned, v_heads)
-
-    def head_output(
-        self, name: str, h: int, q: Vector, keys: list[Vector], values: list[Vector]
-    ) -> Vector:
-        c = self.config
-        scale = 1 / math.sqrt(c.head_dim) if c.attention_scale is None else c.attention_scale
-        logits = [scale * float(q @ k) for k in keys]
-        if c.softcap is not None:
-            logits = [c.softcap * math.tanh(s / c.softcap) for s in logits]
-        total = sum(math.exp(s) for s in logits)
-        if c.sinks:
-            total += math.exp(self.w[f"{name}.sinks"][h])
-        out = np.zeros(c.head_dim if c.value_dim is None else c.value_dim)
-        for s, v in zip(logits, values, strict=True):
-            out = out + math.exp(s) / total * v
-        return out
-
-    def mlp(self, name: str, x: Vector) -> Vector:
-        c = self.config
-        up = self.linear(f"{name}.up_proj", x)
-        if c.hidden_use:
-            weight = self.w[f"{name}.up_proj.weight"]
-            up = up + (np.tanh(x) @ weight if c.transposed else weight @ np.tanh(x))
-        if c.mlp == "gated":
-            gate = self.linear(f"{name}.gate_proj", x)
-            inner = gate / (1 + np.exp(-gate)) * up
-        else:
-            inner = np.array([u * 0.5 * (1 + math.erf(u / math.sqrt(2))) for u in up])
-        if c.repeated_linear:
-            once = self.linear(f"{name}.inner_proj", inner)
-            inner = inner + np.tanh(self.linear(f"{name}.inner_proj", np.tanh(once)))
-        out = self.linear(f"{name}.down_proj", inner)
-        if c.loose_parameter:
-            out = out + np.tanh(x) @ self.w[f"{name}.loose"]
-        return out
-
-    def row(
-        self, ids: list[int], positions: list[int], real: list[bool], document: list[int]
-    ) -> Tensor:
-        """Logits (t, vocabulary) of one row."""
-        c, every = self.config, range(len(ids))
-        x = [self.w["embedding.weight"][i] for i in ids]
-        if c.positions == "learned":
-            x = [
-                u + self.w["position_embedding.weight"][p]
-                for u, p in zip(x, positions, strict=True)
-            ]
-        for layer in range(c.layers):
-            name = f"layers.{layer}"
-            window = c.windows[layer % len(c.windows)]
-            normed = [self.norm(f"{name}.attention_norm", u, c.norm) for u in x]
-            qkv = [self.project(f"{name}.attention", normed[t], positions[t]) for t in every]
-            attended = []
-            for k in every:
-                seen = [t for t in range(k + 1) if real[t] and document[t] == document[k]]
-                seen = [t for t in seen if window is None or t > k - window]
-                if not seen and not c.blind_rows:
-                    seen = [k]
-                heads = []
-                for h in range(c.heads):
-                    g = h * c.kv_heads // c.heads
-                    keys, values = [qkv[t][1][g] for t in seen], [qkv[t][2][g] for t in seen]
-                    heads.append(
-                        self.head_output(f"{name}.attention", h, qkv[k][0][h], keys, values)
-                    )
-                attended.append(self.linear(f"{name}.attention.o_proj", np.concatenate(heads)))
-            post = [self.norm(f"{name}.attention_post_norm", u, c.norm) for u in attended]
-            x = [u + a for u, a in zip(x, post, strict=True)]
-            if f"{name}.mixer.taps" in self.w:
-                x = self.mix(self.w[f"{name}.mixer.taps"], x, real, document)
-            branch = [self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", u, c.norm)) for u in x]
-            post = [self.norm(f"{name}.mlp_post_norm", u, c.norm) for u in branch]
-            x = [u + m for u, m in zip(x, post, strict=True)]
-        out = np.stack([self.linear("head", self.norm("final_norm", u, c.norm)) for u in x])
-        if c.final_softcap is not None:
-            out = c.final_softcap * np.tanh(out / c.final_softcap)
-        return torch.from_numpy(out)
-
-    def mix(
-        self, taps: Vector, x: list[Vector], real: list[bool], document: list[int]
-    ) -> list[Vector]:
-        out = []
-        for t, u in enumerate(x):
-            linked = t > 0 and real[t] and real[t - 1] and document[t] == document[t - 1]
-            out.append(u + taps[0] * u + (taps[1] * x[t - 1] if linked else 0.0))
-        return out
-
-
-def _documents_of(line: str) -> list[int]:
-    document, found = 0, []
-    for char in line:
-        if char == "|":
-            document += 1
-        else:
-            found.append(document)
-    return found
 
 
 EVERYTHING = make_case(
@@ -204,51 +47,7 @@ EVERYTHING = make_case(
 )
 
 
-@budget(0.3)
-@given(case=cases())
-@example(case=EVERYTHING)
-@example(case=make_case(("ppr|prr", "p|p|prrr"), conv_mixer=True, tied_linears=True, layers=1))
-@example(case=make_case(("pr", "..", ".p"), blind_rows=True, sinks=True, windows=(1,)))
-@example(case=make_case(("pr", "..", ".p"), additive_mask=True, tied_linears=True, mlp="plain"))
-def test_logits_equal_a_loop_over_positions_heads_and_keys(case: Case) -> None:
-    model = case.model()
-    batch = inputs(case)
-    with torch.no_grad():
-        logits = model(**batch)
-    loop = LoopDecoder(model)
-    b, t = batch["input_ids"].shape
-    real = batch.get("attention_mask", torch.ones(b, t, dtype=torch.long))
-    positions = batch.get("position_ids", torch.arange(t).expand(b, t))
-    expected = torch.stack(
-        [
-            loop.row(
-                batch["input_ids"][n].tolist(),
-                positions[n].tolist(),
-                [bool(r) for r in real[n]],
-                _documents_of(case.train[n]),
-            )
-            for n in range(b)
-        ]
-    )
-    logits_close(logits, expected, 1e-12, "logits")
-
-
 # --- invariances ---------------------------------------------------------------------------------
-
-
-def _compare_with_bare_rows(case: Case, *, positions: bool) -> None:
-    model, batch = case.model(), inputs(case)
-    with torch.no_grad():
-        logits = model(**batch)
-        assert bool(torch.isfinite(logits).all())
-        for n, line in enumerate(case.train):
-            real = torch.tensor([char != "." for char in line])
-            if not bool(real.any()):
-                continue
-            alone = {"input_ids": batch["input_ids"][n, real].unsqueeze(0)}
-            if positions:
-                alone["position_ids"] = batch["position_ids"][n, real].unsqueeze(0)
-            logits_close(logits[n, real], model(**alone)[0], 1e-12, "real tokens")
 
 
 @budget(0.3)
@@ -256,25 +55,16 @@ def _compare_with_bare_rows(case: Case, *, positions: bool) -> None:
 @example(case=EVERYTHING)
 @example(case=make_case(("pprr", "..pr", "...."), positions="learned", explicit_positions=True))
 def test_padding_on_either_side_leaves_real_tokens_alone(case: Case) -> None:
-    _compare_with_bare_rows(case, positions=True)
-
-
-@budget(0.3)
-@given(case=cases(mode="ragged", explicit_positions=False, positions="rotary"))
-def test_rotary_positions_see_only_distances(case: Case) -> None:
-    _compare_with_bare_rows(case, positions=False)
-
-
-@budget(0.3)
-@given(case=cases(mode="ragged"))
-def test_ids_under_padding_do_not_matter(case: Case) -> None:
     model, batch = case.model(), inputs(case)
-    if "attention_mask" not in batch:
-        return
-    real = batch["attention_mask"] != 0
-    other = torch.where(real, batch["input_ids"], (batch["input_ids"] + 1) % case.config.vocabulary)
     with torch.no_grad():
-        assert torch.equal(model(**batch)[real], model(**{**batch, "input_ids": other})[real])
+        logits = model(**batch)
+        assert bool(torch.isfinite(logits).all())
+        for n, line in enumerate(case.train):
+            real = torch.tensor([char != "." for char in line])
+            if bool(real.any()):
+                names = ("input_ids", "position_ids")
+                alone = model(**{name: batch[name][n, real].unsqueeze(0) for name in names})[0]
+                close(logits[n, real], alone, 1.0 + alone.abs(), 1e-12, name="real tokens")
 
 
 @budget(0.3)
@@ -290,7 +80,7 @@ def test_packed_documents_equal_separate_ones(case: Case) -> None:
             for document in line.split("|"):
                 span = slice(start, start + len(document))
                 alone = model(batch["input_ids"][n : n + 1, span])
-                logits_close(logits[n, span], alone[0], 1e-12, "document")
+                close(logits[n, span], alone[0], 1.0 + alone[0].abs(), 1e-12, name="document")
                 start = span.stop
 
 
@@ -442,14 +232,6 @@ def test_scored_linears_are_named_in_forward_order_each_once(case: Case) -> None
     per_block = 2 if case.config.fused_qkv else 4
     per_block += 2 + (case.config.mlp == "gated") + case.config.repeated_linear
     assert len(linears) == (case.config.layers - block) * per_block
-
-
-def test_frozen_weights_are_not_scored() -> None:
-    adapter = make_case(layers=3).adapter()
-    frozen = adapter.scored_linears([1])[0]
-    frozen.weight.requires_grad_(False)
-    assert frozen.name not in [s.name for s in adapter.scored_linears([1])]
-    assert {s.layer for s in adapter.scored_linears([1, 2])} == {1, 2}
 
 
 def test_traps_are_named_only_where_they_should_be() -> None:

@@ -25,11 +25,7 @@ from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
 TOLERANCE = 1e-10
-
-
 _NAMES = ("query", "key", "value", "decay", "beta")
-
-
 _MODULE = nn.Identity()
 
 

@@ -36,17 +36,9 @@ from tests.property.tolerance import allowed, close
 
 ESTIMATORS = ("direct", "path", "label")
 """Those that are exact; what the others add is no error at an expert."""
-
-
 LAMBDA = 0.7
-
-
 LIBRARY = allowed("library", torch.float64)
-
-
 EXACT = allowed("contraction", torch.float64)
-
-
 CHOSEN = "linears,experts"
 
 

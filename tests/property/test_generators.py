@@ -11,20 +11,17 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
 from alphatoken.oracle.gradients import known_labels, response_tokens
 from tests.property.decoder import DecoderConfig
-from tests.property.profiles import REACH, budget
+from tests.property.profiles import REACH
 from tests.property.strategies import (
     MODES,
     Case,
-    ContractionCase,
     cases,
     configs,
-    contractions,
     make_batch,
     make_case,
     rows,
@@ -185,30 +182,6 @@ def test_a_hard_case_is_reached(name: str) -> None:
     assert HARD[name](witness(cases(), HARD[name], REACH))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "grouped heads",
-        "window shorter than the sequence",
-        "block at two depths with one between",
-        "left padding",
-        "label holes",
-        "packed, a response in every document",
-        "validation sequences of different lengths",
-    ],
-)
-def test_a_hard_case_shrinks_to_little(name: str) -> None:
-    # A witness needs a few columns, rows or options of its own, and nothing else may be left. What
-    # is drawn depends on the modules that are loaded, so one seed may end in a corner.
-    found = []
-    for seed in range(2):
-        found.append(witness(cases(), HARD[name], seed=seed))
-        if size(found[-1]) <= SMALLEST + 5:
-            return
-    raise AssertionError(found)
-
-
 def test_without_a_demand_the_smallest_case_is_found() -> None:
     found = witness(cases(), lambda case: True)
     assert size(found) == SMALLEST == 2
@@ -342,33 +315,3 @@ def test_pins_may_be_strategies_and_unknown_ones_are_refused() -> None:
     assert (fixed.train, fixed.validations) == (("ppr",), (("pr",), ("ppr",)))
     with pytest.raises(TypeError, match="wdith"):
         witness(cases(wdith=3), lambda c: True)
-
-
-CONTRACTION: dict[str, Callable[[ContractionCase], bool]] = {
-    "one of everything": lambda c: c.b == c.t == c.o == c.i == c.v == 1,
-    "out wider than in": lambda c: c.o > c.i > 1,
-    "in wider than out": lambda c: c.i > c.o > 1,
-    "more validation than training": lambda c: c.v > c.b * c.t,
-    "several rows and validation tokens": lambda c: c.b > 1 and c.v > 1,
-}
-
-
-@pytest.mark.parametrize("name", CONTRACTION)
-def test_contraction_shapes_are_reached(name: str) -> None:
-    found = witness(contractions(), CONTRACTION[name])
-    assert max(found.b, found.t, found.o, found.i, found.v) <= 3
-
-
-@budget(0.3)
-@given(case=contractions())
-def test_factors_have_their_shapes_and_small_integers_are_exact(case: ContractionCase) -> None:
-    for integers in (False, True):
-        f = case.factors(integers=integers)
-        assert f.delta.shape == (case.b, case.t, case.o)
-        assert f.x.shape == (case.b, case.t, case.i)
-        assert f.delta_v.shape == (case.v, case.o)
-        assert f.x_v.shape == (case.v, case.i)
-        assert f.m.shape == (case.o, case.i)
-        assert f.m_bias.shape == (case.o,)
-        assert all(x.dtype == torch.float64 for x in f)
-        assert integers == all(torch.equal(x, x.round()) for x in f)

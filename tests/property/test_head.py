@@ -123,14 +123,8 @@ def by_loops(targets: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 BATCH = make_batch(("pprrprr..", "prprrrrr.", "pppprrrrr"), vocabulary=23, seed=1)
-
-
 INPUTS = {k: v for k, v in BATCH.items() if k != "labels"}
-
-
 VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=23, seed=2)
-
-
 CAST = 1e-6
 """transformers computes softmax and norms in float32 inside, whatever the model's dtype."""
 

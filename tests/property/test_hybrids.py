@@ -36,12 +36,8 @@ CACHE = (
     else ("past_key_values")
 )
 
-
 LINEAR, FULL = "linear_attention", "full_attention"
-
-
 _QWEN = BY_NAME["qwen3_5"]
-
 
 FAMILIES: Mapping[str, Architecture] = {
     "qwen3_5": _QWEN,
@@ -56,7 +52,6 @@ FAMILIES: Mapping[str, Architecture] = {
     ),
 }  # fmt: skip
 """Families whose delta nets the dispatch knows; qwen3_5_moe has those of qwen3_5."""
-
 
 PATTERNS = (
     (LINEAR, LINEAR, FULL),

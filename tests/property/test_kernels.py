@@ -29,14 +29,8 @@ from tests.property.strategies import SEEDS
 from tests.property.tolerance import allowed, close
 
 KINDS = ("sdpa", "sdpa, mask", "rows", "documents", "padding")
-
-
 PACKING = ("bounds", "positions", "mask")
-
-
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
 CAST = 5e-6  # transformers computes norms and rotary tables in float32
 
 

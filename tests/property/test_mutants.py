@@ -36,8 +36,6 @@ tied or twice-called module overwritten instead of accumulated; stale direction;
 arithmetic inside; ties all kept; ceil in floating point; threshold over padding
 """
 """The errors that the properties must notice, as demanded."""
-
-
 SLOW = {mutant.name for room in OF_LAB.values() for mutant in room}
 EVERY = [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in BY_NAME]
 

@@ -393,6 +393,9 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "integers": ({"fisher__a_weight": torch.ones(2, 3, dtype=torch.int64)}, {}, "floating-point"),
     "missing entry": ({"reference__b_weight": None}, {}, "reference/b.weight"),
     "kind": ({}, {"kind": "something else"}, "no Fisher that this version can read"),
+    "metadata": ({}, {"metadata": "not json"}, "bad"),
+    "version": ({}, {"format_version": "2"}, "no Fisher that this version can read"),
+    "more names": ({}, {"names": '["a.weight", "c.weight"]'}, "bad"),
     "names": ({}, {"names": "["}, "incomplete or inconsistent"),
 }
 

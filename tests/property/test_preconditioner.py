@@ -92,17 +92,9 @@ def adam_cases(least: int = 0) -> st.SearchStrategy[AdamCase]:
 
 
 DOUBLE = tuple(kind for kind in steps.INSTALLED if not kind.single)
-
-
 SINGLE = tuple(kind for kind in steps.INSTALLED if kind.single)
-
-
 ADAMS = tuple(k for k in steps.TORCH if k.name.startswith("Adam") and "amsgrad" not in k.name)
-
-
 ADAMS = tuple(k for k in ADAMS if k.name not in ("Adamax", "Adadelta"))
-
-
 HELD = tuple(k for k in DOUBLE if k.name in ("Adam", "AdamW", "NAdam", "RAdam", "Yogi"))
 
 

@@ -38,7 +38,6 @@ from tests.property.strategies import SEEDS, Case, make_batch, make_case, rows
 
 PLAIN = (("pprrr",), (("pprr",),))
 
-
 TRAPS: dict[str, tuple[Case, str, type[AlphaTokenError], str]] = {
     "hidden use": (
         make_case(*PLAIN, hidden_use=True), "path", CoverageError, "mlp.up_proj.weight"
@@ -126,12 +125,8 @@ LONG = {
     ),
 }
 """Batches that are much longer than a slice; the first row of some can show nothing."""
-
-
 FORMS = ("plain", "positions", "pairs", "rows", "shared", "unknown")
 """Of the inputs beside tokens and padding: what has one entry a token, a pair, a row, or none."""
-
-
 HIDDEN = ("hidden use", "use below the scored layers", "hidden mixer")
 """Traps that nothing but a forward and a backward gives away."""
 

@@ -50,14 +50,12 @@ def _trainer(asked: Asked, model: Any, more: Mapping[str, Any], **given: Any) ->
 
 PAIRS = Asked(family="dpo", retention="none", policy="top", rows=2, accumulation=1, steps=2)
 
-
 PAIR_RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "ahead": {"precompute_ref_log_probs": True},
     "by length": {"ld_alpha": 0.3},
     "by length, ahead": {"ld_alpha": 0.3, "precompute_ref_log_probs": True},
 }
-
 
 FOLLOWING = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
 
@@ -117,21 +115,14 @@ def _mixture(share: float) -> Any:
 
 OPTIONS = {"optim": "adamw_torch", "keep_scope": "global", "learning_rate": 1e-3}
 
-
 FACTS: dict[str, Any] = {
     "processes": 1, "options": OPTIONS, "data": {"train_dataset": "these rows"},
     "versions": {"torch": "2.13.0"},
 }  # fmt: skip
 
-
 FASTER = {"options": {**OPTIONS, "learning_rate": 2e-3}}
-
-
 CHECKPOINTED = {"options": {**OPTIONS, "gradient_checkpointing": True}}
-
-
 OTHER_ROWS = {"data": {"train_dataset": "other rows"}}
-
 
 RESUMED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "the same": ({}, (), ""),
@@ -145,7 +136,6 @@ RESUMED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "two processes, on purpose": ({"processes": 2}, ("processes",), "refused"),
 }
 """Facts that are other in the second run, names that may be, and what is done about it."""
-
 
 REFERENCES: dict[str, tuple[int, int, str | None, str]] = {
     "the same": (0, 0, ALPHABET, ""),

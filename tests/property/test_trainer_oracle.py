@@ -40,13 +40,8 @@ MODEL = 1e-10
 """Float64, through a whole model and up to three optimizer steps, relative to the sum of absolute
 terms."""
 
-
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
-
-
 WIDTH, PADDING = 16, "<pad>"
-
-
 RETAINED = 5
 """Retention rows."""
 

@@ -16,7 +16,6 @@ from torch import Tensor
 PROPERTY = "worst_error_over_tolerance"
 """Key under which a test's records travel in ``user_properties`` (also between processes)."""
 
-
 TABLE: dict[str, dict[torch.dtype, float]] = {
     # A sum of products, relative to the sum of absolute terms. Worst seen 4e-3 of it.
     "contraction": {torch.float64: 1e-12},
