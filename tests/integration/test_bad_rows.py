@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 
-from alphatoken.cli.diagnose_options import DiagnoseOptions
-from alphatoken.cli.filter import FilterOptions
-from alphatoken.cli.fisher import FisherOptions
-from alphatoken.cli.score import ScoreOptions
-from alphatoken.cli.training_options import RowArguments
 from alphatoken.data import EncodeOptions, Row, Turn, encode_prompt, encode_row
 from alphatoken.errors import DataError
 from alphatoken.train.loading import find_limits, find_parts
 from tests.both_programs import main
 from tests.integration import tiny_training as tiny
 
-KINDS = [ScoreOptions, FilterOptions, FisherOptions, DiagnoseOptions, RowArguments]
 NEW = "<step>"
 STRICT = (
     "{% for m in messages %}"
@@ -28,16 +21,6 @@ STRICT = (
     "{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
-
-
-@pytest.mark.parametrize(("name", "default"), [("on_bad_rows", "error"), ("on_empty", "skip")])
-def test_one_name_one_default_one_set_of_choices(name: str, default: str) -> None:
-    for kind in KINDS:
-        found = {one.name: one for one in fields(kind)}
-        if kind is FisherOptions and name == "on_empty":
-            continue  # the model writes the responses
-        assert found[name].default == default, kind
-        assert set(get_args(get_type_hints(kind)[name])) == {"error", "skip"}, kind
 
 
 # --- four kinds of bad row ------------------------------------------------------------------------
@@ -185,20 +168,6 @@ def test_a_token_is_known_where_the_embedding_has_a_row(model: Path) -> None:
         with pytest.raises(DataError, match="no row in the model's embedding"):
             made(row, tokenizer, EncodeOptions(vocabulary=limits.tokens))
         made(row, tokenizer, EncodeOptions(vocabulary=len(tokenizer)))
-
-
-def test_a_null_response_of_a_pair_is_a_bad_row(model: Path, tmp_path: Path, capsys: Any) -> None:
-    rows, held = files(tmp_path, chat("9+1=", "10."), pairs=True)
-    lines = [json.loads(line) for line in Path(rows).read_text().splitlines()]
-    lines[3]["rejected"] = None
-    Path(rows).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = words_of("dpo", model, rows, held, tmp_path / "out")
-    assert main(words) == 2
-    assert "the rejected response of a pair is null. Got: rows.jsonl, line 4" in (
-        capsys.readouterr().err
-    )
-    assert main([*words, "--on_bad_rows", "skip"]) == 0
-    assert "1 rows left out: the rejected response of a pair is null" in (capsys.readouterr().err)
 
 
 MEASURING = {

@@ -25,7 +25,7 @@ from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training import build_trainer, told_results
 from alphatoken.cli.training_data import RunData, load_run_data
-from alphatoken.data import Turn, pair_of, read_pairs, read_rows
+from alphatoken.data import Turn, pair_of, read_pairs
 from alphatoken.data.stdlib import code_pairs, write_files
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.demo.world import draw_exchanges
@@ -443,15 +443,6 @@ def test_transcripts_and_conversations_of_real_pairs_are_read(tmp_path: Path) ->
     for one in (found, read_pairs(jsonl(tmp_path / "conversations.jsonl", conversations))):
         assert [pair.chosen for pair in one] == [pair.chosen for pair in wanted]
         assert [pair.rejected for pair in one] == [pair.rejected for pair in wanted]
-
-
-def test_a_broken_json_list_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text('[{"prompt": "a"}, 3]')
-    with pytest.raises(DataError, match="item 1 has"):
-        read_rows(tmp_path / "rows.json")
-    (tmp_path / "rows.json").write_text('[{"prompt": "a", ')
-    with pytest.raises(DataError, match="broken JSON file"):
-        read_rows(tmp_path / "rows.json")
 
 
 # --- what is refused before any work ------------------------------------------------------------

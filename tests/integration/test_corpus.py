@@ -49,7 +49,7 @@ def saved(path: Path, rows: list[Any]) -> Path:
 
 def folder(path: Path, rows: list[Any]) -> Path:
     path.mkdir()
-    jsonl(path / "a.jsonl", rows[:100])
+    jsonl(path / "A.JSONL", rows[:100])  # read whatever the case of its name
     parquet(path / "b.parquet", rows[100:450])
     (path / "c.json").write_text(json.dumps(rows[450:]))
     (path / "notes.txt").write_text("no rows")
@@ -101,20 +101,13 @@ def test_a_saved_data_set_that_changed_is_noticed(tmp_path: Path) -> None:
         list(source.read(0, 10))
 
 
-def test_a_folder_is_read_whatever_the_case_of_its_names(tmp_path: Path) -> None:
-    (tmp_path / "rows").mkdir()
-    jsonl(tmp_path / "rows" / "a.jsonl", ROWS[:3])
-    jsonl(tmp_path / "rows" / "B.JSONL", ROWS[3:5])
-    assert find_source(tmp_path / "rows").rows == 5
-
-
 def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
     path = folder(tmp_path / "rows", ROWS)
     source = find_source(path)
-    jsonl(path / "a.jsonl", ROWS[:99])
-    with pytest.raises(DataError, match=r"changed while it was in use. Got: .*a\.jsonl"):
+    jsonl(path / "A.JSONL", ROWS[:99])
+    with pytest.raises(DataError, match=r"changed while it was in use. Got: .*A\.JSONL"):
         list(source.read(0, 10))
-    (path / "a.jsonl").unlink()
+    (path / "A.JSONL").unlink()
     with pytest.raises(DataError, match="no such data file"):
         list(source.read(0, 10))
 
@@ -139,18 +132,6 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     jsonl(tmp_path / "blank.jsonl", ["", "  "])
     with pytest.raises(DataError, match="no rows"):
         find_source(tmp_path / "blank.jsonl")
-
-
-@pytest.mark.parametrize("kind", ["parquet", "datasets"])
-def test_values_do_not_depend_on_the_kind_of_source(
-    world: World, tmp_path: Path, kind: str
-) -> None:
-    rows = [json.loads(line) for line in (world / "train.jsonl").read_text().splitlines()]
-    name, write = KINDS[kind]
-    assert world.score(tmp_path / "a", "--no_report") == 0
-    path = write(tmp_path / name, rows)
-    assert world.score(tmp_path / "b", "--no_report", train=path) == 0
-    assert same(load(tmp_path / "a"), load(tmp_path / "b"))
 
 
 # --- bad rows -------------------------------------------------------------------------------------

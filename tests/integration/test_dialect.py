@@ -157,14 +157,21 @@ OTHER = {
 def test_a_flag_is_of_one_type_and_has_one_default() -> None:
     """Trainers' fields are texts whose choices are checked later: transformers' parser asks so."""
     found: dict[str, set[tuple[str, str]]] = {}
+    choices: dict[str, set[frozenset[str]]] = {}
     for kind in EVERYWHERE:
         hints = typing.get_type_hints(kind)
         for one in fields(kind):
             choice = typing.get_origin(hints[one.name]) is typing.Literal
+            if choice:
+                choices.setdefault(flag_of(one), set()).add(
+                    frozenset(typing.get_args(hints[one.name]))
+                )
             shown = "str" if choice else str(hints[one.name])
             shown = shown.removeprefix("<class '").removesuffix("'>")
             found.setdefault(flag_of(one), set()).add((shown, repr(default_of(one))))
     assert {name for name, ways in found.items() if len(ways) > 1} == set(OTHER)
+    assert {name for name, ways in choices.items() if len(ways) > 1} == set()
+    assert choices["on_bad_rows"] == choices["on_empty"] == {frozenset({"error", "skip"})}
 
 
 def test_help_shows_three_examples_that_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,13 @@ def turns(record: dict[str, Any], **fields: Any) -> list[tuple[str, str]]:
     ("record", "roles", "prompt"),
     [
         (ASKED, "user assistant", "Name it.\na red fruit"),
+        ({"prompt": "p", "response": "r"}, "user assistant", "p"),
+        ({"instruction": "i", "input": "", "output": "o"}, "user assistant", "i"),
+        ({"messages": [{"role": "system", "content": [{"type": "text", "text": "s"}]}, *SAID]},
+         "system user assistant", "s\nHi."),
+        ({"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"},
+                            {"from": "human", "value": "h2"}, {"from": "gpt", "value": "g2"}]},
+         "user assistant user assistant", "h"),
         ({"question": "Who?", "context": "Ada wrote it.", "answer": "Ada"},
          "user assistant", "Who?\nAda wrote it."),
         ({"system": "Be brief.", **ASKED}, "system user assistant",
@@ -143,6 +150,8 @@ def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
     with pytest.raises(DataError, match="'tools' has no place"):
         pair_of({**record, **pair, "tools": [{}]}, 0, "here")
     assert pair_of({**record, **pair, "tools": [{}]}, 0, "here", Fields(unread=("tools",)))
+    with pytest.raises(DataError, match="the rejected response of a pair is null"):
+        pair_of({**record, "chosen": "cherry", "rejected": None}, 0, "here")
     marked = [{"role": "assistant", "content": "cherry", "weight": 0}]
     with pytest.raises(DataError, match="not to be trained on"):
         pair_of({"prompt": "Who?", "chosen": marked, "rejected": "plum"}, 0, "here")
@@ -286,6 +295,12 @@ def test_a_list_is_read_whatever_the_file_is_called(
     path.write_text(json.dumps({"version": 1, "data": TWO} if wrapped else TWO, indent=indent))
     assert [record for _, record in read_records(path)] == TWO
     assert find_source(path).rows == 2
+    path.write_text('[{"prompt": "a", ')
+    with pytest.raises(DataError, match="broken JSON file"):
+        read_rows(path)
+    path.write_text('[{"prompt": "a", "response": "b"}, 3]')
+    with pytest.raises(DataError, match="not an object.*item 2: 3"):
+        read_rows(path)
 
 
 def test_a_list_among_lines_is_a_bad_line(tmp_path: Path) -> None:
