@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments, DataArguments
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
 from alphatoken.corpus.notes import about_pools
-from alphatoken.data import Row, leak_keys, split_pools
+from alphatoken.data import leak_keys, split_pools
 from alphatoken.data.source import find_source
 from alphatoken.data.split import check_draw
 from alphatoken.errors import ConfigError
@@ -197,25 +197,31 @@ def _separate(
     own: Mapping[str, Sequence[Item]],
 ) -> tuple[dict[str, list[Item]], list[str]]:
     """Pools that share nothing, by name, and what was done to make them so."""
-    retention = list(own.get("retention", ()))
-    keys = {key for item in retention for key in leak_keys(item.row)}
+    items = {"train": train, **own}
+    rows = {name: [item.row for item in some] for name, some in items.items()}
+    item_of = {
+        id(row): item for name in rows for row, item in zip(rows[name], items[name], strict=True)
+    }
+    retention = rows.get("retention", [])
+    keys = {key for row in retention for key in leak_keys(row)}
     pools = split_pools(
-        _rows(train),
-        validation=_rows(own.get("validation")),
+        rows["train"],
+        validation=rows.get("validation"),
         validation_rows=held.validation or 0,
-        fisher=_rows(own.get("fisher")),
+        fisher=rows.get("fisher"),
         fisher_rows=held.fisher or 0,
         fisher_keys=keys | _fitted_keys(arguments.data),
         on_leak=arguments.data.on_leak,
         leak_key=arguments.data.leak_key,
         seed=arguments.data.split_seed,
     )
-    found = {
-        "train": [train[row.index] for row in pools.train],
-        "validation": _back(pools.validation, own.get("validation"), train),
-        "fisher": _back(pools.fisher, own.get("fisher"), train),
+    kept = {
+        "train": pools.train,
+        "validation": pools.validation,
+        "fisher": pools.fisher,
         "retention": retention,
     }
+    found = {name: [item_of[id(row)] for row in some] for name, some in kept.items()}
     return found, _pool_notes(pools.counts, arguments)
 
 
@@ -226,16 +232,6 @@ def _fitted_keys(data: DataArguments) -> set[str]:
     from alphatoken import FisherDrift
 
     return set(FisherDrift.open(data.fisher_file).metadata.get("row_keys", []))
-
-
-def _rows(items: Sequence[Item] | None) -> Any:
-    return None if items is None else [replace(item.row, index=i) for i, item in enumerate(items)]
-
-
-def _back(rows: Sequence[Row], own: Sequence[Item] | None, train: Sequence[Item]) -> list[Item]:
-    """The items that these rows stand for."""
-    source = train if own is None else own
-    return [source[row.index] for row in rows]
 
 
 def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:

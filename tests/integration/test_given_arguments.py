@@ -28,11 +28,9 @@ from alphatoken.train import (
 )
 from tests.integration.tiny_training import (
     model,
-    options,
     preference_rows,
     sft_rows,
     tokenizer,
-    weights,
 )
 
 OURS = {field.name: field.default for field in dataclasses.fields(AlphaOptions)}
@@ -156,20 +154,6 @@ def test_a_configuration_of_trl_is_taken_whole(
     assert saved.to_dict() == trainer.args.to_dict()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "base", "ours"), [CASES[0], CASES[2], CASES[4]],
-                         ids=["sft", "dpo", "plain"])  # fmt: skip
-def test_it_trains_as_our_own_configuration_does(
-    tmp_path: Path, make: Any, base: type, ours: Any
-) -> None:
-    found = []
-    for kind in (base, ours):
-        trainer = make(kind(output_dir=str(tmp_path / kind.__name__), **FEW))
-        trainer.train()
-        found.append(weights(trainer.model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
 @pytest.mark.parametrize(
     ("make", "ours", "folder"),
     [(sft, AlphaSFTConfig, "-SFT"), (dpo, AlphaDPOConfig, "-DPO"),
@@ -233,12 +217,6 @@ def test_what_belongs_to_another_trainer_is_refused(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="args"):
             make(wrong)
-
-
-def test_values_without_validation_rows_are_refused(tmp_path: Path) -> None:
-    given = SFTConfig(**options(tmp_path))
-    with pytest.raises(ConfigError, match="values need a validation dataset"):
-        sft(given, validation_dataset=None)
 
 
 def test_an_option_of_ours_in_the_users_class_counts(tmp_path: Path) -> None:
