@@ -46,7 +46,9 @@ _NAMES = {component.key: component.name for component in COMPONENTS}
 class Options(CheckedOptions):
     """What the diagnostic ``heatmap`` can be told."""
 
-    rows: tuple[int, ...] = option((), "training rows to show, from 0; default: the first sampled")
+    rows: tuple[int, ...] = option(
+        (), "training rows to show, from 0; default: the first sampled", least=0
+    )
     examples: int = option(3, "how many rows, where none are named", least=1)
     against: str = option(
         "label",
@@ -204,7 +206,7 @@ def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
     numbers = {id(row): place for place, row in enumerate(subject.train)}
     sampled = [numbers[id(row)] for row in subject.sample()]
     for place in options.rows:
-        if not 0 <= place < len(subject.train) or not subject.train[place].response_tokens:
+        if place >= len(subject.train) or not subject.train[place].response_tokens:
             raise ConfigError(
                 "a row to show is not there, or has no response token",
                 got=f"--rows {place}",

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from alphatoken.certificate import metrics
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, Row, collate
 from alphatoken.errors import ConfigError, InputError
@@ -158,11 +157,6 @@ def test_an_undefined_estimate_has_no_verdict():
     assert against(Estimate.undefined(3, "few"), (0.0, 1.0)) == ""
 
 
-def test_kept_are_exactly_the_share():
-    kept = metrics.kept(np.array([3.0, -1.0, 2.0, 5.0, 0.0]), 0.5)
-    assert kept.tolist() == [True, False, True, True, False]
-
-
 # --- jackknife -----------------------------------------------------------------------------------
 
 
@@ -306,26 +300,6 @@ def test_a_token_is_in_the_union_if_and_only_if_some_policy_keeps_it(count, poli
     kept = {str(i): generator.random(count) < 0.3 for i in range(policies)}
     union = coverage.kept_by_any(kept).tolist()
     assert union == [i for i in range(count) if any(mask[i] for mask in kept.values())]
-
-
-# --- options -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"policies": ("best",)}, "policies must be one of"),
-        ({"policies": ()}, "no policy"),
-        ({"policies": ("random", "random")}, "named twice"),
-        ({"clusters": 1}, "clusters"),
-        ({"perplexity": 0.5}, "perplexity"),
-        ({"draws": 3}, "draws"),
-        ({"points": 2}, "points"),
-    ],
-)
-def test_wrong_options_are_refused(wrong: dict, said: str):
-    with pytest.raises(ConfigError, match=said):
-        coverage.Options(**wrong)
 
 
 def test_settings_that_an_estimator_does_not_allow_fall_back():

@@ -371,21 +371,6 @@ def test_too_few_tokens_are_refused() -> None:
         diagnostic.diagnose(subject, QUICK)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"layers": (0,)},
-        {"windows": (-1,)},
-        {"noise_share": 0.0},
-        {"draws": 0},
-        {"repeats": 0},
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        diagnostic.Options(**options)  # type: ignore[arg-type]
-
-
 def test_layers_beyond_the_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="lie within the model"):
         diagnostic.diagnose(subject_of(decoder_of()), replace(QUICK, layers=(7,)))

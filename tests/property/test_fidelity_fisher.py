@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher
 from alphatoken.data import Example, Row
 from alphatoken.direction.sampling import sample_responses
-from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.errors import DataError, InputError
 from alphatoken.fidelity import fisher as diagnostic
 from alphatoken.fidelity import retention_scores
 from alphatoken.fidelity.diagnosis import Diagnosis
@@ -309,15 +309,6 @@ def test_another_kind_of_reference_is_refused() -> None:
     other = ReferenceDecoder(DecoderConfig(vocabulary=LABELS, layers=1, fused_qkv=True), 0)
     with pytest.raises(InputError, match="not the same kind of model"):
         diagnostic.diagnose(planted(reference=other), TINY)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"rows": 0}, {"sizes": (8, 4)}, {"sizes": (0,)}, {"draws": 1}],
-)
-def test_options_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        diagnostic.Options(**wrong)
 
 
 # --- pieces -------------------------------------------------------------------------------------

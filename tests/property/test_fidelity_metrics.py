@@ -14,7 +14,6 @@ from scipy import stats
 from alphatoken.certificate import metrics
 from alphatoken.errors import InputError, NumericalError
 from alphatoken.fidelity.advice import front
-from alphatoken.fidelity.cost import measure
 from alphatoken.select.masks import select_top
 from tests.property.profiles import budget
 
@@ -130,22 +129,3 @@ def test_the_front_of_made_up_points() -> None:
     assert front(costs, scores) == [4, 0, 2, 5]
     with pytest.raises(InputError, match="equally many"):
         front([1.0], [])
-
-
-def test_a_matrix_product_costs_what_it_costs() -> None:
-    a, b = torch.randn(30, 40), torch.randn(40, 50)
-    calls = []
-    cost = measure(lambda: calls.append(a @ b), repeats=3)
-    assert cost.flops == 2 * 30 * 40 * 50
-    assert cost.seconds > 0
-    assert len(calls) == 4
-
-
-def test_the_cpus_attention_kernel_is_counted() -> None:
-    """Its two products, forward; and more backward."""
-    states = [torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3)]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    forward = measure(lambda: attend(*states, is_causal=True), repeats=1)
-    assert forward.flops == 2 * (2 * 2 * 4 * 16 * 16 * 8)
-    both = measure(lambda: attend(*states, is_causal=True).sum().backward(), repeats=1)
-    assert both.flops >= 3 * forward.flops

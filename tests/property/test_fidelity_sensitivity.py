@@ -217,25 +217,8 @@ def test_the_counted_parts_of_a_step() -> None:
 # --- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"layers": (0,)}, {"windows": (-1,)}, {"estimators": ("magic",)},
-        {"ratios": (0.0,)}, {"weights": (float("nan"),)}, {"changed": 1.0},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_options_without_meaning_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Options(**bad)
-
-
 def test_too_little_is_refused() -> None:
     with pytest.raises(DataError, match="at least 4 validation rows"):
         sensitivity.diagnose(small(validation=rows_of([(2, 3)] * 3, 0)))
     with pytest.raises(ConfigError, match="no validation side"):
         sensitivity.diagnose(small(config=ScorerConfig(layers=2, objective="stability")))
-
-
-def test_every_option_says_what_it_is() -> None:
-    assert all(f.metadata["help"] for f in Options.__dataclass_fields__.values())

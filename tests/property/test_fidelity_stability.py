@@ -362,25 +362,8 @@ def test_rows_come_back_in_their_own_order() -> None:
 # --- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"resamples": 10}, {"uncertain": 0.5}, {"uncertain": 0.0},
-        {"validation_rows": 1}, {"padding": 0},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_options_without_meaning_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        stability.Options(**bad)
-
-
 def test_too_little_is_refused() -> None:
     with pytest.raises(DataError, match="at least 4 validation rows"):
         stability.diagnose(small(validation=rows_of([(2, 3)] * 3, 0)))
     with pytest.raises(InputError, match="at least 16 response tokens"):
         stability.diagnose(small(train=rows_of([(2, 3)] * 2, 0)))
-
-
-def test_every_option_says_what_it_is() -> None:
-    assert all(f.metadata["help"] for f in stability.Options.__dataclass_fields__.values())

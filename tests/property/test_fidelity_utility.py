@@ -392,25 +392,6 @@ def test_too_few_tokens_are_refused() -> None:
         diagnostic.diagnose(subject, QUICK)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": "lion"},
-        {"normalization": "mean"},
-        {"learning_rate": 0.0},
-        {"step_sizes": (1e-3, -1.0)},
-        {"group_share": 1.0},
-        {"groups": 3},
-        {"warmup": 0},
-        {"sweep_tokens": 0},
-        {"weight_decay": -1.0},
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        diagnostic.Options(**options)  # type: ignore[arg-type]
-
-
 def test_momentum_belongs_to_those_that_take_it() -> None:
     with pytest.raises(ConfigError, match="no momentum"):
         diagnostic.diagnose(subject_of(decoder_of()), replace(QUICK, momentum=0.9))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import Example
-from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.fidelity import causal_parts
 from alphatoken.fidelity import value_propagation as diagnostic
 from alphatoken.fidelity.collected_pairs import PairCounts
@@ -319,9 +319,3 @@ def test_the_margins_of_the_density_repeat_no_label_of_the_map() -> None:
     between = [label for label in labels if r"\times" in label]
     assert len(set(between)) > 2
     assert len(set(between)) == len(between)
-
-
-@pytest.mark.parametrize("wrong", [{"pairs": 0}, {"draws": 1}])
-def test_options_are_checked(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        diagnostic.Options(**wrong)  # type: ignore[arg-type]
