@@ -328,20 +328,6 @@ def test_direction_is_never_stale(setup: Setup, estimator: str) -> None:
         assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
 
 
-def test_retention_is_zero_before_any_drift() -> None:
-    case = SEVERAL.case
-    model = case.model()
-    fisher, _ = drift_of(SEVERAL, model)
-    named = dict(model.named_parameters())
-    drift = FisherDrift(fisher, {n: named[n].detach().clone() for n in fisher})
-    for estimator in EVERY:
-        scorer = Scorer(model, case.validation, drift, ScorerConfig(estimator, layers=2))
-        values = scorer.score(case.batch)
-        assert not bool(values.stability.any())
-        assert torch.equal(values.total, values.adaptation)
-        assert set(values.balance.values()) <= {0.0}
-
-
 def test_one_side_that_decides_alone_is_warned_of_once() -> None:
     case = SEVERAL.case
     model = case.model()

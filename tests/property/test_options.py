@@ -38,12 +38,12 @@ from tests.property.properties import (
     quiet,
     quiet_score,
     readout,
-    scored,
     setups,
     stepped,
     zeros,
 )
 from tests.property.strategies import make_batch, make_case
+from tests.property.test_interaction import direct_gradients
 from tests.property.tolerance import close
 
 
@@ -181,51 +181,6 @@ def _mean_size(
             for name, g in row.items():
                 sizes[name] += g.abs()
     return {n: s / count for n, s in sizes.items()}
-
-
-def _own_gradients(
-    setup: Setup, model: ReferenceDecoder, weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(n, parameters) gradient of each token through its own position, and absolute terms.
-
-    The loss at a position has no other position to reach through what comes later, so an ordinary
-    backward of one token's loss has, at that position, the error that is its own.
-    """
-    linears = scored(setup, ReferenceAdapter(model))
-    uses: list[tuple[Any, Tensor, Tensor]] = []
-    handles = [
-        linear.module.register_forward_hook(
-            lambda _, args, out, linear=linear: uses.append((linear, args[0].detach(), out))
-        )
-        for linear in linears
-    ]
-    losses = gradients.run_losses(forward_of(model), dict(setup.case.batch))
-    for handle in handles:
-        handle.remove()
-    names = parameters_of(setup, ReferenceAdapter(model))
-    by_identity = {id(p): n for n, p in names.items()}
-    rows, sizes = [], []
-    for (b, i), loss in losses.items():
-        factor = 1.0 if weights is None else float(weights[b, i])
-        errors = torch.autograd.grad(
-            loss, [s for _, _, s in uses], retain_graph=True, allow_unused=True
-        )
-        row = {n: torch.zeros_like(p) for n, p in names.items()}
-        size = {n: torch.zeros_like(p) for n, p in names.items()}
-        for (linear, x, _), error in zip(uses, errors, strict=True):
-            if error is None:
-                continue
-            outer = factor * torch.outer(error[b, i - 1], x[b, i - 1])
-            outer = outer.T if linear.transposed else outer
-            parts = [(linear.weight, outer)]
-            if setup.score_bias and linear.bias is not None:
-                parts.append((linear.bias, factor * error[b, i - 1]))
-            for parameter, part in parts:
-                row[by_identity[id(parameter)]] += part
-                size[by_identity[id(parameter)]] += part.abs()
-        rows.append(torch.cat([p.detach().flatten() for p in row.values()]))
-        sizes.append(torch.cat([p.flatten() for p in size.values()]))
-    return torch.stack(rows), torch.stack(sizes)
 
 
 CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=3, seed=3)
@@ -680,8 +635,11 @@ def test_interaction(setup: Setup, estimator: str, weighted: bool) -> None:
         logits = model(**{k: v for k, v in batch.items() if k != "labels"})
         observed.values(logits, batch["labels"], token_weights=weights)
         found = observed.interaction()
-    rows, sizes = _own_gradients(setup, model, weights)
-    close(found, rows @ rows.T, sizes @ sizes.T, MODEL, name=f"interaction, {estimator}")
+    rows = direct_gradients(setup, model, batch)
+    if weights is not None:
+        tokens = gradients.response_tokens(gradients.known_labels(batch))
+        rows = torch.stack([weights[place] for place in tokens])[:, None] * rows
+    close(found, rows @ rows.T, rows.abs() @ rows.abs().T, MODEL, name=f"interaction, {estimator}")
 
 
 @given(setups())
