@@ -27,7 +27,7 @@ from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import weights_digest
 from alphatoken.train.identity import content_digest
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.placement import on_accelerator
+from alphatoken.train.placement import on_accelerator, spread_name
 
 __all__ = [
     "cache_folder",
@@ -137,7 +137,14 @@ def fitted_fisher(
         FisherError: nothing can be written to ``folder``; and what :func:`alphatoken.fit_fisher`
             raises.
     """
-    _require_whole(model)
+    if spread := spread_name(model):
+        raise ConfigError(
+            "the Fisher cannot be fitted on sharded weights",
+            got=f"'{spread}' is spread over processes",
+            why="one process fits it, and cannot run the model alone",
+            remedy="fit it beforehand (`alphatoken fisher`) and pass fisher=..., or "
+            "retention='data'",
+        )
     folder, settings = Path(folder), fisher_settings(options)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -195,16 +202,3 @@ def _fit(
         warn_caller(f"the interrupted fit is started again: {problem}")
         partial.unlink(missing_ok=True)
     return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
-
-
-def _require_whole(model: nn.Module) -> None:
-    """Refuse sharded weights: one process cannot run such a model alone."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
-            raise ConfigError(
-                "the Fisher cannot be fitted on sharded weights",
-                got=f"'{name}' is spread over processes",
-                why="one process fits it, and cannot run the model alone",
-                remedy="fit it beforehand (`alphatoken fisher`) and pass fisher=..., or "
-                "retention='data'",
-            )

@@ -10,7 +10,7 @@ acts on later steps too, and decay moves the weights along themselves; no value 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +30,6 @@ UNIT = "step size times value, summed over visits"
 
 COMPONENTS = ("total", "adaptation", "stability")
 """What is added up of each value; a fourth column of ``sums`` holds the weights."""
-
-_PART = 1 << 20
-"""Response tokens that one process sends to the others at a time, about."""
 
 
 @dataclass
@@ -142,18 +139,6 @@ class ValueLedger:
                 mine.visits += theirs.visits
                 mine.last_step = max(mine.last_step, theirs.last_step)
                 mine.sums += theirs.sums
-
-    def parts(self) -> Iterator[ValueLedger]:
-        """Ledgers of some documents each, small enough for a message; together they are this."""
-        part, size = ValueLedger(), 0
-        for key, entry in self.documents.items():
-            part.documents[key] = entry
-            size += len(entry.positions)
-            if size >= _PART:
-                yield part
-                part, size = ValueLedger(), 0
-        if part.documents:
-            yield part
 
     # --- the checkpoint's part ----------------------------------------------------------------
 

@@ -10,7 +10,14 @@ from torch import nn
 
 from alphatoken.errors import AlphaTokenWarning, warn_caller
 
-__all__ = ["on_accelerator"]
+__all__ = ["on_accelerator", "spread_name"]
+
+
+def spread_name(model: nn.Module) -> str:
+    """Name of a weight that is spread over processes already; "" where each is whole."""
+    marks = ("ds_id", "device_mesh")
+    named = model.named_parameters()
+    return next((name for name, p in named if any(hasattr(p, mark) for mark in marks)), "")
 
 
 @contextmanager
@@ -23,11 +30,7 @@ def on_accelerator(model: nn.Module, device: torch.device) -> Iterator[None]:
     and that is said. Parameters remain the same objects.
     """
     homes = {parameter.device for parameter in model.parameters()}
-    split = any(
-        hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh")
-        for parameter in model.parameters()
-    )
-    if device.type == "cpu" or split or homes != {torch.device("cpu")}:
+    if device.type == "cpu" or spread_name(model) or homes != {torch.device("cpu")}:
         yield
         return
     try:

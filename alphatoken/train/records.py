@@ -162,19 +162,16 @@ class RunRecords(TrainerCallback):
     def _all_ledgers(self) -> ValueLedger | None:
         """The ledgers of all processes added up, on those that write; None on the others.
 
-        One process after the other sends its own in parts: what hundreds of millions of tokens are
-        worth does not fit into one message.
+        One process after the other sends its own: no process holds them all but those that write.
         """
         ranks, writes = Ranks(self._trainer.accelerator), bool(self._trainer.args.should_save)
         if ranks.world == 1:
             return self.ledger
         whole = ValueLedger()
         for rank in range(ranks.world):
-            own = list(self.ledger.parts()) if rank == ranks.rank else []
-            for number in range(ranks.broadcast_object(len(own), rank)):
-                part = ranks.broadcast_object(own[number] if own else None, rank)
-                if writes:
-                    whole.merge(part)
+            part = ranks.broadcast_object(self.ledger if rank == ranks.rank else None, rank)
+            if writes:
+                whole.merge(part)
         return whole if writes else None
 
     # --- the checkpoint's part --------------------------------------------------------------------

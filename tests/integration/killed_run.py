@@ -210,15 +210,11 @@ def _text(mark: Path, suffix: str) -> str:
     return ""
 
 
-def kill(run: Run, moment: Moment | float, resume: str | bool | None = None) -> bool:
-    """Train until the moment, or for so many seconds; then SIGKILL all. False if it ended before.
-
-    A moment is waited for in the first process.
-    """
-    timed = not isinstance(moment, Moment)
-    started = _start(run, resume, None if timed else moment)
+def kill(run: Run, moment: Moment, resume: str | bool | None = None) -> bool:
+    """Train until the moment in the first process; then SIGKILL all. False if it ended before."""
+    started = _start(run, resume, moment)
     process, mark = started[0]
-    end = time.monotonic() + (moment if timed else PATIENCE)
+    end = time.monotonic() + PATIENCE
     while not mark.exists() and process.is_alive() and time.monotonic() < end:
         time.sleep(0.005)
     alive: bool = process.is_alive()
@@ -227,7 +223,7 @@ def kill(run: Run, moment: Moment | float, resume: str | bool | None = None) -> 
     for one, of_it in started:
         one.join(PATIENCE)
         assert not _text(of_it, ".error"), _text(of_it, ".error")
-    assert timed or mark.exists() or not alive, "it never got there"
+    assert mark.exists() or not alive, "it never got there"
     assert not alive or process.exitcode == -signal.SIGKILL
     return alive
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -122,9 +120,7 @@ def uninterrupted(
     def of(name: str) -> tuple[Run, dict[str, Any]]:
         if name not in found:
             run = Run(folder=folder / name, **RUNS[name])
-            began = time.monotonic()
             finish(run)
-            (run.folder / "seconds").write_text(str(time.monotonic() - began))
             found[name] = run, outcome(run)
         return found[name]
 
@@ -175,27 +171,6 @@ def test_killed_run_goes_on_to_the_same_bits(
     finish(run, resume="auto")
     same(expected, outcome(run))
     assert not (run.out / STAGING).exists()
-    shutil.rmtree(run.folder)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not NIGHTLY, reason="a hundred runs: the nightly profile (HYPOTHESIS_PROFILE)")
-@pytest.mark.parametrize("number", range(100 if NIGHTLY else 1))
-def test_killed_at_any_time(uninterrupted: Any, tmp_path: Path, number: int) -> None:
-    """No chosen moments: after a random time, again and again until it ends by itself.
-
-    In parts of what a whole run takes, and a little longer each time: on a machine that is slow
-    at the moment a few seconds might never reach the next checkpoint.
-    """
-    draw = random.Random(number)
-    name = draw.choice(sorted(RUNS))
-    whole, expected = uninterrupted(name)
-    run = replace(whole, folder=whole.folder.with_name(f"{tmp_path.name}"))
-    took = float((whole.folder / "seconds").read_text())
-    attempt = 0
-    while kill(run, draw.uniform(0.2, 1.1) * took * 1.1**attempt, resume="auto"):
-        attempt += 1
-    same(expected, outcome(run))
     shutil.rmtree(run.folder)
 
 
@@ -392,19 +367,6 @@ def test_changed_data_is_named_and_harmless_options_are_free(run: Run) -> None:
     watched = replace(run, options=free).trainer()
     watched.train(resume_from_checkpoint=str(run.out / "checkpoint-6"))
     assert watched.state.global_step == 8
-
-
-@pytest.mark.slow
-def test_changed_values_of_our_own_are_named(uninterrupted: Any) -> None:
-    whole, _ = uninterrupted("full")
-    for option in ({"keep_ratio": 0.25}, {"policy": "top"}, {"validation_batch_size": 4}):
-        other = replace(whole, options={**whole.options, **option})
-        with pytest.raises(ConfigError, match=f"{next(iter(option))}: "):
-            other.trainer().train(resume_from_checkpoint=True)
-    trainer = whole.trainer()
-    trainer.rows = replace(trainer.rows, validation=trainer.rows.validation[:-1])
-    with pytest.raises(ConfigError, match="validation_dataset: "):
-        trainer.train(resume_from_checkpoint=True)
 
 
 def test_adapters_on_another_base_are_refused(tmp_path: Path) -> None:

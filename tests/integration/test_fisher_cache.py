@@ -300,6 +300,8 @@ def test_rows_that_would_go_unused_are_refused(tmp_path: Path) -> None:
     for more in ({"objective": "adaptation"}, {"retention": "none"}, {"retention": "data"}):
         with pytest.raises(ConfigError, match="no Fisher is wanted"):
             trainer("sft", tmp_path, rows=rows, **more)
+    with pytest.raises(ConfigError, match="fisher is given, and no Fisher is wanted"):
+        trainer("sft", tmp_path, fisher=by_hand(8), retention="none")
     with pytest.raises(ConfigError, match="given twice"):
         trainer("sft", tmp_path, rows=rows, fisher=by_hand(8))
     for kind in ("sft", "dpo", "plain"):
@@ -311,12 +313,6 @@ def test_rows_that_would_go_unused_are_refused(tmp_path: Path) -> None:
 
 
 TOO_LONG = [{"prompt": "1+" * 40, "completion": " too long."}]
-
-
-def test_a_fisher_that_nothing_reads_is_refused(tmp_path: Path) -> None:
-    for more in ({"objective": "adaptation"}, {"retention": "none"}):
-        with pytest.raises(ConfigError, match="fisher is given, and no Fisher is wanted"):
-            trainer("sft", tmp_path, fisher=by_hand(8), **more)
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "plain"])

@@ -29,7 +29,6 @@ __all__ = [
     "Trained",
     "copied",
     "copy_weights",
-    "has_weights",
     "load_copy",
     "load_weights",
     "save_weights",
@@ -88,11 +87,6 @@ def save_weights(model: nn.Module, folder: Path) -> None:
     """Write the trainable parameters, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / _FILE, {n: p.detach() for n, p in trainable(model).items()}, {})
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a training that leaves its weights here was finished."""
-    return (folder / _FILE).exists()
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -179,7 +173,7 @@ def trained_copy(
     # What an option is in the run itself does not matter where this training sets it.
     run = replace(stage, run={**stage.run, **options})
     folder = weights_folder(run, kind, weights_digest(stage.model), rows_fingerprint(rows))
-    if has_weights(folder):
+    if (folder / _FILE).exists():
         _say(f"{asked}: trained on {len(rows)} rows by an earlier run, found in '{folder}'")
     else:
         _say(f"{asked}: training on {len(rows)} rows first, {_schedule(run.run)}")
