@@ -75,16 +75,6 @@ def test_a_run_that_is_watched_ends_with_the_bits_of_one_that_is_not(
     assert sorted(collected(tmp_path / "b").steps) == [0, 1, 2, 3, 4]
 
 
-def test_a_look_draws_no_random_number_and_leaves_no_gradient(tmp_path: Path) -> None:
-    trainer = sft(tmp_path, collect_value_propagation=2)
-    (watch,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, PairWatch)]
-    state = torch.get_rng_state()
-    counts = watch.counts(trainer.model)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in trainer.model.parameters())
-    assert set(counts) == {1, 2}
-
-
 def test_the_probe_is_the_same_at_every_step(tmp_path: Path) -> None:
     """Of a model that does not move, every look is the same."""
     trainer = sft(tmp_path, collect_value_propagation=2, learning_rate=0.0, **NOTHING)
