@@ -72,7 +72,7 @@ def check_run(
     Raises:
         ConfigError, UnsupportedError, CoverageError: the first thing that does not work.
     """
-    check_layout(accelerator, args, args, model)
+    check_layout(accelerator, args, model)
     check_given(args, policy, given)
     if policy is not None:
         _check_policy(model, accelerator, args, policy)

@@ -76,7 +76,8 @@ def check_fields(given: Any, kind: type) -> None:
             continue
         if not value >= least or (below is not None and not value < below):
             lies = f"be at least {least}" if below is None else f"lie in [{least}, {below})"
-            raise ConfigError(f"{one.name} must {lies}", got=repr(value))
+            within = _DOCUMENTED[one].within
+            raise ConfigError(f"{one.name} must {lies}", got=repr(value), remedy=within)
 
 
 def documentation(one: Field[Any]) -> Documentation:
@@ -380,9 +381,9 @@ class AlphaFields:
 
     scoring_forward: str = option(
         "auto",
-        "'shared': one forward serves scoring and training; 'own': scoring runs its own forward "
-        "(slower, about a third of a step); 'auto': shared wherever the layout allows it.",
-        choices=("auto", "shared", "own"),
+        "'auto': one forward serves scoring and training wherever the layout allows it; 'own': "
+        "scoring runs its own forward (slower, about a third of a step).",
+        choices=("auto", "own"),
         when="'own' where a wrapped forward is in the way",
     )
     on_empty: str = option(

@@ -119,13 +119,12 @@ def needs_own_forward(accelerator: Any, options: AlphaOptions) -> bool:
     return asked or layout(accelerator).startswith("zero")
 
 
-def check_layout(accelerator: Any, args: Any, options: AlphaOptions, model: nn.Module) -> None:
+def check_layout(accelerator: Any, args: Any, model: nn.Module) -> None:
     """Refuse by name what token values cannot be had under.
 
     Args:
         accelerator: of the trainer.
-        args: the trainer's ``TrainingArguments``.
-        options: what is asked for.
+        args: the trainer's configuration.
         model: before or after ``accelerator.prepare``.
 
     Raises:
@@ -135,7 +134,7 @@ def check_layout(accelerator: Any, args: Any, options: AlphaOptions, model: nn.M
     for refusal in (
         *_refused_layouts(accelerator, kind),
         *_refused_arguments(accelerator, args, model),
-        *_refused_options(accelerator, args, options, kind),
+        *_refused_options(accelerator, args, kind),
     ):
         raise refusal
 
@@ -209,34 +208,25 @@ def _compiled(accelerator: Any, args: Any, model: nn.Module) -> bool:
     return whole or bool(getattr(args, "torch_compile", False)) or str(backend) != "NO"
 
 
-def _refused_options(
-    accelerator: Any, args: Any, options: AlphaOptions, kind: str
-) -> Iterator[ConfigError]:
+def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigError]:
     reentrant = (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant")
-    own = needs_own_forward(accelerator, options)
+    own = needs_own_forward(accelerator, args)
     if getattr(args, "gradient_checkpointing", False) and reentrant and not own:
         yield reentrant_checkpoints()
-    if options.scoring_forward == "shared" and own and kind.startswith("zero"):
-        yield ConfigError(
-            "scoring cannot share the training forward here",
-            got=f"scoring_forward='shared', {kind}",
-            why="DeepSpeed's engine follows its forward through one backward only",
-            remedy="scoring_forward='auto'; it costs about a third of a step",
-        )
-    captured = ParameterChoice.read(options.value_parameters, "value_parameters").captured
-    if kind in SHARDED and (options.estimator == "label" or not captured):
+    captured = ParameterChoice.read(args.value_parameters, "value_parameters").captured
+    if kind in SHARDED and (args.estimator == "label" or not captured):
         yield ConfigError(
             "this estimator cannot run on sharded weights",
-            got=f"estimator={options.estimator!r}, value_parameters={options.value_parameters!r}, "
+            got=f"estimator={args.estimator!r}, value_parameters={args.value_parameters!r}, "
             f"layout {kind}",
             why="it moves whole weights along a direction in a forward of its own",
             remedy="estimator='alphatoken', 'direct', 'same_layer_hop' or 'path' over 'linears' or "
             "'linears,experts'; or DDP, ZeRO-1 or 2",
         )
-    if options.preconditioner is not None and kind not in ("single", "ddp"):
+    if args.preconditioner is not None and kind not in ("single", "ddp"):
         yield ConfigError(
             "preconditioned values need the whole optimizer state on every process",
-            got=f"preconditioner={options.preconditioner!r}, layout {kind}",
+            got=f"preconditioner={args.preconditioner!r}, layout {kind}",
             why="it is flattened and spread over the processes here",
             remedy="preconditioner=None, or DDP",
         )

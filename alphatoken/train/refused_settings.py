@@ -69,13 +69,6 @@ def refused_settings(args: Any) -> Iterator[ConfigError]:
             "a backward of their own through the graph that the step uses",
             remedy="activation_offloading=False; gradient_checkpointing=True saves more memory",
         )
-    if args.scoring_forward == "shared" and args.keep_scope == "global":
-        yield ConfigError(
-            "scoring cannot share the training forward here",
-            got="scoring_forward='shared', keep_scope='global'",
-            why="a global threshold is known only when the whole step has been scored",
-            remedy="scoring_forward='auto'; it costs about a third of a step",
-        )
     if getattr(args, "fp16", False) and args.preconditioner == "full":
         yield ConfigError(
             "preconditioner='full' does not work with fp16",

@@ -300,8 +300,8 @@ def test_masters_of_every_kind_of_run(runs: Callable[[str], Ranks], layout: str)
 SAYS = {
     "ddp": ["static_graph"],
     "fsdp2": ["estimator='label'", "value_parameters='all'", "preconditioner='frozen'"],
-    "zero2": ["scoring_forward='shared'", "preconditioner='full'"],
-    "zero3": ["scoring_forward='shared'", "estimator='label'"],
+    "zero2": ["preconditioner='full'"],
+    "zero3": ["estimator='label'"],
 }
 
 

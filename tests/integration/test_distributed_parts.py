@@ -173,27 +173,19 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 def arguments(**changed: Any) -> Any:
-    return SimpleNamespace(
-        n_gpu=0,
-        gradient_checkpointing=True,
-        **{"scoring_forward": "shared", "keep_scope": "batch", **changed},
-    )
+    own = {"n_gpu": 0, "gradient_checkpointing": True, **changed}
+    return SimpleNamespace(**{**vars(AlphaOptions()), **own})
 
 
 def refuse(
     accelerator: Accelerator,
     *parts: str,
     args: Any = None,
-    options: AlphaOptions | None = None,
     model: nn.Module | None = None,
 ) -> None:
+    model = nn.Linear(2, 2) if model is None else model
     with pytest.raises(ConfigError) as caught:
-        check_layout(
-            accelerator,
-            args or arguments(),
-            options or AlphaOptions(),
-            nn.Linear(2, 2) if model is None else model,
-        )
+        check_layout(accelerator, args or arguments(), model)
     assert all(part in str(caught.value) for part in parts), caught.value
     assert caught.value.why
     assert caught.value.remedy
@@ -202,15 +194,10 @@ def refuse(
 def test_one_process_is_a_layout(accelerator: Accelerator) -> None:
     assert layout(accelerator) == "single"
     assert sharding_of(accelerator, nn.Linear(2, 2)) is None
-    check_layout(accelerator, arguments(), AlphaOptions(), nn.Linear(2, 2))
+    check_layout(accelerator, arguments(), nn.Linear(2, 2))
     assert not needs_own_forward(accelerator, AlphaOptions())
     assert needs_own_forward(accelerator, AlphaOptions(keep_scope="global"))
     assert needs_own_forward(accelerator, AlphaOptions(scoring_forward="own"))
-
-
-def test_shared_forward_and_global_threshold_contradict(accelerator: Accelerator) -> None:
-    args = arguments(keep_scope="global", scoring_forward="shared")
-    refuse(accelerator, "scoring_forward='shared'", "global", args=args)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +215,12 @@ def test_arguments_are_refused(accelerator: Accelerator, args: dict[str, Any], p
 
 
 def test_reentrant_checkpointing_goes_with_an_own_forward(accelerator: Accelerator) -> None:
-    args = arguments(gradient_checkpointing_kwargs={"use_reentrant": True})
-    check_layout(accelerator, args, AlphaOptions(scoring_forward="own"), nn.Linear(2, 2))
+    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "scoring_forward": "own"}
+    check_layout(accelerator, arguments(**kwargs), nn.Linear(2, 2))
 
 
 def test_data_parallel(accelerator: Accelerator) -> None:
-    args = SimpleNamespace(n_gpu=2, scoring_forward="shared", keep_scope="batch")
-    refuse(accelerator, "DataParallel", "2 GPUs", args=args)
+    refuse(accelerator, "DataParallel", "2 GPUs", args=arguments(n_gpu=2))
 
 
 def test_a_model_spread_by_its_device_map(accelerator: Accelerator) -> None:
@@ -243,7 +229,7 @@ def test_a_model_spread_by_its_device_map(accelerator: Accelerator) -> None:
     spread.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
     refuse(accelerator, "spread over several devices", "0, 1", model=spread)
     spread.hf_device_map = {"": 0}
-    check_layout(accelerator, arguments(), AlphaOptions(), spread)
+    check_layout(accelerator, arguments(), spread)
 
 
 def test_static_graph_by_accelerate() -> None:

@@ -42,9 +42,6 @@ CASES: dict[str, tuple[str, list[str], str]] = {
         "sft", ["--gradient_checkpointing", "true",
                 "--gradient_checkpointing_kwargs", '{"use_reentrant": true}'], "reentrant",
     ),
-    "shared and global": (
-        "sft", ["--keep_scope", "global", "--scoring_forward", "shared"], "cannot share",
-    ),
     "pairs of no such layer": (
         "sft", ["--policy", "all", "--no_export_values", "--collect_value_propagation", "1",
                 "--score_layers", "9"], "within the model",

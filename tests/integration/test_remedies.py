@@ -143,7 +143,10 @@ SFT: Cases = {
     ),
     "label smoothing": (
         {"label_smoothing_factor": 0.1},
-        {"leave it off": {"label_smoothing_factor": 0.0}},
+        {
+            "label_smoothing_factor=0": {"label_smoothing_factor": 0.0},
+            "policy='standard'": {"policy": "standard"},
+        },
     ),
     "reentrant checkpointing": (
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
@@ -151,10 +154,6 @@ SFT: Cases = {
             "{'use_reentrant': False}": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
             "scoring_forward='own'": {"scoring_forward": "own"},
         },
-    ),
-    "a shared forward and a global threshold": (
-        {"scoring_forward": "shared", "keep_scope": "global"},
-        {"scoring_forward='auto'": {"scoring_forward": "auto"}},
     ),
     "too long for the model": ({"max_length": 200}, {"max_length=128": {"max_length": 128}}),
     "responses of a sequence": (
@@ -215,7 +214,7 @@ DPO: Cases = {
     ),
     "responses of no room": (
         {"max_response_length": 0},
-        {"null sets no limit": {"max_response_length": None}},
+        {"null, or from 1": {"max_response_length": None}},
     ),
 }
 REFUSALS = [

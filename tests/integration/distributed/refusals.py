@@ -16,8 +16,8 @@ ASKED: dict[str, tuple[dict[str, Any], ...]] = {
         {"estimator": "label", "value_parameters": "all"},
         {"preconditioner": "frozen"},
     ),
-    "zero2": ({"scoring_forward": "shared"}, {"preconditioner": "full"}),
-    "zero3": ({"scoring_forward": "shared"}, {"estimator": "label"}),
+    "zero2": ({"preconditioner": "full"},),
+    "zero3": ({"estimator": "label"},),
 }
 
 
