@@ -67,6 +67,7 @@ class AlphaOptions(AlphaFields):
                 f"policy='{self.policy}' takes no options of its own",
                 got=f"policy_options={arguments}",
             )
+        self.policy_settings()  # checks mode and ratio, also where no policy reads them
         chosen = chosen_policy(self, None, self.FAMILY)
         if chosen is not None:
             self.check_policy(chosen)

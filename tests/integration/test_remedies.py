@@ -143,10 +143,7 @@ SFT: Cases = {
     ),
     "label smoothing": (
         {"label_smoothing_factor": 0.1},
-        {
-            "label_smoothing_factor=0": {"label_smoothing_factor": 0.0},
-            "policy='standard'": {"policy": "standard"},
-        },
+        {"label_smoothing_factor=0": {"label_smoothing_factor": 0.0}},
     ),
     "reentrant checkpointing": (
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
