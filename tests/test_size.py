@@ -13,10 +13,10 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_129,
     "certificate": 1_407,
-    "cli": 4_481,
+    "cli": 4_467,
     "corpus": 1_771,
     "data": 2_613,
-    "demo": 717,
+    "demo": 719,
     "direction": 3_956,
     "estimate": 2_306,
     "fidelity": 8_766,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 68_303)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 68_271)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -35,6 +35,7 @@ from alphatoken.fidelity.subject import Subject
 __all__ = [
     "DEFAULT_BUDGET",
     "PROMPTS",
+    "SIZES",
     "DiagnoseOptions",
     "Request",
     "build_parser",
@@ -192,12 +193,10 @@ def read_request(name: str, *words: str) -> Request:
     given = {} if name == ALL else {name: own}
     options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
     command = shlex.join(["alphatoken", "diagnose", name, *words])
-    ours = {one for one in _SIZES if getattr(shared, one) is not None}
-    if shared.validation_file is None:
-        # Whoever draws them from the training rows must say how many; the budget may stop before.
-        ours.discard("validation_rows")
-    if "validation_rows" in ours:
-        ours.add("objective_rows")
+    ours = {one for one in SIZES if getattr(shared, one) is not None}
+    # Whoever draws them from the training rows must say how many; the budget may stop before.
+    if shared.validation_rows is not None and shared.validation_file is not None:
+        ours |= {"validation_rows", "objective_rows"}
     said_of = {key: frozenset({*ours, *given.get(key, {})}) for key in modules}
     request = Request(entries, options, shared, said_of, command)
     _ = request.budget  # a bad one is refused before any work
@@ -230,8 +229,8 @@ def parse_budget(text: str) -> float | None:
     return seconds
 
 
-_SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps", "validation_rows")
-"""Sizes that all diagnostics share."""
+SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps")
+"""Sizes that all diagnostics share, and that a subject has by the same name."""
 
 
 _OWN = "own_"

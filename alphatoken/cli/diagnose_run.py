@@ -55,17 +55,16 @@ def run(words: Sequence[str]) -> int:
     check_files(options)
     if len(request.entries) == 1 and request.entries[0].needs_retention:
         require_retention(options.retention_set)
-    _check_out(Path(options.output_dir), options)
+    out = Path(options.output_dir)
+    _check_out(out, options)
     try:
         prepared = prepare(options)
         for note in () if options.quiet else prepared.notes:
             print(f"note: {note}", file=sys.stderr)
-        folder = _Folder.open(Path(options.output_dir), prepared, request)
+        folder = _Folder.open(out, prepared, request)
         _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
-        done = sum(
-            Diagnosis.finished(Path(options.output_dir) / entry.name) for entry in request.entries
-        )
+        done = sum(Diagnosis.finished(out / entry.name) for entry in request.entries)
         raise KeyboardInterrupt(
             f"{done} of {len(request.entries)} diagnoses are finished and kept; the same command "
             "with --resume runs the rest"
@@ -88,14 +87,22 @@ def _run_each(
 ) -> None:
     quiet, count = request.shared.quiet, len(request.entries)
     for number, entry in enumerate(request.entries, start=1):
-        if folder.finished(entry.name):
-            _say(folder.load(entry.name), folder, "finished earlier")
+        if Diagnosis.finished(place := folder.path / entry.name):
+            _say(Diagnosis.load(place), folder, "finished earlier")
             continue
         if not quiet:
             print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
         start = time.monotonic()
         try:
-            diagnosis = _diagnosed(entry, subject, request)
+            diagnosis = diagnosed_within(
+                request.budget,
+                entry.name,
+                subject,
+                request.options[entry.name],
+                request.given[entry.name],
+                partial(_one_round, entry),
+                said=request.shared.budget or DEFAULT_BUDGET,
+            )
         except Exception as error:
             if count == 1 or isinstance(error, OSError) or request.shared.traceback:
                 raise
@@ -105,19 +112,6 @@ def _run_each(
             continue
         folder.keep(diagnosis, time.monotonic() - start)
         _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
-
-
-def _diagnosed(entry: Entry, subject: Subject, request: Request) -> Diagnosis:
-    """One diagnosis within the budget."""
-    return diagnosed_within(
-        request.budget,
-        entry.name,
-        subject,
-        request.options[entry.name],
-        request.given[entry.name],
-        partial(_one_round, entry),
-        said=request.shared.budget or DEFAULT_BUDGET,
-    )
 
 
 def _one_round(entry: Entry, subject: Subject, options: Any) -> Diagnosis:
@@ -223,19 +217,13 @@ class _Folder:
         folder._write()
         return folder
 
-    def finished(self, name: str) -> bool:
-        return Diagnosis.finished(self.path / name)
-
-    def load(self, name: str) -> Diagnosis:
-        return Diagnosis.load(self.path / name)
-
     @property
     def failures(self) -> Mapping[str, str]:
         """Why diagnostics could not run."""
         return {
             name: record["failure"]
             for name, record in self.diagnostics.items()
-            if "failure" in record and not self.finished(name)
+            if "failure" in record and not Diagnosis.finished(self.path / name)
         }
 
     def keep(self, diagnosis: Diagnosis, seconds: float) -> None:
@@ -254,7 +242,7 @@ class _Folder:
     def _sweep(self) -> None:
         """Remove what a killed process left behind: half a diagnosis, files never named."""
         for name in self.diagnostics:
-            if (self.path / name).exists() and not self.finished(name):
+            if (self.path / name).exists() and not Diagnosis.finished(self.path / name):
                 shutil.rmtree(self.path / name)
         for name in (_MANIFEST, _PAGE):
             for leftover in self.path.glob(f".{name}.*.tmp"):
@@ -274,7 +262,8 @@ class _Folder:
         write_page(self.path / _PAGE, page)
 
     def _section(self, entry: Entry) -> Section:
-        diagnosis = self.load(entry.name) if self.finished(entry.name) else None
+        place = self.path / entry.name
+        diagnosis = Diagnosis.load(place) if Diagnosis.finished(place) else None
         failure = self.failures.get(entry.name, "")
         return Section(entry.name, entry.question, diagnosis, failure)
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from alphatoken import FisherDrift
-from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions
+from alphatoken.cli.diagnose_options import PROMPTS, SIZES, DiagnoseOptions
 from alphatoken.cli.reading import encoding, model_spec, read_file, scorer_config
 from alphatoken.corpus.folder import examples_digest, file_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
@@ -45,7 +45,6 @@ VALIDATION_ROWS = 32
 """Most rows of a validation file that are used where no number is given."""
 
 _FIELDS = ("prompt", "response", "messages")
-_SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps")
 
 
 @dataclass(frozen=True)
@@ -164,13 +163,13 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     tokenizer = model_spec(options).tokenizer()
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     sets = retention_files(options.retention_set)
-    pools, retention, prompts, notes = _read(options, sets, fisher)
+    pools, retention, notes = _read(options, sets, fisher)
     how = encoding(options)
     encode = partial(_encoded, tokenizer=tokenizer, notes=notes)
     train = encode(pools.train, "training", how)
     validation = encode(pools.validation, "validation", how)
     how = replace(how, on_empty="skip")  # of the others such rows are counted, never an error
-    held_out = encode(prompts, "Fisher prompts", how) if prompts else []
+    held_out = encode(pools.fisher, "Fisher prompts", how) if pools.fisher else []
     held = {n: encode(rows, f"retention ({n})", how) for n, rows in retention.items()}
     model = model_spec(options).model()
     reference = _reference(model, options)
@@ -196,7 +195,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         config=config,
         ratio=options.ratio,
         batch_size=options.batch_size,
-        **{name: size for name in _SIZES if (size := getattr(options, name)) is not None},
+        **{name: size for name in SIZES if (size := getattr(options, name)) is not None},
         tuning_rate=options.tuning_rate,
         seed=options.seed,
         progress=not options.quiet,
@@ -210,8 +209,8 @@ def prepare(options: DiagnoseOptions) -> Prepared:
 
 def _read(
     options: DiagnoseOptions, sets: Sequence[RetentionFile], fisher: FisherDrift | None
-) -> tuple[Pools, dict[str, list[Row]], list[Row], list[str]]:
-    """Rows of all pools, drawn and kept apart, the prompts of a Fisher among them; and sentences.
+) -> tuple[Pools, dict[str, list[Row]], list[str]]:
+    """Pools that share nothing, in ``fisher`` its prompts; retention rows by set; and sentences.
 
     The sentences say what was drawn and removed.
     """
@@ -251,8 +250,7 @@ def _read(
     train = _drawn(
         pools.train, options.train_rows, options.seed, "training rows", "--train_rows", notes
     )
-    pools = Pools(train, pools.validation, pools.fisher, pools.counts)
-    return pools, retention, pools.fisher, notes
+    return replace(pools, train=train), retention, notes
 
 
 def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools:
@@ -278,7 +276,7 @@ def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools
             "another number)."
         )
         notes += about_pools(drawn.counts)
-    return Pools(drawn.train, pools.validation, drawn.fisher, pools.counts)
+    return replace(pools, train=drawn.train, fisher=drawn.fisher)
 
 
 def _drawn(
@@ -355,7 +353,7 @@ def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
     return {
         **settings,
         "batch_size": subject.batch_size,
-        **{name: getattr(subject, name) for name in _SIZES},
+        **{name: getattr(subject, name) for name in SIZES},
         "tuning_rate": subject.rate,
         "device": str(subject.device),
         "max_length": options.max_length,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -92,33 +92,35 @@ def pretrain(model: nn.Module, tokenizer: Any, *, steps: int, seed: int = 0) -> 
     tasks = _task_examples(300, tokenizer, generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    model.train()
-    loss = torch.zeros(())
-    for _ in range(steps):
-        chosen = generator.sample(texts, 30) + generator.sample(tasks, 2)
-        loss = _loss(model, collate(chosen))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    model.eval()
-    return float(loss.detach())
+    chosen = (generator.sample(texts, 30) + generator.sample(tasks, 2) for _ in range(steps))
+    return _train(model, optimizer, chosen, schedule)
 
 
 def fine_tune(model: nn.Module, examples: Sequence[Example], *, steps: int, seed: int = 0) -> None:
     """A few steps of ordinary fine-tuning on all tokens, in place."""
     generator = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    _train(model, optimizer, (generator.sample(examples, 16) for _ in range(steps)))
+
+
+def _train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[Sequence[Example]],
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> float:
+    """One step on all response tokens of each batch; returns the last step's loss."""
     model.train()
-    for _ in range(steps):
-        loss = _loss(model, collate(generator.sample(examples, 16)))
+    loss = torch.zeros(())
+    for chosen in steps:
+        batch = collate(chosen)
+        labels = batch["labels"]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        loss = masked_sft_loss(model(**inputs).logits, labels, labels != -100)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
     model.eval()
-
-
-def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    labels = batch["labels"]
-    return masked_sft_loss(logits, labels, labels != -100)
+    return float(loss.detach())

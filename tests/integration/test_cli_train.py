@@ -25,8 +25,8 @@ from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training import build_trainer, told_results
 from alphatoken.cli.training_data import RunData, load_run_data
-from alphatoken.data import Turn, pair_of, read_pairs
-from alphatoken.data.stdlib import code_pairs, write_files
+from alphatoken.data import Turn, pair_of
+from alphatoken.data.stdlib import write_files
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError, DataError, InputError
@@ -411,6 +411,10 @@ def test_pairs_are_written_in_many_ways(record: dict[str, Any]) -> None:
 def test_two_texts_part_at_a_word() -> None:
     pair = pair_of({"chosen": "the sky is blue", "rejected": "the sky is black"}, 0, "here")
     assert (pair.prompt[0].text, pair.chosen[0].text) == ("the sky is ", "blue")
+    before = "\n\nHuman: hello\n\nAssistant: yes?\n\nHuman: ask\n\nAssistant: "
+    pair = pair_of({"chosen": f"{before}good", "rejected": f"{before}bad"}, 0, "here")
+    assert [turn.role for turn in pair.prompt] == ["user", "assistant", "user"]
+    assert (pair.chosen[0].text, pair.rejected[0].text) == ("good", "bad")
     for record in (
         {"chosen": "a", "rejected": "b"},
         {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}],
@@ -420,29 +424,6 @@ def test_two_texts_part_at_a_word() -> None:
     ):  # fmt: skip
         with pytest.raises(DataError, match="here"):
             pair_of(record, 0, "here")
-
-
-def test_transcripts_and_conversations_of_real_pairs_are_read(tmp_path: Path) -> None:
-    """Two transcripts that begin alike, or turns under other names: the same pairs."""
-    wanted = code_pairs(120)
-    transcripts, conversations = [], []
-    for pair in wanted:
-        asked, good, bad = (turns[0].text for turns in (pair.prompt, pair.chosen, pair.rejected))
-        before = f"\n\nHuman: hello\n\nAssistant: yes?\n\nHuman: {asked}\n\nAssistant: "
-        transcripts.append({"chosen": before + good, "rejected": before + bad})
-        conversations.append({
-            "conversations": [{"from": "human", "value": asked}],
-            "chosen": {"from": "gpt", "value": good},
-            "rejected": {"from": "gpt", "value": bad},
-        })  # fmt: skip
-    found = read_pairs(jsonl(tmp_path / "transcripts.jsonl", transcripts))
-    assert [pair.prompt[2:] for pair in found] == [pair.prompt for pair in wanted]
-    assert {tuple(turn.role for turn in pair.prompt) for pair in found} == {
-        ("user", "assistant", "user")
-    }
-    for one in (found, read_pairs(jsonl(tmp_path / "conversations.jsonl", conversations))):
-        assert [pair.chosen for pair in one] == [pair.chosen for pair in wanted]
-        assert [pair.rejected for pair in one] == [pair.rejected for pair in wanted]
 
 
 # --- what is refused before any work ------------------------------------------------------------

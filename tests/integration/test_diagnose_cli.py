@@ -95,52 +95,29 @@ def test_help_of_all_names_each(capsys: pytest.CaptureFixture[str]) -> None:
 # --- options --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Made:
-    """One option of each kind."""
-
-    draws: int = field(default=7, metadata={"help": "how many, in %"})
-    learning_rate: float = field(default=0.1, metadata={"help": "h"})
-    kind: str = field(default="a", metadata={"help": "h"})
-    shown: bool = field(default=True, metadata={"help": "h"})
-    sizes: tuple[int, ...] = field(default=(1, 2), metadata={"help": "h"})
-    rates: tuple[float, ...] = field(default=(), metadata={"help": "h"})
-    names: tuple[str, ...] = field(default_factory=lambda: ("x",), metadata={"help": "h"})
-    most: int | None = field(default=None, metadata={"help": "h"})
-    layers: str = field(default="own", metadata={"help": "h"})
-
-
 NEEDED = (
     "--model_name_or_path", "m", "--train_file", "t", "--validation_file", "v", "--output_dir", "o",
 )  # fmt: skip
 
 
-def parsed(*words: str) -> dict[str, Any]:
-    """What ``words`` set of ``Made``."""
-    parser = build_parser("coverage", Made)
-    given = vars(parser.parse_args(spelled([*NEEDED, *words])))
-    return {k.removeprefix("own_"): value for k, value in given.items() if k.startswith("own_")}
+@dataclass(frozen=True)
+class Own:
+    """A diagnostic's options: one that only it has, and one that all share."""
 
-
-def test_every_kind_of_option_has_a_flag() -> None:
-    assert parsed() == {}
-    words = (
-        "--draws 9 --learning-rate 1e-3 --kind b --no-shown --sizes 4,5 --rates 0.5 --names p,q "
-        "--most 3"
-    )
-    assert Made(**parsed(*words.split())) == Made(
-        9, 1e-3, "b", False, (4, 5), (0.5,), ("p", "q"), 3
-    )
-    assert parsed("--most", "none", "--sizes", "none", "--shown") == {
-        "most": None,
-        "sizes": (),
-        "shown": True,
-    }
+    draws: int = option(7, "how many")
+    layers: str = option("own", "which")
 
 
 def test_a_flag_that_all_share_gets_the_name_before_it() -> None:
-    assert parsed("--score_layers", "2") == {}
-    assert parsed("--coverage_layers", "2") == {"layers": "2"}
+    """And what is not said is the diagnostic's own default."""
+    parser = build_parser("coverage", Own)
+
+    def own(*words: str) -> dict[str, Any]:
+        found = vars(parser.parse_args([*NEEDED, *words]))
+        return {k.removeprefix("own_"): v for k, v in found.items() if k.startswith("own_")}
+
+    assert own("--score_layers", "2") == {}
+    assert own("--coverage_layers", "2", "--draws", "9") == {"layers": "2", "draws": 9}
 
 
 def test_an_option_that_has_no_text_is_a_mistake_of_ours() -> None:
@@ -160,6 +137,10 @@ class Told:
     """
 
     needed: int = option(help="in %", least=1)
+    learning_rate: float = option(0.1, "how fast")
+    sizes: tuple[int, ...] = option((1, 2), "several")
+    rates: tuple[float, ...] = option((), "several")
+    most: int | None = option(None, "or none")
     words: list[str] = option([], "several", metavar="WORD")
     choice: Literal["a", "b"] = option("a", "one of two")
     this: str | None = option(None, either="pair", required=True)
@@ -170,7 +151,13 @@ class Told:
 def test_a_dataclass_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     found = read_options("told", Told, ["--needed", "2", "--words", "x", "y", "--this", "t"])
     assert found == Told(needed=2, words=["x", "y"], this="t")
-    assert read_options("told", Told, ["--needed", "1", "--that", "--no_kept"]).kept is False
+    words = "--needed 1 --that --learning-rate 1e-3 --no-kept --sizes 4,5 --rates 0.5 --most 3"
+    found = read_options("told", Told, spelled(words.split()))
+    assert found == Told(
+        needed=1, that=True, learning_rate=1e-3, kept=False, sizes=(4, 5), rates=(0.5,), most=3
+    )
+    found = read_options("told", Told, ["--needed", "1", "--that", "--sizes", "none", "--kept"])
+    assert (found.sizes, found.most, found.kept) == ((), None, True)
     for words, said in (
         (["--that"], "required: --needed"),
         (["--needed", "0", "--that"], "must be at least 1: 0"),
