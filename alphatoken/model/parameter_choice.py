@@ -13,7 +13,7 @@ chosen by each of them with all its uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.scope import Scope, find_scope, resolve_layers
+from alphatoken.model.scope import Scope, find_scope, lowest_use, resolve_layers, used_outside
 
 __all__ = ["ParameterChoice"]
 
@@ -104,8 +104,10 @@ class ParameterChoice:
             chosen = resolve_layers(adapter, "all" if self.everything else layers)
             scope = Scope(chosen, (), first=len(adapter.layers()) - 1)
         named = self._named(adapter.model)
-        lowest = min(scope.first, _lowest(adapter, named.values(), scope.first))
-        return replace(scope, first=lowest, named=named)
+        first = lowest_use(adapter, named.values(), scope.first)
+        if used_outside(adapter, 0, named.values()):
+            first = 0
+        return replace(scope, first=first, named=named)
 
     def _named(self, model: nn.Module) -> dict[str, Tensor]:
         """What its name chooses, under the first name of each parameter, in the model's order."""
@@ -122,17 +124,6 @@ class ParameterChoice:
                 raise _unmatched(pattern, list(aliases), model)
             chosen |= fitting
         return {name: parameter for name, parameter in trained.items() if name in chosen}
-
-
-def _lowest(adapter: DecoderAdapter, parameters: Iterable[Tensor], default: int) -> int:
-    """The lowest layer that holds one of these parameters; 0 for one outside the layers."""
-    wanted = {id(parameter) for parameter in parameters}
-    held = [
-        {id(parameter) for parameter in block.parameters()} & wanted for block in adapter.layers()
-    ]
-    if wanted - set().union(*held):
-        return 0
-    return next((layer for layer, own in enumerate(held) if own), default)
 
 
 def _unmatched(pattern: str, names: Sequence[str], model: nn.Module) -> ConfigError:

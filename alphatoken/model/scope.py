@@ -15,6 +15,7 @@ __all__ = [
     "Scope",
     "delta_nets_of",
     "find_scope",
+    "lowest_use",
     "mixers_without_rule",
     "resolve_layers",
     "used_outside",
@@ -89,7 +90,11 @@ def find_scope(
             why="values are inner products with gradients of trainable weights",
             remedy="unfreeze them (requires_grad_), attach adapters, or choose other layers",
         )
-    first = _first_use(adapter, chosen, linears, uncovered)
+    # A graph that began above a second use of a weight would lack that use's part of the gradient.
+    # The proof of coverage could not see it: autograd's gradient would lack the same part.
+    named = dict(adapter.model.named_parameters(remove_duplicate=False))
+    owned = [p for linear in linears for p in (linear.weight, linear.bias) if p is not None]
+    first = lowest_use(adapter, [*owned, *(named[name] for name in uncovered)], chosen[0])
     # The layers above the scored ones count too: the error of a token passes through them on its
     # way down, and one that mixes positions would spoil the self-only backward.
     mixers = mixers_without_rule(adapter, range(first, len(adapter.layers())))
@@ -128,24 +133,15 @@ def _scored_experts(
     return tensors
 
 
-def _first_use(
-    adapter: DecoderAdapter,
-    chosen: tuple[int, ...],
-    linears: Sequence[ScoredLinear],
-    uncovered: Mapping[str, str],
-) -> int:
-    """The lowest layer that holds a parameter in scope, weights shared between layers included."""
-    # A graph that began above a second use of a weight would lack that use's part of the gradient.
-    # The proof of coverage could not see it: autograd's gradient would lack the same part.
-    named = dict(adapter.model.named_parameters(remove_duplicate=False))
-    owned = {id(p) for linear in linears for p in (linear.weight, linear.bias) if p is not None}
-    owned |= {id(named[name]) for name in uncovered}
+def lowest_use(adapter: DecoderAdapter, parameters: Iterable[Tensor], default: int) -> int:
+    """The lowest layer below ``default`` that holds one of these parameters; else ``default``."""
+    wanted = {id(parameter) for parameter in parameters}
     below = (
         layer
-        for layer, block in enumerate(adapter.layers()[: chosen[0]])
-        if any(id(p) in owned for p in block.parameters())
+        for layer, block in enumerate(adapter.layers()[:default])
+        if any(id(parameter) in wanted for parameter in block.parameters())
     )
-    return next(below, chosen[0])
+    return next(below, default)
 
 
 def used_outside(adapter: DecoderAdapter, first: int, parameters: Iterable[Tensor]) -> bool:

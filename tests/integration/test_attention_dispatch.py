@@ -15,16 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from alphatoken import Scorer, ScorerConfig
+from alphatoken import Scorer
 from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.model.protocol import AttentionCall, NativeAttention
 from alphatoken.model.transformers import TransformersAdapter
-from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.integration.tiny_scorer import BATCH, inputs, scorer_for
+from tests.property.architectures import BY_NAME
 from tests.property.profiles import budget
-from tests.property.strategies import make_batch
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 IDS = torch.tensor([[1, 2, 3]])
 MISSING = object()
 
@@ -130,13 +128,11 @@ def test_any_order_of_entering_and_leaving(
 
 
 def scorer_of(index: int, estimator: str = "alphatoken") -> Scorer:
-    config = ScorerConfig(estimator=estimator, layers=2)
-    return Scorer(adapter(index).model, VALIDATION, config=config)
+    return scorer_for(adapter(index).model, estimator)
 
 
 def seen(scorer: Scorer, observed: Any) -> Tensor:
-    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
-    logits = scorer.adapter.model(**inputs, use_cache=False).logits
+    logits = scorer.adapter.model(**inputs()).logits
     values: Tensor = observed.values(logits, BATCH["labels"]).total
     return values
 
@@ -158,11 +154,10 @@ def test_one_model_observed_twice_at_a_time() -> None:
     """Both contexts see the pass, and both value it as one alone does."""
     scorers = [scorer_of(0), scorer_of(0, "direct")]
     expected = [scorer.score(BATCH).total for scorer in scorers]
-    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
     with ExitStack() as first, ExitStack() as second:
         outer = first.enter_context(scorers[0].observe())
         inner = second.enter_context(scorers[1].observe())
-        logits = adapter(0).model(**inputs, use_cache=False).logits
+        logits = adapter(0).model(**inputs()).logits
         found = [o.values(logits, BATCH["labels"]).total for o in (outer, inner)]
         for values, alone in zip(found, expected, strict=True):
             torch.testing.assert_close(values, alone, rtol=0, atol=1e-12)

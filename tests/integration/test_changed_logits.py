@@ -9,29 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from alphatoken import Scorer, ScorerConfig, masked_sft_loss
+from alphatoken import masked_sft_loss
 from alphatoken.errors import InputError, ModelError
 from alphatoken.model import response_losses
 from alphatoken.model.head import rounding_tolerance
-from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.integration.tiny_scorer import BATCH, inputs, model_of, scorer_for
+from tests.property.architectures import VOCABULARY
 from tests.property.strategies import make_batch
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
 OTHER = make_batch(("pprrprrr", "prprrrrr"), vocabulary=VOCABULARY, seed=3)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 EACH = pytest.mark.parametrize("estimator", ["label", "path", "direct"])
-
-
-def inputs_of(batch: dict[str, Tensor]) -> dict[str, Any]:
-    return {k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False}
-
-
-def model_of() -> Any:
-    return BY_NAME["llama"].build(1).double()
-
-
-def scorer_of(model: nn.Module, estimator: str) -> Scorer:
-    return Scorer(model, VALIDATION, config=ScorerConfig(estimator, layers=2))
 
 
 # --- logits that are changed after the head -------------------------------------------------------
@@ -72,7 +59,7 @@ def test_changed_logits_have_the_values_of_their_own_loss(
         model.register_forward_hook(replacing(CHANGES[change]))
     else:
         model.lm_head.register_forward_hook(lambda module, args, z: CHANGES[change](z))
-    scorer = scorer_of(model, estimator)
+    scorer = scorer_for(model, estimator)
     found = scorer.verify(BATCH)  # of score and of observe, by one backward a token
     assert found.passed, str(found)
     # The training step that shares the observed pass is the plain one as well.
@@ -82,10 +69,10 @@ def test_changed_logits_have_the_values_of_their_own_loss(
         model.zero_grad()
         if observes:
             with scorer.observe() as observed:
-                logits = model(**inputs_of(BATCH)).logits
+                logits = model(**inputs(BATCH)).logits
                 observed.values(logits, BATCH["labels"])
         else:
-            logits = model(**inputs_of(BATCH)).logits
+            logits = model(**inputs(BATCH)).logits
         masked_sft_loss(logits, BATCH["labels"], keep).backward()
         gradients.append(model.model.layers[-1].mlp.up_proj.weight.grad.clone())
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
@@ -93,7 +80,7 @@ def test_changed_logits_have_the_values_of_their_own_loss(
 
 def test_a_change_that_comes_after_a_clean_pass_is_noticed() -> None:
     model = model_of()
-    scorer = scorer_of(model, "label")
+    scorer = scorer_for(model, "label")
     scorer.score(BATCH)
     model.register_forward_hook(replacing(CHANGES["scaled in place"]))
     assert scorer.verify(BATCH).passed
@@ -102,15 +89,15 @@ def test_a_change_that_comes_after_a_clean_pass_is_noticed() -> None:
 def test_widened_logits_still_spare_the_logits_of_all_positions() -> None:
     """As mixed precision hands them on: another dtype of what the head gave."""
     model = model_of().float()
-    expected = scorer_of(model, "path").score(BATCH).total
+    expected = scorer_for(model, "path").score(BATCH).total
     model.register_forward_hook(replacing(lambda z: z.double()))
-    found = scorer_of(model, "path").score(BATCH).total
+    found = scorer_for(model, "path").score(BATCH).total
     torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
     assert model.lm_head in response_losses._CAST
     assert model.lm_head not in response_losses._CHANGED
     # What is changed on the way is seen all the same.
     model.register_forward_hook(replacing(lambda z: z.clamp(-0.5, 0.5)))
-    assert scorer_of(model, "path").verify(BATCH).passed
+    assert scorer_for(model, "path").verify(BATCH).passed
     assert model.lm_head in response_losses._CHANGED
 
 
@@ -121,20 +108,20 @@ def test_widened_logits_still_spare_the_logits_of_all_positions() -> None:
 @pytest.mark.parametrize("trains", [True, False])
 def test_logits_of_another_forward_are_refused(trains: bool, estimator: str) -> None:
     model = model_of().train(trains)
-    scorer = scorer_of(model, estimator)
+    scorer = scorer_for(model, estimator)
     with scorer.observe() as observed:
-        first = model(**inputs_of(OTHER)).logits
-        model(**inputs_of(BATCH))
+        first = model(**inputs(OTHER)).logits
+        model(**inputs(BATCH))
         with pytest.raises(InputError, match="do not belong to the observed forward"):
             observed.values(first, BATCH["labels"])
 
 
 def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
     model = model_of().eval()
-    scorer = scorer_of(model, "label")
+    scorer = scorer_for(model, "label")
     limit = rounding_tolerance(torch.float64)
     with scorer.observe() as observed:
-        logits = model(**inputs_of(BATCH)).logits
+        logits = model(**inputs(BATCH)).logits
         assert observed.values(logits * (1 + 0.01 * limit), BATCH["labels"]).total.any()
         with pytest.raises(InputError, match="mean loss"):
             observed.values(logits * (1 + 20 * limit), BATCH["labels"])
@@ -145,10 +132,10 @@ def test_under_dropout_another_forward_is_known_by_its_graph() -> None:
     model = model_of().train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.9
-    scorer = scorer_of(model, "label")
+    scorer = scorer_for(model, "label")
     with scorer.observe() as observed:
-        first = model(**inputs_of(BATCH)).logits
-        logits = model(**inputs_of(BATCH)).logits
+        first = model(**inputs(BATCH)).logits
+        logits = model(**inputs(BATCH)).logits
         with pytest.raises(InputError, match="the graph of another forward"):
             observed.values(first, BATCH["labels"])
         assert observed.values(logits, BATCH["labels"]).total.any()
@@ -162,28 +149,28 @@ def test_logits_that_the_loop_changes_are_valued_as_changed_or_refused(
     change: Callable[[Tensor], Tensor], estimator: str
 ) -> None:
     model = model_of()
-    scorer = scorer_of(model, estimator)
+    scorer = scorer_for(model, estimator)
     hooked = model_of()
     hooked.register_forward_hook(replacing(lambda z: change(z.clone())))
-    scorer_of_changed = scorer_of(hooked, estimator)
-    scorer_of_changed.builder.keep_gradient(scorer.builder.gradient())
+    scorer_changed = scorer_for(hooked, estimator)
+    scorer_changed.builder.keep_gradient(scorer.builder.gradient())
     with scorer.observe() as observed:
-        logits = change(model(**inputs_of(BATCH)).logits)
+        logits = change(model(**inputs(BATCH)).logits)
         if estimator == "label":
             with pytest.raises(InputError, match="do not belong to the observed forward"):
                 observed.values(logits, BATCH["labels"])
             return
         found = observed.values(logits, BATCH["labels"]).total
-    expected = scorer_of_changed.score(BATCH).total
+    expected = scorer_changed.score(BATCH).total
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_label_needs_no_graph_and_still_sees_which_forward_it_was() -> None:
     model = model_of()
-    scorer = scorer_of(model, "label")
+    scorer = scorer_for(model, "label")
     with scorer.observe() as observed, torch.no_grad():
-        first = model(**inputs_of(OTHER)).logits
-        logits = model(**inputs_of(BATCH)).logits
+        first = model(**inputs(OTHER)).logits
+        logits = model(**inputs(BATCH)).logits
         values = observed.values(logits, BATCH["labels"]).total
         with pytest.raises(InputError, match="do not belong to the observed forward"):
             observed.values(first, BATCH["labels"])
@@ -193,15 +180,15 @@ def test_label_needs_no_graph_and_still_sees_which_forward_it_was() -> None:
 @EACH
 def test_values_after_the_context_and_without_a_forward_are_refused(estimator: str) -> None:
     model = model_of()
-    scorer = scorer_of(model, estimator)
+    scorer = scorer_for(model, estimator)
     with scorer.observe() as observed:
         with pytest.raises(ModelError, match="the model was not called"):
             observed.values(torch.zeros(2, 8, VOCABULARY), BATCH["labels"])
         if estimator != "label":  # which needs no graph
             with torch.no_grad():
-                blind = model(**inputs_of(BATCH)).logits
+                blind = model(**inputs(BATCH)).logits
             with pytest.raises(ModelError, match="Remedy: call the model"):
                 observed.values(blind, BATCH["labels"])
-        logits = model(**inputs_of(BATCH)).logits
+        logits = model(**inputs(BATCH)).logits
     with pytest.raises(ModelError, match=r"observe\(\) has ended"):
         observed.values(logits, BATCH["labels"])

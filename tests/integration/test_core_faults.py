@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,12 +32,17 @@ from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope
 from alphatoken.model.switch import BackwardSwitch
+from tests.integration.tiny_scorer import (
+    BATCH,
+    VALIDATION,
+    model_of,
+    observed_values,
+    printed_by,
+    scorer_for,
+)
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import ReferenceAdapter
 from tests.property.strategies import make_batch, make_case
-
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 
 
 def drift_of(model: nn.Module, size: float = 1.0) -> FisherDrift:
@@ -56,13 +58,13 @@ def drift_of(model: nn.Module, size: float = 1.0) -> FisherDrift:
 
 def foreign() -> FisherDrift:
     """Of another model: its matrices do not fit."""
-    return drift_of(BY_NAME["llama"].build(1, hidden_size=8, num_attention_heads=2, head_dim=4))
+    return drift_of(model_of(1, hidden_size=8, num_attention_heads=2, head_dim=4))
 
 
 @pytest.mark.parametrize("config", [{}, {"offload": "stream"}])
 @pytest.mark.parametrize("retains", [True, False])
 def test_a_refused_retention_changes_nothing(config: dict[str, Any], retains: bool) -> None:
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     before = drift_of(model) if retains else None
     options = ScorerConfig(layers=2, max_relative_drift=None, **config)
     scorer = Scorer(model, VALIDATION, before, options)
@@ -81,7 +83,7 @@ def test_a_refused_retention_changes_nothing(config: dict[str, Any], retains: bo
 
 
 def test_a_refused_validation_changes_nothing() -> None:
-    scorer = Scorer(BY_NAME["llama"].build(1), VALIDATION, config=ScorerConfig(layers=2))
+    scorer = scorer_for(model_of())
     expected = scorer.score(BATCH).total
     with pytest.raises(InputError):
         scorer.set_validation([])
@@ -99,15 +101,14 @@ for estimator in ("alphatoken", "path", "label"):
     for how in ("score", "values", "components"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            model = own.BY_NAME["llama"].build(1)
+            model = own.model_of()
             config = own.ScorerConfig(estimator=estimator, layers=2, max_relative_drift=None)
             scorer = own.Scorer(model, own.VALIDATION, own.drift_of(model, 1e9), config)
-            inputs = {k: v for k, v in own.BATCH.items() if k != "labels"}
             if how == "score":
                 scorer.score(own.BATCH)  # here
             else:
                 with scorer.observe() as observed:
-                    logits = model(**inputs, use_cache=False).logits
+                    logits = model(**own.inputs()).logits
                     observed.values(logits, own.BATCH["labels"], components=how == "values")  # here
                     observed.components()  # here
         found = [w for w in caught if issubclass(w.category, AlphaTokenWarning)]
@@ -118,12 +119,6 @@ for estimator in ("alphatoken", "path", "label"):
 @pytest.mark.slow
 def test_a_warning_points_at_the_users_line() -> None:
     """In a process of its own: the run-time type checks of pytest stand between the frames."""
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", POINTED], cwd=root, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
     here = [n for n, line in enumerate(POINTED.split("\n"), 1) if line.endswith("# here")]
     score, values, components = (f"<string>:{line}" for line in here)
     lines = {"score": score, "values": values, "components": components}
@@ -132,7 +127,7 @@ def test_a_warning_points_at_the_users_line() -> None:
         for estimator in ("alphatoken", "path", "label")
         for how, line in lines.items()
     ]
-    assert run.stdout.splitlines() == expected
+    assert printed_by(POINTED).splitlines() == expected
 
 
 # --- the longest sequence -------------------------------------------------------------------------
@@ -158,23 +153,17 @@ def test_scored_and_observed_passes_have_one_limit(name: str) -> None:
     """The model's own positions, or those of the scaling that was put on top of them."""
     parameters, limit = LIMITS[name]
     options = {"rope_parameters": parameters} if parameters else {}
-    model = BY_NAME["llama"].build(1, max_position_embeddings=16, **options)
+    model = model_of(1, max_position_embeddings=16, **options)
     assert find_adapter(model).max_positions() == limit
-    scorer = Scorer(model, VALIDATION, config=ScorerConfig(layers=1))
+    scorer = scorer_for(model, layers=1)
     for length in (limit, limit + 1):
         batch = make_batch(("p" + "r" * (length - 1),), vocabulary=VOCABULARY, seed=3)
-        for run in (scorer.score, lambda b: observed_total(scorer, model, b)):
+        for run in (scorer.score, partial(observed_values, scorer)):
             if length == limit:
                 run(batch)
             else:
                 with pytest.raises(InputError, match=f"limit {limit}"):
                     run(batch)
-
-
-def observed_total(scorer: Scorer, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    with scorer.observe() as observed:
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        return observed.values(logits, batch["labels"]).total
 
 
 # --- scope ----------------------------------------------------------------------------------------
@@ -220,7 +209,7 @@ def test_a_mask_that_separates_documents_vouches_for_no_other_mask(dtype: torch.
             batch["attention_mask"] = zeros.masked_fill(hidden, torch.finfo(dtype).min)
         return batch
 
-    scorer = Scorer(BY_NAME["llama"].build(1), VALIDATION, config=ScorerConfig(layers=2))
+    scorer = scorer_for(model_of())
     scorer.score(given(True))
     with pytest.raises(ModelError, match="packed documents see each other"):
         scorer.score(given(False))
@@ -232,10 +221,10 @@ def test_a_mask_that_separates_documents_vouches_for_no_other_mask(dtype: torch.
 
 
 def test_boundaries_that_are_always_told_alike_are_proved_once() -> None:
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
-    scorer = Scorer(model, VALIDATION, config=ScorerConfig(layers=2))
+    scorer = scorer_for(model)
     counts = []
     for seed in range(3):
         batch = make_batch(("pprr|prrpr", "ppr|pprrrr"), vocabulary=VOCABULARY, seed=seed)
@@ -261,8 +250,8 @@ def test_a_pass_that_looks_ahead_is_refused_by_itself(estimator: str) -> None:
     batch = make_batch(("pprrprr", "prprrrr"), vocabulary=VOCABULARY, seed=1)
     inputs = {"input_ids": batch["input_ids"]}
     ahead = torch.ones(2, 1, 7, 7, dtype=torch.bool)
-    model = BY_NAME["llama"].build(1)
-    scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator, layers=2))
+    model = model_of()
+    scorer = scorer_for(model, estimator)
     plain = scorer.score(batch).total
     causal = scorer.score({**batch, "attention_mask": ahead.tril()}).total
     assert torch.allclose(causal, plain, rtol=1e-6)
@@ -281,7 +270,7 @@ def test_a_pass_that_looks_ahead_is_refused_by_itself(estimator: str) -> None:
 @pytest.mark.parametrize("estimator", ["direct", "label"])
 def test_a_flag_that_makes_a_pass_look_ahead_is_refused_after_any_other(estimator: str) -> None:
     batch = {k: v for k, v in BATCH.items() if k != "attention_mask"}
-    scorer = Scorer(BY_NAME["llama"].build(1), VALIDATION, config=ScorerConfig(estimator, layers=2))
+    scorer = scorer_for(model_of(), estimator)
     plain = scorer.score(batch).total
     for _ in range(2):
         with pytest.raises(ModelError, match="looks ahead"):
@@ -295,7 +284,7 @@ def test_a_model_that_attends_both_ways_is_refused(estimator: str) -> None:
     for decoder in (False, True):
         config = BertConfig(**sizes, vocab_size=VOCABULARY, num_hidden_layers=2, is_decoder=decoder)
         model = BertLMHeadModel(config).double().eval()
-        scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator, layers=1))
+        scorer = scorer_for(model, estimator, layers=1)
         if decoder:
             assert bool(scorer.score(BATCH).total.any())
             continue
@@ -316,7 +305,7 @@ def test_encoder_decoders_are_refused_by_name() -> None:
 
 
 def test_the_default_number_of_layers_is_at_most_the_depth() -> None:
-    model = BY_NAME["llama"].build(1, num_hidden_layers=2)
+    model = model_of(1, num_hidden_layers=2)
     assert Scorer(model, VALIDATION).scope.layers == (0, 1)
     for layers in (3, 7):  # where all parameters are meant no number of layers plays a part
         options = ScorerConfig("label", layers=layers, parameters="all")
@@ -334,8 +323,8 @@ CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters els
 @pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop", "path", "label"])
 def test_a_batch_that_continues_a_cache_is_refused(estimator: str) -> None:
     """Its keys belong to positions that the pass does not run, and a forward fills it further."""
-    model = BY_NAME["llama"].build(1)
-    scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator=estimator, layers=2))
+    model = model_of()
+    scorer = scorer_for(model, estimator)
     scorer.score(BATCH)  # the proofs that run once are done
     ids = BATCH["input_ids"]
     with torch.no_grad():
@@ -355,8 +344,8 @@ def test_more_keys_than_queries_have_no_self_only_backward(
     estimator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache that the model holds by itself: no argument shows it, the attention call does."""
-    model = BY_NAME["llama"].build(1)
-    scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator=estimator, layers=2))
+    model = model_of()
+    scorer = scorer_for(model, estimator)
     scorer.score(BATCH)
     with torch.no_grad():
         cache = model(BATCH["input_ids"][:, :3], use_cache=True)[CACHE]
@@ -425,8 +414,8 @@ def test_a_nan_in_a_document_that_is_proved_is_said() -> None:
 
 
 def test_a_direction_without_a_scored_parameter_is_refused() -> None:
-    model = BY_NAME["llama"].build(1)
-    scorer = Scorer(model, VALIDATION, config=ScorerConfig(estimator="path", layers=2))
+    model = model_of()
+    scorer = scorer_for(model, "path")
     whole = dict(scorer.direction.total())
     batch = read_batch(BATCH)
     scorer.columns(batch, direction=whole)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,23 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 
-from alphatoken import Scorer, ScorerConfig
+from alphatoken import Scorer
 from alphatoken.errors import CoverageError, InputError, UnsupportedError
 from alphatoken.model.token_ids import embedding_rows
-from tests.property.architectures import BY_NAME, VOCABULARY
-from tests.property.strategies import make_batch
+from tests.integration.tiny_scorer import (
+    BATCH,
+    model_of,
+    observed_values,
+    printed_by,
+    scorer_for,
+)
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 EACH = pytest.mark.parametrize("estimator", ["label", "path", "direct"])
 
 
-def model_of(seed: int = 1) -> Any:
-    return BY_NAME["llama"].build(seed).double()
-
-
 def scorer_of(model: nn.Module, estimator: str = "label", **options: Any) -> Scorer:
-    return Scorer(model, VALIDATION, config=ScorerConfig(estimator, layers=2, **options))
+    return scorer_for(model, estimator, **options)
 
 
 class Doubled(nn.Module):
@@ -83,11 +80,7 @@ def test_labels_of_any_integers(dtype: torch.dtype, estimator: str) -> None:
     expected = scorer.score(BATCH).total
     narrow = BATCH | {"labels": BATCH["labels"].to(dtype)}
     assert torch.equal(scorer.score(narrow).total, expected)
-    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
-    with scorer.observe() as observed:
-        logits = scorer.given.model(**inputs, use_cache=False).logits
-        found = observed.values(logits, narrow["labels"]).total
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(observed_values(scorer, narrow), expected)
     with pytest.raises(InputError, match="input_ids"):
         scorer.score(BATCH | {"input_ids": BATCH["input_ids"].to(torch.int16)})
 
@@ -163,11 +156,7 @@ OBSERVED = """
 from tests.integration import test_core_inputs as own
 model = own.compiled("model.compile()")
 scorer = own.scorer_of(model)
-inputs = {k: v for k, v in own.BATCH.items() if k != "labels"}
-with scorer.observe() as observed:
-    logits = model(**inputs, use_cache=False).logits
-    found = observed.values(logits, own.BATCH["labels"]).total
-own.torch.testing.assert_close(found, scorer.score(own.BATCH).total)
+own.torch.testing.assert_close(own.observed_values(scorer), scorer.score(own.BATCH).total)
 print("equal")
 """
 
@@ -175,5 +164,4 @@ print("equal")
 @pytest.mark.slow
 def test_label_observes_a_model_that_was_compiled_in_place() -> None:
     # By itself, because Dynamo cannot trace the checks of shapes that the tests put in.
-    run = subprocess.run([sys.executable, "-c", OBSERVED], capture_output=True, text=True)
-    assert run.stdout.endswith("equal\n"), run.stderr
+    assert printed_by(OBSERVED).endswith("equal\n")

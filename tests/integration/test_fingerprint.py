@@ -15,7 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from alphatoken import PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.model.fingerprint import numbers_of, settings_of, trained_of
-from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.integration.tiny_scorer import BATCH, inputs, model_of
+from tests.property.architectures import VOCABULARY
 from tests.property.strategies import make_batch
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ class Other(nn.Linear):
 
 def with_settings() -> Any:
     """A decoder whose last linear has an attribute of each kind that is looked at."""
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     linear = model.model.layers[-1].mlp.up_proj
     linear.scaling = {"default": 2.0}
     linear.active = {"default"}
@@ -135,8 +136,6 @@ def test_modules_and_parameters_count_by_identity() -> None:
 
 # --- what a direction depends on ------------------------------------------------------------------
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-
 
 def rows(seed: int) -> dict[str, Tensor]:
     return make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=seed)
@@ -184,7 +183,7 @@ def of_an_optimizer(model: Any) -> tuple[Scorer, Callable[[], object]]:
 
 @pytest.mark.parametrize("made", [of_batches, of_a_drift, of_pairs, of_a_mapping, of_an_optimizer])
 def test_what_m_is_made_of_is_followed(made: Callable[..., Any]) -> None:
-    scorer, change = made(BY_NAME["llama"].build(1).double())
+    scorer, change = made(model_of())
     scorer.warn = False
     before = scorer.score(BATCH).total
     assert torch.equal(scorer.score(BATCH).total, before)
@@ -196,7 +195,7 @@ def test_what_m_is_made_of_is_followed(made: Callable[..., Any]) -> None:
 
 
 def test_m_is_of_the_products_as_autocast_rounds_them() -> None:
-    scorer = Scorer(BY_NAME["llama"].build(1).float(), rows(2), config=ScorerConfig("path"))
+    scorer = Scorer(model_of().float(), rows(2), config=ScorerConfig("path"))
     scorer.score(BATCH)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = scorer.score(BATCH).total
@@ -205,12 +204,11 @@ def test_m_is_of_the_products_as_autocast_rounds_them() -> None:
 
 
 def test_under_a_pin_a_step_between_forward_and_values_is_the_users_choice() -> None:
-    model = BY_NAME["llama"].build(1).double()
+    model = model_of()
     scorer = Scorer(model, rows(2), config=ScorerConfig("path", layers=2))
     scorer.pin("kept")
-    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
     expected = scorer.score(BATCH).total
     with scorer.observe() as observed:
-        logits = model(**inputs, use_cache=False).logits
+        logits = model(**inputs()).logits
         model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)  # below the scored layers
         torch.testing.assert_close(observed.values(logits, BATCH["labels"]).total, expected)

@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher, masked_sft_loss, select_top
+from alphatoken import FisherDrift, fit_fisher, masked_sft_loss, select_top
 from alphatoken.errors import CoverageError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.oracle import gradients, influence, propagation
 from tests.integration.snapshot import Snapshot
-from tests.property.architectures import BY_NAME, VOCABULARY, plain_forward
-from tests.property.strategies import make_batch
+from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, scorer_for
+from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.tolerance import close
 
 pytestmark = [
@@ -24,8 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 PROMPTS = [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]
 
@@ -54,10 +52,6 @@ def stir(model: nn.Module) -> None:
             parameter.normal_(std=0.4)
 
 
-def inputs(batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
-    return {k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False}
-
-
 def factors(model: nn.Module, layers: tuple[int, ...], adapter: str = "default") -> dict[str, Any]:
     """The A and B modules of these layers by their names in the PEFT model."""
     return {
@@ -66,12 +60,6 @@ def factors(model: nn.Module, layers: tuple[int, ...], adapter: str = "default")
         if any(f".layers.{layer}." in name for layer in layers)
         and name.endswith((f"lora_A.{adapter}", f"lora_B.{adapter}"))
     }
-
-
-def scorer_for(model: nn.Module, estimator: str, **config: Any) -> Scorer:
-    retention = config.pop("retention", None)
-    options = {"layers": 2, **config}
-    return Scorer(model, VALIDATION, retention, ScorerConfig(estimator=estimator, **options))
 
 
 def truth(model: nn.Module, modules: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:

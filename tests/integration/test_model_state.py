@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,27 +14,22 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from alphatoken import Scorer, ScorerConfig, fit_fisher
+from alphatoken import Scorer, fit_fisher
 from alphatoken.errors import UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.oracle import influence
+from tests.integration import tiny_scorer
 from tests.integration.snapshot import Snapshot, bits
+from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, observed_values, printed_by
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 from tests.property.tolerance import allowed, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
-
 
 class PlannedError(RuntimeError):
     """Raised by the tests' own hooks."""
-
-
-def inputs(batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
-    return {k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False}
 
 
 def odd_model(name: str = "llama", **options: Any) -> nn.Module:
@@ -53,9 +45,7 @@ def odd_model(name: str = "llama", **options: Any) -> nn.Module:
     return model
 
 
-def scorer_for(model: nn.Module, estimator: str, **config: Any) -> Scorer:
-    options = {"layers": 2, "uncovered": "skip", **config}
-    return Scorer(model, VALIDATION, config=ScorerConfig(estimator=estimator, **options))
+scorer_for = partial(tiny_scorer.scorer_for, uncovered="skip")
 
 
 def seed_everything() -> None:
@@ -79,9 +69,7 @@ def run_score(model: nn.Module, estimator: str) -> None:
 
 
 def run_observe(model: nn.Module, estimator: str) -> None:
-    with scorer_for(model, estimator).observe() as observed:
-        logits = model(**inputs()).logits
-        observed.values(logits, BATCH["labels"])
+    observed_values(scorer_for(model, estimator))
 
 
 def run_all_layers(model: nn.Module, estimator: str) -> None:
@@ -114,12 +102,7 @@ def test_no_generator_is_touched() -> None:
         "[own.run_score(model, estimator) for estimator in own.ESTIMATORS]\n"
         "before.check()\n"
     )
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    printed_by(script)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker"])

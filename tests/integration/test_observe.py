@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,28 +12,22 @@ from torch import Tensor, nn
 from alphatoken import Scorer, ScorerConfig, TokenValues, masked_sft_loss, select_top
 from alphatoken.errors import AlphaTokenError, InputError, NumericalError
 from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
+from tests.integration import tiny_scorer
 from tests.integration.snapshot import Snapshot, bits
+from tests.integration.tiny_scorer import BATCH, inputs
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 from tests.property.tolerance import allowed, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
 OTHER = make_batch(("ppprrrr", "pprrr.."), vocabulary=VOCABULARY, seed=5)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 EVERY = [(n, e) for n in ("llama", "gemma3", "gemma2", "phi3", "gpt2") for e in ESTIMATORS]
 EVERY += [(n, e) for n in ("gpt_oss", "mixtral") for e in ("alphatoken", "path")]
 EVERY += [("qwen3_5", e) for e in ("alphatoken", "same_layer_hop", "path", "label")]
 
 
-def inputs(batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
-    return {k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False}
-
-
-def scorer_for(model: nn.Module, estimator: str, **config: Any) -> Scorer:
-    options = {"layers": 2, "uncovered": "skip", **config}
-    return Scorer(model, VALIDATION, config=ScorerConfig(estimator=estimator, **options))
+scorer_for = partial(tiny_scorer.scorer_for, uncovered="skip")
 
 
 def observe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from alphatoken.errors import ConfigError, InputError, NumericalError, Unsupport
 from alphatoken.oracle import gradients
 from tests.integration.snapshot import Snapshot
 from tests.integration.test_lora import adapted
+from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, model_of, scorer_for
 from tests.property import optimizer_steps as steps
-from tests.property.architectures import BY_NAME, VOCABULARY, plain_forward
+from tests.property.architectures import plain_forward
 from tests.property.optimizer_steps import numbers
-from tests.property.strategies import make_batch
 from tests.property.test_preconditioner import frozen, full, relative_error
 from tests.property.tolerance import close
 
@@ -42,18 +43,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 ADAM = {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6}
-
-
-def inputs() -> dict[str, Any]:
-    return {k: v for k, v in BATCH.items() if k != "labels"} | {"use_cache": False}
 
 
 def trained(kind: Any, steps: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer after some steps on random losses."""
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     optimizer = kind(model.parameters(), **options)
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
@@ -65,15 +60,14 @@ def trained(kind: Any, steps: int, **options: Any) -> tuple[nn.Module, torch.opt
     return model, optimizer
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_P_is_the_sensitivity_of_a_step_whose_denominator_is_held(kind: Any, steps: int) -> None:
+def test_P_is_the_sensitivity_of_a_step_whose_denominator_is_held(kind: Any) -> None:
     """With beta2 = 1 in the next step v stays, and a step is linear in the gradient with slope P.
 
     Independent of the library: two copies take the next step with gradients g and g + d.
     """
     moves = []
-    model, optimizer = trained(kind, steps, **ADAM)
+    model, optimizer = trained(kind, 2, **ADAM)
     parameters = dict(model.named_parameters())
     found = frozen_preconditioners(optimizer, parameters)
     assert found is not None
@@ -81,7 +75,7 @@ def test_P_is_the_sensitivity_of_a_step_whose_denominator_is_held(kind: Any, ste
     generator = torch.Generator().manual_seed(6)
     g, d = torch.randn(2, *parameters[name].shape, generator=generator, dtype=torch.float64)
     for gradient in (g, g + d):
-        copy, own = trained(kind, steps, **ADAM)
+        copy, own = trained(kind, 2, **ADAM)
         weight = dict(copy.named_parameters())[name]
         state = own.state[weight]
         before, second = weight.detach().clone(), state["exp_avg_sq"].clone()
@@ -136,12 +130,6 @@ def test_the_table_is_tested_whole() -> None:
 LAMB = steps.Kind("Lamb", torch_optimizer.Lamb)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_before_the_first_step_there_is_no_preconditioner(kind: Any) -> None:
-    model, optimizer = trained(kind, 0)
-    assert frozen_preconditioners(optimizer, dict(model.named_parameters())) is None
-
-
 class Lion(torch.optim.Optimizer):
     """An optimizer of the user's own: known to nobody."""
 
@@ -175,7 +163,7 @@ class Lion(torch.optim.Optimizer):
 )
 def test_optimizers_without_a_rule_are_refused(kind: Any, options: dict[str, Any]) -> None:
     """By name, from the kind alone: no state is needed, so nothing has to be computed first."""
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     optimizer = kind(model.parameters(), **options)
     with pytest.raises(UnsupportedError) as caught:
         check_optimizer(optimizer)
@@ -188,7 +176,7 @@ def test_optimizers_without_a_rule_are_refused(kind: Any, options: dict[str, Any
 
 
 def test_maximize_is_refused() -> None:
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), maximize=True)
     with pytest.raises(ConfigError, match=r"maximize=True.*negate the loss"):
         check_optimizer(optimizer)
@@ -227,23 +215,16 @@ def test_accelerates_wrapper_is_opened() -> None:
     parameters = dict(model.named_parameters())
     wrapped = Accelerator(cpu=True).prepare(optimizer)
     assert wrapped is not optimizer
-    for found, expected in (
-        (
-            frozen_preconditioners(wrapped, parameters),
-            frozen_preconditioners(optimizer, parameters),
-        ),
-        (
-            full_preconditioners(wrapped, parameters, gradients_of(parameters)),
-            full_preconditioners(optimizer, parameters, gradients_of(parameters)),
-        ),
-    ):
+    gradients = gradients_of(parameters)
+    for read in (frozen_preconditioners, partial(full_preconditioners, gradients=gradients)):
+        found, expected = read(wrapped, parameters), read(optimizer, parameters)
         assert found is not None
         assert expected is not None
         assert all(torch.equal(found[n], expected[n]) for n in parameters)
 
 
 def test_a_wrapped_optimizer_without_second_moments_is_refused_by_its_own_name() -> None:
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     wrapped = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UnsupportedError, match="Got: SGD"):
         check_optimizer(wrapped)
@@ -251,7 +232,7 @@ def test_a_wrapped_optimizer_without_second_moments_is_refused_by_its_own_name()
 
 def test_each_group_has_its_own_numbers() -> None:
     """Two groups with different betas, eps and coupled decay: each P is its own optimizer's."""
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     parameters = {n: p for n, p in model.named_parameters() if p.ndim == 2}
     names = list(parameters)
     options = ({"betas": (0.8, 0.9), "eps": 1e-3}, {"weight_decay": 0.2})
@@ -283,7 +264,7 @@ def test_each_group_has_its_own_numbers() -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_P_is_1_until_every_parameter_has_taken_the_steps(full: bool) -> None:
-    """A parameter that no gradient has reached yet keeps all others plain."""
+    """None before the first step; one that no gradient has reached yet keeps all others plain."""
     model, optimizer = trained(torch.optim.AdamW, 0)
     parameters = dict(model.named_parameters())
     late = "model.layers.1.mlp.up_proj.weight"
@@ -294,6 +275,7 @@ def test_P_is_1_until_every_parameter_has_taken_the_steps(full: bool) -> None:
             return full_preconditioners(optimizer, parameters, gradients, after=after)
         return frozen_preconditioners(optimizer, parameters, after=after)
 
+    assert found(1) is None
     for _ in range(2):
         for name, parameter in parameters.items():
             parameter.grad = None if name == late else gradients[name].clone()
@@ -365,7 +347,7 @@ def _compare_with_one_process() -> None:
 
 
 def test_clip_factor_is_what_torch_multiplies_by() -> None:
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     for name, g in gradients_of(dict(model.named_parameters())).items():
         model.get_parameter(name).grad = g
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -426,10 +408,10 @@ def test_low_bit_optimizers_without_a_readable_second_moment(name: str) -> None:
 
 
 def test_a_parameter_that_the_optimizer_does_not_hold() -> None:
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     optimizer = torch.optim.Adam(model.model.layers[0].parameters())
-    config = ScorerConfig("path", layers=1, preconditioner="frozen", precondition_after=1)
-    scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
+    options = {"preconditioner": "frozen", "precondition_after": 1, "optimizer": optimizer}
+    scorer = scorer_for(model, "path", layers=1, **options)
     before = Snapshot(model)
     with pytest.raises(ConfigError, match="not held by the optimizer"):
         scorer.score(BATCH)
@@ -440,15 +422,14 @@ def test_a_parameter_that_the_optimizer_does_not_hold() -> None:
 def test_the_scorer_uses_the_optimizers_P_once(estimator: str) -> None:
     """Equal to handing the same P over as a mapping; on the direction, not on the token side."""
     model, optimizer = trained(torch.optim.AdamW, 4, lr=1e-3)
-    options: dict[str, Any] = {"layers": 2}
-    plain = Scorer(model, VALIDATION, config=ScorerConfig(estimator, **options))
-    frozen = ScorerConfig(estimator, preconditioner="frozen", precondition_after=4, **options)
-    scorer = Scorer(model, VALIDATION, config=frozen, optimizer=optimizer)
+    plain = scorer_for(model, estimator)
+    frozen = {"preconditioner": "frozen", "precondition_after": 4, "optimizer": optimizer}
+    scorer = scorer_for(model, estimator, **frozen)
     P = frozen_preconditioners(optimizer, scorer.parameters)
     assert P is not None
-    given = ScorerConfig(estimator, preconditioner=P, **options)
     values = scorer.score(BATCH).total
-    assert torch.equal(values, Scorer(model, VALIDATION, config=given).score(BATCH).total)
+    given = scorer_for(model, estimator, preconditioner=P)
+    assert torch.equal(values, given.score(BATCH).total)
     for name, m in scorer.direction.adaptation.items():
         expected = P[name] * plain.direction.adaptation[name]
         close(m, expected, expected.abs(), 1e-12, name="P o G")
@@ -458,36 +439,25 @@ def test_the_scorer_uses_the_optimizers_P_once(estimator: str) -> None:
 def test_P_follows_the_optimizer() -> None:
     """A step changes the weights and the state; from the third on, P is used."""
     model, optimizer = trained(torch.optim.AdamW, 2, lr=1e-3)
-    config = ScorerConfig("path", layers=1, preconditioner="frozen", precondition_after=3)
-    scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
-    plain = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
+    options = {"preconditioner": "frozen", "precondition_after": 3, "optimizer": optimizer}
+    make = partial(scorer_for, model, "path", layers=1)
+    scorer, plain = make(**options), make()
     assert torch.equal(scorer.score(BATCH).total, plain.score(BATCH).total)  # two steps: not yet
     first = scorer.score(BATCH).total
     model(**inputs()).logits.logsumexp(-1).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     second = scorer.score(BATCH).total
-    fresh = Scorer(model, VALIDATION, config=config, optimizer=optimizer).score(BATCH).total
-    assert torch.equal(second, fresh)
+    assert torch.equal(second, make(**options).score(BATCH).total)
     assert not torch.allclose(first, second)
     assert not torch.allclose(second, plain.score(BATCH).total)
-
-
-def test_before_the_first_step_values_are_plain() -> None:
-    model, optimizer = trained(torch.optim.AdamW, 0)
-    config = ScorerConfig("path", layers=1, preconditioner="frozen")
-    scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
-    plain = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
-    found: Tensor = scorer.score(BATCH).total
-    expected = plain.score(BATCH).total
-    close(found, expected, float(expected.abs().sum()), 1e-10, name="no state yet")
 
 
 @pytest.mark.parametrize("form", ["frozen", "full"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
 def test_the_scorer_refuses_before_any_work(form: str, kind: Any) -> None:
     """At construction: the model is not run."""
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
 
     def run(*_: Any) -> None:
         raise AssertionError("the model was run")
@@ -528,7 +498,7 @@ def test_full_label_values_are_utilities_of_the_optimizers_own_step(
     """
 
     def state() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
-        model = adapted(trained=False) if lora else BY_NAME["llama"].build(1)
+        model = adapted(trained=False) if lora else model_of()
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -583,10 +553,8 @@ def test_both_forms_stay_finite_on_a_lora_factor_that_no_gradient_has_reached(
     assert any(not bool(v.any()) for v in seconds)
     found = {}
     for form in (None, "frozen", "full"):
-        config = ScorerConfig(
-            estimator, layers=1, preconditioner=form, precondition_after=1,
-        )  # fmt: skip
-        scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
+        options = {"preconditioner": form, "precondition_after": 1, "optimizer": optimizer}
+        scorer = scorer_for(model, estimator, layers=1, **options)
         found[form] = scorer.score(BATCH).total
         assert bool(torch.isfinite(found[form]).all())
     # Where v^ = 0 the step is a sign: frozen P is huge there and wrong, full P is about 0.

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import AlphaTokenError, InputError, ModelError
 from alphatoken.estimate import proofs
+from tests.integration.tiny_scorer import scorer_for
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 
 EACH = pytest.mark.parametrize("estimator", ["label", "path", "direct"])
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 
 
 def packed(lengths: tuple[int, ...] = (5, 3, 4)) -> dict[str, Tensor]:
@@ -35,16 +34,12 @@ def numbered(lengths: tuple[int, ...] = (5, 3, 4)) -> dict[str, Tensor]:
     return batch | {"attention_mask": torch.cat(numbers)[None]}
 
 
-def scorer_of(model: Any, estimator: str) -> Scorer:
-    return Scorer(model, VALIDATION, config=ScorerConfig(estimator, layers=2))
-
-
 @EACH
 @pytest.mark.parametrize("trains", [True, False])
 def test_an_observed_forward_that_mixes_documents_is_refused(trains: bool, estimator: str) -> None:
     """transformers separates them by positions only where it keeps no cache."""
     model = BY_NAME["llama"].build(1).double().train(trains)
-    scorer, batch = scorer_of(model, estimator), packed()
+    scorer, batch = scorer_for(model, estimator), packed()
     expected = scorer.score(batch).total  # runs without a cache: nothing mixes
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     state = torch.get_rng_state()
@@ -66,7 +61,7 @@ def test_documents_that_a_mask_numbers_are_no_plain_row(attention: str, estimato
     """Kernels that take the numbers for ones let documents see each other: refused, each time."""
     model = BY_NAME["llama"].build(1)
     model.set_attn_implementation(attention)
-    scorer = scorer_of(model, estimator)
+    scorer = scorer_for(model, estimator)
     for _ in range(2):
         with pytest.raises(ModelError, match="documents see each other"):
             scorer.score(numbered())
@@ -80,7 +75,7 @@ def test_documents_that_a_mask_numbers_are_no_plain_row(attention: str, estimato
 def test_a_mask_that_is_none_is_refused(mask: list[list[float]]) -> None:
     batch = packed((2,)) | {"attention_mask": torch.tensor(mask)}
     with pytest.raises(InputError, match="attention_mask"):
-        scorer_of(BY_NAME["llama"].build(1), "label").score(batch)
+        scorer_for(BY_NAME["llama"].build(1), "label").score(batch)
 
 
 def test_boolean_masks_hide_labels_as_numbers_do() -> None:
@@ -89,14 +84,14 @@ def test_boolean_masks_hide_labels_as_numbers_do() -> None:
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     flags = batch | {"attention_mask": batch["attention_mask"].bool()}
     for estimator in ("label", "path"):
-        found = [scorer_of(model, estimator).score(b) for b in (batch, flags)]
+        found = [scorer_for(model, estimator).score(b) for b in (batch, flags)]
         assert torch.equal(found[0].mask, found[1].mask)
         assert not found[1].mask[0, :3].any()  # token 2 is predicted from padding
         assert torch.equal(found[0].total, found[1].total)
 
 
 def test_what_was_refused_is_not_taken_for_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = scorer_of(BY_NAME["llama"].build(1), "label")
+    scorer = scorer_for(BY_NAME["llama"].build(1), "label")
 
     def leaks(*args: Any, **more: Any) -> None:
         raise ModelError("this model lets packed documents see each other", why="here")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig, fit_fisher, select_top
+from alphatoken import FisherDrift, PreferenceBatch, ScorerConfig, fit_fisher, select_top
 from alphatoken.errors import (
     AlphaTokenError,
     ConfigError,
@@ -27,25 +27,17 @@ from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.model.batch import require_tensors
 from alphatoken.train.loading import load_or_refuse
 from tests.integration.snapshot import Snapshot
+from tests.integration.tiny_scorer import BATCH, VALIDATION, scorer_for
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 EACH = pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
 
 
 def model_of(name: str = "llama", **options: Any) -> Any:
     return BY_NAME[name].build(1, **options)
-
-
-def scorer_for(model: nn.Module, estimator: str = "alphatoken", **config: Any) -> Scorer:
-    validation = config.pop("validation", VALIDATION)
-    retention, optimizer = config.pop("retention", None), config.pop("optimizer", None)
-    options = ScorerConfig(**{"estimator": estimator, "layers": 2, **config})
-    return Scorer(model, validation, retention, options, optimizer=optimizer)
 
 
 def refused(

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import AlphaTokenError, ModelError
-from tests.property.architectures import BY_NAME, VOCABULARY
-from tests.property.strategies import make_batch
+from tests.integration.tiny_scorer import BATCH, VALIDATION, observed_values
+from tests.property.architectures import BY_NAME
 
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
 ESTIMATORS = ("label", "path", "alphatoken")
 
 
@@ -50,10 +48,7 @@ def values_of(scorer: Scorer, how: str = "score") -> Tensor | str:
     try:
         if how == "score":
             return scorer.score(BATCH).total
-        inputs = {k: v for k, v in BATCH.items() if k != "labels"}
-        with scorer.observe() as observed:
-            logits = scorer.given.model(**inputs, use_cache=False).logits
-            return observed.values(logits, BATCH["labels"]).total
+        return observed_values(scorer)
     except AlphaTokenError as error:
         return str(error)
 

@@ -10,27 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from alphatoken import Scorer, ScorerConfig
 from alphatoken.direction.objective import scoring_forward
 from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
 from alphatoken.model.protocol import find_adapter
 from tests.integration.snapshot import Snapshot
-from tests.property.architectures import BY_NAME, VOCABULARY
-from tests.property.strategies import make_batch
+from tests.integration.tiny_scorer import (
+    BATCH,
+    inputs,
+    model_of,
+    scorer_for,
+)
+from tests.property.architectures import BY_NAME
 from tests.property.tolerance import close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
-
-BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
-VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
-
-
-def scorer_for(model: nn.Module, estimator: str, **options: Any) -> Scorer:
-    sharding = options.pop("sharding", None)
-    config = ScorerConfig(estimator, layers=2, **options)
-    return Scorer(model, VALIDATION, config=config, sharding=sharding)
 
 
 # --- wrappers -------------------------------------------------------------------------------------
@@ -47,7 +42,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 def test_a_model_inside_ddp(one_process: None) -> None:
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     expected = scorer_for(model, "alphatoken").score(BATCH).total
     wrapped = nn.parallel.DistributedDataParallel(model)
     assert find_adapter(wrapped).model is model
@@ -62,7 +57,7 @@ def test_a_model_under_fsdp2(one_process: None, estimator: str) -> None:
 
     from alphatoken.train.shards import Fsdp2Sharding
 
-    plain, model = (BY_NAME["llama"].build(1) for _ in range(2))
+    plain, model = (model_of() for _ in range(2))
     mesh = init_device_mesh("cpu", (1,))
     for block in [*model.model.layers, model]:
         fully_shard(block, mesh=mesh)
@@ -72,7 +67,7 @@ def test_a_model_under_fsdp2(one_process: None, estimator: str) -> None:
     scorer = scorer_for(model, estimator, sharding=Fsdp2Sharding(model))
     close(scorer.score(BATCH).total, expected, expected.abs().max(), 1e-7, name="FSDP2")
     with scorer.observe() as observed:
-        logits = model(**_inputs()).logits
+        logits = model(**inputs()).logits
         seen = observed.values(logits, BATCH["labels"]).total
         logits.sum().backward()
     close(seen, expected, expected.abs().max(), 1e-7, name="FSDP2, observed")
@@ -81,7 +76,7 @@ def test_a_model_under_fsdp2(one_process: None, estimator: str) -> None:
 
 def test_a_model_inside_a_deepspeed_engine() -> None:
     engine_module = pytest.importorskip("deepspeed.runtime.engine")
-    model = BY_NAME["llama"].build(1)
+    model = model_of()
     engine = engine_module.DeepSpeedEngine.__new__(engine_module.DeepSpeedEngine)
     nn.Module.__init__(engine)  # the engine's class and attribute; its set-up is not at issue
     engine.module = model
@@ -91,7 +86,7 @@ def test_a_model_inside_a_deepspeed_engine() -> None:
 def test_lora_inside_ddp(one_process: None) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(BY_NAME["llama"].build(1), config)
+    model = peft.get_peft_model(model_of(), config)
     wrapped = nn.parallel.DistributedDataParallel(model)
     expected = scorer_for(model, "alphatoken").score(BATCH).total
     assert bool(expected.any())
@@ -99,10 +94,6 @@ def test_lora_inside_ddp(one_process: None) -> None:
 
 
 # --- a trainer's forward --------------------------------------------------------------------------
-
-
-def _inputs() -> dict[str, Tensor]:
-    return {k: v for k, v in BATCH.items() if k != "labels"}
 
 
 def _fused(name: str) -> Any:
@@ -134,8 +125,8 @@ def test_values_of_a_forward_with_trls_fused_head(estimator: str, own: bool) -> 
 
 def _fused_call(model: Any) -> Any:
     return model(
-        **_inputs(), labels=BATCH["labels"], fused_lm_head=True, num_items_in_batch=7,
-        use_cache=False, return_dict=True,
+        **inputs(), labels=BATCH["labels"], fused_lm_head=True, num_items_in_batch=7,
+        return_dict=True,
     )  # fmt: skip
 
 
@@ -167,7 +158,7 @@ def test_label_of_a_pass_with_dropout_is_that_of_a_pass_without() -> None:
     model.transformer.h[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     for _ in range(2):
         with scorer.observe() as observed:
-            logits = model(**_inputs()).logits
+            logits = model(**inputs()).logits
             before = len(calls)
             values = observed.values(logits, BATCH["labels"])
         assert len(calls) == before + 1
@@ -175,12 +166,12 @@ def test_label_of_a_pass_with_dropout_is_that_of_a_pass_without() -> None:
 
 
 def test_label_does_not_run_the_trunk_again_in_half_precision_either() -> None:
-    model = BY_NAME["llama"].build(1, dtype=torch.float32).train()
+    model = model_of(1, dtype=torch.float32).train()
     scorer = scorer_for(model, "label")
     calls: list[int] = []
     model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     with torch.autocast("cpu", dtype=torch.bfloat16), scorer.observe() as observed:
-        logits = model(**_inputs()).logits
+        logits = model(**inputs()).logits
         before = len(calls)
         observed.values(logits, BATCH["labels"])
     assert len(calls) == before

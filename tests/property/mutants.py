@@ -737,7 +737,7 @@ OWN = (
         "the graph begins at the first scored layer, above parameters that their names choose",
         (
             "model.parameter_choice.ParameterChoice.scope",
-            "_lowest(adapter, named.values(), scope.first)",
+            "lowest_use(adapter, named.values(), scope.first)",
             "scope.first",
         ),
         claim(

@@ -1,0 +1,55 @@
+"""A batch and a scorer on a tiny decoder, as the tests of the core share them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from alphatoken import Scorer, ScorerConfig
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+
+
+def inputs(batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
+    """What the model is called with."""
+    return {k: v for k, v in batch.items() if k != "labels"} | {"use_cache": False}
+
+
+def model_of(seed: int = 1, **options: Any) -> Any:
+    """A decoder of three layers, in float64."""
+    return BY_NAME["llama"].build(seed, **options)
+
+
+def scorer_for(model: nn.Module, estimator: str = "alphatoken", **options: Any) -> Scorer:
+    """Values against ``VALIDATION`` over two layers; arguments of the scorer, options else."""
+    named = ("retention", "optimizer", "sharding")
+    given = {name: options.pop(name) for name in named if name in options}
+    validation = options.pop("validation", VALIDATION)
+    config = ScorerConfig(**{"estimator": estimator, "layers": 2, **options})
+    return Scorer(model, validation, config=config, **given)
+
+
+def observed_values(scorer: Scorer, batch: dict[str, Tensor] = BATCH) -> Tensor:
+    """Values of a training pass."""
+    with scorer.observe() as observed:
+        logits = scorer.given.model(**inputs(batch)).logits
+        return observed.values(logits, batch["labels"]).total
+
+
+def printed_by(script: str) -> str:
+    """What a process of its own prints: without the run-time type checks of pytest."""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
