@@ -8,7 +8,7 @@ accelerate and torch_optimizer's Lookahead are opened. Others are refused by nam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
 from alphatoken.direction.updates import Held, Rule, known_classes, rule_of
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
-from alphatoken.estimate.matrices import Formed
 
 __all__ = [
     "check_optimizer",
-    "clip_factor",
     "frozen_preconditioners",
     "full_preconditioners",
     "read_update",
@@ -83,7 +81,6 @@ def full_preconditioners(
     gradients: Mapping[str, Tensor],
     *,
     after: int = 1,
-    gradient_scale: float = 1.0,
 ) -> dict[str, Tensor] | None:
     """``P = du/dg`` by parameter name: the derivative of the next step, ``-lr u``.
 
@@ -93,9 +90,6 @@ def full_preconditioners(
         gradients: the gradient that the step will see, by the same names: of the whole optimizer
             step (all micro-batches and ranks), unscaled, before clipping, without weight decay.
         after: P is used from this many steps on.
-        gradient_scale: constant factor between g and what the optimizer sees, as gradient clipping
-            makes it (:func:`clip_factor`); P includes it once more, by the chain rule. The change
-            of the factor itself with the token is not included.
 
     Returns:
         As :func:`frozen_preconditioners`; entries may be negative.
@@ -110,25 +104,9 @@ def full_preconditioners(
 
     def derivative(update: Update, g: Tensor | None) -> Tensor:
         assert g is not None
-        p = full_preconditioner(update, g)
-        # The optimizer sees kappa g, so du/dg = kappa u'(kappa g).
-        return p if gradient_scale == 1.0 else gradient_scale * p
+        return full_preconditioner(update, g)
 
-    scaled = gradients
-    if gradient_scale != 1.0:
-        scaled = Formed(gradients, lambda name: gradient_scale * gradients[name])
-    return _by_parameter(optimizer, parameters, scaled, after, derivative)
-
-
-def clip_factor(gradients: Iterable[Tensor], max_norm: float) -> float:
-    """What ``clip_grad_norm_`` multiplies by: ``min(1, max_norm / (||g|| + 1e-6))``.
-
-    Args:
-        gradients: of all parameters that are clipped together, not of the scored ones alone.
-        max_norm: the limit.
-    """
-    norms = torch.stack([g.detach().norm().float().cpu() for g in gradients])
-    return min(1.0, max_norm / (float(norms.norm()) + 1e-6))
+    return _by_parameter(optimizer, parameters, gradients, after, derivative)
 
 
 def read_update(

@@ -87,7 +87,6 @@ def token_losses(
     scores: Float[Tensor, "b p vocabulary"] | Float[Tensor, "b s"],
     labels: Int[Tensor, "b t"],
     *,
-    attention_mask: Tensor | None = None,
     role: str = "batch",
 ) -> Float[Tensor, "b t"]:
     """Loss of every response token: index i holds ``-log pi(z_i | z_<i)``, 0 elsewhere.
@@ -95,9 +94,7 @@ def token_losses(
     Args:
         scores: logits (b, t, vocabulary), or token log-probabilities: (b, t) with index i for
             token i, or (b, t - 1) with index i - 1 for token i (TRL's layout).
-        labels: unshifted labels, -100 ignored.
-        attention_mask: (b, t); tokens after padding on the left have no loss. Not needed for the
-            labels of a ``LabelledBatch``.
+        labels: unshifted, -100 ignored; see ``predicted_labels``.
         role: how messages call this batch.
 
     Returns:
@@ -106,7 +103,6 @@ def token_losses(
     Raises:
         InputError: a label that is no token of the vocabulary.
     """
-    labels = predicted_labels(labels, attention_mask)
     mask = label_mask(labels)
     if scores.dim() == 3:
         if scores.shape[:2] != labels.shape:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from alphatoken.model.head import watched_head
@@ -38,9 +39,8 @@ def chosen_losses(
         targets: the token predicted at each.
 
     Returns:
-        (n,) losses in float32 or wider, differentiable in reverse mode (twice as well, but for
-        logits of an observed forward, see ``head.watch_head``) and in forward mode. Exact up to
-        rounding. Oracle: ``alphatoken.oracle.token_losses``.
+        (n,) losses in float32 or wider, differentiable once in reverse mode, and in forward mode.
+        Exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
     """
     # The function below has no forward-mode rule. Forward mode keeps nothing for a backward, so
     # torch's own operations cost no more memory there.
@@ -83,11 +83,9 @@ class _ChosenLosses(torch.autograd.Function):
         return lse - chosen
 
     @staticmethod
+    @once_differentiable  # lse counts as a constant here
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor, None, None]:
         logits, positions, targets, lse = ctx.saved_tensors
-        dual = any(forward_ad.unpack_dual(x).tangent is not None for x in (logits, error))
-        if torch.is_grad_enabled() or dual:  # differentiated once more: lse must not be a constant
-            return _differentiable(logits, positions, targets, error), None, None
         # Contiguous, so that ``flatten`` below is a view and what is written to it arrives here.
         gradient = torch.zeros_like(logits, memory_format=torch.contiguous_format)
         rows, errors = logits.flatten(0, 1), gradient.flatten(0, 1)
@@ -97,12 +95,3 @@ class _ChosenLosses(torch.autograd.Function):
             p.scatter_add_(-1, targets[block].unsqueeze(-1), -scale)
             errors[at] = p.to(gradient.dtype)  # no two targets share a position: nothing is lost
         return gradient, None, None
-
-
-def _differentiable(logits: Tensor, positions: Tensor, targets: Tensor, error: Tensor) -> Tensor:
-    rows = logits.flatten(0, 1)
-    dtype = wide(rows.dtype)
-    p = torch.softmax(rows[positions].to(dtype), -1)
-    one_hot = F.one_hot(targets, rows.shape[-1]).to(dtype)
-    errors = (error.unsqueeze(-1) * (p - one_hot)).to(rows.dtype)
-    return torch.zeros_like(rows).index_add(0, positions, errors).view_as(logits)

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.direction.optimizers import (
     check_optimizer,
-    clip_factor,
     frozen_preconditioners,
     full_preconditioners,
 )
@@ -344,21 +343,6 @@ def _compare_with_one_process() -> None:
         lamb.step()
     with pytest.raises(ConfigError, match="Lamb's trust ratio"):
         frozen_preconditioners(lamb, dict(sharded.named_parameters()))
-
-
-def test_clip_factor_is_what_torch_multiplies_by() -> None:
-    model = model_of()
-    for name, g in gradients_of(dict(model.named_parameters())).items():
-        model.get_parameter(name).grad = g
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    for limit in (0.5, 1e6):
-        factor = clip_factor(gradients, limit)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-        clipped = [p.grad for p in model.parameters() if p.grad is not None]
-        for g, c in zip(gradients, clipped, strict=True):
-            close(c, factor * g, g.abs(), 1e-6, name="clipped")
-        for p, g in zip(model.parameters(), gradients, strict=True):
-            p.grad = g.clone()
 
 
 # --- 8 bits and fewer ----------------------------------------------------------------------------

@@ -265,7 +265,6 @@ test_adam_preconditioner | | adam_preconditioner, exact_influence | approximate
 test_given_preconditioner | | exact_influence | exact
 test_full_is_the_derivative_of_a_real_step | | (the optimizer's own step) | exact
 test_adam_of_torch_is_the_oracles | | adam_step_derivative | exact
-test_a_constant_clip_factor | | (the optimizer's own step) | exact
 test_frozen_is_full_where_the_denominator_stays | | (the full preconditioner) | exact
 test_full_values_are_the_steps_derivative | | adam_step_derivative | exact
 test_full_values_predict_a_real_step | | (the optimizer's own step) | approximate
@@ -284,7 +283,7 @@ test_own_forward | | (logits of a whole forward) | exact
 test_logits_changed_in_place | | (the logits as they were left) | exact
 test_scores_of_another_forward | | (a refusal) | exact
 test_losses_asked_twice | | (cross-entropy of the logits) | exact
-test_token_losses_to_second_order | | (autograd through loops) | exact
+test_gradient_and_tangent_of_token_losses | | (autograd through loops) | exact
 test_sft_loss | | (loops) | exact
 test_full_mask_is_cross_entropy | | (transformers' loss) | exact
 test_unmasked_dpo_gradient | | dpo_loss | exact

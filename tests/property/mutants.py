@@ -953,20 +953,6 @@ OWN = (
         ),
     ),
     mutant(
-        "clip-factor-left-out",
-        "the optimizer sees a scaled token gradient",
-        (
-            "direction.optimizers.full_preconditioners",
-            "return p if gradient_scale == 1.0 else gradient_scale * p",
-            "return p",
-        ),
-        claim(
-            test_preconditioner.test_a_constant_clip_factor,
-            test_preconditioner.cases(test_preconditioner.ADAMS),
-            0.5,
-        ),
-    ),
-    mutant(
         "stability-counted-twice",
         "the total takes lambda V twice",
         (
@@ -1248,16 +1234,6 @@ OWN = (
         ),
         claim(test_estimators.test_same_layer_hop_is_one_hop_within_the_layer, DEEP),
         alphatoken(DEEP),
-    ),
-    mutant(
-        "log-sum-exp-taken-as-a-constant",
-        "the backward of the head's losses is differentiated with a frozen log-sum-exp",
-        (
-            "model.vocabulary._differentiable",
-            "p = torch.softmax(rows[positions].to(dtype), -1)",
-            "z = rows[positions].to(dtype); p = torch.exp(z - z.logsumexp(-1, True).detach())",
-        ),
-        claim(test_losses.test_token_losses_to_second_order, test_losses.loss_cases(), 8),
     ),
     _head(
         "target-left-in-the-heads-error",

@@ -70,7 +70,7 @@ def test_a_label_after_padding_has_neither_loss_nor_weight() -> None:
     expected = gradients.token_losses(logits, gradients.known_labels(data))
     assert float(expected[0, 2]) == 0.0
     for found in (
-        batch.token_losses(logits, labels, attention_mask=real),
+        batch.token_losses(logits, batch.predicted_labels(labels, real)),
         batch.token_losses(logits, batch.read_batch(data).labels),
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -289,9 +289,7 @@ UNSEEN = {
     "validation-prompt-dropped-from-the-gradient": "as above: sharded weights only",
     "diagonal-ignores-the-mask": "a position that cannot attend to itself is in masks only that "
     "no decoder makes",
-    "log-sum-exp-taken-as-a-constant": "values take first derivatives of the losses only",
     "amsgrads-maximum-forgotten": "shows with amsgrad alone; see test_full_preconditioners",
-    "clip-factor-left-out": "scorers pass no clip factor; step_weights carry it",
     "errors-beside-the-way-forgotten": "where blocks add to one stream nothing lies beside the way"
     "; in a model that is cut the scorer refuses (no error reaches a linear)",
     "pin-ignored": "the certificate is of the current weights, so a pinned direction that follows "

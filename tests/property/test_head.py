@@ -331,8 +331,11 @@ def test_padding_on_the_left() -> None:
     batch = make_batch(("..pprrprr", "....rrrrr"), vocabulary=VOCABULARY, seed=2)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     real = batch["attention_mask"]
-    whole = token_losses(adapter.forward(inputs), batch["labels"], attention_mask=real)
-    found = response_losses(adapter, inputs, predicted_labels(batch["labels"], real))
+    labels = predicted_labels(batch["labels"], real)
+    whole, found = (
+        token_losses(adapter.forward(inputs), labels),
+        response_losses(adapter, inputs, labels),
+    )
     close(found, whole.detach(), whole.detach().sum(), 1e-12, name="left padding")
 
 

@@ -107,12 +107,10 @@ def cases(kinds: tuple[Kind, ...] = DOUBLE, least: int = 1) -> st.SearchStrategy
     )
 
 
-def full(case: Case, **options: float) -> Tensor:
+def full(case: Case) -> Tensor:
     """``P o g_k`` in the full form."""
     parameter, optimizer = case.run()
-    p = optimizers.full_preconditioners(
-        optimizer, {"w": parameter}, {"w": case.gradient}, **options
-    )
+    p = optimizers.full_preconditioners(optimizer, {"w": parameter}, {"w": case.gradient})
     assert p is not None
     return (p["w"] * case.token).double()
 
@@ -126,26 +124,6 @@ def frozen(case: Case) -> Tensor:
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
-
-
-class Scaled(Case):
-    """The next gradient, the token's part included, times a constant."""
-
-    factor: float
-
-    def __init__(
-        self, kind: Kind, steps: int, seed: int, shape: tuple[int, ...], factor: float
-    ) -> None:
-        super().__init__(kind, steps, seed, shape)
-        object.__setattr__(self, "factor", factor)
-
-    @property
-    def gradient(self) -> Tensor:
-        return super().gradient * self.factor
-
-    @property
-    def token(self) -> Tensor:
-        return super().token * self.factor
 
 
 @given(adam_cases())
@@ -308,17 +286,6 @@ def test_adam_of_torch_is_the_oracles(case: Case) -> None:
     expected = utility.adam_step_derivative(g, token, before, values)["w"]
     scale = utility.adam_preconditioner(g, before, "frozen", values)["w"] * case.token
     close(full(case), expected, scale.abs() + expected.abs() + 1, 1e-11, name="Adam's oracle")
-
-
-@given(cases(ADAMS), st.sampled_from([1.0, 0.5, 0.03]))
-@budget(0.5)
-def test_a_constant_clip_factor(case: Case, factor: float) -> None:
-    """A gradient scaled by a constant before the step: P carries the factor once more."""
-    scaled = Scaled(case.kind, case.steps, case.seed, case.shape, factor)
-    exact = scaled.derivative()
-    found = full(case, gradient_scale=factor)
-    scale = exact.abs().max() + frozen(case).abs().max().clamp(max=1e3)
-    close(found, exact, scale, 1e-6, name="constant clip factor")
 
 
 @given(cases(HELD, least=6))
