@@ -33,7 +33,6 @@ from alphatoken.oracle.influence import Influence, Use
 from tests.property.architectures import (
     ARCHITECTURES,
     BY_NAME,
-    MIXER,
     MIXTURES,
     ROPES,
     SOFTMAX,
@@ -770,11 +769,6 @@ def test_packed_documents_have_the_values_of_separate_ones(name: str, estimator:
         start = stop
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "qwen3"])
-def test_packed_documents_equal_the_oracle(name: str) -> None:
-    compare_captured(Setup(name, ("pprr|prr|pr", "prr|prrprr"), ("pprr|prr",), (0, 1), seed=7))
-
-
 @pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
 def test_packed_documents_that_see_each_other_are_refused(estimator: str) -> None:
     """With an attention mask of ones transformers drops the document boundaries."""
@@ -797,55 +791,7 @@ def test_packing_is_refused_where_the_model_leaks_by_itself(estimator: str) -> N
         value_of(setup, setup.build(), None, estimator)
 
 
-# --- hybrids ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layers", [(2,), (1,), (0, 1, 2)])
-def test_direct_label_and_path_are_exact_on_a_hybrid(layers: tuple[int, ...]) -> None:
-    """Gated delta nets and softmax attention have their rules, in whatever order they come."""
-    compare_captured(pinned("qwen3_5", layers, seed=9))
-
-
-@pytest.mark.parametrize("estimator", ["direct", "alphatoken", "same_layer_hop", "paper_literal"])
-def test_estimators_without_a_rule_for_a_convolution_are_refused(estimator: str) -> None:
-    setup = Setup("qwen3_5", layers=(1, 2), seed=9)  # for its rows
-    with pytest.raises(UnsupportedError) as caught:
-        value_of(setup, MIXER.build(9), None, estimator)
-    message = str(caught.value)
-    assert f"'{estimator}'" in message
-    assert "model.layers.1 (conv)" in message
-    assert "estimator='label'" in message
-
-
-@pytest.mark.parametrize("estimator", ["label", "path", "alphatoken", "direct"])
-def test_packing_on_a_hybrid_is_refused(estimator: str) -> None:
-    """Its recurrent state runs on across documents."""
-    setup = Setup("qwen3_5", ("pprr|prrpr",), layers=(1, 2), seed=9)
-    with pytest.raises((ModelError, UnsupportedError)):
-        value_of(setup, setup.build(), None, estimator)
-
-
 # --- mixtures of experts ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_label_values_of_a_mixture_include_its_experts(name: str) -> None:
-    setup = Setup(name, ("pprprrr", "prrr..."), ("pprrr",), (0, 1), seed=10)
-    setup = replace(setup, implementation=BY_NAME[name].implementations[0])
-    plain = setup.build()
-    forward = plain_forward(plain)
-    matrices = {
-        n: p for n, p in plain.named_parameters() if n.startswith("model.layers.") and p.dim() >= 2
-    }
-    assert any(p.dim() == 3 for p in matrices.values())
-    direction = gradients.validation_gradient(plain, forward, setup.validations, matrices)
-    expected = gradients.label_values(plain, forward, setup.batch, direction)
-    without = {n: m for n, m in direction.items() if "self_attn" in n}
-    partial = gradients.label_values(plain, forward, setup.batch, without)
-    values = value_of(setup, setup.build(), None, "label", uncovered="error")
-    scale = float(expected.abs().sum())
-    close(values.total, expected, scale, setup.tolerance, name="label, experts")
-    assert float((expected - partial).abs().max()) > 1e-3 * scale  # the experts do take part
 
 
 @pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path"])
