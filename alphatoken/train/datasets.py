@@ -27,12 +27,7 @@ __all__ = [
 Problems = dict[str, list[int]]
 """What is wrong -> numbers of the rows it is wrong with, from 0."""
 
-_SFT_COLUMNS = (
-    "input_ids", "messages", "conversations", "prompt and completion",
-)  # fmt: skip
 _EMPTY = "the response is empty"
-_BYTES_ASIDE = 64
-"""Tokens that a template may add: no prompt of ``limit - 64`` bytes is longer than ``limit``."""
 
 
 # --- rows in whatever they are held --------------------------------------------------------------
@@ -95,8 +90,25 @@ def check_sft_rows(
         InputError: no rows; a needed column is missing; rows with an empty response (a call of a
             tool is one). The message holds count and row numbers.
     """
-    problems = _sft_problems(plain_rows(dataset), name, text_field)
-    return _usable(problems, dataset, name, on_empty)
+    rows = plain_rows(dataset)
+    columns = _columns(rows, name)
+    chat = next((name for name in ("messages", "conversations") if name in columns), None)
+    if {"prompt", "completion"} <= columns:
+        tests = {_EMPTY: lambda row: not _text(row["completion"])}
+    elif chat is not None:
+        tests = {_EMPTY: lambda row: not _text(row[chat])}
+    elif "input_ids" in columns:
+        tests = {_EMPTY: _no_label}
+    elif text_field in columns:
+        tests = {"the text is empty": lambda row: not _text(row[text_field])}
+    else:
+        raise InputError(
+            f"the {name} data set has none of the columns that SFT needs",
+            got=", ".join(sorted(columns)),
+            remedy="input_ids, messages, conversations, prompt and completion, or "
+            f"{text_field} (dataset_text_field)",
+        )
+    return _usable(_find(rows, tests), dataset, name, on_empty)
 
 
 def check_preference_rows(dataset: Any, *, name: str = "training", on_empty: str = "error") -> Any:
@@ -131,25 +143,6 @@ def cut_pair(
     prompt = row["prompt_ids"] if max_prompt is None else row["prompt_ids"][-max_prompt:]
     responses = {name: row[name][:max_response] for name in ("chosen_ids", "rejected_ids")}
     return {**row, "prompt_ids": prompt, **responses}
-
-
-def _sft_problems(dataset: Any, name: str, text_field: str) -> Problems:
-    """What is wrong with which rows; see :func:`check_sft_rows`."""
-    columns = _columns(dataset, name)
-    if {"prompt", "completion"} <= columns:
-        return _find(dataset, {_EMPTY: lambda row: not _text(row["completion"])})
-    chat = next((name for name in ("messages", "conversations") if name in columns), None)
-    if chat is not None:
-        return _find(dataset, {_EMPTY: lambda row: not _text(row[chat])})
-    if "input_ids" in columns:
-        return _find(dataset, {_EMPTY: _no_label})
-    if text_field in columns:
-        return _find(dataset, {"the text is empty": lambda row: not _text(row[text_field])})
-    raise InputError(
-        f"the {name} data set has none of the columns that SFT needs",
-        got=", ".join(sorted(columns)),
-        remedy=f"{', '.join(_SFT_COLUMNS)}, or {text_field} (dataset_text_field)",
-    )
 
 
 def preference_problems(dataset: Any, name: str = "training") -> Problems:
@@ -246,9 +239,6 @@ def _no_label(row: Mapping[str, Any]) -> bool:
 
 def is_longer(prompt: Any, tokenizer: Any, limit: int) -> bool:
     """Whether a prompt, a text or messages, has more tokens than ``limit``."""
-    said = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-    if len(said.encode()) <= limit - _BYTES_ASIDE:  # short texts are not tokenised
-        return False
     if isinstance(prompt, str):
         return len(tokenizer(prompt, verbose=False)["input_ids"]) > limit
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)

@@ -73,12 +73,14 @@ def logged(trainer: Any) -> list[float]:
 
 
 def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
-    assert world.score(tmp_path / "v", "--keep_ratio", 0.3, "--write_dataset", tmp_path / "d") == 0
+    few = ("--keep_ratio", 0.1, "--keep_scope", "dataset")
+    assert world.score(tmp_path / "v", *few, "--write_dataset", tmp_path / "d") == 0
     rows = {row["row"]: row for row in load(tmp_path / "d")}
     counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
-    kept = 0
+    kept = answered = 0
     for example in read_values(tmp_path / "v" / "values"):
         kept += int(example.kept.sum())
+        answered += int(example.response.sum())
         if not example.kept.any():
             assert example.row not in rows
             continue
@@ -88,12 +90,13 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
         expected = [i if k else -100 for i, k in zip(example.ids, example.kept, strict=True)]
         assert row["labels"] == expected
         assert row["loss_weights"] == [float(k) for k in example.kept]
-    assert counts["trained_tokens"] == kept
+    assert (counts["trained_tokens"], counts["response_tokens"]) == (kept, answered)
+    assert counts["rows_without_weight"] > 0
     assert counts["rows"] == len(rows) == 20 - counts["rows_without_weight"]
     summary = json.loads((tmp_path / "v" / "summary.json").read_text())
     assert summary["dataset"] == {k: v for k, v in counts.items() if k not in ("sha256", "run")}
     # Once more, over an earlier one: the same bytes.
-    words = ("--keep_ratio", 0.3, "--write_dataset", tmp_path / "d", "--overwrite_output")
+    words = (*few, "--write_dataset", tmp_path / "d", "--overwrite_output")
     assert world.score(tmp_path / "w", *words) == 0
     assert json.loads((tmp_path / "d" / "dataset.json").read_text()) == counts
 
@@ -273,14 +276,3 @@ def test_rows_of_an_earlier_longer_data_set_go(world: World, tmp_path: Path) -> 
     assert world.score(tmp_path / "w", *words, train=tmp_path / "short.jsonl") == 0
     counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
     assert len(load(tmp_path / "d")) == counts["rows"] <= 8
-
-
-def test_response_tokens_are_counted_of_every_row(world: World, tmp_path: Path) -> None:
-    from alphatoken.report import read_values
-
-    words = ("--keep_ratio", 0.1, "--keep_scope", "dataset", "--write_dataset", tmp_path / "d")
-    assert world.score(tmp_path / "v", *words) == 0
-    counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
-    every = [int(one.response.sum()) for one in read_values(tmp_path / "v" / "values")]
-    assert counts["rows_without_weight"] > 0
-    assert counts["response_tokens"] == sum(every)

@@ -12,7 +12,7 @@ from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_data import load_run_data
 from alphatoken.errors import AlphaTokenWarning, ConfigError
-from alphatoken.train.datasets import cut_pair
+from alphatoken.train.datasets import cut_pair, is_longer
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from tests.integration.tiny_training import model, options, preference_rows, tokenizer
 from tests.rows import jsonl
@@ -104,6 +104,15 @@ def test_long_prompts_are_bad_rows_unless_they_are_to_be_cut(
     assert "longer than 60 tokens" in caplog.text
     assert left("--long_prompts", "cut") == 11
     assert "longer than" not in caplog.text
+
+
+def test_what_a_template_writes_before_a_short_prompt_counts() -> None:
+    words = tokenizer()
+    words.chat_template = "1" * 120 + "{{ messages[0]['content'] }}"
+    asked = [{"role": "user", "content": "2"}]
+    assert is_longer(asked, words, 120)
+    assert not is_longer(asked, words, 121)
+    assert not is_longer("2" * 5, words, 5)
 
 
 def test_a_limit_of_pairs_is_no_option_of_sft(capsys: pytest.CaptureFixture[str]) -> None:
