@@ -188,7 +188,8 @@ def read(
         settings: what to compute.
 
     Returns:
-        What ``Scorer.score(...).total`` gives for each setting's config, up to rounding.
+        What ``Scorer.score(...).total`` gives for each setting's config, up to rounding; label
+        values by forward mode.
     """
     values: dict[Setting, Numbers] = {}
     proved: dict[str, CoverageReport] = {}

@@ -259,7 +259,7 @@ def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
     kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
     given = replace(bench.subject.config, objective="adaptation", precondition_after=1)
     own = given if adaptive else replace(given, preconditioner=None)
-    exact = replace(own, estimator="label", part="both")
+    exact = replace(own, estimator="label", part="both", derivative="forward_mode")
     layers = len(resolve_layers(bench.subject.adapter, own.layers))
     whole = replace(exact, layers="all", parameters="all")
     scored = replace(exact, parameters="linears")

@@ -93,7 +93,7 @@ def values_along(
 
     The scorer's estimator, layers, window and parts; its own M plays no role and is not built.
     Values are linear in M, so one forward a batch serves all directions with captured estimators;
-    with ``label`` there is a dual forward each. Tokens come in (row, position) order. Equal to
+    with ``label`` there is a dual forward each (exact, whatever ``derivative`` is set). Tokens come in (row, position) order. Equal to
     ``Scorer.score`` with that M, up to rounding.
 
     Args:

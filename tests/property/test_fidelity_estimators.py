@@ -92,7 +92,10 @@ def test_a_reading_is_what_the_scorer_computes(name: str, options: dict[str, obj
     readings = read(subject, subject.train, full_gradient(subject), settings)
     validation = subject.batches(subject.validation)
     for setting in settings:
-        scorer = Scorer(subject.model, validation, None, setting.config(subject.config))
+        config = setting.config(subject.config)
+        if setting.estimator == "label":
+            config = replace(config, derivative="forward_mode")
+        scorer = Scorer(subject.model, validation, None, config)
         wanted = subject.score(scorer, subject.train)
         np.testing.assert_array_equal(readings.row, wanted["row"])
         np.testing.assert_array_equal(readings.position, wanted["position"])
