@@ -264,22 +264,24 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     prices = {setting: cost["cost_in_training_steps"] for setting, cost in costs.items()}
     advice = advise(readings.values, truth, prices, readings.row, options.draws)
     noise = _noise_table(subject, options, rows, plan, direction)
-    layers = _compared("layers", "By number of scored layers", plan.by_depth, found, prices)
-    windows = _compared("windows", "By window", plan.by_window, found, prices)
-    tables = (
-        _advice_table(advice, costs),
-        layers,
-        windows,
-        _cost_table(costs),
-        noise,
-        _numbers(subject, error),
-    )
-    priced = _priced_table(found, prices, plan.own, {one.setting for one in advice})
+    advised = {one.setting for one in advice}
+
+    def table(key: str, title: str, settings: Sequence[Setting]) -> Table:
+        records = [
+            {**setting.columns, **found[setting], **costs[setting]}
+            | {"advised": setting in advised, "yours": setting == plan.own}
+            for setting in settings
+        ]
+        return Table.of(key, title, records, _COSTS)
+
+    layers = table("layers", "By number of scored layers", plan.by_depth)
+    windows = table("windows", "By window", plan.by_window)
+    priced = table("pareto", "Cost against fidelity", list(found))
     return conclude(
         "estimators",
         subject,
         _answer(plan, found, prices, advice),
-        tables,
+        [_advice_table(advice, costs), layers, windows, noise, _numbers(subject, error)],
         _figures(priced, layers, windows, noise),
         valued=rows,
         notes=[checked, *_notes(subject, refused, plan)],
@@ -287,35 +289,11 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     )
 
 
-def _compared(
-    key: str,
-    title: str,
-    settings: Sequence[Setting],
-    found: Mapping[Setting, dict[str, Estimate]],
-    prices: Mapping[Setting, float],
-) -> Table:
-    records = [s.columns | {"cost_in_training_steps": prices[s]} | found[s] for s in settings]
-    note = "Against the label value over all trainable parameters."
-    return Table.of(key, title, records, note)
-
-
-def _priced_table(
-    found: Mapping[Setting, dict[str, Estimate]],
-    prices: Mapping[Setting, float],
-    own: Setting,
-    advised: set[Setting],
-) -> Table:
-    records = [
-        setting.columns
-        | {
-            "cost_in_training_steps": prices[setting],
-            "spearman": measures["spearman"],
-            "advised": setting in advised,
-            "yours": setting == own,
-        }
-        for setting, measures in found.items()
-    ]
-    return Table.of("pareto", "Cost against fidelity", records)
+_COSTS = (
+    "Agreement is with the label value over all trainable parameters. of_a_step: FLOPs of the "
+    "values, beyond the forward that training runs anyway, over those of a training step; "
+    "direction: of building M from as many validation rows; cost: both."
+)
 
 
 def _advice_table(advice: Sequence[Advice], costs: Mapping[Setting, Mapping[str, float]]) -> Table:
@@ -327,15 +305,6 @@ def _advice_table(advice: Sequence[Advice], costs: Mapping[Setting, Mapping[str,
     ]
     note = "The best choice from each cost on; cost_in_seconds: by the clock, in steps as well."
     return Table.of("budget", "Which estimator for which budget", records, note)
-
-
-def _cost_table(costs: Mapping[Setting, Mapping[str, float]]) -> Table:
-    records = [setting.columns | dict(cost) for setting, cost in costs.items()]
-    note = (
-        "Beyond the forward that training runs anyway. direction: building M from as many "
-        "validation rows, once an optimizer step. FLOPs are of matrix products and attention."
-    )
-    return Table.of("cost", "Cost of valuing a batch", records, note)
 
 
 def _figures(priced: Table, layers: Table, windows: Table, noise: Table) -> list[Figure]:

@@ -93,8 +93,8 @@ def values_along(
 
     The scorer's estimator, layers, window and parts; its own M plays no role and is not built.
     Values are linear in M, so one forward a batch serves all directions with captured estimators;
-    with ``label`` there is a dual forward each (exact, whatever ``derivative`` is set). Tokens come in (row, position) order. Equal to
-    ``Scorer.score`` with that M, up to rounding.
+    with ``label`` there is a dual forward each, whatever ``derivative`` says. Tokens come in (row,
+    position) order. Equal to ``Scorer.score`` with that M, up to rounding.
 
     Args:
         subject: whose batches they come in.

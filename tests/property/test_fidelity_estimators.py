@@ -215,9 +215,9 @@ def test_window_zero_is_direct_and_last_layer_hop_is_path() -> None:
 
 
 def test_costs_rise_with_layers() -> None:
-    cost = {(r["estimator"], r["K"], r["weights"]): r for r in diagnosed().table("cost").records()}
+    cost = {(r["estimator"], r["K"]): r for r in diagnosed().table("layers").records()}
     for estimator in ESTIMATORS:
-        flops = [float(cost[estimator, k, "linears"]["flops"] or 0) for k in (1, 2, 3)]
+        flops = [float(cost[estimator, k]["flops"] or 0) for k in (1, 2, 3)]
         assert flops == sorted(flops)
         assert flops[0] > 0
     for record in cost.values():
