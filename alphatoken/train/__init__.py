@@ -19,7 +19,7 @@ response tokens, the room is read from a step of training:
    ``statistics`` for logs, ``ledger`` and ``documents`` for values over the run, ``value_export``
    and ``report`` for what is left at the end.
 6. :mod:`~alphatoken.train.checkpoint`: checkpoints that are whole or not there (``manifest``), and
-   runs that go on from them to the same bits (``resume``, ``identity``).
+   runs that go on from them to the same bits (``identity``).
 
 ``distributed``, ``layouts`` and ``shards`` hold what changes with several processes; ``plan`` says
 what a run would do.

@@ -35,8 +35,15 @@ from alphatoken.train.identity import (
     library_versions,
     run_options,
 )
-from alphatoken.train.manifest import Manifest, latest_complete, rotate, write_manifest
-from alphatoken.train.resume import chosen_checkpoint, note_run, require_same_run
+from alphatoken.train.manifest import (
+    Manifest,
+    chosen_checkpoint,
+    latest_complete,
+    note_run,
+    require_same_run,
+    rotate,
+    write_manifest,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer
