@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_129,
     "certificate": 1_407,
-    "cli": 4_467,
+    "cli": 4_454,
     "corpus": 1_771,
     "data": 2_613,
     "demo": 719,

@@ -65,7 +65,7 @@ def run(options: FilterOptions) -> None:
     """
     out = Path(options.output_file)
     _check(options, out)
-    spec = job_spec(options, output_dir=str(out.parent), standard_errors=True)
+    spec = job_spec(options, str(out.parent), standard_errors=True)
     prepared = prepare_rows(spec)
     corpus = prepared.corpus
     _check_records(corpus.source, options)

@@ -98,27 +98,23 @@ def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
     )
 
 
-def job_spec(options: Any, **more: Any) -> JobSpec:
-    """The job of ``score`` or ``filter``; ``more`` are fields of a job, or of the scorer.
+def job_spec(options: Any, output_dir: str, **more: Any) -> JobSpec:
+    """The job of ``score`` or ``filter``, whose options have the names of its fields.
+
+    Args:
+        options: of the command; one that is None leaves the field at its default.
+        output_dir: folder of the results.
+        **more: options of the scorer that one command only has.
 
     Raises:
         ConfigError: options without a meaning.
     """
-    own = {one.name for one in fields(JobSpec)}
-    return JobSpec(
-        model=model_spec(options),
-        train_file=options.train_file,
-        config=scorer_config(options, **{k: v for k, v in more.items() if k not in own}),
-        validation_file=options.validation_file,
-        validation_rows=options.validation_rows or 0,
-        fisher_file=options.fisher_file,
-        fields=fields_of(options),
-        how=_how(options),
-        limit=options.limit,
-        on_leak=options.on_leak,
-        leak_key=options.leak_key,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        quiet=options.quiet,
-        **{k: v for k, v in more.items() if k in own},
-    )
+    said = {one.name: getattr(options, one.name, None) for one in fields(JobSpec)}
+    made = {
+        "model": model_spec(options),
+        "output_dir": output_dir,
+        "config": scorer_config(options, **more),
+        "fields": fields_of(options),
+        "how": _how(options),
+    }
+    return JobSpec(**{name: value for name, value in said.items() if value is not None} | made)

@@ -164,17 +164,8 @@ def run(options: ScoreOptions) -> None:
     from alphatoken.corpus.run import score_corpus
     from alphatoken.corpus.spec import EngineSpec, ResultSpec
 
-    spec = job_spec(
-        options,
-        output_dir=options.output_dir,
-        ratio=options.ratio,
-        scope=options.scope,
-        format=options.format,
-        shard_size=options.shard_size,
-        components=options.components,
-        parameters=options.parameters,
-        offload="stream" if options.offload else "none",
-    )
+    offload = "stream" if options.offload else "none"
+    spec = job_spec(options, options.output_dir, parameters=options.parameters, offload=offload)
     wanted = ResultSpec(
         report=options.report,
         report_rows=options.report_rows,
