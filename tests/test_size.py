@@ -17,7 +17,7 @@ ROOMS = {
     "corpus": 1_771,
     "data": 2_613,
     "demo": 719,
-    "direction": 3_934,
+    "direction": 3_924,
     "estimate": 2_306,
     "fidelity": 8_736,
     "model": 5_731,

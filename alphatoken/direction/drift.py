@@ -365,9 +365,7 @@ class FisherDrift:
             FisherError: no such file, truncated, altered, another kind or version of file, or
                 entries missing; the message names the file.
         """
-        file = TensorFile(path, error=FisherError)
-        with _consistent(path, file.metadata):
-            return cls._described(file.metadata, file.read, whole=True)
+        return cls._read(path, whole=True)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> FisherDrift:
@@ -380,34 +378,26 @@ class FisherDrift:
         Raises:
             FisherError: as :meth:`load`.
         """
-        file = TensorFile(path, error=FisherError)
-        with _consistent(path, file.metadata):
-            return cls._described(file.metadata, file.read, whole=False)
+        return cls._read(path, whole=False)
 
     @classmethod
-    def _described(
-        cls,
-        description: Mapping[str, str],
-        read: Callable[[str], Tensor],
-        *,
-        whole: bool,
-    ) -> FisherDrift:
-        """The Fisher that a file's description names, with entries read by ``read``.
-
-        With ``whole`` all entries are read now; otherwise each is read when it is accessed.
-        """
-        names, metadata = json.loads(description["names"]), json.loads(description["metadata"])
+    def _read(cls, path: str | os.PathLike[str], *, whole: bool) -> FisherDrift:
+        """The Fisher of a file; with ``whole`` all is read now, else each entry on access."""
+        file = TensorFile(path, error=FisherError)
+        read, described = file.read, file.metadata
 
         def entries(form: Callable[[str], Any]) -> Mapping[str, Any]:
-            formed = Formed(names, form)
+            formed = Formed(json.loads(described["names"]), form)
             return dict(formed) if whole else formed
 
-        reference = entries(lambda name: read(f"reference/{name}"))
-        if description["structure"] == "diagonal":
-            fisher = entries(lambda name: read(f"fisher/{name}"))
-            return cls(fisher, reference, metadata, exact_names=True)
-        factors = entries(lambda name: (read(f"left/{name}"), read(f"right/{name}")))
-        return cls({}, reference, metadata, factors, exact_names=True)
+        with _consistent(path, described):
+            metadata = json.loads(described["metadata"])
+            reference = entries(lambda name: read(f"reference/{name}"))
+            if described["structure"] == "diagonal":
+                fisher = entries(lambda name: read(f"fisher/{name}"))
+                return cls(fisher, reference, metadata, exact_names=True)
+            factors = entries(lambda name: (read(f"left/{name}"), read(f"right/{name}")))
+            return cls({}, reference, metadata, factors, exact_names=True)
 
 
 @contextmanager

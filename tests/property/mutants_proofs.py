@@ -492,7 +492,7 @@ DRIFT = (
         "reference-read-for-the-fisher",
         "an opened file gives its reference weights for its Fisher",
         (
-            "direction.drift.FisherDrift._described",
+            "direction.drift.FisherDrift._read",
             'read(f"fisher/{name}")',
             'read(f"reference/{name}").abs()',
         ),
