@@ -26,7 +26,7 @@ ROOMS = {
     "scoring": 924,
     "select": 877,
     "support": 557,
-    "train": 11_587,
+    "train": 11_585,
 }
 
 

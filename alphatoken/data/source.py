@@ -510,12 +510,16 @@ def _saved_files(path: Path) -> list[Path]:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         files = [path / one["filename"] for one in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            "the saved data set cannot be read",
-            got=f"{path / 'state.json'}: {type(error).__name__}: {short(str(error))}",
-            remedy="save it again with save_to_disk",
-        ) from None
+        raise _not_saved(path / "state.json", error) from None
     return [path / "state.json", *files]
+
+
+def _not_saved(path: Path, error: Exception) -> DataError:
+    return DataError(
+        "the saved data set cannot be read",
+        got=f"{path}: {type(error).__name__}: {short(str(error))}",
+        remedy="save it again with save_to_disk",
+    )
 
 
 def _saved_stamp(path: Path) -> tuple[int, int]:
@@ -535,11 +539,7 @@ def _load_saved(path: Path) -> Any:
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever Arrow and its files come up with
-        raise DataError(
-            "the saved data set cannot be read",
-            got=f"{path}: {type(error).__name__}: {short(str(error))}",
-            remedy="save it again with save_to_disk",
-        ) from None
+        raise _not_saved(path, error) from None
     if isinstance(data, datasets.DatasetDict):
         raise DataError(
             "the folder holds several data sets",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from alphatoken.data import EncodeOptions, Fields, Reading, encode_row, pair_of, row_of
+from alphatoken.data import Fields, Reading, encode_row, pair_of, row_of
 from alphatoken.data.pairs import CHOSEN, REJECTED
 from alphatoken.data.rows import (
     CHANGING,
@@ -133,10 +133,9 @@ def rows_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
         read, plain = columns, not (asked and answered)
     if plain and not _read_otherwise(dataset, read, columns):
         return _as_trl_reads(dataset, read, columns, name, given)
-    how = EncodeOptions(chat_template=True)
     tokenizer = rows_tokenizer(args, tokenizer_of(given))
     whole, reading = args.completion_only_loss is False, Reading(f"{name} rows")
-    options = {"name": name, "tokenizer": tokenizer, "how": how, "whole": whole, "text": text}
+    options = {"name": name, "tokenizer": tokenizer, "whole": whole, "text": text}
     for index, record in enumerate(islice(dataset, _LOOKED_AT)):
         row_of(record, index, f"{name} row {index}", Fields(text=text), reading)
     _say(reading, given)
@@ -256,12 +255,11 @@ def _record(
     *,
     name: str,
     tokenizer: Any,
-    how: EncodeOptions,
     whole: bool,
     text: str,
 ) -> dict[str, Any]:
     found = row_of(row, index, f"{name} row {index}", Fields(text=text))
-    ids, labels = encode_row(found, tokenizer, how)
+    ids, labels = encode_row(found, tokenizer)
     return {"input_ids": ids, "labels": ids if whole else labels}
 
 
