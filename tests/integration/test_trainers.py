@@ -237,23 +237,6 @@ def test_zero_drift_means_zero_stability_at_the_first_step(tmp_path: Path) -> No
 # --- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL calls some of these deprecated
-@pytest.mark.parametrize(
-    ("extra", "name"),
-    [
-        ({"torch_compile": True}, "compile"),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
-        ({"ddp_static_graph": True}, "static_graph"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_options_that_cannot_be_honoured_are_refused_by_name(
-    tmp_path: Path, extra: dict[str, Any], name: str
-) -> None:
-    with pytest.raises((ConfigError, UnsupportedError), match=name):
-        sft(tmp_path, **extra)
-
-
 def test_prompt_learning_is_refused(tmp_path: Path) -> None:
     from peft import PromptTuningConfig
 
