@@ -23,6 +23,7 @@ from alphatoken.direction.objective import (
     mean_gradient,
     objective_sums,
     require_finite_gradient,
+    sharded_sums,
 )
 from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import ConfigError, InputError
@@ -213,6 +214,15 @@ class Ingredients:
         if scored.sharding is None:
             sums, count = objective_sums(
                 adapter, scored.parameters, batches, first=scored.first, role=role
+            )
+        elif not self.config.captured:
+            sums, count = sharded_sums(
+                adapter,
+                scored.parameters,
+                scored.sharding,
+                batches,
+                first=scored.first,
+                role=role,
             )
         else:
             sums, count = captured_sums(

@@ -32,7 +32,7 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.partial_forward import Start, graph_from_layer, losses_from, remember_start
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.response_losses import response_losses
-from alphatoken.model.sharding import Sharding
+from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.select.losses import dpo_coefficient
 from alphatoken.support.precision import wide
 
@@ -307,6 +307,63 @@ def captured_sums(
 
     count = stream_losses(adapter, items, add, first=first, role=role, recording=recording)
     return total, count
+
+
+def sharded_sums(
+    adapter: DecoderAdapter,
+    names: Iterable[str],
+    sharding: Sharding,
+    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    *,
+    first: int | None,
+    role: str = "validation",
+) -> tuple[dict[str, Tensor], float]:
+    """``objective_sums`` over any sharded parameters, by autograd: this process's part of each.
+
+    The gradient of a whole matrix exists while the backward makes it; ``sharding.reduce`` adds it
+    up over the processes and keeps this process's part. The processes must meet the parameters in
+    one order, as they do where all run the same modules.
+
+    Args:
+        adapter: of the model.
+        names: of the parameters; tied ones under one name.
+        sharding: of the weights.
+        items: batches or pairs, equally many on every process.
+        first: first layer that a parameter lies in; None where some lie below the layers.
+        role: "validation" or "retention".
+
+    Returns:
+        Parts of sums over all processes; the count of this one.
+    """
+    names, model = list(names), adapter.model
+    total: dict[str, Tensor] = {}
+
+    def add(weighted: Tensor, _: Recorder | None) -> None:
+        taken: set[str] = set()
+
+        def take(name: str, gradient: Tensor) -> Tensor:
+            taken.add(name)
+            part = sharding.reduce(name, gradient.to(wide(gradient.dtype)))
+            total[name] = total[name] + part if name in total else part
+            return gradient.new_zeros(()).expand_as(gradient)
+
+        held = [(name, one) for name, one in in_use.values() if one.requires_grad]
+        hooks = [one.register_hook(partial(take, name)) for name, one in held]
+        try:
+            with sharding.repeatable():
+                gradient_of(weighted, [one for _, one in held])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name in names:  # no loss of this batch leads to it, on any process
+            if name not in taken:
+                zeros = weighted.new_zeros(sharding.shape(name), dtype=wide(weighted.dtype))
+                part = sharding.reduce(name, zeros)
+                total[name] = total[name] + part if name in total else part
+
+    with objects_in_use(model, names) as in_use:
+        count = stream_losses(adapter, items, add, first=first, role=role)
+    return {name: total[name] for name in names if name in total}, count
 
 
 def captured_parts(

@@ -102,18 +102,32 @@ def _check_sharded(config: ScorerConfig, outside: bool) -> None:
             "(DDP, ZeRO-1 or 2)",
         )
     if not config.captured:
-        raise UnsupportedError(
-            f"estimator={config.estimator!r} cannot run on sharded weights",
-            got=f"parameters={config.parameters!r}",
-            why="it moves whole weights along M within one forward, and no process has them",
-            remedy="estimator='alphatoken', 'direct', 'same_layer_hop', 'path' or "
-            "'paper_literal'; or a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
-        )
-    if outside:
+        _check_moved(config)
+    elif outside:
         raise UnsupportedError(
             "a scored weight is tied to a module outside the scored layers",
             why="under sharded weights gradients come from the scored linears' errors, and "
             "the other use would be missing",
             remedy="untie it, score other layers, or a layout in which each process has the "
             "weights (DDP, ZeRO-1 or 2)",
+        )
+
+
+def _check_moved(config: ScorerConfig) -> None:
+    """Raise where label values need whole weights: each process moves its own part of them."""
+    if config.derivative == "forward_mode":
+        raise UnsupportedError(
+            "derivative='forward_mode' cannot run on sharded weights",
+            got=f"estimator={config.estimator!r}, parameters={config.parameters!r}",
+            why="it carries M of whole weights through one forward, and no process has them",
+            remedy="derivative='auto', which moves each process's part of the weights; or a layout "
+            "in which each process has the weights (DDP, ZeRO-1 or 2)",
+        )
+    if config.preconditioner == "full":
+        raise UnsupportedError(
+            "preconditioner='full' cannot be had for 'label' on sharded weights",
+            got=f"parameters={config.parameters!r}",
+            why="the gradient of each step would be reduced by a backward of its own",
+            remedy="preconditioner='frozen', or a layout in which each process has the weights "
+            "(DDP, ZeRO-1 or 2)",
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +30,7 @@ from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.response_losses import response_losses
+from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.support.precision import wide
 
 __all__ = ["FORMS", "TOLERANCE", "Differences", "Shift", "drowned"]
@@ -87,6 +88,19 @@ def _uninterrupted() -> Iterator[None]:
             before(*waiting[0])
 
 
+@dataclass(frozen=True)
+class _Unmoved:
+    """An embedding's weight before the move.
+
+    Attributes:
+        whole: all of it; None where no process has it.
+        row: the one at ``padding_idx``; None without one.
+    """
+
+    whole: Tensor | None
+    row: Tensor | None = None
+
+
 class _TrainedEmbedding(TorchFunctionMode):
     """Inside, an embedding moves as its backward says, which is what trains.
 
@@ -94,15 +108,15 @@ class _TrainedEmbedding(TorchFunctionMode):
     does, and under ``scale_grad_by_freq`` divides by how often the batch holds a token.
     """
 
-    def __init__(self, before: Mapping[int, Tensor]) -> None:
+    def __init__(self, find: Callable[[int], _Unmoved | None]) -> None:
         super().__init__()
-        self.before = before
+        self.find = find
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.embedding and id(args[1]) in self.before:
+        if func is F.embedding and self.find(id(args[1])) is not None:
             return self._rows(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -117,14 +131,23 @@ class _TrainedEmbedding(TorchFunctionMode):
         sparse: bool = False,
     ) -> Tensor:
         rows = F.embedding(ids, weight, padding_idx, max_norm, norm_type)
-        if padding_idx is None and not scale_grad_by_freq:
-            return rows
-        still = F.embedding(ids, self.before[id(weight)])
+        before = self.find(id(weight))
+        assert before is not None
         if scale_grad_by_freq:
+            if before.whole is None:
+                raise UnsupportedError(
+                    "an embedding with scale_grad_by_freq cannot be moved where it is sharded",
+                    why="its rows before the move are needed, and no process has them",
+                    remedy="scale_grad_by_freq=False, or parameters= without it",
+                )
+            still = F.embedding(ids, before.whole)
             times = torch.bincount(ids.flatten())[ids].unsqueeze(-1).to(rows)
             rows = still + (rows - still) / times
         if padding_idx is not None:
-            rows = torch.where((ids == padding_idx % len(weight)).unsqueeze(-1), still, rows)
+            row = before.row if before.whole is None else before.whole[padding_idx]
+            assert row is not None
+            padding = (ids == padding_idx % len(weight)).unsqueeze(-1)
+            rows = torch.where(padding, row.to(rows), rows)
         return rows
 
 
@@ -135,45 +158,101 @@ class Shift:
     weight moves once. Memory: one more copy of what moves, while ``open``.
 
     Args:
-        model: whose parameters move.
-        direction: parameter name -> M in the parameter's shape, or in that of this process's part.
+        model: whose parameters move, outside a forward.
+        direction: parameter name -> M in the parameter's shape; under ``sharding`` this process's
+            part of it.
+        sharding: of the weights. Every process moves its own part, and gathers nothing of M.
     """
 
-    def __init__(self, model: nn.Module, direction: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        direction: Mapping[str, Tensor],
+        sharding: Sharding | None = None,
+    ) -> None:
+        self._model, self._sharding = model, sharding
+        self._regather()
         named = dict(model.named_parameters(remove_duplicate=False))
-        once = {id(named[name]): (named[name], m) for name, m in direction.items()}
-        self._moves = list(once.values())
+        once = {id(named[name]): (name, m) for name, m in direction.items()}
+        self._direction = dict(once.values())
+        self._parameters = {name: named[name] for name in self._direction}
+        self._moves: list[tuple[Tensor, Tensor]] = []
         self._before: list[Tensor] = []
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Keep a copy of the weights inside, and copy it back at the end, whatever happened."""
-        self._before = [parameter.detach().clone() for parameter, _ in self._moves]
-        known = {id(p): b for (p, _), b in zip(self._moves, self._before, strict=True)}
+        # Through ``.data``, which counts as no write: graphs of an observed forward hold the
+        # weights, and find them as they were.
+        self._moves = [self._moving(name, m) for name, m in self._direction.items()]
+        self._before = [target.clone() for target, _ in self._moves]
         try:
-            with _TrainedEmbedding(known):
+            with self._embeddings():
                 yield
         finally:
             with _uninterrupted():
-                for (parameter, _), before in zip(self._moves, self._before, strict=True):
-                    # Through ``.data``, which counts as no write: graphs of an observed forward
-                    # hold the weights, and find them as they were.
-                    parameter.data.copy_(before)
-            self._before = []
+                for (target, _), before in zip(self._moves, self._before, strict=True):
+                    target.copy_(before)
+                self._regather()
+            self._moves, self._before = [], []
+
+    def _regather(self) -> None:
+        if self._sharding is not None:
+            self._sharding.regather()
+
+    def _moving(self, name: str, m: Tensor) -> tuple[Tensor, Tensor]:
+        parameter = self._parameters[name]
+        if self._sharding is None:
+            return parameter.data, m
+        return self._sharding.moving(name, parameter, m)
+
+    @contextmanager
+    def _embeddings(self) -> Iterator[None]:
+        if self._sharding is None:
+            by_identity = {
+                id(p): _Unmoved(before)
+                for p, before in zip(self._parameters.values(), self._before, strict=True)
+            }
+            with _TrainedEmbedding(by_identity.get):
+                yield
+            return
+        kept = {name: self._padding_row(name) for name in self._parameters}
+        with objects_in_use(self._model, kept) as in_use:
+
+            def find(identity: int) -> _Unmoved | None:
+                name, _ = in_use.get(identity, ("", None))
+                return _Unmoved(None, kept[name]) if name else None
+
+            with _TrainedEmbedding(find):
+                yield
+
+    def _padding_row(self, name: str) -> Tensor | None:
+        """The row of an embedding that no backward reaches; gathered with the others, then kept."""
+        assert self._sharding is not None
+        parameter = self._parameters[name]
+        for module in self._model.modules():
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None and getattr(module, "weight", None) is parameter:
+                return self._sharding.full(name, parameter)[padding].clone()
+        return None
 
     @torch.no_grad()
     def to(self, step: float) -> None:
         """Put the weights at ``theta + step M``."""
-        for (parameter, m), before in zip(self._moves, self._before, strict=True):
-            torch.add(before, m.to(parameter.dtype), alpha=step, out=parameter.data)
+        for (target, m), before in zip(self._moves, self._before, strict=True):
+            torch.add(before, m.to(target.dtype), alpha=step, out=target)
+        self._regather()
 
     def lengths(self) -> tuple[float, float]:
         """Norms of the weights that move, and of M."""
-        parameters, directions = zip(*self._moves, strict=True)
-        return _norm(parameters), _norm(directions)
+        if self._sharding is None:
+            return _norm(self._parameters.values()), _norm(self._direction.values())
+        own = {name: self._sharding.local(name, p) for name, p in self._parameters.items()}
+        both = self._sharding.norms(own), self._sharding.norms(self._direction)
+        return math.hypot(*both[0].values()), math.hypot(*both[1].values())
 
 
-def _norm(tensors: Sequence[Tensor]) -> float:
+def _norm(tensors: Iterable[Tensor]) -> float:
     parts = [torch.linalg.vector_norm(t.detach(), dtype=wide(t.dtype)).double() for t in tensors]
     return float(torch.stack([part.to(parts[0].device) for part in parts]).norm())
 
@@ -207,10 +286,11 @@ class Differences:
 
     Args:
         adapter: of the model.
+        sharding: of the weights; then all processes take values together, and take one step.
     """
 
-    def __init__(self, adapter: DecoderAdapter) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: DecoderAdapter, sharding: Sharding | None = None) -> None:
+        self._adapter, self._sharding = adapter, sharding
         self._steps: dict[tuple[str, int], Step] = {}
 
     def values(
@@ -247,7 +327,7 @@ class Differences:
         Exactness: the error that is returned, within a factor of 3. Source: ours, of the
         definition of the derivative. Oracle: ``alphatoken.oracle.gradients.label_values``.
         """
-        shift = Shift(self._adapter.model, direction)
+        shift = Shift(self._adapter.model, direction, self._sharding)
         weights, norm = shift.lengths()
         if norm == 0.0:  # M = 0, as V is before the first step: every value is 0
             return torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0
@@ -258,9 +338,11 @@ class Differences:
         with torch.no_grad(), evaluation_mode(self._adapter.model), shift.open():
             step = self._steps.get((form, side))
             if step is None or not 0.5 < norm / step.norm < 2.0:
-                few = self._quotients(around_responses(shown or batch), shift, form)
-                length = few.best(weights, norm)
-                step = Step(length, norm, few.error(length))
+                step = self._find(around_responses(shown or batch), shift, form, weights, norm)
+                # M may reach none of the few rows, as an embedding of other tokens does.
+                step = step or self._find(batch, shift, form, weights, norm)
+            if step is None:
+                return torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0
             if step.found > TOLERANCE:
                 raise _inexact(form, step.found)
             asked = self._quotients(batch, shift, form, base)
@@ -271,11 +353,20 @@ class Differences:
             require_finite(ahead, batch.mask, "batch")
             require_finite(behind, batch.mask, "batch")
             if step.left == 0:
-                step = replace(step, seen=asked.away(step.length), left=CHECKED_EVERY)
+                seen = asked.away(step.length) if asked.size(step.length) else 0.0
+                step = replace(step, seen=seen, left=CHECKED_EVERY)
                 if step.error > TOLERANCE:
                     raise _inexact(form, step.error)
             self._steps[form, side] = replace(step, left=step.left - 1)
         return values.masked_fill(~batch.mask, 0.0), step.error
+
+    def _find(
+        self, rows: LabelledBatch, shift: Shift, form: str, weights: float, norm: float
+    ) -> Step | None:
+        """The step by these rows; None where M does not reach their losses at all."""
+        asked = self._quotients(rows, shift, form)
+        length = asked.best(weights, norm)
+        return None if length is None else Step(length, norm, asked.error(length))
 
     def _quotients(
         self, batch: LabelledBatch, shift: Shift, form: str, base: Tensor | None = None
@@ -284,7 +375,8 @@ class Differences:
             shift.to(step)
             return response_losses(self._adapter, batch.inputs, batch.labels)
 
-        return _Quotients(losses, batch.mask, form, base)
+        summed = list if self._sharding is None else self._sharding.summed
+        return _Quotients(losses, batch.mask, form, base, summed)
 
 
 class _Quotients:
@@ -295,12 +387,18 @@ class _Quotients:
         mask: response tokens (b, t).
         form: "central" or "one_sided".
         base: losses at step 0, where they are known.
+        summed: sums of numbers over the processes that take values together.
     """
 
     def __init__(
-        self, losses: Callable[[float], Tensor], mask: Tensor, form: str, base: Tensor | None
+        self,
+        losses: Callable[[float], Tensor],
+        mask: Tensor,
+        form: str,
+        base: Tensor | None,
+        summed: Callable[[Sequence[float]], list[float]],
     ) -> None:
-        self._losses, self._mask, self._form = losses, mask, form
+        self._losses, self._mask, self._form, self._summed = losses, mask, form, summed
         self._known: dict[float, Tensor] = {} if base is None else {0.0: base.detach()}
 
     def _at(self, step: float) -> Tensor:
@@ -330,12 +428,21 @@ class _Quotients:
         """
         values, twice = (self.values(h)[self._mask] for h in (length, 2 * length))
         losses = self._at(-length)[self._mask]
-        rounding = torch.finfo(losses.dtype).eps * float(losses.norm()) / length
-        error = math.hypot(float((values - twice).norm()), rounding)
-        size = float(values.norm())
-        if not math.isfinite(error) or not math.isfinite(size):
-            return math.inf
-        return error / size if size > 0 else (0.0 if error == 0 else math.inf)
+        away, known, size = self._norms(values - twice, losses, values)
+        error = math.hypot(away, torch.finfo(losses.dtype).eps * known / length)
+        # All zeros say that the move drowned, unless no move shows; see ``best``.
+        finite = math.isfinite(error) and math.isfinite(size)
+        return error / size if finite and size > 0 else math.inf
+
+    def size(self, length: float) -> float:
+        """Norm of the values at this step."""
+        (size,) = self._norms(self.values(length)[self._mask])
+        return size
+
+    def _norms(self, *tensors: Tensor) -> list[float]:
+        """Of each over all processes, which therefore decide alike."""
+        squares = [float(tensor.double().square().sum()) for tensor in tensors]
+        return [total**0.5 for total in self._summed(squares)]
 
     def error(self, length: float) -> float:
         """Estimated relative error of the values at this step (norm over the tokens).
@@ -347,8 +454,10 @@ class _Quotients:
         order = 4 if self._form == "central" else 2
         return max(self.away(length), self.away(length / 2) / 2, self.away(2 * length) / order)
 
-    def best(self, weights: float, norm: float) -> float:
+    def best(self, weights: float, norm: float) -> float | None:
         """The step of least error; the weights move by 1e-8 to 1e-2 of their norm.
+
+        None where no such move changes any loss.
 
         Not by less in float64 either: models cast to float32 inside, where smaller moves drown,
         and what follows the rest of the model agrees with itself at any step.
@@ -362,6 +471,8 @@ class _Quotients:
         while length < most:
             coarse.append(length)
             length *= 16
+        if not any(self.size(length) for length in coarse):
+            return None
         around = min(coarse, key=self.away)
         best = around
         for factor in (2.0, 0.5):

@@ -4,26 +4,28 @@ Under FSDP2 and ZeRO-3 a process holds a part of each matrix. Then G is built fr
 and errors, one matrix at a time: each process forms its own sum of outer products, ``reduce`` adds
 them up over the processes and keeps this process's part. V is elementwise on the parts (diagonal
 Fisher) or on one whole matrix at a time. Values contract with one whole M at a time: ``gather``.
-So never more than one matrix is whole.
+So never more than one matrix is whole. Label values by differences gather nothing of M: every
+process moves its own part of the weights along its own part of M (``moving``), and G comes by
+autograd, one gradient reduced as the backward makes it.
 Under sharding a ``GradientReducer`` gets parts of sums that have been taken over all processes
 already; only its ``count`` is this process's own.
 
-All methods but ``shape``, ``local``, ``part_of`` and (without ``within``) ``repeatable`` are
-collective: every process must call them for the same names in the same order, and the same number
-of times, or the processes wait for each other for ever. Where the weights are sharded, a forward is
-collective as well, so every process must run equally many.
+All methods but ``shape``, ``local``, ``part_of``, ``narrow`` and (without ``within``)
+``repeatable`` are collective: every process must call them for the same names in the same order,
+and the same number of times, or the processes wait for each other for ever. Where the weights are
+sharded, a forward is collective as well, so every process must run equally many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MasterWeights", "Sharding"]
+__all__ = ["MasterWeights", "Sharding", "objects_in_use"]
 
 MasterWeights = Callable[[str, Tensor], Tensor]
 """Name and parameter to the weight as the optimizer keeps it, in float32 where the model holds a
@@ -83,3 +85,62 @@ class Sharding(Protocol):
     def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
         """Euclidean norm of each whole tensor, from the parts. Collective, one call for all."""
         ...
+
+    def moving(self, name: str, parameter: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        """The memory that the next forward gathers the parameter from, and M for it.
+
+        Args:
+            name: of the parameter.
+            parameter: as ``model.named_parameters`` has it, outside a forward.
+            part: this process's part of M.
+
+        Returns:
+            Two tensors of one shape; what is written into the first, moves the weights. Collective.
+        """
+        ...
+
+    def regather(self) -> None:
+        """Let the next forward see the parts as they are now; outside it parameters are parts."""
+        ...
+
+    def narrow(self) -> str | None:
+        """Arithmetic of the forward if it is narrower than float32, as with mixed precision."""
+        ...
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Each number's sum over the processes. Collective."""
+        ...
+
+
+@contextmanager
+def objects_in_use(
+    model: nn.Module, names: Iterable[str]
+) -> Iterator[dict[int, tuple[str, Tensor]]]:
+    """Parameters as the modules hold them while they run: identity -> (name, object).
+
+    Filled by each forward inside, since a layout may put another object in a parameter's place.
+
+    Args:
+        model: outside a forward.
+        names: of parameters; a tied one is followed to all its places.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(named[name]): name for name in names}
+    found: dict[int, tuple[str, Tensor]] = {}
+
+    def enter(module: nn.Module, _: object) -> None:
+        for local, name in places[module]:
+            held = module._parameters[local]
+            assert held is not None
+            found[id(held)] = (name, held)
+
+    places = {
+        module: [(n, known[id(p)]) for n, p in module._parameters.items() if id(p) in known]
+        for module in model.modules()
+    }
+    handles = [m.register_forward_pre_hook(enter) for m, inside in places.items() if inside]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -18,6 +18,7 @@ from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.modes import draws
 from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.sharding import Sharding
 from alphatoken.scoring.passes import Pass
 from alphatoken.support.precision import wide
 
@@ -49,6 +50,7 @@ class LabelDerivative:
         asked: "auto", "forward_mode", "central" or "one_sided".
         first: first layer that the parameters reach; None where some lie below the layers.
         parameters: name -> parameter, everything in scope.
+        sharding: of the weights; then there is no forward mode.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class LabelDerivative:
         asked: str,
         first: int | None,
         parameters: Mapping[str, Tensor],
+        sharding: Sharding | None = None,
     ) -> None:
         self._adapter, self._asked, self._first = adapter, asked, first
-        self._parameters = parameters
-        self._differences = Differences(adapter)
+        self._parameters, self._sharding = parameters, sharding
+        self._differences = Differences(adapter, sharding)
         # Ways that "auto" has found not to work on this model; they are not tried again.
         self._refused: set[str] = set()
         # Whether a dual forward may start at the hidden states of the observed one, and whether the
@@ -80,9 +83,11 @@ class LabelDerivative:
         lost = None
         if self._asked != "forward_mode":
             lost = drowned(self._adapter.model, self._parameters)
-        if self._asked in FORMS:
+        if self._sharding is not None:
+            lost = lost or self._sharding.narrow()
+        if self._asked in FORMS or self._sharding is not None:
             if lost is not None:
-                raise _lost(self._asked, lost)
+                raise _lost(self._asked, lost, sharded=self._sharding is not None)
             return ["differences"]
         if self._asked == "forward_mode" or lost is not None:
             return ["forward_mode"]
@@ -135,7 +140,7 @@ class LabelDerivative:
 
     def forget(self) -> None:
         """Drop the steps that were found, as a scorer that is built anew has none."""
-        self._differences = Differences(self._adapter)
+        self._differences = Differences(self._adapter, self._sharding)
         self._starts = self._bases = True
 
     def of(
@@ -229,11 +234,16 @@ class LabelDerivative:
 _NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}
 
 
-def _lost(form: str, why: str) -> UnsupportedError:
+def _lost(form: str, why: str, *, sharded: bool) -> UnsupportedError:
+    wide = "the model in float32, without autocast, mixed precision and TF32"
+    other = "derivative='forward_mode' or 'auto'"
+    if sharded:
+        other = "a layout in which each process has the weights (DDP, ZeRO-1 or 2)"
     return UnsupportedError(
-        f"derivative={form!r} needs weights and products in float32 or wider",
+        "label values on sharded weights need weights and products in float32 or wider"
+        if sharded
+        else f"derivative={form!r} needs weights and products in float32 or wider",
         got=why,
         why="a shift that is small enough for a derivative would drown in their rounding",
-        remedy="derivative='forward_mode' or 'auto'; or the model in float32, without autocast "
-        "and TF32",
+        remedy=f"{wide}; or {other}",
     )

@@ -57,7 +57,11 @@ class Valuer:
         self.warn = True
         self._warned = False
         self._derivative = LabelDerivative(
-            adapter, self.config.derivative, self.scored.first, self.scored.parameters
+            adapter,
+            self.config.derivative,
+            self.scored.first,
+            self.scored.parameters,
+            self.scored.sharding,
         )
 
     @property

@@ -214,14 +214,17 @@ def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigE
     if getattr(args, "gradient_checkpointing", False) and reentrant and not own:
         yield reentrant_checkpoints()
     captured = ParameterChoice.read(args.value_parameters, "value_parameters").captured
-    if kind in SHARDED and (args.estimator == "label" or not captured):
+    asked = [name for name in ("bf16", "fp16") if getattr(args, name, False)]
+    precision = asked[0] if asked else str(getattr(accelerator, "mixed_precision", "no"))
+    moved = args.estimator == "label" or not captured
+    if kind in SHARDED and moved and precision != "no":
         yield ConfigError(
-            "this estimator cannot run on sharded weights",
-            got=f"estimator={args.estimator!r}, value_parameters={args.value_parameters!r}, "
-            f"layout {kind}",
-            why="it moves whole weights along a direction in a forward of its own",
-            remedy="estimator='alphatoken', 'direct', 'same_layer_hop' or 'path' over 'linears' or "
-            "'linears,experts'; or DDP, ZeRO-1 or 2",
+            "label values on sharded weights need forwards in float32",
+            got=f"mixed precision {precision}, estimator={args.estimator!r}, layout {kind}",
+            why="they are differences between forwards at weights that move by little, which drown "
+            "in 16 bits",
+            remedy="no mixed precision; or DDP, ZeRO-1 or 2; or estimator='alphatoken', 'direct', "
+            "'same_layer_hop' or 'path' over 'linears' or 'linears,experts'",
         )
     if args.preconditioner is not None and kind not in ("single", "ddp"):
         yield ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,8 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
+from alphatoken.support.precision import wide
 
 __all__ = ["Fsdp2Sharding", "Zero3Sharding"]
+
+
+def _sums(numbers: Sequence[float]) -> list[float]:
+    total = torch.tensor(list(numbers), dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        total = total.cuda()
+    dist.all_reduce(total)
+    found: list[float] = total.tolist()
+    return found
 
 
 def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -150,6 +160,32 @@ class Fsdp2Sharding(_Parts):
             yield
         finally:
             owner.reshard()
+
+    def moving(self, name: str, parameter: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        """This process's rows, which the next gathering reads, and those of M."""
+        if isinstance(parameter, self._kind):
+            rows = parameter.data.to_local()  # type: ignore[attr-defined]
+            return rows, part.to(rows.device)
+        return parameter.data, part
+
+    def regather(self) -> None:
+        """Drop the gathered weights that FSDP2 keeps between forwards, as it does the root's."""
+        for owner in {owner for owner in self._owners.values() if owner is not None}:
+            owner.reshard()
+
+    def narrow(self) -> str | None:
+        """Of ``MixedPrecisionPolicy``: what it casts weights to for the forward."""
+        for module in self._owners:
+            state = getattr(module, "_get_fsdp_state", lambda: None)()
+            group = getattr(state, "_fsdp_param_group", None)
+            dtype = None if group is None else group.mp_policy.param_dtype
+            if dtype is not None and wide(dtype) != dtype:
+                return f"mixed precision in {dtype}".replace("torch.", "")
+        return None
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Each number's sum over the processes."""
+        return _sums(numbers)
 
     def _copies(self, name: str) -> int:
         if name not in self._layout:
@@ -320,3 +356,31 @@ class Zero3Sharding(_Parts):
         if not self._partitioned(name):
             return world
         return world // self._place(self._parameters[name])[1]
+
+    def moving(self, name: str, parameter: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        """This process's flat part, which the next gathering reads, and that of M."""
+        p = self._parameters[name]
+        if not self._partitioned(name):
+            return p.data, part
+        return p.ds_tensor.data, part.to(p.ds_tensor.device)
+
+    def regather(self) -> None:
+        """Drop what DeepSpeed keeps gathered, and gather the small ones that it never drops."""
+        parameters = [p for p in self._parameters.values() if hasattr(p, "ds_id")]
+        optimizer = next((p._z3_optimizer for p in parameters if hasattr(p, "_z3_optimizer")), None)
+        if optimizer is not None:  # which counts what is gathered
+            optimizer.parameter_offload.partition_all_parameters()
+        for p in parameters if optimizer is None else ():
+            p.ds_active_sub_modules.clear()
+            p.partition()
+        kept = [p for p in parameters if p.ds_persist]
+        if kept:
+            kept[0].all_gather(kept)
+
+    def narrow(self) -> str | None:
+        """None: DeepSpeed's narrow weights are narrow parameters, which others see."""
+        return None
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Each number's sum over the processes."""
+        return _sums(numbers)

@@ -38,7 +38,7 @@ JOBS = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.lora_global", "trainers.empty_global", "trainers.empty_batch",
                "trainers.sft_bf16", "trainers.sft_many", "trainers.masters",
-               "trainers.hybrid_global", "trainers.experts_global"),
+               "trainers.hybrid_global", "trainers.experts_global", "trainers.label_global"),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.dpo_global", "trainers.sft_batch", "trainers.empty_batch",
             "trainers.resumed", "refusals.refusals", "trainers.sft_bf16"),
@@ -47,7 +47,8 @@ JOBS = {
     "fsdp2": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.resumed", "refusals.refusals",
-              "trainers.sft_bf16", "trainers.hybrid_global", "trainers.experts_global"),
+              "trainers.sft_bf16", "trainers.hybrid_global", "trainers.experts_global",
+              "trainers.label_global"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
               "trainers.masters"),
     "zero2": ("values.values", "trainers.sft_global", "trainers.dpo_global",
@@ -57,7 +58,7 @@ JOBS = {
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
               "trainers.empty_global", "trainers.resumed",
               "refusals.refusals", "trainers.sft_bf16", "trainers.masters",
-              "trainers.hybrid_global", "trainers.experts_global"),
+              "trainers.hybrid_global", "trainers.experts_global", "trainers.label_global"),
 }  # fmt: skip
 RAM = "fsdp2-ram"
 """FSDP2 with ``cpu_ram_efficient_loading``, as packaged."""
@@ -99,6 +100,10 @@ def with_job(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("layout", marked)
 
 
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 # --- the scorer alone ----------------------------------------------------------------------------
 
 
@@ -107,7 +112,7 @@ def test_values_equal_one_process(runs: Callable[[str], Ranks], layout: str) -> 
     """Every captured estimator, retention, preference pairs; own and observed forwards."""
     expected, found = runs("single")[0]["values"], runs(layout)
     cases = found[0]["values"].keys()
-    assert len(cases) == (12 if layout in ("ddp", "fsdp2") else 6)
+    assert len(cases) == (16 if layout in ("ddp", "fsdp2") else 8)
     for case in cases:
         seen = []
         for rank in found:
@@ -117,7 +122,12 @@ def test_values_equal_one_process(runs: Callable[[str], Ranks], layout: str) -> 
             seen += mine
             for batch, components in mine.items():
                 for name, values in components.items():
-                    assert close(values, expected[case][batch][name]), (case, batch, name)
+                    wanted = expected[case][batch][name]
+                    if case.startswith("label"):  # differences: beside a forward, less exact
+                        most = 5e-3 if case.endswith("observed") else 5e-4
+                        assert off(values, wanted) < most, (case, batch, name)
+                        continue
+                    assert close(values, wanted), (case, batch, name)
         assert sorted(seen) == [0, 1, 2, 3]
 
 
@@ -248,6 +258,17 @@ def test_fsdp_as_packaged(runs: Callable[[str], Ranks], tmp_path: Path) -> None:
     same_weights(expected, found, "by_name", model())
 
 
+@with_job("label_global")
+def test_label_values_over_all_parameters_decide_as_in_one_process(
+    runs: Callable[[str], Ranks], layout: str
+) -> None:
+    """Up to what differences round: each process moves its own part of the weights."""
+    one, ranks = runs("single"), runs(layout)
+    nearly_same_decisions(decided(one, "label_global"), decided(ranks, "label_global"))
+    first, second = (rank["label_global"]["parameters"] for rank in ranks)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @with_job("sft_bf16")
 def test_bfloat16_decides_nearly_as_in_one_process(
     runs: Callable[[str], Ranks], layout: str
@@ -299,9 +320,9 @@ def test_masters_of_every_kind_of_run(runs: Callable[[str], Ranks], layout: str)
 
 SAYS = {
     "ddp": ["static_graph"],
-    "fsdp2": ["estimator='label'", "value_parameters='all'", "preconditioner='frozen'"],
+    "fsdp2": ["mixed precision", "preconditioner='frozen'"],
     "zero2": ["preconditioner='full'"],
-    "zero3": ["estimator='label'"],
+    "zero3": ["preconditioner='frozen'"],
 }
 
 

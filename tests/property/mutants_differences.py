@@ -59,8 +59,8 @@ MUTANTS = (
         "a weight that two names share moves twice",
         (
             "Shift.__init__",
-            "once = {id(named[name]): (named[name], m) for name, m in direction.items()}",
-            "once = {name: (named[name], m) for name, m in direction.items()}",
+            "once = {id(named[name]): (name, m) for name, m in direction.items()}",
+            "once = {name: (name, m) for name, m in direction.items()}",
         ),
         claim(moved.test_a_tied_weight_moves_once, examples=1),
     ),
@@ -79,7 +79,7 @@ MUTANTS = (
     _error(
         "weights-brought-back-by-subtraction",
         "what was added is subtracted, and rounding stays",
-        ("Shift.open", "parameter.data.copy_(before)", "parameter.data.sub_(_).add_(_)"),
+        ("Shift.open", "target.copy_(before)", "target.sub_(_).add_(_)"),
         BACK,
         SHIFTED,
     ),
@@ -110,7 +110,7 @@ MUTANTS = (
             ),
             (
                 "estimate.differences.Differences.values",
-                "seen=asked.away(step.length)",
+                "seen=seen",
                 "seen=0.0",
             ),
         ],
@@ -125,7 +125,7 @@ MUTANTS = (
     _error(
         "error-of-the-slice-alone",
         "the batch itself is never looked at",
-        ("Differences.values", "seen=asked.away(step.length)", "seen=0.0"),
+        ("Differences.values", "seen=seen", "seen=0.0"),
         LOOKED,
     ),
     _error(
@@ -145,7 +145,7 @@ MUTANTS = (
         "values after a checkpoint are not those of the run that is resumed from it",
         (
             "scoring.label.LabelDerivative.forget",
-            "self._differences = Differences(self._adapter)",
+            "self._differences = Differences(self._adapter, self._sharding)",
             "pass",
         ),
         FRESH,

@@ -224,6 +224,26 @@ def checked() -> LabelledBatch:
     return read_batch(CASE.batch, max_length=64)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_m_does_not_reach_have_values_of_zero(form: str) -> None:
+    """An embedding of tokens that the batch does not hold; a batch that holds them has its own."""
+    model = CASE.model()
+    m = {"embedding.weight": torch.zeros_like(model.embedding.weight)}
+    held = set(CASE.batch["input_ids"].unique().tolist())
+    other = next(i for i in range(CASE.config.vocabulary) if i not in held)
+    m["embedding.weight"][other] = 1.0
+    found, error = Differences(ReferenceAdapter(model)).values(checked(), m, form)
+    assert error == 0.0
+    assert not found.any()
+    batch = {**CASE.batch, "input_ids": CASE.batch["input_ids"].clone()}
+    batch["input_ids"][:, :2] = other
+    there = read_batch(batch, max_length=64)
+    taken = Differences(ReferenceAdapter(model))
+    found, _ = taken.values(there, m, form, shown=checked())
+    exact = gradients.label_values(model, forward_of(model), batch, m)
+    assert off(found, exact) < 1e-5
+
+
 # --- the step ------------------------------------------------------------------------------------
 
 

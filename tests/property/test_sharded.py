@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import FisherError, UnsupportedError
 from alphatoken.estimate.estimators import CAPTURED
 from alphatoken.model.sharding import Sharding
+from alphatoken.oracle import gradients
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.properties import (
@@ -23,6 +24,7 @@ from tests.property.properties import (
     MODEL,
     Setup,
     drift_of,
+    forward_of,
     oracle_influence,
     quiet_score,
     scored,
@@ -68,6 +70,19 @@ class FlatSharding:
 
     def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
         return {n: float(p.norm()) for n, p in parts.items()}
+
+    def moving(self, name: str, parameter: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        assert part.shape == (parameter.numel() + 3,)
+        return parameter.data.view(-1), part[:-3]
+
+    def regather(self) -> None:
+        pass
+
+    def narrow(self) -> str | None:
+        return None
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        return list(numbers)
 
 
 class WholeSharding(FlatSharding):
@@ -131,6 +146,7 @@ def _scored(setup: Setup, model: ReferenceDecoder) -> list[tuple[str, Tensor]]:
 
 CASE = make_case(("pprrr",), (("pprr",),), layers=2)
 SETUP = Setup(CASE, "all")
+PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
 
 
 @given(setups(), st.sampled_from(CAPTURED), st.sampled_from(["diagonal", "kronecker", "data"]))
@@ -231,12 +247,67 @@ def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
         close(one, two, size, MODEL, name=f"sharded {kind} {part}")
 
 
-def test_label_is_refused_by_name() -> None:
+@given(setups(rare_tokens=False), st.sampled_from(["linears", "all", "linears,embedding.weight"]))
+@example(Setup(PADDED), "all")
+@budget(0.2)
+def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> None:
+    """G by autograd through other objects, weights moved part by part; nothing is gathered."""
+    model = setup.case.model()
+    config = ScorerConfig("label", layers=setup.layers, parameters=parameters)
+    sharding = FlatSharding(model)
+    scorer = Scorer(model, setup.case.validation, None, config, sharding=sharding)
+    with other_objects_inside(model):
+        found = quiet_score(scorer, setup.case.batch)
+    chosen, forward = dict(scorer.parameters), forward_of(model)
+    m = gradients.validation_gradient(model, forward, setup.case.validation, chosen)
+    for name, part in scorer.direction.adaptation.items():
+        close(part[:-3].view_as(m[name]), m[name], m[name].abs().max() + 1e-30, MODEL, name=name)
+    expected = gradients.label_values(model, forward, setup.case.batch, m)
+    scale = torch.zeros_like(expected)
+    tokens = gradients.response_tokens(gradients.known_labels(setup.case.batch))
+    each = gradients.per_token_gradients(model, forward, setup.case.batch, chosen)
+    for (b, i), gradient in zip(tokens, each, strict=True):
+        scale[b, i] = sum((g.abs() * m[n].abs()).sum() for n, g in gradient.items())
+    close(found.total, expected, scale, 1e-7, name=f"sharded label, {parameters}")
+    assert found.derivative == "central"
+    assert not sharding.gathered
+
+
+def test_what_label_cannot_do_on_sharded_weights_is_refused() -> None:
     model = CASE.model()
-    for parameters in ("linears", "all"):
-        config = ScorerConfig("label", layers=1, parameters=parameters)
-        with pytest.raises(UnsupportedError, match=r"'label' cannot run on sharded weights.*DDP"):
-            Scorer(model, CASE.validation, None, config, sharding=FlatSharding(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    cases: list[tuple[dict[str, str], str]] = [
+        ({"derivative": "forward_mode"}, r"derivative='forward_mode' cannot.*'auto'.*DDP"),
+        ({"preconditioner": "full"}, r"preconditioner='full' cannot be had for 'label'.*DDP"),
+    ]
+    for options, message in cases:
+        config = ScorerConfig("label", layers=1, **options)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedError, match=message):
+            Scorer(
+                model, CASE.validation, None, config, optimizer=optimizer,
+                sharding=FlatSharding(model),
+            )  # fmt: skip
+
+
+def test_sharded_weights_in_mixed_precision_have_no_label_values() -> None:
+    class Mixed(FlatSharding):
+        def narrow(self) -> str | None:
+            return "mixed precision in bfloat16"
+
+    model = CASE.model()
+    config = ScorerConfig("label", layers=1)
+    scorer = Scorer(model, CASE.validation, None, config, sharding=Mixed(model))
+    with pytest.raises(UnsupportedError, match=r"float32 or wider.*mixed precision.*DDP"):
+        scorer.score(CASE.batch)
+
+
+def test_an_embedding_by_frequency_is_refused_where_it_is_sharded() -> None:
+    case = make_case(("pprrr",), (("pprr",),), rare_tokens=True, vocabulary=3)
+    model = case.model()
+    config = ScorerConfig("label", parameters="all")
+    scorer = Scorer(model, case.validation, None, config, sharding=FlatSharding(model))
+    with pytest.raises(UnsupportedError, match="scale_grad_by_freq cannot be moved"):
+        scorer.score(case.batch)
 
 
 def test_a_weight_shared_with_a_module_outside_is_refused() -> None:

@@ -7,17 +7,17 @@ from typing import Any
 
 from alphatoken.errors import AlphaTokenError
 from tests.integration.distributed.trainers import sft
+from tests.integration.distributed.worker import forget_precision
 
 ASKED: dict[str, tuple[dict[str, Any], ...]] = {
     "ddp": ({"ddp_static_graph": True},),
     "fsdp1": ({},),
     "fsdp2": (
-        {"estimator": "label"},
-        {"estimator": "label", "value_parameters": "all"},
+        {"estimator": "label", "value_parameters": "all", "bf16": True},
         {"preconditioner": "frozen"},
     ),
     "zero2": ({"preconditioner": "full"},),
-    "zero3": ({"estimator": "label"},),
+    "zero3": ({"preconditioner": "frozen"},),
 }
 
 
@@ -25,10 +25,12 @@ def refusals(layout: str, folder: Path) -> dict[str, str]:
     """Options -> what the trainer says to them, before any work."""
     found = {}
     for options in ASKED[layout]:
+        forget_precision(layout)
         try:
             made = sft(layout, folder, retention="none", **options)
         except AlphaTokenError as error:
             found[str(options)] = f"{type(error).__name__}: {error}"
         else:
             found[str(options)] = f"accepted by {type(made).__name__}"
+    forget_precision(layout)
     return found

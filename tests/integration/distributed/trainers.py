@@ -168,6 +168,12 @@ def hybrid_global(layout: str, folder: Path) -> dict[str, Any]:
     return run(sft(layout, folder, loaded=hybrid(), keep_scope="global", **more))
 
 
+def label_global(layout: str, folder: Path) -> dict[str, Any]:
+    """Label values over all parameters, by differences: weights move where they lie."""
+    more = {"estimator": "label", "value_parameters": "all", "policy": "top"}
+    return run(sft(layout, folder, keep_scope="global", **more))
+
+
 def experts_global(layout: str, folder: Path) -> dict[str, Any]:
     """Values over the matrices of experts, whose rows each process has of its own micro-batches."""
     more = {"value_parameters": "linears,experts", "score_layers": "2", "uncovered": "skip"}

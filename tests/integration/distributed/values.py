@@ -23,6 +23,8 @@ CASES: dict[str, tuple[ScorerConfig, str]] = {
     "path": (ScorerConfig("path", layers=1), "none"),
     "same_layer_hop": (ScorerConfig("same_layer_hop", layers=2), "data"),
     "paper_literal": (ScorerConfig("paper_literal", layers=2), "diagonal"),
+    "label": (ScorerConfig("label", layers=2), "diagonal"),
+    "label over all": (ScorerConfig("label", parameters="all"), "data"),
 }
 
 
