@@ -92,7 +92,7 @@ def claim(
     needs: tuple[str, ...] = (),
     **named: Any,
 ) -> Claim:
-    """A claim; arguments are strategies or plain values. Hypothesis tests may be named too.
+    """A claim of a test, by the function inside what Hypothesis draws; strategies or plain values.
 
     A property that runs a trainer takes seconds: give it one or two ``examples``, and the packages
     that it ``needs`` ("trl"), which it imports inside; where they are missing, its tests skip.
