@@ -97,6 +97,7 @@ POINTED = """
 import warnings
 from alphatoken import AlphaTokenWarning
 from tests.integration import test_core_faults as own
+from tests.integration.tiny_scorer import inputs
 for estimator in ("alphatoken", "path", "label"):
     for how in ("score", "values", "components"):
         with warnings.catch_warnings(record=True) as caught:
@@ -108,7 +109,7 @@ for estimator in ("alphatoken", "path", "label"):
                 scorer.score(own.BATCH)  # here
             else:
                 with scorer.observe() as observed:
-                    logits = model(**own.inputs()).logits
+                    logits = model(**inputs()).logits
                     observed.values(logits, own.BATCH["labels"], components=how == "values")  # here
                     observed.components()  # here
         found = [w for w in caught if issubclass(w.category, AlphaTokenWarning)]
