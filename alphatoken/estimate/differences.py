@@ -60,6 +60,9 @@ def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
     ]
     if narrow:
         return narrow[0].replace("torch.", "")
+    away = [n for n, p in parameters.items() if p.is_meta]
+    if away:  # a device map brings it for its module's forward alone
+        return f"{away[0]} not in memory between forwards"
     kinds = {p.device.type for p in model.parameters()}
     cast = [kind for kind in _DEVICES if kind in kinds and torch.is_autocast_enabled(kind)]
     if cast:

@@ -463,6 +463,13 @@ def test_a_shift_that_would_drown_is_refused_with_its_reason(
     assert drowned(llama(), {}) is None
 
 
+def test_weights_that_come_for_their_forward_alone_cannot_be_moved() -> None:
+    """As an offloading device map leaves them: what is written there is read by nobody."""
+    model = llama()
+    away = {"lm_head.weight": model.lm_head.weight.to("meta")}
+    assert drowned(model, away) == "lm_head.weight not in memory between forwards"
+
+
 def test_coarse_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert drowned(llama(), {}) == "products of 'high' precision"
