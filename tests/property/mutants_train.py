@@ -493,9 +493,9 @@ TRAINERS = (
         "adaptation and stability change places in the ledger",
         (
             "train.ledger._components",
-            "stacked = torch.stack(",
+            "parts = values.components()",
             "parts = {{'a': 'stability', 's': 'adaptation'}[k[0]]: v for k, v in "
-            "parts.items()}\n    stacked = torch.stack(",
+            "values.components().items()}",
         ),
         "LoRA",
     ),
