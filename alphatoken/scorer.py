@@ -388,7 +388,12 @@ class Scorer:
             record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
         ):
             observed = Observed(
-                self.valuer, frame, recorder, self_only=self_only, keep_errors=interaction
+                self.valuer,
+                frame,
+                recorder,
+                self_only=self_only,
+                keep_errors=interaction,
+                lock=_LOCKS.setdefault(self.adapter.model, RLock()),
             )
             try:
                 yield observed

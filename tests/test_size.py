@@ -11,19 +11,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
-    ".": 1_129,
+    ".": 1_134,
     "certificate": 1_407,
     "cli": 4_454,
     "corpus": 1_771,
     "data": 2_613,
     "demo": 719,
     "direction": 4_005,
-    "estimate": 2_420,
+    "estimate": 2_415,
     "fidelity": 8_736,
-    "model": 5_792,
+    "model": 5_799,
     "oracle": 4_902,
     "report": 1_633,
-    "scoring": 938,
+    "scoring": 971,
     "select": 877,
     "support": 557,
     "train": 11_652,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 68_153)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_686), ("tests", 68_213)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

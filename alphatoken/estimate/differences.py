@@ -11,8 +11,6 @@ are off. The weights come back to the bit, also after an exception or an interru
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,7 +39,10 @@ TOLERANCE = 2e-2
 """Estimated relative error beyond which differences are refused."""
 
 CHECKED_EVERY = 32
-"""Batches after which the step is looked at again."""
+"""Batches after which the error is looked at again; at first sooner: after 1, 2, 4, 8 and 16."""
+
+_ATTEMPTS = 8
+"""At bringing weights back, each ended by a signal."""
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -72,23 +73,6 @@ def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
     if torch.get_float32_matmul_precision() != "highest":
         return f"products of {torch.get_float32_matmul_precision()!r} precision"
     return None
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold an interrupt back until the end: half of the weights may be the moved ones inside."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting: list[tuple[int, Any]] = []
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if waiting and callable(before):
-            before(*waiting[0])
 
 
 @dataclass(frozen=True)
@@ -193,11 +177,19 @@ class Shift:
             with self._embeddings():
                 yield
         finally:
-            with _uninterrupted():
-                for (target, _), before in zip(self._moves, self._before, strict=True):
-                    target.copy_(before)
-                self._regather()
+            # A signal's handler may raise anywhere in here: what it raises waits until all is back.
+            raised: BaseException | None = None
+            for _ in range(_ATTEMPTS):
+                try:
+                    for (target, _m), before in zip(self._moves, self._before, strict=True):
+                        target.copy_(before)
+                    self._regather()
+                    break
+                except BaseException as error:
+                    raised = raised or error
             self._moves, self._before = [], []
+            if raised is not None:
+                raise raised
 
     def _regather(self) -> None:
         if self._sharding is not None:
@@ -269,6 +261,7 @@ class Step:
         norm: of M when it was found.
         found: estimated relative error on the rows on which it was found.
         seen: the same on the last batch that was looked at.
+        every: batches between the last look and the next.
         left: batches until one is looked at.
     """
 
@@ -276,6 +269,7 @@ class Step:
     norm: float
     found: float
     seen: float = 0.0
+    every: int = 0
     left: int = 0
 
     @property
@@ -322,7 +316,7 @@ class Differences:
         Returns:
             (b, t), index i for token i, 0 off the response, float32 or wider; and the error,
             relative to the norm of the values, as it was last looked at: on the batch for which the
-            step was found, and on every 32nd from there on.
+            step was found, soon after it, and on every 32nd from there on.
 
         Raises:
             UnsupportedError: no step gives a relative error of ``TOLERANCE``.
@@ -357,7 +351,8 @@ class Differences:
             require_finite(behind, batch.mask, "batch")
             if step.left == 0:
                 seen = asked.away(step.length) if asked.size(step.length) else 0.0
-                step = replace(step, seen=seen, left=CHECKED_EVERY)
+                every = min(2 * step.every or 1, CHECKED_EVERY)
+                step = replace(step, seen=seen, every=every, left=every)
                 if step.error > TOLERANCE:
                     raise _inexact(form, step.error)
             self._steps[form, side] = replace(step, left=step.left - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -53,6 +53,13 @@ def draws(model: nn.Module) -> bool:
             return True
         # Dropout, jitter of a router and noise on embeddings that are numbers of a module.
         rates = (v for k, v in vars(module).items() if any(word in k.lower() for word in _DRAWS))
-        if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
+        if any(_positive(rate) for rate in rates):
             return True
     return False
+
+
+def _positive(rate: object) -> bool:
+    """Whether this is a positive number, or holds one: some adapters keep one for each name."""
+    if isinstance(rate, Mapping):
+        return any(_positive(one) for one in rate.values())
+    return isinstance(rate, (int, float)) and rate > 0

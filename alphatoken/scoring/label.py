@@ -64,7 +64,9 @@ class LabelDerivative:
         self._adapter, self._asked, self._first = adapter, asked, first
         self._parameters, self._sharding = parameters, sharding
         self._differences = Differences(adapter, sharding)
-        # Ways that "auto" has found not to work on this model; they are not tried again.
+        # Ways that "auto" has found not to work on this model, by the proof and by a batch; none of
+        # them is tried again.
+        self._disproved: set[str] = set()
         self._refused: set[str] = set()
         # Whether a dual forward may start at the hidden states of the observed one, and whether the
         # losses of the observed one may be a side of a difference. Each is switched off for good by
@@ -92,12 +94,14 @@ class LabelDerivative:
         if self._asked == "forward_mode" or lost is not None:
             return ["forward_mode"]
         # Forward mode starts at the input of the first scored layer, where differences would run
-        # the model below it again; over all parameters it costs more than they do.
+        # the model below it again; over all parameters it costs more than they do. A mixture of
+        # experts sends some tokens elsewhere at moved weights, where losses jump.
         ways = ["differences", "forward_mode"]
-        ways = ways if self._first is None else ways[::-1]
-        return [way for way in ways if way not in self._refused] or ways
+        ways = ways if self._first is None and not _routes(self._adapter) else ways[::-1]
+        lost_ways = self._disproved | self._refused
+        return [way for way in ways if way not in lost_ways] or ways
 
-    def _taken(self, take: Callable[[str], _R]) -> _R:
+    def _taken(self, take: Callable[[str], _R], refused_ways: set[str]) -> _R:
         """What the first way that works gives; "auto" says so where it was not the preferred."""
         way, *rest = self._ways()
         if not rest:
@@ -110,7 +114,7 @@ class LabelDerivative:
             found = take(rest[0])
         except UnsupportedError:
             raise refused from None
-        self._refused.add(way)
+        refused_ways.add(way)
         warn_caller(f"label values are taken by {_NAMES[rest[0]]}: {refused}", AlphaTokenWarning)
         return found
 
@@ -134,12 +138,13 @@ class LabelDerivative:
 
             prove(derivative)
 
-        self._taken(take)
+        self._taken(take, self._disproved)
 
     # --- values ----------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop the steps that were found, as a scorer that is built anew has none."""
+        """Drop what was found on batches, as a scorer that is built anew knows nothing of it."""
+        self._refused = set()
         self._differences = Differences(self._adapter, self._sharding)
         self._starts = self._bases = True
 
@@ -162,7 +167,7 @@ class LabelDerivative:
             "forward_mode": partial(self._by_forward_mode, seen, direction),
             "differences": partial(self._by_differences, seen, direction, side, shown),
         }
-        return self._taken(lambda way: take[way]())
+        return self._taken(lambda way: take[way](), self._refused)
 
     def _by_forward_mode(self, seen: Pass, direction: Mapping[str, Tensor]) -> Taken:
         start = self._start(seen)
@@ -229,6 +234,12 @@ class LabelDerivative:
         uses = seen.recorder.linears
         # It may have run under an autocast that is over by now.
         return all(wide(use.s.dtype) == use.s.dtype for use in uses)
+
+
+def _routes(adapter: DecoderAdapter) -> bool:
+    """Whether a mixture of experts that train lies in the model."""
+    find = getattr(adapter, "scored_experts", None)
+    return find is not None and bool(find(range(len(adapter.layers()))))
 
 
 _NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}

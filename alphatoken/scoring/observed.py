@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,9 @@ class Observed:
         *,
         self_only: bool,
         keep_errors: bool,
+        lock: AbstractContextManager[Any],
     ) -> None:
+        self._lock = lock
         self._valuer, self._frame, self._recorder = valuer, frame, recorder
         self._self_only, self._keep_errors = self_only, keep_errors
         self._last: tuple[Pass, TokenValues] | None = None
@@ -80,6 +82,26 @@ class Observed:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as
                 ``Scorer.score``.
         """
+        with self._lock:  # the weights may be moved meanwhile
+            return self._values(
+                logits_or_log_probs,
+                labels,
+                token_weights,
+                step_weights,
+                components=components,
+                keep_errors=keep_errors,
+            )
+
+    def _values(
+        self,
+        logits_or_log_probs: Tensor,
+        labels: Tensor,
+        token_weights: Tensor | None,
+        step_weights: Tensor | None,
+        *,
+        components: bool,
+        keep_errors: bool,
+    ) -> TokenValues:
         valuer, recorder = self._valuer, self._recorder
         self._require_open()
         valuer.builder.require_current()

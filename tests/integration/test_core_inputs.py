@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 
-from alphatoken import Scorer
+from alphatoken import AlphaTokenWarning, Scorer
 from alphatoken.errors import CoverageError, InputError, UnsupportedError
 from alphatoken.model.token_ids import embedding_rows
 from tests.integration.tiny_scorer import (
@@ -58,7 +58,10 @@ def test_a_weight_that_is_computed_is_followed_or_refused(how: str) -> None:
         assert scorer.verify(BATCH).passed
     else:  # torch has no forward mode for its kernel
         with pytest.raises(UnsupportedError, match="_weight_norm_interface"):
-            scorer.score(BATCH)
+            scorer_of(model, derivative="forward_mode").score(BATCH)
+        with pytest.warns(AlphaTokenWarning, match="taken by finite differences"):
+            values = scorer.score(BATCH)
+        assert values.derivative == "central"
 
 
 def test_rows_of_an_embedding_are_known_under_an_adapter() -> None:

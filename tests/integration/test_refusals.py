@@ -460,7 +460,7 @@ def test_kernels_that_overwrite_what_they_saved(estimator: str) -> None:
 
 
 def test_kernels_without_forward_mode() -> None:
-    scorer = scorer_for(overwriting_model(), "label")
+    scorer = scorer_for(overwriting_model(), "label", derivative="forward_mode")
     refused(UnsupportedError, lambda: scorer.score(BATCH), "without forward mode", "Liger")
 
 

@@ -140,7 +140,7 @@ test_a_refreshed_scorer_is_a_new_one | | (a new scorer) | exact
 test_a_shift_is_what_it_says | | (the weights before) | exact
 test_a_shift_that_would_drown_is_refused_with_its_reason | | (dtypes) | exact
 test_a_tied_weight_moves_once | | (the weights before) | exact
-test_an_interrupt_while_weights_come_back_waits_for_the_last | | (the weights before) | exact
+test_what_a_signal_raises_while_weights_come_back_waits_for_the_last | | (the weights before) | exact
 test_an_observed_forward_with_dropout_is_no_base | | (forward mode) | exact
 test_differences_are_the_label_values | | label_values, validation_gradient, per_token_gradients, response_tokens | exact
 test_in_float32_the_stated_error_bounds_the_true_one | | (forward mode in float64) | approximate

@@ -18,6 +18,7 @@ from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate import differences
 from alphatoken.estimate.differences import Differences, Shift, drowned
 from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.modes import draws
 from alphatoken.oracle import gradients
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
@@ -128,14 +129,14 @@ def test_the_observed_forward_is_one_side_of_the_difference() -> None:
     expected, scale = wanted(model, setup)
     scorer = Scorer(model, CASE.validation, config=config())
     inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
-    for again in (False, True):
+    for again in range(3):
         with quiet(), scorer.observe() as observed:
             logits = model(**inputs)
             with Counted(model) as calls:
                 values = observed.values(logits, CASE.batch["labels"])
         assert values.derivative == "one_sided"
         close(values.total, expected, scale, 1e-5, name="observed")
-        if again:
+        if again == 2:  # the first is looked at, and the one after it
             assert calls == [1]
 
 
@@ -167,6 +168,16 @@ def test_an_observed_forward_with_dropout_is_no_base() -> None:
             values = observed.values(model(input_ids=ids).logits, ids)
         assert values.derivative == form
         assert off(values.total, exact) < 5e-3  # Llama's norms are in float32
+
+
+def test_dropout_of_an_adapter_that_keeps_a_rate_for_each_name_is_seen() -> None:
+    """As PEFT's LoHa and LoKr do; the first batch shows nothing, where their product is still 0."""
+    model = llama().double()
+    model.model.layers[0].rank_dropout = {"default": 0.3}
+    assert draws(model.train())
+    assert not draws(model.eval())
+    model.model.layers[0].rank_dropout = {"default": 0.0}
+    assert not draws(model.train())
 
 
 def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
@@ -258,28 +269,29 @@ def test_the_step_is_kept_until_m_changes_its_length() -> None:
     taken = Differences(ReferenceAdapter(model))
     expected, scale = wanted(model, Setup(CASE))
     counts = []
-    for factor in (1.0, 1.5, 2.0**10):
+    for factor in (1.0, 1.2, 1.5, 2.0**10):
         m = direction(model, factor)
         with Counted(model) as calls:
             values, _ = taken.values(checked(), m, "central")
         close(values, factor * expected, factor * scale, 1e-7, name="kept step")
         counts.append(calls[0])
-    first, kept, changed = counts
-    assert kept == 2
+    first, looked, kept, changed = counts
+    assert (looked, kept) == (4, 2)
     assert min(first, changed) > 6
 
 
 def test_the_error_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every CHECKED_EVERY-th batch, by the forwards at twice the step."""
+    """Soon, then on every CHECKED_EVERY-th batch, by the forwards at twice the step."""
     monkeypatch.setattr(differences, "CHECKED_EVERY", 2)
     model, m = CASE.model(), direction(CASE.model())
     taken = Differences(ReferenceAdapter(model))
     counts = []
-    for _ in range(5):
+    for _ in range(8):
         with Counted(model) as calls:
             taken.values(checked(), m, "central")
         counts.append(calls[0])
-    assert counts[1:] == [2, 4, 2, 4]
+    # After one batch, after two more, and so on up to the most.
+    assert counts[1:] == [4, 2, 4, 2, 4, 2, 4]
 
 
 def test_a_forward_that_draws_is_refused() -> None:
@@ -327,6 +339,18 @@ def test_a_refreshed_scorer_is_a_new_one() -> None:
     assert torch.equal(scorer.score(CASE.batch).total, fresh.score(CASE.batch).total)
 
 
+def test_a_refreshed_scorer_forgets_what_a_batch_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = Scorer(CASE.model(), CASE.validation, config=config())
+    assert scorer.score(CASE.batch).derivative == "central"
+    with monkeypatch.context() as coarse:
+        coarse.setattr(differences, "TOLERANCE", 1e-20)
+        with pytest.warns(AlphaTokenWarning, match="taken by forward mode"):
+            assert scorer.score(CASE.batch).derivative == "forward_mode"
+    assert scorer.score(CASE.batch).derivative == "forward_mode"
+    scorer.refresh()
+    assert scorer.score(CASE.batch).derivative == "central"
+
+
 def test_values_do_not_depend_on_the_rows_that_came_first() -> None:
     model = CASE.model()
     one, other = (Scorer(model, CASE.validation, config=config()) for _ in range(2))
@@ -362,15 +386,22 @@ def test_weights_come_back_after_an_exception_in_a_shifted_forward(fails: str) -
     assert scorer.score(SHARED.batch).derivative == "central"
 
 
-def test_an_interrupt_while_weights_come_back_waits_for_the_last() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
+    number: signal.Signals,
+) -> None:
+    """Ctrl-C, or a handler that ends the process when it is preempted."""
     model = CASE.model()
     before = bits(model)
     shift = Shift(model, direction(model))
-    copied = Tensor.copy_
+    copied, handler = Tensor.copy_, signal.getsignal(number)
+
+    def end(*_: object) -> None:
+        raise SystemExit("preempted")
 
     def interrupted(self: Tensor, other: Tensor) -> Tensor:
         Tensor.copy_ = copied  # type: ignore[method-assign]
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         return copied(self, other)
 
     def move() -> None:
@@ -378,8 +409,13 @@ def test_an_interrupt_while_weights_come_back_waits_for_the_last() -> None:
             shift.to(1.0)
             Tensor.copy_ = interrupted  # type: ignore[method-assign]
 
-    with pytest.raises(KeyboardInterrupt):
-        move()
+    if number != signal.SIGINT:
+        signal.signal(number, end)
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            move()
+    finally:
+        signal.signal(number, handler)
     assert unchanged(model, before)
 
 
@@ -435,6 +471,16 @@ def test_auto_takes_differences_over_all_parameters_and_forward_mode_on_top() ->
     }
     assert ways == {"linears": "forward_mode", "all": "central", "linears,*norm*": "central"}
     assert Scorer(model, CASE.validation).score(CASE.batch).derivative is None
+
+
+def test_auto_takes_forward_mode_through_a_mixture_of_experts() -> None:
+    """Moved weights send some tokens to other experts, and their losses jump."""
+    from tests.property.architectures import BY_NAME
+
+    ids = torch.randint(3, 23, (2, 9), generator=torch.Generator().manual_seed(4))
+    batch = {"input_ids": ids, "labels": ids}
+    scorer = Scorer(BY_NAME["mixtral"].build(1), [batch], config=config())
+    assert scorer.score(batch).derivative == "forward_mode"
 
 
 def narrow() -> tuple[Any, Callable[[], Any]]:

@@ -370,7 +370,8 @@ def test_the_users_label_setting_is_named_once() -> None:
 @pytest.mark.parametrize("parameters", ["", "all", "linears,*norm*"])
 def test_predictions_are_the_scorers_own(parameters: str) -> None:
     """P = 1: the user's estimator and parameters, from a scorer made by hand."""
-    config = ScorerConfig("label", layers=1, parameters=parameters) if parameters else None
+    options = {"parameters": parameters, "derivative": "forward_mode"}
+    config = ScorerConfig("label", layers=1, **options) if parameters else None  # type: ignore[arg-type]
     subject = subject_of(decoder_of(), **({} if config is None else {"config": config}))
     bench = diagnostic._bench(subject, replace(QUICK, optimizer="sgd"))
     own = next(p for p in diagnostic._predictions(bench)[0] if p.own)

@@ -332,15 +332,15 @@ def test_a_flash_call_is_what_the_model_computes(name: str, how: str, seed: int)
 
 ON_FLASH = [
     *product(
-        ["llama", "gemma2", "mistral"], PACKING, ["alphatoken"], [torch.float32, torch.float64]
+        ["llama", "gemma2", "mistral"], PACKING, ["alphatoken"], [torch.float32, torch.float64], [2]
     ),
-    *product(["llama"], PACKING, sorted(ESTIMATORS), [torch.float32]),
-    *product(["llama"], PACKING, ["alphatoken"], [torch.bfloat16]),
+    *product(["llama"], PACKING, sorted(ESTIMATORS), [torch.float32], [1]),
+    *product(["llama"], PACKING, ["alphatoken"], [torch.bfloat16], [0]),
+    *product(["qwen3"], ["bounds", "positions"], ["alphatoken"], [torch.float32], [3, 4]),
 ]
 
 
-@pytest.mark.parametrize(("name", "how", "estimator", "dtype"), ON_FLASH)
-@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize(("name", "how", "estimator", "dtype", "seed"), ON_FLASH)
 def test_flash_values_are_eager_ones(
     name: str, how: str, estimator: str, dtype: torch.dtype, seed: int
 ) -> None:
