@@ -136,6 +136,7 @@ test_token_losses_are_cross_entropies_at_the_index_of_the_predicted_token | | to
 test_label_values_are_directional_derivatives_of_each_loss | | label_values, (finite differences) | exact
 test_token_index_is_one_past_the_label_position | | to_token_index | exact
 # label values by differences
+test_sharded_label_values_are_the_oracles | | label_values, validation_gradient, per_token_gradients, response_tokens | exact
 test_a_refreshed_scorer_is_a_new_one | | (a new scorer) | exact
 test_a_shift_is_what_it_says | | (the weights before) | exact
 test_a_shift_that_would_drown_is_refused_with_its_reason | | (dtypes) | exact

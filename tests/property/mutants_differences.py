@@ -6,6 +6,7 @@ import signal
 from functools import partial
 
 from tests.property import test_differences as moved
+from tests.property import test_sharded as sharded
 from tests.property.mutants import small
 from tests.property.mutation import claim, mutant
 from tests.property.properties import Setup
@@ -42,6 +43,8 @@ WAITS = claim(
     examples=1,
 )
 FRESH = claim(moved.test_a_refreshed_scorer_is_a_new_one, examples=1)
+
+SHARDED = claim(sharded.test_sharded_label_values_are_the_oracles, setup=small(), parameters="all")
 
 _error = partial(mutant, room="estimate.differences.")
 
@@ -154,5 +157,25 @@ MUTANTS = (
             "pass",
         ),
         FRESH,
+    ),
+    _error(
+        "shard-moved-by-the-neighbours-m",
+        "a process moves its part of the weights along another process's part of M",
+        ("Shift._moving", "moving(name, parameter, m)", "moving(name, parameter, m.roll(1))"),
+        SHARDED,
+    ),
+    mutant(
+        "sharded-gradient-of-the-first-module-alone",
+        "a weight in use in two places has the gradient of one of them",
+        (
+            "direction.objective.sharded_sums",
+            "held = [(name, one) for name, one in in_use.values() if one.requires_grad]",
+            "held = [*dict(v for v in in_use.values() if v[1].requires_grad).items()]",
+        ),
+        claim(
+            sharded.test_sharded_label_values_are_the_oracles,
+            setup=small(tied_linears=True, mlp="gated"),
+            parameters="all",
+        ),
     ),
 )  # fmt: skip
