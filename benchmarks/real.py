@@ -188,7 +188,9 @@ def _sides(
         ("label_linears", "linears", lambda shape: shape.dual_forward(depth)),
         ("label_all", "all", lambda shape: shape.dual_forward_all),
     ):
-        config = ScorerConfig(estimator="label", layers="all", parameters=parameters)
+        config = ScorerConfig(
+            "label", layers="all", parameters=parameters, derivative="forward_mode"
+        )
         scorer = Scorer(model, validation, None, config)
         scorer.score(batch)
         yield Side(row, f"label, {parameters}", partial(scorer.score, batch), floor)

@@ -65,7 +65,7 @@ def work(real: Real, what: str, size: tuple[int, int], device: torch.device) -> 
     if what == "step":
         plain_step(model, batch)
     elif what == "label_all":
-        config = ScorerConfig(estimator="label", layers="all", parameters="all")
+        config = ScorerConfig("label", layers="all", parameters="all", derivative="forward_mode")
         Scorer(model, validation, None, config).score(batch)
     else:
         scorer = Scorer(model, validation, None, ScorerConfig(estimator=what, layers=LAYERS))

@@ -173,7 +173,7 @@ def real(folder: Path, kind: str) -> Work:
 
 def _utility(work: Work) -> torch.Tensor:
     """Label values over all parameters: each token's first-order utility."""
-    config = ScorerConfig(estimator="label", layers="all", parameters="all")
+    config = ScorerConfig("label", layers="all", parameters="all", derivative="forward_mode")
     return Scorer(work.model, list(work.validation), None, config).score(work.batch).total
 
 

@@ -232,7 +232,7 @@ def test_adams_truth_is_the_scorers_with_the_full_preconditioner() -> None:
     optimizer.zero_grad()
     config = ScorerConfig(
         estimator="label", layers="all", parameters="all", preconditioner="full",
-        precondition_after=1,
+        precondition_after=1, derivative="forward_mode",
     )  # fmt: skip
     shares = shares_of(model, optimizer)
     said = scored(model, config, optimizer)
@@ -284,7 +284,10 @@ def test_a_price_is_what_is_counted(
     estimator: str, layers: tuple[int, ...], parameters: str
 ) -> None:
     model = SIZE.model()
-    config = ScorerConfig(estimator=estimator, layers=list(layers), parameters=parameters)
+    derivative = "forward_mode" if estimator == "label" else "auto"
+    config = ScorerConfig(
+        estimator, layers=list(layers), parameters=parameters, derivative=derivative
+    )
     scorer = Scorer(model, SIZE.batch(seed=1), None, config)
     scorer.score(SIZE.batch())  # the direction, and proofs
     counted = flops(lambda: scorer.score(SIZE.batch(), components=False))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,13 @@ def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer
         for i, (asked, said) in enumerate(texts)
     ]
     (own, held), _ = encode_rows(given, tokenizer)
-    scorer = Scorer(model, collate([held]), config=ScorerConfig("label", parameters="all"))
-    values = scorer.score(collate([own])).total[0]
+    config = ScorerConfig("label", parameters="all", derivative="forward_mode")
+    values = Scorer(model, collate([held]), config=config).score(collate([own])).total[0]
+    moved = Scorer(model, collate([held]), config=replace(config, derivative="auto"))
+    differences = moved.score(collate([own]))
+    assert differences.derivative == "central"
+    away = float((differences.total[0] - values).norm() / values.norm())
+    assert away <= min(3 * differences.error, 5e-3)
     weights = list(model.parameters())
 
     def gradients(batch: dict[str, Tensor]) -> Iterator[list[Tensor]]:
