@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from peft import get_peft_model_state_dict
 from torch import Tensor
@@ -788,6 +788,7 @@ def test_adam_update_is_the_step_that_torch_takes(kind: str) -> None:
     tokens=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     percent=st.integers(1, 100),
 )
+@example(tokens=[2, 2], percent=50)  # a budget that is met exactly
 def test_filling_by_tokens(tokens: list[int], percent: int) -> None:
     order = np.arange(len(tokens))[::-1]
     found = fill_tokens(order, np.asarray(tokens), percent / 100).tolist()
