@@ -335,16 +335,19 @@ def sharded_sums(
     Returns:
         Parts of sums over all processes; the count of this one.
     """
-    names, model = list(names), adapter.model
+    names = list(names)
     total: dict[str, Tensor] = {}
+
+    def reduce(name: str, gradient: Tensor) -> None:
+        part = sharding.reduce(name, gradient)
+        total[name] = total[name] + part if name in total else part
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
         taken: set[str] = set()
 
         def take(name: str, gradient: Tensor) -> Tensor:
             taken.add(name)
-            part = sharding.reduce(name, gradient.to(wide(gradient.dtype)))
-            total[name] = total[name] + part if name in total else part
+            reduce(name, gradient.to(wide(gradient.dtype)))
             return gradient.new_zeros(()).expand_as(gradient)
 
         held = [(name, one) for name, one in in_use.values() if one.requires_grad]
@@ -355,13 +358,10 @@ def sharded_sums(
         finally:
             for hook in hooks:
                 hook.remove()
-        for name in names:  # no loss of this batch leads to it, on any process
-            if name not in taken:
-                zeros = weighted.new_zeros(sharding.shape(name), dtype=wide(weighted.dtype))
-                part = sharding.reduce(name, zeros)
-                total[name] = total[name] + part if name in total else part
+        for name in (n for n in names if n not in taken):  # no loss leads to it, on any process
+            reduce(name, weighted.new_zeros(sharding.shape(name), dtype=wide(weighted.dtype)))
 
-    with objects_in_use(model, names) as in_use:
+    with objects_in_use(adapter.model, names) as in_use:
         count = stream_losses(adapter, items, add, first=first, role=role)
     return {name: total[name] for name in names if name in total}, count
 

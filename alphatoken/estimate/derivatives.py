@@ -66,9 +66,6 @@ def prove_derivatives(
         backward[name] = 0.0 if g is None else float((g.detach() * u).sum(dtype=torch.float64))
     del gradients
 
-    def difference(names: Sequence[str]) -> float:
-        return compared(names)[0]
-
     def compared(names: Sequence[str]) -> tuple[float, float]:
         moved, error = derivative({name: direction[name] for name in names})
         total = float(moved.sum(dtype=torch.float64)) - sum(backward[name] for name in names)
@@ -80,7 +77,7 @@ def prove_derivatives(
     allowed = _tolerance(losses.device.type, dtypes) + 3 * stated / scale
     # What states so large an error that nothing would be refused proves nothing.
     if not found <= min(allowed, _TOLERANCE_HALF):
-        raise _refusal(_parted(list(parameters), difference), found)
+        raise _refusal(_parted(list(parameters), lambda names: compared(names)[0]), found)
     return found
 
 

@@ -11,7 +11,7 @@ are off. The weights come back to the bit, also after an exception or an interru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding, objects_in_use
-from alphatoken.support.precision import wide
+from alphatoken.support.precision import DEVICES, wide
 
 __all__ = ["FORMS", "TOLERANCE", "Differences", "Shift", "drowned"]
 
@@ -44,17 +44,14 @@ CHECKED_EVERY = 32
 _ATTEMPTS = 8
 """At bringing weights back, each ended by a signal."""
 
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
-
 
 def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
     """Why a small shift of these weights would drown in rounding; None where it would not.
 
     The shift must be representable in the weights and in the products: float32 or wider in both.
     """
-    narrow = [f"{n} in {p.dtype}" for n, p in parameters.items() if wide(p.dtype) != p.dtype]
     # Frozen weights round the products too: a 16-bit base under float32 factors.
-    narrow += [
+    narrow = [
         f"{n} in {p.dtype}"
         for n, p in model.named_parameters()
         if p.is_floating_point() and wide(p.dtype) != p.dtype
@@ -65,7 +62,7 @@ def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
     if away:  # a device map brings it for its module's forward alone
         return f"{away[0]} not in memory between forwards"
     kinds = {p.device.type for p in model.parameters()}
-    cast = [kind for kind in _DEVICES if kind in kinds and torch.is_autocast_enabled(kind)]
+    cast = [kind for kind in DEVICES if kind in kinds and torch.is_autocast_enabled(kind)]
     if cast:
         return f"autocast to {torch.get_autocast_dtype(cast[0])}".replace("torch.", "")
     if kinds & {"cuda"} and torch.backends.cuda.matmul.allow_tf32:
@@ -211,25 +208,26 @@ class Shift:
             with _TrainedEmbedding(by_identity.get):
                 yield
             return
-        kept = {name: self._padding_row(name) for name in self._parameters}
-        with objects_in_use(self._model, kept) as in_use:
+        kept = self._padding_rows(self._sharding)
+        with objects_in_use(self._model, self._parameters) as in_use:
 
             def find(identity: int) -> _Unmoved | None:
                 name, _ = in_use.get(identity, ("", None))
-                return _Unmoved(None, kept[name]) if name else None
+                return _Unmoved(None, kept.get(name)) if name else None
 
             with _TrainedEmbedding(find):
                 yield
 
-    def _padding_row(self, name: str) -> Tensor | None:
-        """The row of an embedding that no backward reaches; gathered with the others, then kept."""
-        assert self._sharding is not None
-        parameter = self._parameters[name]
+    def _padding_rows(self, sharding: Sharding) -> dict[str, Tensor]:
+        """Rows of embeddings that no backward reaches; gathered with the others, then kept."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        found = {}
         for module in self._model.modules():
             padding = getattr(module, "padding_idx", None)
-            if padding is not None and getattr(module, "weight", None) is parameter:
-                return self._sharding.full(name, parameter)[padding].clone()
-        return None
+            name = names.get(id(getattr(module, "weight", None)))
+            if padding is not None and name is not None:
+                found[name] = sharding.full(name, self._parameters[name])[padding].clone()
+        return found
 
     @torch.no_grad()
     def to(self, step: float) -> None:
@@ -238,18 +236,21 @@ class Shift:
             torch.add(before, m.to(target.dtype), alpha=step, out=target)
         self._regather()
 
-    def lengths(self) -> tuple[float, float]:
-        """Norms of the weights that move, and of M."""
-        if self._sharding is None:
-            return _norm(self._parameters.values()), _norm(self._direction.values())
-        own = {name: self._sharding.local(name, p) for name, p in self._parameters.items()}
-        both = self._sharding.norms(own), self._sharding.norms(self._direction)
-        return math.hypot(*both[0].values()), math.hypot(*both[1].values())
+    def length(self) -> float:
+        """Norm of M."""
+        return self._norm(self._direction)
 
+    def weights(self) -> float:
+        """Norm of the weights that move, where they are now."""
+        local = (lambda name, p: p) if self._sharding is None else self._sharding.local
+        return self._norm({name: local(name, p) for name, p in self._parameters.items()})
 
-def _norm(tensors: Iterable[Tensor]) -> float:
-    parts = [torch.linalg.vector_norm(t.detach(), dtype=wide(t.dtype)).double() for t in tensors]
-    return float(torch.stack([part.to(parts[0].device) for part in parts]).norm())
+    def _norm(self, tensors: Mapping[str, Tensor]) -> float:
+        if self._sharding is not None:
+            return math.hypot(*self._sharding.norms(tensors).values())
+        every = [t.detach() for t in tensors.values()]
+        parts = [torch.linalg.vector_norm(t, dtype=wide(t.dtype)).double() for t in every]
+        return float(torch.stack([part.to(parts[0].device) for part in parts]).norm())
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ class Differences:
         *,
         base: Float[Tensor, "b t"] | None = None,
         side: int = 0,
-        shown: LabelledBatch | None = None,
+        shown: Callable[[], LabelledBatch | None] | None = None,
         see: Callable[[Tensor], None] | None = None,
     ) -> tuple[Float[Tensor, "b t"], float]:
         """``<grad l_k, M>`` for every response token k, and the estimated relative error.
@@ -309,8 +310,8 @@ class Differences:
             form: "central" or "one_sided".
             base: for "one_sided", the losses (b, t) at the weights as they are; None to run them.
             side: which direction this is of those that are taken in turn; each has a step.
-            shown: the step is found on a slice of it, so that values do not depend on which rows
-                came first; None for ``batch``.
+            shown: gives the batch on a slice of which a step is found, so that values do not
+                depend on which rows came first; None for ``batch``.
             see: gets token losses (b, t) near the weights as they are, and may refuse them.
 
         Returns:
@@ -325,17 +326,18 @@ class Differences:
         definition of the derivative. Oracle: ``alphatoken.oracle.gradients.label_values``.
         """
         shift = Shift(self._adapter.model, direction, self._sharding)
-        weights, norm = shift.lengths()
+        norm = shift.length()
         if norm == 0.0:  # M = 0, as V is before the first step: every value is 0
             return torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0
         if not math.isfinite(norm):
-            raise UnsupportedError(
-                "the direction is not finite", got=f"norm {norm}", remedy="look at the weights"
-            )
+            what, remedy = "the direction is not finite", "look at the weights"
+            raise UnsupportedError(what, got=f"norm {norm}", remedy=remedy)
         with torch.no_grad(), evaluation_mode(self._adapter.model), shift.open():
             step = self._steps.get((form, side))
             if step is None or not 0.5 < norm / step.norm < 2.0:
-                step = self._find(around_responses(shown or batch), shift, form, weights, norm)
+                weights = shift.weights()
+                few = around_responses((shown and shown()) or batch)
+                step = self._find(few, shift, form, weights, norm)
                 # M may reach none of the few rows, as an embedding of other tokens does.
                 step = step or self._find(batch, shift, form, weights, norm)
             if step is None:

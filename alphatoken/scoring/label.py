@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 from jaxtyping import Float
@@ -97,9 +97,15 @@ class LabelDerivative:
         # the model below it again; over all parameters it costs more than they do. A mixture of
         # experts sends some tokens elsewhere at moved weights, where losses jump.
         ways = ["differences", "forward_mode"]
-        ways = ways if self._first is None and not _routes(self._adapter) else ways[::-1]
+        ways = ways if self._first is None and not self._routes else ways[::-1]
         lost_ways = self._disproved | self._refused
         return [way for way in ways if way not in lost_ways] or ways
+
+    @cached_property
+    def _routes(self) -> bool:
+        """Whether a mixture of experts that train lies in the model."""
+        find = getattr(self._adapter, "scored_experts", None)
+        return find is not None and bool(find(range(len(self._adapter.layers()))))
 
     def _taken(self, take: Callable[[str], _R], refused_ways: set[str]) -> _R:
         """What the first way that works gives; "auto" says so where it was not the preferred."""
@@ -153,7 +159,7 @@ class LabelDerivative:
         seen: Pass,
         direction: Mapping[str, Tensor],
         side: int = 0,
-        shown: LabelledBatch | None = None,
+        shown: Callable[[], LabelledBatch | None] | None = None,
     ) -> Taken:
         """Derivatives of a pass along one side of M.
 
@@ -161,7 +167,7 @@ class LabelDerivative:
             seen: the pass; where its losses are known, those of the own forward must equal them.
             direction: parameter name -> M in the parameter's shape.
             side: its place among the sides that are taken in turn.
-            shown: the batch that a step of differences is found on; None for that of the pass.
+            shown: gives the batch that a step of differences is found on; None for the pass's.
         """
         take = {
             "forward_mode": partial(self._by_forward_mode, seen, direction),
@@ -199,7 +205,7 @@ class LabelDerivative:
         seen: Pass,
         direction: Mapping[str, Tensor],
         side: int,
-        shown: LabelledBatch | None,
+        shown: Callable[[], LabelledBatch | None] | None,
     ) -> Taken:
         form = self._form(seen)
         base = seen.losses if form == "one_sided" and self._based(seen) else None
@@ -234,12 +240,6 @@ class LabelDerivative:
         uses = seen.recorder.linears
         # It may have run under an autocast that is over by now.
         return all(wide(use.s.dtype) == use.s.dtype for use in uses)
-
-
-def _routes(adapter: DecoderAdapter) -> bool:
-    """Whether a mixture of experts that train lies in the model."""
-    find = getattr(adapter, "scored_experts", None)
-    return find is not None and bool(find(range(len(adapter.layers()))))
 
 
 _NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}

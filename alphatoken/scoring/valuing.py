@@ -244,7 +244,7 @@ class Valuer:
             with nullcontext() if seen.recorder is None else seen.recorder.aside():
                 self.prove(around_responses(seen.batch))
         weights = seen.weights.token
-        shown = self.builder.made_of.first_batch()
+        shown = self.builder.made_of.first_batch
 
         def along(number: int, side: Side) -> Taken:
             taken = self._derivative.of(seen, side.of(side.matrices), number, shown)

@@ -9,12 +9,12 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["blocks", "full_precision", "wide"]
+__all__ = ["DEVICES", "blocks", "full_precision", "wide"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _BLOCK = 2**20  # numbers that are widened to float64 at a time
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def wide(*dtypes: torch.dtype) -> torch.dtype:
@@ -42,7 +42,7 @@ def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def widened(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        active = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+        active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
         try:
             for device in active:
                 torch.set_autocast_enabled(device, False)

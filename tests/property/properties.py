@@ -249,6 +249,20 @@ def summed_gradient(setup: Setup, model: ReferenceDecoder) -> dict[str, Tensor]:
     return dict(zip(parameters, found, strict=True))
 
 
+def label_truth(
+    setup: Setup, model: ReferenceDecoder, parameters: Mapping[str, Tensor], m: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The oracle's label values along ``m``, and the sums of their absolute terms."""
+    forward, batch = forward_of(model), setup.case.batch
+    expected = gradients.label_values(model, forward, batch, m)
+    scale = torch.zeros_like(expected)
+    tokens = gradients.response_tokens(gradients.known_labels(batch))
+    each = gradients.per_token_gradients(model, forward, batch, parameters)
+    for (b, i), gradient in zip(tokens, each, strict=True):
+        scale[b, i] = sum((g.abs() * m[n].abs()).sum() for n, g in gradient.items())
+    return expected, scale
+
+
 def response_mask(labels: Tensor) -> Tensor:
     mask = torch.zeros_like(labels, dtype=torch.bool)
     for b, i in gradients.response_tokens(labels):

@@ -22,7 +22,7 @@ from alphatoken.model.modes import draws
 from alphatoken.oracle import gradients
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import Setup, forward_of, quiet, setups
+from tests.property.properties import Setup, forward_of, label_truth, quiet, setups
 from tests.property.strategies import make_case
 from tests.property.tolerance import close
 
@@ -38,18 +38,11 @@ def config(derivative: str = "auto", **options: Any) -> ScorerConfig:
     return ScorerConfig("label", parameters="all", derivative=derivative, **options)
 
 
-def wanted(model: nn.Module, setup: Setup) -> tuple[Tensor, Tensor]:
+def wanted(model: ReferenceDecoder, setup: Setup) -> tuple[Tensor, Tensor]:
     """The oracle's label values over all parameters, and the sums of their absolute terms."""
     parameters = dict(model.named_parameters())
-    case, forward = setup.case, forward_of(model)
-    m = gradients.validation_gradient(model, forward, case.validation, parameters)
-    expected = gradients.label_values(model, forward, case.batch, m)
-    scale = torch.zeros_like(expected)
-    tokens = gradients.response_tokens(gradients.known_labels(case.batch))
-    each = gradients.per_token_gradients(model, forward, case.batch, parameters)
-    for (b, i), gradient in zip(tokens, each, strict=True):
-        scale[b, i] = sum((g.abs() * m[n].abs()).sum() for n, g in gradient.items())
-    return expected, scale
+    m = gradients.validation_gradient(model, forward_of(model), setup.case.validation, parameters)
+    return label_truth(setup, model, parameters, m)
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
@@ -250,7 +243,7 @@ def test_rows_that_m_does_not_reach_have_values_of_zero(form: str) -> None:
     batch["input_ids"][:, :2] = other
     there = read_batch(batch, max_length=64)
     taken = Differences(ReferenceAdapter(model))
-    found, _ = taken.values(there, m, form, shown=checked())
+    found, _ = taken.values(there, m, form, shown=checked)
     exact = gradients.label_values(model, forward_of(model), batch, m)
     assert off(found, exact) < 1e-5
 
@@ -449,7 +442,7 @@ def test_a_tied_weight_moves_once() -> None:
         dict.fromkeys(("head.weight", "embedding.weight"), one),
     ):
         shift = Shift(model, m)
-        assert shift.lengths()[1] == pytest.approx(one.norm().item())
+        assert shift.length() == pytest.approx(one.norm().item())
         with shift.open():
             shift.to(0.5)
             assert torch.equal(model.head.weight, before + 0.5)

@@ -22,6 +22,7 @@ from tests.property.properties import (
     Setup,
     compare_values,
     forward_of,
+    label_truth,
     make_scorer,
     quiet,
     quiet_score,
@@ -62,12 +63,7 @@ def _label_over(
     assert len(scorer.parameters) == len(known)
     values = quiet_score(scorer, setup.case.batch)
     m = gradients.validation_gradient(model, forward_of(model), setup.case.validation, everything)
-    expected = gradients.label_values(model, forward_of(model), setup.case.batch, m)
-    scale = torch.zeros_like(expected)
-    tokens = gradients.response_tokens(gradients.known_labels(setup.case.batch))
-    each = gradients.per_token_gradients(model, forward_of(model), setup.case.batch, everything)
-    for (b, i), gradient in zip(tokens, each, strict=True):
-        scale[b, i] = sum((g.abs() * m[n].abs()).sum() for n, g in gradient.items())
+    expected, scale = label_truth(setup, model, everything, m)
     close(values.total, expected, scale, MODEL, name=f"label, {parameters}")
     assert torch.equal(values.total, values.adaptation)
     return values

@@ -25,6 +25,7 @@ from tests.property.properties import (
     Setup,
     drift_of,
     forward_of,
+    label_truth,
     oracle_influence,
     quiet_score,
     scored,
@@ -262,12 +263,7 @@ def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> 
     m = gradients.validation_gradient(model, forward, setup.case.validation, chosen)
     for name, part in scorer.direction.adaptation.items():
         close(part[:-3].view_as(m[name]), m[name], m[name].abs().max() + 1e-30, MODEL, name=name)
-    expected = gradients.label_values(model, forward, setup.case.batch, m)
-    scale = torch.zeros_like(expected)
-    tokens = gradients.response_tokens(gradients.known_labels(setup.case.batch))
-    each = gradients.per_token_gradients(model, forward, setup.case.batch, chosen)
-    for (b, i), gradient in zip(tokens, each, strict=True):
-        scale[b, i] = sum((g.abs() * m[n].abs()).sum() for n, g in gradient.items())
+    expected, scale = label_truth(setup, model, chosen, m)
     close(found.total, expected, scale, 1e-7, name=f"sharded label, {parameters}")
     assert found.derivative == "central"
     assert not sharding.gathered
