@@ -8,14 +8,14 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS, SPLIT
+from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS, SPLIT, WALK
 from alphatoken.model.layer_choice import DEFAULT_LAYERS
 from alphatoken.model.parameter_choice import ParameterChoice
 
 __all__ = ["ScorerConfig"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "estimator": ESTIMATORS,
+    "estimator": (*ESTIMATORS, WALK),
     "objective": ("both", "adaptation", "stability"),
     "part": ("both", "direct", "causal"),
     "head_reduction": ("per_head", "mean"),
@@ -33,7 +33,9 @@ class ScorerConfig:
 
     Attributes:
         estimator: "alphatoken" (direct + Value-Propagation), "direct", "same_layer_hop", "path",
-            "label" or "paper_literal"; see ``alphatoken.estimate.estimators``.
+            "label" or "paper_literal", see ``alphatoken.estimate.estimators``; or "walk", what a
+            token's loss falls by along AdamW steps on the validation rows, all that trains moving.
+            For "walk" ``layers`` and ``parameters`` play no part.
         objective: the sides of M that are built and summed: "both" (adaptation, and stability if
             there is a retention term), "adaptation", or "stability" (no validation set needed).
         part: the parts that are computed and summed: "both", "direct" or "causal". Other than
@@ -91,6 +93,11 @@ class ScorerConfig:
             ``observe`` without dropout, else central; forward mode for the last layers alone,
             which it runs from their input on. Where one of the two cannot be had, the other is
             taken, said once. ``TokenValues`` say which it was, and the estimated error.
+        walk_steps: n, the steps of a walk, each on the next of the validation batches.
+        walk_learning_rate: of its AdamW, constant, without weight decay; None takes 5e-5, and in a
+            trainer the run's.
+        walk_refresh: changes of the weights (optimizer steps) after which a new walk is taken from
+            where they are; 0 for one walk from the start.
 
     Raises:
         ConfigError: an unknown choice, or options that contradict each other.
@@ -114,6 +121,14 @@ class ScorerConfig:
     standard_errors: bool = False
     offload: str = "none"
     derivative: str = "auto"
+    walk_steps: int = 24
+    walk_learning_rate: float | None = None
+    walk_refresh: int = 0
+
+    @property
+    def choice(self) -> ParameterChoice:
+        """The parameters that values are over: of a walk all that train."""
+        return ParameterChoice.read("all" if self.estimator == WALK else self.parameters)
 
     @property
     def adapts(self) -> bool:
@@ -161,7 +176,48 @@ class ScorerConfig:
                 got=repr(self.precondition_after),
                 why="before the first step the optimizer has no second moment",
             )
+        if isinstance(self.walk_steps, bool) or self.walk_steps < 1:
+            raise ConfigError("walk_steps must be at least 1", got=repr(self.walk_steps))
+        if isinstance(self.walk_refresh, bool) or self.walk_refresh < 0:
+            raise ConfigError("walk_refresh must be at least 0", got=repr(self.walk_refresh))
+        if self.walk_learning_rate is not None and not 0 < self.walk_learning_rate < float("inf"):
+            raise ConfigError(
+                "walk_learning_rate must lie above 0", got=repr(self.walk_learning_rate)
+            )
+        self._check_walk()
         self._check_combinations()
+
+    def _check_walk(self) -> None:
+        """Raise for options that a walk has no use for, and for a walk's that nothing reads."""
+        if self.estimator != WALK:
+            first = ScorerConfig.__dataclass_fields__
+            names = ("walk_steps", "walk_learning_rate", "walk_refresh")
+            given = [n for n in names if getattr(self, n) != first[n].default]
+            if given:
+                raise ConfigError(
+                    f"{given[0]} is an option of the estimator 'walk' alone",
+                    got=f"{given[0]}={getattr(self, given[0])!r}, estimator={self.estimator!r}",
+                    remedy="estimator='walk', or leave it out",
+                )
+            return
+        unread = {
+            "objective='stability'": self.objective == "stability",
+            f"preconditioner={self.preconditioner!r:.20}": self.preconditioner is not None,
+            "standard_errors=True": self.standard_errors,
+            f"parameters={self.parameters!r}": self.parameters not in ("linears", "all"),
+            f"layers={self.layers!r}": self.layers not in (DEFAULT_LAYERS, "all"),
+            "score_bias=True": self.score_bias,
+            "uncovered='skip'": self.uncovered == "skip",
+        }
+        for got, given_here in unread.items():
+            if given_here:
+                raise ConfigError(
+                    "an option has no meaning along a walk",
+                    got=f"{got}, estimator='walk'",
+                    why="its values are losses now less losses after AdamW steps of all that "
+                    "trains on the validation rows",
+                    remedy="leave it out, or estimator='label'",
+                )
 
     def _check_combinations(self) -> None:
         if self.derivative != "auto" and self.estimator != "label":
@@ -200,7 +256,7 @@ class ScorerConfig:
                 remedy="objective='both' or 'adaptation'",
             )
         choice = ParameterChoice.read(self.parameters)
-        if not choice.captured and self.estimator != "label":
+        if not choice.captured and self.estimator not in ("label", WALK):
             raise ConfigError(
                 f"value parameters {self.parameters!r} are for the estimator 'label' alone",
                 got=f"estimator {self.estimator!r}",

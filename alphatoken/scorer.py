@@ -22,9 +22,10 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.gradient_file import load_gradient, save_gradient
 from alphatoken.direction.objective import GradientReducer
 from alphatoken.direction.scored import ScoredParameters, choose_parameters
-from alphatoken.errors import AlphaTokenWarning, InputError, UnsupportedError
+from alphatoken.direction.walk import WalkBuilder
+from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.columns import Columns, Side, contract_columns
-from alphatoken.estimate.estimators import SWITCHED
+from alphatoken.estimate.estimators import SWITCHED, WALK
 from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches
 from alphatoken.model.capture import record
@@ -62,6 +63,7 @@ class HandedOver:
         optimizer: as in ``Scorer``.
         adapter: the user's own; None where it was looked up.
         whole: no ``reduce`` and no ``sharding``: this process has everything.
+        reference: the second model; None where there is none.
     """
 
     model: nn.Module
@@ -71,6 +73,7 @@ class HandedOver:
     optimizer: torch.optim.Optimizer | None
     adapter: DecoderAdapter | None
     whole: bool
+    reference: nn.Module | None = None
 
 
 class Scorer:
@@ -95,6 +98,9 @@ class Scorer:
             built from captured errors, and M is gathered one matrix at a time.
         masters: name and parameter to the weight as the optimizer keeps it (float32, under
             DeepSpeed); V is taken from these.
+        reference: for ``estimator="walk"``, a second model of the same tokens, on the same device:
+            values are losses of ``model`` less its losses. It stands where a walk would end, so
+            that ``validation`` may be None. A walk of the scorer's own needs no second model.
 
     Attributes:
         adapter: of the model.
@@ -146,13 +152,22 @@ class Scorer:
         reduce: GradientReducer | None = None,
         sharding: Sharding | None = None,
         masters: MasterWeights | None = None,
+        reference: nn.Module | None = None,
     ) -> None:
         config = config or ScorerConfig()
+        if reference is not None and config.estimator != WALK:
+            raise ConfigError(
+                "a second model is read by the estimator 'walk' alone",
+                got=f"reference={type(reference).__name__}, estimator={config.estimator!r}",
+                remedy="ScorerConfig('walk'), or leave reference out",
+            )
         # G is rebuilt whenever the weights change; an iterator would be empty the second time.
         if isinstance(validation, Iterator):
             validation = list(validation)
         whole = reduce is None and sharding is None
-        self.given = HandedOver(model, validation, retention, config, optimizer, adapter, whole)
+        self.given = HandedOver(
+            model, validation, retention, config, optimizer, adapter, whole, reference
+        )
         self._spread = reduce, sharding, masters
         self._trained: object = None
         self._settings: object = None
@@ -166,8 +181,14 @@ class Scorer:
         scored = choose_parameters(self.adapter, config, sharding)
         made_of = Ingredients(self.adapter, scored, config, given.optimizer, reduce, masters)
         made_of.check_preconditioner()
+        made_of = replace(made_of, to_reference=given.reference is not None)
         made_of = made_of.against(() if given.validation is None else as_batches(given.validation))
-        self.builder = DirectionBuilder(made_of.retaining(given.retention))
+        made_of = made_of.retaining(given.retention)
+        if config.estimator == WALK:
+            second = None if given.reference is None else find_adapter(given.reference)
+            self.builder: DirectionBuilder = WalkBuilder(made_of, second)
+        else:
+            self.builder = DirectionBuilder(made_of)
         witness = CaptureCheck(
             self.adapter,
             scored.scope,
@@ -196,6 +217,8 @@ class Scorer:
         warned = self.valuer
         self._build()
         self.builder.pin(builder.pinned)
+        if same:
+            self.builder.follow(builder)
         self.valuer.warned_as(warned)
 
     def __repr__(self) -> str:
@@ -267,7 +290,7 @@ class Scorer:
     # --- what changes over a run -----------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Drop G and V; the next use builds them anew, as a new scorer would."""
+        """Drop G, V and a walk; the next use builds them anew, as a new scorer would."""
         self.builder.invalidate()
         self.valuer.forget()
 

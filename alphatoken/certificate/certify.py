@@ -221,6 +221,14 @@ def certify(
             why="the oracle builds everything anew, from what this process was given",
             remedy="build a Scorer without them, on the whole model and validation set",
         )
+    if scorer.config.estimator == "walk":
+        raise UnsupportedError(
+            "values along a walk have no certificate",
+            got="estimator='walk'",
+            why="each is one loss less another, and nothing in it is approximated; where the walk "
+            "led is the result of training",
+            remedy="compare them with a model that you train yourself: Scorer(reference=...)",
+        )
     start = time.monotonic()
     found = _ways(scorer, batch, token_weights, step_weights)
     counter = _Counter()

@@ -55,6 +55,7 @@ class Ingredients:
         validation: batches or pairs.
         retention: what V is taken of.
         parts: of a Fisher drift, under sharded weights.
+        to_reference: values are taken to a second model, which stands for the validation rows.
     """
 
     adapter: DecoderAdapter
@@ -66,12 +67,13 @@ class Ingredients:
     validation: Sequence[Any] = ()
     retention: Retention = None
     parts: ShardedDrift | None = None
+    to_reference: bool = False
 
     # --- what is valued against what -------------------------------------------------------------
 
     def against(self, validation: Sequence[Any]) -> Ingredients:
         """The same with another validation set, once it is checked."""
-        if self.config.adapts and not validation:
+        if self.config.adapts and not validation and not self.to_reference:
             raise InputError(
                 "no validation tokens",
                 got="an empty validation set",
@@ -90,6 +92,13 @@ class Ingredients:
 
     def retaining(self, retention: Retention) -> Ingredients:
         """The same with another retention term, once it is checked."""
+        if retention is not None and self.config.estimator == "walk":
+            raise ConfigError(
+                "a walk has no stability side",
+                got=f"retention of type {type(retention).__name__}",
+                why="it is steps on the validation rows, and V would take no part",
+                remedy="retention=None, or estimator='label'",
+            )
         if retention is None and self.config.objective == "stability":
             raise ConfigError(
                 "objective='stability' needs a retention term",
@@ -186,6 +195,11 @@ class Ingredients:
     def gradient(self) -> dict[str, Tensor]:
         """G by parameter name, without P."""
         return self._gradient("validation", self.validation)
+
+    def gradient_of_step(self, number: int) -> dict[str, Tensor]:
+        """The gradient of one validation batch, which each step of a walk takes in turn."""
+        turn = number % max(len(self.validation), 1)
+        return self._gradient("validation", self.validation[turn : turn + 1])
 
     def _parts(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[float, ...]]:
         """``S_h / n`` of each validation batch h, and its share ``n_h / n`` of the tokens.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from jaxtyping import Float
 from torch import Tensor
 
 from alphatoken.direction.age import age_of, weights_age
@@ -15,12 +16,22 @@ from alphatoken.direction.build import Ingredients, Retention, sizes
 from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import ModelError
 from alphatoken.estimate.columns import Side, total_side
+from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import Recorder
 
-__all__ = ["DirectionBuilder", "Frame", "Sides"]
+__all__ = ["DirectionBuilder", "End", "Frame", "Sides"]
 
 Sides = tuple[Side | None, Side | None]
 """Adaptation and stability; a side that is not asked for is None."""
+
+
+@runtime_checkable
+class End(Protocol):
+    """Where values are taken to."""
+
+    def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
+        """Token losses there, without a graph, dropout off; 0 off the response."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +41,12 @@ class Frame:
     Attributes:
         direction: both sides of M; P is left out where it is "full".
         made_of: what M was built from.
+        end: of a walk, where values are taken to; M is empty then.
     """
 
     direction: Direction
     made_of: Ingredients
+    end: End | None = None
 
     @property
     def scored(self) -> ScoredParameters:
@@ -107,6 +120,9 @@ class DirectionBuilder:
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale, instead of the weights' numbers."""
         self.pinned = version
+
+    def follow(self, former: DirectionBuilder) -> None:
+        """Take over what outlives a change of mere settings: nothing of G and V."""
 
     def _current_age(self) -> object:
         return age_of(self.made_of) if self.pinned is None else ("pinned", self.pinned)

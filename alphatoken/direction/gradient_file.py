@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from alphatoken.config import ScorerConfig
 from alphatoken.direction.build import Ingredients
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.errors import InputError, UnsupportedError
+from alphatoken.estimate.estimators import WALK
 from alphatoken.model.batch import PreferenceBatch
 from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
 
@@ -21,7 +23,7 @@ _FORMAT = "alphatoken validation gradient 1"
 
 
 def save_gradient(builder: DirectionBuilder, path: str | os.PathLike[str]) -> None:
-    """Write G at the current weights, whole or not at all, with what it depends on.
+    """Write G at the current weights (of a walk its end), whole or not at all.
 
     Raises:
         UnsupportedError: the direction has no G that stands for all of it.
@@ -61,6 +63,7 @@ def _check(made_of: Ingredients) -> None:
         "weights or gradients that are spread over processes": spread,
         "standard errors": made_of.config.standard_errors,
         "objective='stability'": not made_of.config.adapts,
+        "a second model": made_of.to_reference,
     }
     for what, given in reasons.items():
         if given:
@@ -81,7 +84,15 @@ def _identity(made_of: Ingredients) -> dict[str, str]:
         "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest(),
         "weights": weights_digest(made_of.adapter.model),
         "validation rows": _digest(made_of.validation),
+        "estimator": _walk_of(made_of.config),
     }
+
+
+def _walk_of(config: ScorerConfig) -> str:
+    """What the end of a walk depends on further."""
+    if config.estimator != WALK:
+        return "first order"
+    return f"walk, {config.walk_steps} steps, rate {config.walk_learning_rate}"
 
 
 def _digest(batches: Any) -> str:

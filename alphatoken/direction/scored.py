@@ -10,7 +10,6 @@ from torch import Tensor
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.estimate.proofs import require_covered
-from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope, used_outside
 from alphatoken.model.sharding import Sharding
@@ -54,7 +53,7 @@ def choose_parameters(
         CoverageError: matrices that the estimator does not cover.
         UnsupportedError: sharded weights that the estimator cannot work on.
     """
-    choice = ParameterChoice.read(config.parameters)
+    choice = config.choice
     scope = choice.scope(adapter, config.layers)
     require_covered(scope, config.estimator, config.uncovered)
     parameters, names = _named_once(adapter, scope, config)

@@ -11,27 +11,24 @@ are off. The weights come back to the bit, also after an exception or an interru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from alphatoken.errors import UnsupportedError
+from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, require_finite
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.response_losses import response_losses
-from alphatoken.model.sharding import Sharding, objects_in_use
+from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["FORMS", "TOLERANCE", "Differences", "Shift", "drowned"]
+__all__ = ["FORMS", "TOLERANCE", "Differences", "drowned"]
 
 FORMS = ("central", "one_sided")
 
@@ -40,9 +37,6 @@ TOLERANCE = 2e-2
 
 CHECKED_EVERY = 32
 """Batches after which the error is looked at again; at first sooner: after 1, 2, 4, 8 and 16."""
-
-_ATTEMPTS = 8
-"""At bringing weights back, each ended by a signal."""
 
 
 def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
@@ -70,187 +64,6 @@ def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
     if torch.get_float32_matmul_precision() != "highest":
         return f"products of {torch.get_float32_matmul_precision()!r} precision"
     return None
-
-
-@dataclass(frozen=True)
-class _Unmoved:
-    """An embedding's weight before the move.
-
-    Attributes:
-        whole: all of it; None where no process has it.
-        row: the one at ``padding_idx``; None without one.
-    """
-
-    whole: Tensor | None
-    row: Tensor | None = None
-
-
-class _TrainedEmbedding(TorchFunctionMode):
-    """Inside, an embedding moves as its backward says, which is what trains.
-
-    The backward gives the row at ``padding_idx`` nothing, though a head tied to the same weight
-    does, and under ``scale_grad_by_freq`` divides by how often the batch holds a token.
-    """
-
-    def __init__(self, find: Callable[[int], _Unmoved | None]) -> None:
-        super().__init__()
-        self.find = find
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding and self.find(id(args[1])) is not None:
-            return self._rows(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _rows(
-        self,
-        ids: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        rows = F.embedding(ids, weight, padding_idx, max_norm, norm_type)
-        before = self.find(id(weight))
-        assert before is not None
-        if scale_grad_by_freq:
-            if before.whole is None:
-                raise UnsupportedError(
-                    "an embedding with scale_grad_by_freq cannot be moved where it is sharded",
-                    why="its rows before the move are needed, and no process has them",
-                    remedy="scale_grad_by_freq=False, or parameters= without it",
-                )
-            still = F.embedding(ids, before.whole)
-            times = torch.bincount(ids.flatten())[ids].unsqueeze(-1).to(rows)
-            rows = still + (rows - still) / times
-        if padding_idx is not None:
-            row = before.row if before.whole is None else before.whole[padding_idx]
-            assert row is not None
-            padding = (ids == padding_idx % len(weight)).unsqueeze(-1)
-            rows = torch.where(padding, row.to(rows), rows)
-        return rows
-
-
-class Shift:
-    """Moves parameters of a model along M, in place, and brings them back to the bit.
-
-    Views of the weights, tied places and shards see the move, since no tensor is replaced; a tied
-    weight moves once. Memory: one more copy of what moves, while ``open``.
-
-    Args:
-        model: whose parameters move, outside a forward.
-        direction: parameter name -> M in the parameter's shape; under ``sharding`` this process's
-            part of it.
-        sharding: of the weights. Every process moves its own part, and gathers nothing of M.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        direction: Mapping[str, Tensor],
-        sharding: Sharding | None = None,
-    ) -> None:
-        self._model, self._sharding = model, sharding
-        self._regather()
-        named = dict(model.named_parameters(remove_duplicate=False))
-        once = {id(named[name]): (name, m) for name, m in direction.items()}
-        self._direction = dict(once.values())
-        self._parameters = {name: named[name] for name in self._direction}
-        self._moves: list[tuple[Tensor, Tensor]] = []
-        self._before: list[Tensor] = []
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Keep a copy of the weights inside, and copy it back at the end, whatever happened."""
-        # Through ``.data``, which counts as no write: graphs of an observed forward hold the
-        # weights, and find them as they were.
-        self._moves = [self._moving(name, m) for name, m in self._direction.items()]
-        self._before = [target.clone() for target, _ in self._moves]
-        try:
-            with self._embeddings():
-                yield
-        finally:
-            # A signal's handler may raise anywhere in here: what it raises waits until all is back.
-            raised: BaseException | None = None
-            for _ in range(_ATTEMPTS):
-                try:
-                    for (target, _m), before in zip(self._moves, self._before, strict=True):
-                        target.copy_(before)
-                    self._regather()
-                    break
-                except BaseException as error:
-                    raised = raised or error
-            self._moves, self._before = [], []
-            if raised is not None:
-                raise raised
-
-    def _regather(self) -> None:
-        if self._sharding is not None:
-            self._sharding.regather()
-
-    def _moving(self, name: str, m: Tensor) -> tuple[Tensor, Tensor]:
-        parameter = self._parameters[name]
-        if self._sharding is None:
-            return parameter.data, m
-        return self._sharding.moving(name, parameter, m)
-
-    @contextmanager
-    def _embeddings(self) -> Iterator[None]:
-        if self._sharding is None:
-            by_identity = {
-                id(p): _Unmoved(before)
-                for p, before in zip(self._parameters.values(), self._before, strict=True)
-            }
-            with _TrainedEmbedding(by_identity.get):
-                yield
-            return
-        kept = self._padding_rows(self._sharding)
-        with objects_in_use(self._model, self._parameters) as in_use:
-
-            def find(identity: int) -> _Unmoved | None:
-                name, _ = in_use.get(identity, ("", None))
-                return _Unmoved(None, kept.get(name)) if name else None
-
-            with _TrainedEmbedding(find):
-                yield
-
-    def _padding_rows(self, sharding: Sharding) -> dict[str, Tensor]:
-        """Rows of embeddings that no backward reaches; gathered with the others, then kept."""
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        found = {}
-        for module in self._model.modules():
-            padding = getattr(module, "padding_idx", None)
-            name = names.get(id(getattr(module, "weight", None)))
-            if padding is not None and name is not None:
-                found[name] = sharding.full(name, self._parameters[name])[padding].clone()
-        return found
-
-    @torch.no_grad()
-    def to(self, step: float) -> None:
-        """Put the weights at ``theta + step M``."""
-        for (target, m), before in zip(self._moves, self._before, strict=True):
-            torch.add(before, m.to(target.dtype), alpha=step, out=target)
-        self._regather()
-
-    def length(self) -> float:
-        """Norm of M."""
-        return self._norm(self._direction)
-
-    def weights(self) -> float:
-        """Norm of the weights that move, where they are now."""
-        local = (lambda name, p: p) if self._sharding is None else self._sharding.local
-        return self._norm({name: local(name, p) for name, p in self._parameters.items()})
-
-    def _norm(self, tensors: Mapping[str, Tensor]) -> float:
-        if self._sharding is not None:
-            return math.hypot(*self._sharding.norms(tensors).values())
-        every = [t.detach() for t in tensors.values()]
-        parts = [torch.linalg.vector_norm(t, dtype=wide(t.dtype)).double() for t in every]
-        return float(torch.stack([part.to(parts[0].device) for part in parts]).norm())
 
 
 @dataclass(frozen=True)

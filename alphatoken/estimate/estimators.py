@@ -12,6 +12,8 @@ same for all. With Psi[k, t] the influence of the use of weights at position t o
     paper_literal   column sums + Value-Propagation of the     counts the causal path twice
                     aggregated errors, head-mean alpha
     label           row sums (``forward_mode``)                exact
+
+"walk" is none of them: it takes no gradient of a token at all (``direction.walk``).
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ __all__ = [
     "SELF_ONLY",
     "SPLIT",
     "SWITCHED",
+    "WALK",
     "TokenErrors",
     "token_errors",
 ]
 
 CAPTURED = ("alphatoken", "direct", "same_layer_hop", "path", "paper_literal")
 ESTIMATORS = (*CAPTURED, "label")
+"""First-order values: contractions of gradients with M."""
+WALK = "walk"
+"""Loss differences along a walk; see ``direction.walk``."""
 SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
 """Estimators that need the self-only backward."""
 SWITCHED = (*SELF_ONLY, "paper_literal")

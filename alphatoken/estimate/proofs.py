@@ -26,7 +26,7 @@ from torch import Tensor
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.causality import argument_kinds, prove_causality
 from alphatoken.estimate.derivatives import Derivative, prove_derivatives
-from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED
+from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED, WALK
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import LabelledBatch
@@ -446,7 +446,7 @@ class CaptureCheck:
         scope: what is captured.
         parameters: name -> parameter, everything in scope.
         names: place of a parameter -> its name.
-        estimator: one that works on captured errors, or "label".
+        estimator: one that works on captured errors, "label", or "walk", which needs no proof.
         skipped: for the report.
         sharding: of the weights; where there is one, nothing but isolation is proved.
 
@@ -470,7 +470,7 @@ class CaptureCheck:
         self._parameters, self._names, self._sharding = parameters, names, sharding
         self._documents: set[frozenset[str]] = set()  # kinds of packed batches that were proved
         self._causal: set[frozenset[str]] = set()  # and kinds of arguments
-        self.pending = estimator in CAPTURED or sharding is None
+        self.pending = estimator in CAPTURED or (estimator != WALK and sharding is None)
         self.report = CoverageReport(
             tuple(linear.name for linear in scope.linears),
             tuple(parameters),

@@ -27,6 +27,7 @@ from alphatoken.estimate.token_values import assign_columns, combine
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.scoring.along_walk import along_walk
 from alphatoken.scoring.label import LabelDerivative, Taken
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.values import TokenValues
@@ -147,6 +148,9 @@ class Valuer:
 
     def values(self, frame: Frame, seen: Pass, *, components: bool) -> TokenValues:
         """Values of a pass; without ``components`` the total alone, by one contraction."""
+        if frame.end is not None:
+            values = along_walk(self.adapter, frame.end, seen)
+            return values if components else values.total_alone()
         frame = self.at(frame, seen)
         direction = frame.direction
         (adaptation, stability), balance = frame.sides(components=components)

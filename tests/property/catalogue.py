@@ -14,6 +14,7 @@ from tests.property import (
     mutants_proofs,
     mutants_rules,
     mutants_train,
+    mutants_walk,
     mutants_watch,
 )
 
@@ -32,6 +33,7 @@ ROOMS = {
         mutants_rules.MUTANTS
     ),
     "Errors in label values by finite differences": mutants_differences.MUTANTS,
+    "Errors in values along a walk": mutants_walk.MUTANTS,
     **OF_LAB,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
     "Errors in how mixtures of experts are captured": mutants_experts.MUTANTS,

@@ -148,6 +148,22 @@ test_in_float32_the_stated_error_bounds_the_true_one | | (forward mode in float6
 test_more_curved_rows_are_seen_in_the_stated_error | | (forward mode) | approximate
 test_the_step_is_kept_until_m_changes_its_length | | label_values, validation_gradient | exact
 test_weights_come_back_after_an_exception_in_a_shifted_forward | | (the weights before) | exact
+# values along a walk
+test_walk_values_are_those_of_a_trained_copy | | walked, walk_values | exact
+test_a_forward_with_dropout_is_run_again | | walked, walk_values | exact
+test_token_weights_scale_their_token | | (values without weights) | exact
+test_one_short_step_is_the_label_value | | label_values, validation_gradient | exact
+test_a_walk_on_a_quadratic_is_the_filtered_newton_step | | (closed form) | exact
+test_a_walk_value_is_the_mean_label_value_along_the_way | | label_values_along | exact
+test_first_order_is_off_by_the_curvature_along_the_way | | curvature_along, label_values | exact
+test_values_of_a_chain_of_walks_add_up | | walked | exact
+test_a_new_walk_is_taken_when_it_is_due | | walked, walk_values | exact
+test_other_validation_rows_and_a_refresh_take_a_new_walk | | walked, walk_values | exact
+test_a_changed_setting_keeps_the_walk | | walked, walk_values | exact
+test_a_walk_on_pairs_lowers_the_preference_loss | | objective_gradient | exact
+test_weights_in_16_bits_walk_in_float32 | | (the walk in float32) | exact
+test_autocast_keeps_no_cast_of_weights_that_moved | | (values without autocast) | approximate
+test_a_walk_that_climbs_is_said | | (the validation loss) | exact
 # Value-Propagation and hops
 test_alphatoken_is_direct_plus_propagation | | value_propagation, head_output_errors | approximate
 test_paper_literal | | value_propagation | approximate

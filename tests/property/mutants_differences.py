@@ -47,6 +47,7 @@ FRESH = claim(moved.test_a_refreshed_scorer_is_a_new_one, examples=1)
 SHARDED = claim(sharded.test_sharded_label_values_are_the_oracles, setup=small(), parameters="all")
 
 _error = partial(mutant, room="estimate.differences.")
+_moved = partial(mutant, room="estimate.shift.")
 
 MUTANTS = (
     _error(
@@ -55,56 +56,56 @@ MUTANTS = (
         ("_Quotients.values", "2 * length if self._form", "length if self._form"),
         CENTRAL,
     ),
-    _error(
+    _moved(
         "shift-to-the-other-side",
         "the weights move along -M",
         ("Shift.to", "alpha=step", "alpha=-step"),
         SHIFTED,
         CENTRAL,
     ),
-    _error(
+    _moved(
         "tied-weight-moved-once-a-name",
         "a weight that two names share moves twice",
         (
-            "Shift.__init__",
-            "once = {id(named[name]): (name, m) for name, m in direction.items()}",
-            "once = {name: (name, m) for name, m in direction.items()}",
+            "Moved.__init__",
+            "once = {id(named[name]): name for name in names}",
+            "once = {name: name for name in names}",
         ),
         claim(moved.test_a_tied_weight_moves_once, examples=1),
     ),
-    _error(
+    _moved(
         "padding-row-moves-by-differences",
         "the row that an embedding's backward leaves out moves as an input",
         ("_TrainedEmbedding._rows", "if padding_idx is not None:", "if False:"),
         PADDED,
     ),
-    _error(
+    _moved(
         "rare-tokens-move-as-frequent-ones",
         "an embedding's rows are not divided by how often the batch holds them",
         ("_TrainedEmbedding._rows", "    if scale_grad_by_freq:", "    if False:"),
         RARE,
     ),
-    _error(
+    _moved(
         "weights-brought-back-by-subtraction",
         "what was added is subtracted, and rounding stays",
-        ("Shift.open", "target.copy_(before)", "target.sub_(_).add_(_)"),
+        ("Moved.open", "target.copy_(before)", "target.sub_(_).add_(_)"),
         BACK,
         SHIFTED,
     ),
-    _error(
+    _moved(
         "weights-not-brought-back-after-an-exception",
         "they come back at the end of a forward that ended well",
         (
-            "Shift.open",
+            "Moved.open",
             "    finally:",
             "    except ZeroDivisionError:\n        pass\n    else:",
         ),
         BACK,
     ),
-    _error(
+    _moved(
         "interrupt-let-in-while-weights-come-back",
         "some weights stay moved",
-        ("Shift.open", "except BaseException as error:", "except ZeroDivisionError as error:"),
+        ("Moved.open", "except BaseException as error:", "except ZeroDivisionError as error:"),
         WAITS,
     ),
     mutant(
@@ -158,10 +159,10 @@ MUTANTS = (
         ),
         FRESH,
     ),
-    _error(
+    _moved(
         "shard-moved-by-the-neighbours-m",
         "a process moves its part of the weights along another process's part of M",
-        ("Shift._moving", "moving(name, parameter, m)", "moving(name, parameter, m.roll(1))"),
+        ("Moved._moving", "moving(name, parameter, part)", "moving(name, parameter, part.roll(1))"),
         SHARDED,
     ),
     mutant(

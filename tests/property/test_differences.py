@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate import differences
-from alphatoken.estimate.differences import Differences, Shift, drowned
+from alphatoken.estimate.differences import Differences, drowned
+from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.modes import draws
 from alphatoken.oracle import gradients

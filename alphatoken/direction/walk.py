@@ -1,0 +1,243 @@
+"""Walks: where some optimizer steps on the validation rows lead, and what tokens lose on the way.
+
+    theta + D    after n AdamW steps on the validation objective
+    e_k  =  l_k(theta) - l_k(theta + D)  =  - integral_0^1 <grad l_k(theta + s D), D> ds
+
+The value of a token along a walk is what its loss falls by: the label value along -D, averaged over
+the way, and exact for the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from alphatoken.direction.age import weights_age
+from alphatoken.direction.algebra import Direction
+from alphatoken.direction.build import Ingredients
+from alphatoken.direction.current import DirectionBuilder, Frame
+from alphatoken.direction.objective import forward_losses
+from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
+from alphatoken.estimate.shift import Moved
+from alphatoken.model.batch import LabelledBatch, PreferenceBatch, read_batch
+from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.sharding import Sharding
+from alphatoken.support.precision import wide
+
+__all__ = ["LEARNING_RATE", "Reference", "WalkBuilder", "WalkEnd", "walk"]
+
+LEARNING_RATE = 5e-5
+"""Of a walk where none is given: what full fine-tuning usually takes."""
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, eq=False)
+class WalkEnd:
+    """The model's own weights elsewhere.
+
+    Attributes:
+        adapter: of the model.
+        weights: name -> weight there, in the parameter's dtype; under ``sharding`` this process's
+            part of it.
+        sharding: of the weights.
+    """
+
+    adapter: DecoderAdapter
+    weights: Mapping[str, Tensor]
+    sharding: Sharding | None = None
+
+    def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
+        """Token losses there; the model's weights come back to the bit, whatever happens."""
+        moved = Moved(self.adapter.model, self.weights, self.sharding)
+        with torch.no_grad(), evaluation_mode(self.adapter.model), moved.open():
+            moved.place(self.weights)
+            return forward_losses(self.adapter, batch, "batch at the end of the walk")
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A second model.
+
+    Attributes:
+        adapter: of it.
+    """
+
+    adapter: DecoderAdapter
+
+    def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
+        """Token losses of the second model."""
+        with torch.no_grad(), evaluation_mode(self.adapter.model):
+            return forward_losses(self.adapter, batch, "batch under the reference model")
+
+
+def walk(
+    model: nn.Module,
+    names: Iterable[str],
+    gradient: Callable[[int], dict[str, Tensor]],
+    steps: int,
+    optimizer: MakeOptimizer,
+    sharding: Sharding | None = None,
+) -> dict[str, Tensor]:
+    """Weights after ``steps`` optimizer steps; the model is afterwards to the bit what it was.
+
+    Weights in 16 bits walk in float32 and are rounded for each forward, since most steps are
+    smaller than their rounding. Memory beside the model: the weights that walk twice, and what the
+    optimizer keeps.
+
+    Args:
+        model: where the walk starts.
+        names: of the parameters that walk; a tied one once.
+        gradient: from the number of a step to the gradient by name, where the weights then are;
+            under ``sharding`` this process's part of it.
+        steps: n.
+        optimizer: from parameters to what steps them.
+        sharding: of the weights.
+
+    Returns:
+        name -> weight in the parameter's dtype; under ``sharding`` this process's part of it.
+
+    Raises:
+        NumericalError: a NaN or Inf on the way.
+
+    Exactness: that of float32 training. Source: ours; Rho-1 and CoLoR-Filter take such models as
+    given. Oracle: ``alphatoken.oracle.walk.walked``.
+    """
+    moved = Moved(model, names, sharding)
+    with moved.open():
+        start = moved.parts()
+        dtypes = {name: part.dtype for name, part in start.items()}
+        weights = {n: part.to(wide(part.dtype), copy=True) for n, part in start.items()}
+        stepper = optimizer(weights.values())
+        for number in range(steps):
+            found = gradient(number)
+            for name, weight in weights.items():
+                weight.grad = found.pop(name).to(weight)
+            stepper.step()
+            stepper.zero_grad()
+            moved.place(weights)
+    return {name: weight.to(dtypes[name]) for name, weight in weights.items()}
+
+
+class WalkBuilder(DirectionBuilder):
+    """Keeps the end of a walk: from the first use on, or for some steps of the run.
+
+    Args:
+        made_of: model, validation batches and options.
+        reference: a second model that stands where no walk is needed.
+    """
+
+    def __init__(self, made_of: Ingredients, reference: DecoderAdapter | None = None) -> None:
+        super().__init__(made_of)
+        self._reference = reference
+        self._weights: dict[str, Tensor] | None = None
+        self._passed = 0
+
+    def invalidate(self) -> None:
+        """Forget the walk; the next ``prepare`` takes a new one from the weights as they are."""
+        super().invalidate()
+        self._weights = None
+
+    def follow(self, former: DirectionBuilder) -> None:
+        """Go on with the walk of another builder of the same weights."""
+        assert isinstance(former, WalkBuilder)
+        self._weights, self._passed, self._age = former._weights, former._passed, former._age
+
+    def _current_age(self) -> object:
+        if self.pinned is not None:
+            return "pinned", self.pinned
+        sharded = self.made_of.scored.sharding is not None
+        return (object() if sharded else weights_age(self.made_of.adapter.model),)
+
+    def prepare(self) -> Frame:
+        """Take a walk where one is due, and hand out its end."""
+        held, made_of = Direction({}, None, 0.0), self.made_of
+        if self._reference is not None:
+            return Frame(held, made_of, Reference(self._reference))
+        age, refresh = self._current_age(), made_of.config.walk_refresh
+        self._passed += self._age is not None and age != self._age
+        if self._weights is None or (refresh and self._passed >= refresh):
+            self._weights = None  # if the walk fails, nothing of it may pass for one
+            self._weights, self._passed = self._walked(), 0
+        self._age = age
+        return Frame(
+            held, made_of, WalkEnd(made_of.adapter, self._weights, made_of.scored.sharding)
+        )
+
+    def _walked(self) -> dict[str, Tensor]:
+        made_of, config = self.made_of, self.made_of.config
+        rate = LEARNING_RATE if config.walk_learning_rate is None else config.walk_learning_rate
+        adamw = partial(torch.optim.AdamW, lr=rate, weight_decay=0.0)
+        model, scored = made_of.adapter.model, made_of.scored
+        weights = walk(
+            model,
+            scored.parameters,
+            made_of.gradient_of_step,
+            config.walk_steps,
+            adamw,
+            scored.sharding,
+        )
+        end = WalkEnd(made_of.adapter, weights, scored.sharding)
+        before, after = (_mean_loss(made_of, losses) for losses in (None, end.losses))
+        if after > before:
+            warn_caller(
+                f"a walk of {config.walk_steps} AdamW steps at rate {rate:g} raised the mean loss "
+                f"of its validation rows from {before:.4g} to {after:.4g}: values along it point "
+                "away from them. Lower walk_learning_rate.",
+                AlphaTokenWarning,
+            )
+        return weights
+
+    def direction(self) -> Direction:
+        """M = -D, along which values are averages over the way; from the weights as they are.
+
+        Raises:
+            UnsupportedError: values are taken to a second model.
+        """
+        if self._reference is not None:
+            raise UnsupportedError(
+                "a second model is no direction",
+                got="Scorer(reference=...)",
+                why="its parameters need not be those of the model",
+                remedy="take score(); or walk there: leave reference out, with walk_steps",
+            )
+        self.prepare()
+        assert self._weights is not None
+        made_of = self.made_of
+        moved = Moved(made_of.adapter.model, self._weights, made_of.scored.sharding)
+        ends = {name: (p, self._weights[name]) for name, p in moved.parts().items()}
+        m = {n: p.to(wide(p.dtype)) - end.to(wide(end.dtype)) for n, (p, end) in ends.items()}
+        return Direction(m, None, 0.0)
+
+    def gradient(self) -> dict[str, Tensor]:
+        """The weights at the end of the walk, which stand in a file for G."""
+        self.prepare()
+        assert self._weights is not None
+        return self._weights
+
+    def keep_gradient(self, gradient: dict[str, Tensor]) -> None:
+        """Take these weights for the end of the walk."""
+        self.invalidate()
+        self._weights, self._passed, self._age = gradient, 0, None
+
+
+def _mean_loss(made_of: Ingredients, take: Callable[[LabelledBatch], Tensor] | None) -> float:
+    """Mean token loss of the validation batches, by the model or by ``take``; of pairs 0."""
+    adapter, total, count = made_of.adapter, 0.0, 0
+    batches: Sequence[Any] = made_of.validation
+    if any(isinstance(batch, PreferenceBatch) for batch in batches):
+        return 0.0
+    limit, model = adapter.max_positions(), adapter.model
+    with torch.no_grad(), evaluation_mode(model):
+        for item in batches:
+            batch = read_batch(item, max_length=limit, role="validation batch", model=model)
+            losses = take(batch) if take else forward_losses(adapter, batch, "validation batch")
+            total, count = total + float(losses.sum()), count + batch.response_tokens
+    return total / max(count, 1)

@@ -1,0 +1,260 @@
+"""Weights of a model somewhere else for a while: in place, in parts, and back to the bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from alphatoken.errors import UnsupportedError
+from alphatoken.model.sharding import Sharding, objects_in_use
+from alphatoken.support.precision import wide
+
+__all__ = ["Moved", "Shift"]
+
+_ATTEMPTS = 8
+"""At bringing weights back, each ended by a signal."""
+
+
+@dataclass(frozen=True)
+class _Unmoved:
+    """An embedding's weight before the move.
+
+    Attributes:
+        whole: all of it; None where no process has it.
+        row: the one at ``padding_idx``; None without one.
+    """
+
+    whole: Tensor | None
+    row: Tensor | None = None
+
+
+class _TrainedEmbedding(TorchFunctionMode):
+    """Inside, an embedding moves as its backward says, which is what trains.
+
+    The backward gives the row at ``padding_idx`` nothing, though a head tied to the same weight
+    does, and under ``scale_grad_by_freq`` divides by how often the batch holds a token.
+    """
+
+    def __init__(self, find: Callable[[int], _Unmoved | None]) -> None:
+        super().__init__()
+        self.find = find
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding and self.find(id(args[1])) is not None:
+            return self._rows(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _rows(
+        self,
+        ids: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        rows = F.embedding(ids, weight, padding_idx, max_norm, norm_type)
+        before = self.find(id(weight))
+        assert before is not None
+        if scale_grad_by_freq:
+            if before.whole is None:
+                raise UnsupportedError(
+                    "an embedding with scale_grad_by_freq cannot be moved where it is sharded",
+                    why="its rows before the move are needed, and no process has them",
+                    remedy="scale_grad_by_freq=False, or parameters= without it",
+                )
+            still = F.embedding(ids, before.whole)
+            times = torch.bincount(ids.flatten())[ids].unsqueeze(-1).to(rows)
+            rows = still + (rows - still) / times
+        if padding_idx is not None:
+            row = before.row if before.whole is None else before.whole[padding_idx]
+            assert row is not None
+            padding = (ids == padding_idx % len(weight)).unsqueeze(-1)
+            rows = torch.where(padding, row.to(rows), rows)
+        return rows
+
+
+class Moved:
+    """Parameters of a model elsewhere for a while, in place, and back to the bit.
+
+    Views of the weights, tied places and shards see the move, since no tensor is replaced; a tied
+    weight moves once. Memory: one more copy of what moves, while ``open``.
+
+    Args:
+        model: whose parameters move, outside a forward.
+        names: of the parameters that move.
+        sharding: of the weights. Every process moves its own part, and gathers nothing.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Iterable[str], sharding: Sharding | None = None
+    ) -> None:
+        self._model, self._sharding = model, sharding
+        self._regather()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        once = {id(named[name]): name for name in names}
+        self._parameters = {name: named[name] for name in once.values()}
+        self._targets: list[Tensor] = []
+        self._before: list[Tensor] = []
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Keep a copy of the weights inside, and copy it back at the end, whatever happened."""
+        # Through ``.data``, which counts as no write: graphs of an observed forward hold the
+        # weights, and find them as they were.
+        self._targets = self._found()
+        self._before = [target.clone() for target in self._targets]
+        try:
+            with self._inside():
+                yield
+        finally:
+            # A signal's handler may raise anywhere in here: what it raises waits until all is back.
+            raised: BaseException | None = None
+            for _ in range(_ATTEMPTS):
+                try:
+                    for target, before in zip(self._targets, self._before, strict=True):
+                        target.copy_(before)
+                    self._moved()
+                    break
+                except BaseException as error:
+                    raised = raised or error
+            self._targets, self._before = [], []
+            if raised is not None:
+                raise raised
+
+    def _found(self) -> list[Tensor]:
+        """The memory to write into, by parameter."""
+        return [self._moving(name, self._part(name))[0] for name in self._parameters]
+
+    def _inside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @torch.no_grad()
+    def place(self, weights: Mapping[str, Tensor]) -> None:
+        """Put the weights here, rounded to their dtype.
+
+        Args:
+            weights: name -> weight in the parameter's shape; under ``sharding`` this process's part
+                of it, as in ``parts``.
+        """
+        for target, name in zip(self._targets, self._parameters, strict=True):
+            target.copy_(self._moving(name, weights[name])[1])
+        self._moved()
+
+    def parts(self) -> dict[str, Tensor]:
+        """The weights that move, where they are now; under ``sharding`` this process's parts."""
+        return {name: self._part(name) for name in self._parameters}
+
+    def _part(self, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        if self._sharding is None:
+            return parameter.detach()
+        return self._sharding.local(name, parameter)
+
+    def _moved(self) -> None:
+        torch.clear_autocast_cache()  # it holds casts of the weights as they were
+        self._regather()
+
+    def _regather(self) -> None:
+        if self._sharding is not None:
+            self._sharding.regather()
+
+    def _moving(self, name: str, part: Tensor) -> tuple[Tensor, Tensor]:
+        parameter = self._parameters[name]
+        if self._sharding is None:
+            return parameter.data, part
+        return self._sharding.moving(name, parameter, part)
+
+    def _norm(self, tensors: Mapping[str, Tensor]) -> float:
+        if self._sharding is not None:
+            return math.hypot(*self._sharding.norms(tensors).values())
+        every = [t.detach() for t in tensors.values()]
+        parts = [torch.linalg.vector_norm(t, dtype=wide(t.dtype)).double() for t in every]
+        return float(torch.stack([part.to(parts[0].device) for part in parts]).norm())
+
+
+class Shift(Moved):
+    """Moves parameters along M, as their gradients say.
+
+    Args:
+        model: as in ``Moved``.
+        direction: parameter name -> M in the parameter's shape; under ``sharding`` this process's
+            part of it.
+        sharding: as in ``Moved``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        direction: Mapping[str, Tensor],
+        sharding: Sharding | None = None,
+    ) -> None:
+        super().__init__(model, direction, sharding)
+        self._direction = {name: direction[name] for name in self._parameters}
+        self._along: list[Tensor] = []
+
+    def _found(self) -> list[Tensor]:
+        pairs = [self._moving(name, m) for name, m in self._direction.items()]
+        self._along = [m for _, m in pairs]
+        return [target for target, _ in pairs]
+
+    def _inside(self) -> AbstractContextManager[None]:
+        return self._embeddings()
+
+    @torch.no_grad()
+    def to(self, step: float) -> None:
+        """Put the weights at ``theta + step M``."""
+        for target, m, before in zip(self._targets, self._along, self._before, strict=True):
+            torch.add(before, m.to(target.dtype), alpha=step, out=target)
+        self._moved()
+
+    def length(self) -> float:
+        """Norm of M."""
+        return self._norm(self._direction)
+
+    def weights(self) -> float:
+        """Norm of the weights that move, where they are now."""
+        return self._norm(self.parts())
+
+    @contextmanager
+    def _embeddings(self) -> Iterator[None]:
+        if self._sharding is None:
+            by_identity = {
+                id(p): _Unmoved(before)
+                for p, before in zip(self._parameters.values(), self._before, strict=True)
+            }
+            with _TrainedEmbedding(by_identity.get):
+                yield
+            return
+        kept = self._padding_rows(self._sharding)
+        with objects_in_use(self._model, self._parameters) as in_use:
+
+            def find(identity: int) -> _Unmoved | None:
+                name, _ = in_use.get(identity, ("", None))
+                return _Unmoved(None, kept.get(name)) if name else None
+
+            with _TrainedEmbedding(find):
+                yield
+
+    def _padding_rows(self, sharding: Sharding) -> dict[str, Tensor]:
+        """Rows of embeddings that no backward reaches; gathered with the others, then kept."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        found = {}
+        for module in self._model.modules():
+            padding = getattr(module, "padding_idx", None)
+            name = names.get(id(getattr(module, "weight", None)))
+            if padding is not None and name is not None:
+                found[name] = sharding.full(name, self._parameters[name])[padding].clone()
+        return found

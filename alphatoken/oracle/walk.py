@@ -1,0 +1,135 @@
+"""Walks on a copy of the model, with an ordinary training loop; and what lies along them.
+
+Nothing is moved in place and nothing is shared: the copy is trained as anybody would train it, and
+a token's value is one loss less another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from alphatoken.oracle.gradients import Batch, Forward, known_labels, scalar_losses, token_losses
+
+__all__ = ["curvature_along", "label_values_along", "walk_values", "walked"]
+
+ForwardOf = Callable[[nn.Module], Forward]
+"""From a model to its forward: batch without labels -> logits."""
+
+
+def walked(
+    model: nn.Module,
+    forward_of: ForwardOf,
+    batches: Sequence[Batch],
+    steps: int,
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+) -> nn.Module:
+    """Train a copy for some steps, each on the mean token loss of the next batch in turn.
+
+    Args:
+        model: where the walk starts; it stays as it is.
+        forward_of: of a model.
+        batches: validation batches.
+        steps: n.
+        optimizer: from parameters to what steps them.
+
+    Returns:
+        The copy, in evaluation mode.
+
+    Exactness: that of the optimizer. Source: ours. Oracle of ``alphatoken.direction.walk``.
+    """
+    twin = copy.deepcopy(model).eval()
+    stepper = optimizer([p for p in twin.parameters() if p.requires_grad])
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        losses = scalar_losses(forward_of(twin)(inputs), known_labels(batch))
+        stepper.zero_grad()
+        torch.stack(list(losses.values())).mean().backward()
+        stepper.step()
+    return twin
+
+
+def _losses(forward: Forward, batch: Batch) -> Float[Tensor, "b t"]:
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    return token_losses(forward(inputs), known_labels(batch))
+
+
+@torch.no_grad()
+def walk_values(
+    model: nn.Module, end: nn.Module, forward_of: ForwardOf, batch: Batch
+) -> Float[Tensor, "b t"]:
+    """``e_k = l_k(model) - l_k(end)``, index i for token i, 0 off the response.
+
+    Both models are in the mode that the caller put them in. Exactness: exact.
+    Source: Rho-1's excess loss. Oracle of ``Scorer.score`` with ``estimator="walk"``.
+    """
+    return _losses(forward_of(model), batch) - _losses(forward_of(end), batch)
+
+
+def _moved(model: nn.Module, end: nn.Module, share: float) -> nn.Module:
+    """A copy whose weights lie a share of the way from the one model to the other."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        triples = zip(twin.parameters(), model.parameters(), end.parameters(), strict=True)
+        for here, first, last in triples:
+            here.copy_(first + share * (last - first))
+    return twin
+
+
+def _along(model: nn.Module, end: nn.Module) -> list[Tensor]:
+    """-D by parameter: from the end back to the start."""
+    pairs = zip(model.parameters(), end.parameters(), strict=True)
+    return [(first - last).detach() for first, last in pairs]
+
+
+def label_values_along(
+    model: nn.Module, end: nn.Module, forward_of: ForwardOf, batch: Batch, nodes: int = 12
+) -> Float[Tensor, "b t"]:
+    """``integral_0^1 <grad l_k(theta + s D), -D> ds`` by Gauss and Legendre's rule.
+
+    One backward a token and node. Exactness: of polynomials of degree ``2 nodes - 1`` in s.
+    """
+    positions, weights = np.polynomial.legendre.leggauss(nodes)
+    back = _along(model, end)
+    values = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for position, weight in zip(positions, weights, strict=True):
+        twin = _moved(model, end, float(position + 1) / 2)
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        losses = scalar_losses(forward_of(twin)(inputs), known_labels(batch))
+        parameters = list(twin.parameters())
+        for (b, i), loss in losses.items():
+            found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            inner = sum(_inner(g, m) for g, m in zip(found, back, strict=True) if g is not None)
+            values[b, i] += float(weight) / 2 * inner
+    return values
+
+
+def curvature_along(
+    model: nn.Module, end: nn.Module, forward_of: ForwardOf, batch: Batch, share: float
+) -> Float[Tensor, "b t"]:
+    """``D' H_k(theta + share D) D`` of each token's loss, by two backwards."""
+    twin = _moved(model, end, share)
+    back = _along(model, end)
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    losses = scalar_losses(forward_of(twin)(inputs), known_labels(batch))
+    parameters = list(twin.parameters())
+    values = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for (b, i), loss in losses.items():
+        first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        slope: Any = sum(
+            torch.sum(g * m) for g, m in zip(first, back, strict=True) if g is not None
+        )
+        second = torch.autograd.grad(slope, parameters, retain_graph=True, allow_unused=True)
+        values[b, i] = sum(_inner(g, m) for g, m in zip(second, back, strict=True) if g is not None)
+    return values
+
+
+def _inner(first: Tensor, second: Tensor) -> float:
+    return float(torch.sum(first.double() * second.double()))

@@ -1,0 +1,504 @@
+"""Values along a walk: against a copy that is trained, and what they are to label values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis.strategies import floats, integers
+from torch import Tensor, nn
+
+from alphatoken import AlphaTokenWarning, PreferenceBatch, Scorer, ScorerConfig
+from alphatoken.direction.walk import walk
+from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
+from alphatoken.oracle import composite, gradients
+from alphatoken.oracle import walk as oracle
+from tests.property.profiles import budget
+from tests.property.properties import Setup, forward_of, label_truth, quiet, setups
+from tests.property.strategies import make_case
+from tests.property.tolerance import close
+
+CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2, seed=5)
+TIED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True)
+SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
+PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
+RATE, STEPS = 1e-2, 3
+SHORT = 1e-3  # of ways that a few nodes of a quadrature follow
+
+
+def config(**options: Any) -> ScorerConfig:
+    chosen = {"walk_steps": STEPS, "walk_learning_rate": RATE, **options}
+    return ScorerConfig("walk", **chosen)
+
+
+def adamw(parameters: Iterable[Tensor], lr: float = RATE) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+
+
+def trained(setup: Setup, model: nn.Module, steps: int = STEPS, lr: float = RATE) -> nn.Module:
+    make = partial(adamw, lr=lr)
+    return oracle.walked(model, forward_of, setup.case.validation, steps, make)
+
+
+def wanted(setup: Setup, model: nn.Module, steps: int = STEPS) -> Tensor:
+    return oracle.walk_values(model, trained(setup, model, steps), forward_of, setup.case.batch)
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def smooth(setup: Setup) -> bool:
+    """Whether autograd gives true derivatives of every embedding's rows, as it need not."""
+    chosen = setup.case.config
+    return not chosen.rare_tokens and chosen.padding_token is None
+
+
+def unchanged(model: nn.Module, before: list[Tensor]) -> bool:
+    return all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+# --- the values ----------------------------------------------------------------------------------
+
+
+@given(setups(), integers(1, 4))
+@example(Setup(CASE), 3)
+@example(Setup(SHARED), 2)
+@example(Setup(PADDED), 2)
+@budget(0.1)
+def test_walk_values_are_those_of_a_trained_copy(setup: Setup, steps: int) -> None:
+    """Losses now less losses after n AdamW steps, one validation batch each; weights to the bit."""
+    model = setup.case.model()
+    before, expected = bits(model), wanted(setup, model, steps)
+    scorer = Scorer(model, setup.case.validation, config=config(walk_steps=steps))
+    with quiet():
+        values = scorer.score(setup.case.batch)
+    close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="walk")
+    assert unchanged(model, before)
+    assert values.estimator == "walk"
+    assert not bool(values.total[~values.mask].any())
+
+
+@given(setups())
+@budget(0.03)
+def test_an_observed_forward_is_one_of_the_two(setup: Setup) -> None:
+    """One forward beside it, and the same values; its graph still gives the step's gradient."""
+    model = setup.case.model()
+    batch = setup.case.batch
+    scorer = Scorer(model, setup.case.validation, config=config())
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    with quiet():
+        alone = scorer.score(batch)
+        for _ in range(2):  # kinds of arguments are looked at once
+            with scorer.observe() as observed:
+                logits = model(**inputs)
+                calls: list[int] = []
+                handle = model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+                values = observed.values(logits, batch["labels"])
+                handle.remove()
+    assert calls == [1]
+    close(values.total, alone.total, 1.0 + alone.total.abs(), 1e-10, name="observed")
+    losses = gradients.scalar_losses(logits, gradients.known_labels(batch))
+    torch.stack(list(losses.values())).sum().backward()
+    plain = setup.case.model()
+    inputs_again = gradients.scalar_losses(plain(**inputs), gradients.known_labels(batch))
+    torch.stack(list(inputs_again.values())).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if q.grad is not None:
+            assert p.grad is not None
+            assert torch.equal(p.grad, q.grad), name
+
+
+def test_token_weights_scale_their_token() -> None:
+    """As of every estimator; negative ones too."""
+    model = CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config())
+    weights = torch.linspace(-1, 2, CASE.batch["labels"].numel(), dtype=torch.float64)
+    weights = weights.reshape(CASE.batch["labels"].shape)
+    with quiet():
+        plain, scaled = scorer.score(CASE.batch), scorer.score(CASE.batch, token_weights=weights)
+    assert torch.allclose(scaled.total, plain.total * weights, rtol=1e-12, atol=0)
+
+
+def test_a_forward_with_dropout_is_run_again() -> None:
+    """Values are of the model without dropout, whatever the observed pass drew."""
+    model = CASE.model()
+    expected = wanted(Setup(CASE), model)
+    model.add_module("drop", nn.Dropout(0.5))
+    model.train()
+    scorer = Scorer(model, CASE.validation, config=config())
+    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
+    with quiet(), scorer.observe() as observed:
+        logits = model(**inputs) * 1.1  # as a dropped pass has other losses
+        values = observed.values(logits, CASE.batch["labels"])
+    close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="dropout")
+    assert model.training
+
+
+# --- what walk values are ------------------------------------------------------------------------
+
+
+@given(setups().filter(smooth))
+@example(Setup(TIED))
+@budget(0.05)
+def test_one_short_step_is_the_label_value(setup: Setup) -> None:
+    """n = 1, plain gradient, step eta -> 0: e / eta -> <grad l, G> over all parameters."""
+    model = setup.case.model()
+    parameters = dict(model.named_parameters())
+    validation = list(setup.case.validation[:1])
+    g = gradients.validation_gradient(model, forward_of(model), validation, parameters)
+    expected, scale = label_truth(setup, model, parameters, g)
+    eta = 1e-6 / max(1.0, float(sum(m.square().sum() for m in g.values())) ** 0.5)
+    scorer = Scorer(model, validation, config=config())
+    sgd = partial(torch.optim.SGD, lr=eta)
+    made_of = scorer.builder.made_of
+    end = walk(model, made_of.scored.parameters, made_of.gradient_of_step, 1, sgd)
+    scorer.builder.keep_gradient(end)
+    with quiet():
+        values = scorer.score(setup.case.batch)
+    # Curvature at a step of 1e-6, and the rounding of losses over it.
+    close(values.total / eta, expected, scale + 1e-10 / eta, 1e-4, name="short walk")
+
+
+@given(integers(0, 10_000), integers(1, 40), floats(0.01, 0.9))
+@budget(0.1)
+def test_a_walk_on_a_quadratic_is_the_filtered_newton_step(
+    seed: int, steps: int, share: float
+) -> None:
+    """D = -(I - (I - eta H)^n) H^-1 G: from eta n G (small eta n h) to Newton (n to infinity)."""
+    draw = torch.Generator().manual_seed(seed)
+    root = torch.randn(5, 5, generator=draw, dtype=torch.float64)
+    hessian = root @ root.T + 0.1 * torch.eye(5, dtype=torch.float64)
+    start, best = torch.randn(2, 5, generator=draw, dtype=torch.float64)
+    curvatures, basis = torch.linalg.eigh(hessian)
+    eta = share / float(curvatures[-1])
+    model = nn.ParameterDict({"x": nn.Parameter(start.clone())})
+
+    def gradient_of_step(number: int) -> dict[str, Tensor]:
+        return {"x": hessian @ (model["x"].detach() - best)}
+
+    end = walk(model, ["x"], gradient_of_step, steps, partial(torch.optim.SGD, lr=eta))["x"]
+    gradient = basis.T @ hessian @ (start - best)
+    filtered = -(1 - (1 - eta * curvatures) ** steps) / curvatures * gradient
+    close(end - start, basis @ filtered, 1.0 + start.abs().sum(), 1e-10, name="quadratic")
+
+
+@given(setups().filter(smooth))
+@budget(0.02)
+def test_a_walk_value_is_the_mean_label_value_along_the_way(setup: Setup) -> None:
+    """e = integral over the way of <grad l, -D>, along the straight line from start to end."""
+    model = setup.case.model()
+    end = trained(setup, model, lr=SHORT)
+    along = oracle.label_values_along(model, end, forward_of, setup.case.batch)
+    scorer = Scorer(model, setup.case.validation, config=config(walk_learning_rate=SHORT))
+    with quiet():
+        values = scorer.score(setup.case.batch)
+    close(values.total, along, 1.0 + along.abs(), 1e-6, name="along the way")
+
+
+@given(setups().filter(smooth))
+@budget(0.02)
+def test_first_order_is_off_by_the_curvature_along_the_way(setup: Setup) -> None:
+    """|e - v(-D)| <= max |D' H D| / 2 along the way; M = -D is the scorer's direction."""
+    model = setup.case.model()
+    end = trained(setup, model, lr=SHORT)
+    scorer = Scorer(model, setup.case.validation, config=config(walk_learning_rate=SHORT))
+    with quiet():
+        values, m = scorer.score(setup.case.batch), scorer.direction.total()
+    parameters = dict(model.named_parameters())
+    first, scale = label_truth(
+        setup, model, parameters, {n: m.get(n, 0 * p) for n, p in parameters.items()}
+    )
+    most = torch.stack(
+        [
+            oracle.curvature_along(model, end, forward_of, setup.case.batch, share).abs()
+            for share in torch.linspace(0, 1, 9).tolist()
+        ]
+    ).amax(0)
+    # Nine points see the largest curvature but for a part.
+    assert bool(((values.total - first).abs() <= 0.6 * most + 1e-8 * (1 + scale)).all())
+
+
+@given(setups())
+@budget(0.03)
+def test_values_of_a_chain_of_walks_add_up(setup: Setup) -> None:
+    """From a to b and from b to c is from a to c, exactly: each is one loss less another."""
+    a = setup.case.model()
+    b = trained(setup, a)
+    c = trained(setup, b)
+
+    def between(first: nn.Module, second: nn.Module) -> Tensor:
+        scorer = Scorer(first, None, config=ScorerConfig("walk"), reference=second)
+        return scorer.score(setup.case.batch).total
+
+    whole, parts = between(a, c), between(a, b) + between(b, c)
+    close(parts, whole, 1.0 + whole.abs(), 1e-12, name="chain")
+
+
+def test_over_groups_of_parameters_only_the_first_order_adds_up() -> None:
+    """The whole move is more than the sum of moves of one parameter each."""
+    model = CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config(walk_learning_rate=0.1))
+    with quiet():
+        whole = scorer.score(CASE.batch).total
+        end = dict(scorer.builder.gradient())
+    parts = torch.zeros_like(whole)
+    for name in end:
+        scorer.builder.keep_gradient({name: end[name]})
+        with quiet():
+            parts += scorer.score(CASE.batch).total
+    assert float((whole - parts).norm() / whole.norm()) > 1e-3
+
+
+# --- when a walk is taken ------------------------------------------------------------------------
+
+
+def _stepped(model: nn.Module) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(0.01 * (number + 1))
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("refresh", [0, 1, 2])
+def test_a_new_walk_is_taken_when_it_is_due(refresh: int, pinned: bool) -> None:
+    """From the start alone, or from where the weights are after every k steps."""
+    setup, model = Setup(CASE), CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config(walk_refresh=refresh))
+    end = trained(setup, model)
+    for step in range(4):
+        if refresh and step % refresh == 0:
+            end = trained(setup, model)
+        expected = oracle.walk_values(model, end, forward_of, CASE.batch)
+        if pinned:
+            scorer.pin(("step", step))
+        with quiet():
+            for _ in range(2):  # two micro-batches of a step
+                found = scorer.score(CASE.batch).total
+        close(found, expected, 1.0 + expected.abs(), 1e-8, name="refresh")
+        _stepped(model)
+
+
+def test_other_validation_rows_and_a_refresh_take_a_new_walk() -> None:
+    """Each from the weights as they are."""
+    model = CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config())
+    with quiet():
+        scorer.score(CASE.batch)
+    for change in (
+        lambda: scorer.set_validation(CASE.validation[:1]),
+        scorer.refresh,
+    ):
+        _stepped(model)
+        change()
+        rows = scorer.validation
+        end = oracle.walked(model, forward_of, rows, STEPS, adamw)
+        expected = oracle.walk_values(model, end, forward_of, CASE.batch)
+        with quiet():
+            close(scorer.score(CASE.batch).total, expected, 1.0 + expected.abs(), 1e-8, name="new")
+
+
+def test_a_changed_setting_keeps_the_walk() -> None:
+    """A new attribute of a module builds the scorer anew, and the end stays where it was."""
+    setup, model = Setup(CASE), CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config())
+    end = trained(setup, model)
+    with quiet():
+        scorer.score(CASE.batch)
+        _stepped(model)
+        model.a_setting = 3  # type: ignore[assignment]
+        found = scorer.score(CASE.batch).total
+    expected = oracle.walk_values(model, end, forward_of, CASE.batch)
+    close(found, expected, 1.0 + expected.abs(), 1e-8, name="kept")
+
+
+def test_the_end_of_a_walk_goes_through_a_file(tmp_path: Path) -> None:
+    """To the bit; another walk's file is refused."""
+    model = CASE.model()
+    first = Scorer(model, CASE.validation, config=config())
+    path = tmp_path / "walk.safetensors"
+    with quiet():
+        first.save_gradient(path)
+        second = Scorer(model, CASE.validation, config=config())
+        second.load_gradient(path)
+        calls: list[int] = []
+        model.register_forward_pre_hook(lambda *_: calls.append(1))
+        values = second.score(CASE.batch).total
+        assert torch.equal(values, first.score(CASE.batch).total)
+    assert len(calls) <= 8  # no walk: two forwards each, and those of the proofs on arguments
+    other = Scorer(model, CASE.validation, config=config(walk_steps=STEPS + 1))
+    with pytest.raises(InputError, match="estimator"):
+        other.load_gradient(path)
+
+
+def test_a_walk_on_pairs_lowers_the_preference_loss() -> None:
+    """Its gradient is that of the preference objective, step by step."""
+    model, plain = CASE.model(), CASE.model()
+    chosen, rejected = CASE.batch, {**CASE.batch, "input_ids": CASE.batch["input_ids"].flip(0)}
+    rejected["labels"] = torch.where(
+        CASE.batch["labels"] == -100, CASE.batch["labels"], rejected["input_ids"]
+    )
+    zeros = torch.zeros(len(chosen["labels"]), dtype=torch.float64)
+    pairs = PreferenceBatch(chosen, rejected, zeros, zeros, beta=0.3)
+    parameters = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    stepper = adamw(parameters.values())
+    for _ in range(STEPS):
+        g = composite.objective_gradient(forward_of(plain), [pairs], parameters)
+        for name, p in parameters.items():
+            p.grad = g[name]
+        stepper.step()
+    expected = oracle.walk_values(model, plain, forward_of, CASE.batch)
+    with quiet():
+        values = Scorer(model, pairs, config=config()).score(CASE.batch)
+    close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="pairs")
+
+
+# --- narrow arithmetic, and coming back ----------------------------------------------------------
+
+
+def llama(dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)).to(dtype)
+
+
+def rows_of(seed: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_weights_in_16_bits_walk_in_float32() -> None:
+    """Forty steps that are each smaller than a weight's rounding still move it, as in float32."""
+    ends = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = llama(torch.bfloat16).to(dtype)
+        scorer = Scorer(model, rows_of(1), config=config(walk_steps=40, walk_learning_rate=2e-5))
+        with quiet():
+            ends[dtype] = scorer.builder.gradient()
+    assert all(end.dtype == torch.bfloat16 for end in ends[torch.bfloat16].values())
+    name = "model.layers.0.mlp.up_proj.weight"
+    start = dict(llama(torch.bfloat16).named_parameters())[name].float()
+    wide, narrow = (end[name].float() - start.detach().float() for end in ends.values())
+    assert float(torch.nn.functional.cosine_similarity(wide.flatten(), narrow.flatten(), 0)) > 0.9
+
+
+def test_autocast_keeps_no_cast_of_weights_that_moved() -> None:
+    """Under an autocast of the caller's, which caches casts, as without one."""
+    model, batch = llama(torch.float32), rows_of(2)
+    scorer = Scorer(model, rows_of(1), config=config(walk_steps=8))
+    with quiet():
+        scorer.score(batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch["input_ids"]).logits  # fills the cache
+            cast = scorer.score(batch).total
+            again = model(input_ids=batch["input_ids"]).logits
+        exact = scorer.score(batch).total
+    assert torch.equal(logits, again)
+    assert float((cast - exact).norm() / exact.norm()) < 0.2
+
+
+class _StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("during", ["walk", "end"])
+def test_weights_come_back_after_an_exception(during: str) -> None:
+    """In the middle of the walk, or of the forward at its end."""
+    model = CASE.model()
+    before = bits(model)
+    scorer = Scorer(model, CASE.validation, config=config())
+    if during == "end":
+        with quiet():
+            scorer.score(CASE.batch)
+
+    def fail(*_: Any) -> None:
+        if not unchanged(model, before):
+            raise _StopError
+
+    handle = model.register_forward_pre_hook(fail)
+    scorer.pin("as it is")
+    with quiet(), pytest.raises(_StopError):
+        scorer.score(CASE.batch)
+    handle.remove()
+    assert unchanged(model, before)
+    # The walk that failed passes for none.
+    expected = wanted(Setup(CASE), model)
+    with quiet():
+        close(scorer.score(CASE.batch).total, expected, 1.0 + expected.abs(), 1e-8, name="again")
+
+
+# --- what is said and refused --------------------------------------------------------------------
+
+
+def test_a_walk_that_climbs_is_said() -> None:
+    """A rate so high that the validation loss rises."""
+    scorer = Scorer(CASE.model(), CASE.validation, config=config(walk_learning_rate=5.0))
+    with pytest.warns(AlphaTokenWarning, match="raised the mean loss"):
+        scorer.score(CASE.batch)
+    calm = Scorer(CASE.model(), CASE.validation, config=config(walk_learning_rate=1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AlphaTokenWarning)
+        calm.score(CASE.batch)
+
+
+def test_losses_that_are_not_finite_are_refused() -> None:
+    """At the end of the walk, by their place."""
+    model = CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config())
+    with quiet():
+        end = dict(scorer.builder.gradient())
+    name = next(iter(end))
+    scorer.builder.keep_gradient({**end, name: torch.full_like(end[name], float("nan"))})
+    with quiet(), pytest.raises(NumericalError, match="end of the walk"):
+        scorer.score(CASE.batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "stability"},
+        {"preconditioner": "frozen"},
+        {"standard_errors": True},
+        {"parameters": "linears,*norm*"},
+        {"layers": 2},
+        {"score_bias": True},
+        {"uncovered": "skip"},
+        {"part": "direct"},
+        {"derivative": "central"},
+        {"walk_steps": 0},
+        {"walk_learning_rate": 0.0},
+        {"walk_refresh": -1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any]) -> None:
+    """One sentence each, which names the option."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ScorerConfig("walk", **options)
+
+
+def test_what_belongs_to_a_walk_is_refused_elsewhere() -> None:
+    """Options, a second model, a retention term, and the certificate."""
+    model = CASE.model()
+    for option in ({"walk_steps": 3}, {"walk_refresh": 1}, {"walk_learning_rate": 1e-3}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            ScorerConfig("label", **option)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="second model"):
+        Scorer(model, CASE.validation, reference=CASE.model())
+    with pytest.raises(ConfigError, match="no stability side"):
+        Scorer(model, CASE.validation, CASE.validation, config=config())
+    second = Scorer(model, None, config=ScorerConfig("walk"), reference=CASE.model())
+    with pytest.raises(UnsupportedError, match="no direction"):
+        _ = second.direction
+    with pytest.raises(UnsupportedError, match="second model"):
+        second.save_gradient("nowhere")
+    with pytest.raises(UnsupportedError, match="certif"):
+        Scorer(model, CASE.validation, config=config()).verify(CASE.batch)
