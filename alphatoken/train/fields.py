@@ -197,11 +197,31 @@ class AlphaFields:
     estimator: str = option(
         "alphatoken",
         "'alphatoken' (the paper), 'direct', 'same_layer_hop', 'path', 'label' (exact for what a "
-        "mask acts on), or 'paper_literal'.",
-        within="six names",
+        "mask acts on), 'paper_literal', or 'walk' (what a token's loss falls by along some steps "
+        "on the validation rows).",
+        within="seven names",
         when="'label' is exact for what a mask acts on; `alphatoken diagnose estimators` tells "
         "what less costs on your model",
         source="eq. phi_total: 'alphatoken'",
+    )
+    walk_steps: int = option(
+        24,
+        "AdamW steps of a walk, each on the next validation batch; for estimator='walk'.",
+        least=1,
+        when="lower it where a new walk is taken often",
+    )
+    walk_learning_rate: float | None = option(
+        None,
+        "Its constant rate; null takes the run's.",
+        within="null, or above 0",
+        when="where the run's rate raises the validation loss, which is warned about",
+    )
+    walk_refresh: int = option(
+        0,
+        "Optimizer steps after which a new walk is taken from the weights as they are, on rows "
+        "drawn anew; 0: one walk from the start. `direction_steps` plays no part.",
+        least=0,
+        when="raise it to follow a long run; each walk costs its steps",
     )
     objective: str = option(
         "both",

@@ -25,7 +25,10 @@ from alphatoken.train.valuation import Valuation
 if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
 
-__all__ = ["MicroBatchValues"]
+__all__ = ["MicroBatchValues", "walk_and_rest"]
+
+_WALK = "walk/"
+"""Before the names of the weights at its end, in a checkpoint."""
 
 
 class MicroBatchValues:
@@ -36,8 +39,8 @@ class MicroBatchValues:
         records: says which components logs and ledger want.
         build: makes the valuation, at the first step that needs one.
 
-    One number outlives a step, and is in checkpoints: the norm of the step's gradient, which the
-    next step's values need under a full preconditioner.
+    In checkpoints are the norm of the step's gradient, which the next step's values need under a
+    full preconditioner, and the end of the walk that values are taken to.
     """
 
     def __init__(
@@ -49,12 +52,16 @@ class MicroBatchValues:
         self._valuation: Valuation | None = None
         # Norm of the last step's gradient before it was cut; None where it was not taken.
         self._norm: Any = None
+        self._walk: tuple[int, dict[str, Tensor]] | None = None
 
     @property
     def valuation(self) -> Valuation:
         """Built at the first training step, when model and optimizer are wrapped."""
         if self._valuation is None:
             self._valuation = self.build()
+            if self._walk is not None:
+                self._valuation.resume(*self._walk)
+                self._walk = None
         return self._valuation
 
     @selecting()
@@ -172,20 +179,31 @@ class MicroBatchValues:
         self._norm = float(self._norm)
         return float(min(1.0, self._options.max_grad_norm / (self._norm + 1e-6)))
 
-    def state(self) -> float | None:
-        """Norm of the last gradient, for a checkpoint."""
-        if self._valuation is not None:
-            # A resumed run builds its direction at its first step; so must the one that goes on.
-            self._valuation.checkpointed()
-        return None if self._norm is None else float(self._norm)
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a checkpoint holds: norm of the last gradient, and the walk that is in use."""
+        # A resumed run builds its direction at its first step; so must the one that goes on.
+        walk = None if self._valuation is None else self._valuation.checkpointed()
+        norm = None if self._norm is None else float(self._norm)
+        step, end = (None, {}) if walk is None else walk
+        return {f"{_WALK}{n}": end[n] for n in end}, {"norm": norm, "walk": step}
 
-    def load(self, norm: float | None) -> None:
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Take back what ``state`` gave.
 
         A valuation that an earlier call or attempt of ``train`` built goes: its direction is of
         another step.
         """
-        self._valuation, self._norm = None, norm
+        self._valuation, self._norm, self._walk = None, values["norm"], None
+        if values["walk"] is not None:
+            self._walk = values["walk"], {n.removeprefix(_WALK): t for n, t in tensors.items()}
+
+
+def walk_and_rest(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of a checkpoint: those of ``MicroBatchValues.state``, and the others."""
+    walk = {name: t for name, t in tensors.items() if name.startswith(_WALK)}
+    return walk, {name: t for name, t in tensors.items() if name not in walk}
 
 
 @contextmanager

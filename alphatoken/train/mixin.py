@@ -52,6 +52,7 @@ from alphatoken.train.layouts import (
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
+from alphatoken.train.micro_batch_values import walk_and_rest
 from alphatoken.train.monitor import CURVES, TrainMonitor
 from alphatoken.train.pair_watch import pair_watch
 from alphatoken.train.policies import chosen_policy
@@ -528,16 +529,20 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     # --- the checkpoint's part --------------------------------------------------------------------
 
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Ledger, statistics since the last log, and the norm of the last gradient."""
-        norm = self.weigher.values.state() if isinstance(self.weigher, ValueWeigher) else None
+        """Ledger, statistics since the last log, norm of the last gradient, and a walk's end."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] | None = None
+        if isinstance(self.weigher, ValueWeigher):
+            tensors, values = self.weigher.values.state()
         ledger, monitor = self.records.state()
-        return ledger, {"monitor": monitor, "norm": norm}
+        return {**ledger, **tensors}, {"monitor": monitor, "values": values}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take back what ``alpha_state`` gave."""
-        self.records.load(tensors, values["monitor"])
+        walk, ledger = walk_and_rest(tensors)
+        self.records.load(ledger, values["monitor"])
         if isinstance(self.weigher, ValueWeigher):
-            self.weigher.values.load(values["norm"])
+            self.weigher.values.load(walk, values["values"])
 
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""

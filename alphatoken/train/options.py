@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError
+from alphatoken.estimate.estimators import WALK
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.train.fields import AlphaFields, check_fields
 from alphatoken.train.policies import (
@@ -142,6 +143,7 @@ class AlphaOptions(AlphaFields):
                 got=f"{self.policy!r}, {self.keep_scope!r}",
                 why="the pairwise products exist for one micro-batch at a time",
             )
+        self._check_retained()
         self._check_unit()
         self._check_harmless()
         if self.fisher_offload and self.retention == "data" and self.objective != "adaptation":
@@ -159,9 +161,31 @@ class AlphaOptions(AlphaFields):
                 "gone",
             )
 
+    def _check_retained(self) -> None:
+        if self.estimator == WALK and self.retention != "none" and self.objective != "adaptation":
+            raise ConfigError(
+                "a walk has no stability side",
+                got=f"estimator='walk', retention={self.retention!r}",
+                why="it is steps on the validation rows, and V would take no part",
+                remedy="retention='none', objective='adaptation', or estimator='label'",
+            )
+
+    @property
+    def direction_lasts(self) -> int | None:
+        """Steps for which a direction, or a walk, is used; None for the whole run."""
+        if self.estimator == WALK:
+            return self.walk_refresh or None
+        return self.direction_steps
+
     def scorer_config(self) -> ScorerConfig:
-        """The scorer's part."""
+        """The scorer's part; the trainer itself counts the steps between two walks."""
+        rate = self.walk_learning_rate
+        if self.estimator == WALK and rate is None:
+            rate = getattr(self, "learning_rate", None)
         return ScorerConfig(
+            walk_steps=self.walk_steps,
+            walk_learning_rate=rate,
+            walk_refresh=self.walk_refresh if self.estimator != WALK else 0,
             estimator=self.estimator,
             objective=self.objective,
             part=self.part,

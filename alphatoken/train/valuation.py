@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.objective import forward_losses, weighted_losses
+from alphatoken.estimate.estimators import WALK
 from alphatoken.model.batch import PreferenceBatch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
@@ -65,6 +66,7 @@ class Valuation:
         self._even = self._sharded or options.policy == "harmless"
         self._step: int | None = None
         self._built: int | None = None
+        self._lasts = options.direction_lasts
         self.scorer = Scorer(
             model,
             None if pool is None else self._draw(pool, validation, 0),
@@ -107,9 +109,9 @@ class Valuation:
         if step == self._step:
             return
         self._step = step
-        options = self.options
         # A run that starts over (``auto_find_batch_size``) is at a step before the last build.
-        if self._built is not None and 0 <= step - self._built < options.direction_steps:
+        age = -1 if self._built is None else step - self._built
+        if age >= 0 and (self._lasts is None or age < self._lasts):
             return
         self._built = step
         if self.pool is not None:
@@ -118,10 +120,23 @@ class Valuation:
             self.scorer.set_retention(self._draw(*self._retention, step))
         self.scorer.pin(("step", step))
 
-    def checkpointed(self) -> None:
-        """Build the direction anew at the next step, as a run resumed from here would."""
+    def checkpointed(self) -> tuple[int, dict[str, Tensor]] | None:
+        """What a checkpoint holds of the direction: of a walk its step and its end.
+
+        Any other is built anew at the next step, as a run resumed from here would.
+        """
+        if self.options.estimator == WALK:
+            return None if self._built is None else (self._built, self.scorer.builder.gradient())
         self._built = None
         self.scorer.refresh()
+        return None
+
+    def resume(self, built: int, end: dict[str, Tensor]) -> None:
+        """Go on with a walk that was taken at step ``built`` of the run."""
+        self._built = built
+        self.scorer.pin(("step", built))
+        places = {name: p.device for name, p in self.scorer.scored.parameters.items()}
+        self.scorer.builder.keep_gradient({n: t.to(places[n]) for n, t in end.items()})
 
     def objective_gap(self, step: int) -> dict[str, float]:
         """Mean validation objective on the rows of this step and on the held-out rows."""

@@ -398,7 +398,7 @@ def test_clipping_does_not_wait_for_the_device(
             trainer.weigher.values.clip_factor  # noqa: B018
         trainer.weigher.values.gradient_cut(torch.tensor(2.0))
         assert trainer.weigher.values.clip_factor == pytest.approx(0.25, rel=1e-5)
-    assert trainer.alpha_state()[1]["norm"] == (2.0 if preconditioner == "full" else None)
+    assert trainer.alpha_state()[1]["values"]["norm"] == (2.0 if preconditioner == "full" else None)
 
 
 @pytest.mark.pictures

@@ -1,0 +1,144 @@
+"""Values along a walk inside trainers: what they are, when a walk is new, after a resume."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from alphatoken.errors import ConfigError
+from alphatoken.oracle import walk as oracle
+from alphatoken.scoring.observed import Observed
+from alphatoken.train.policies.trained_weights import copied
+from tests.integration import tiny_training as tiny
+
+WALK = {
+    "estimator": "walk",
+    "score_layers": "3",
+    "retention": "none",
+    "walk_steps": 3,
+    "validation_mode": "pool",
+    "validation_micro_batch_size": 2,
+    "held_out_steps": 0,
+    "learning_rate": 1e-3,
+    "max_steps": 6,
+}
+
+
+def forward_of(model: Any) -> Any:
+    return lambda batch: model(**batch).logits
+
+
+def _fresh(model: Any) -> Any:
+    """The same weights in a model that no trainer has touched."""
+    twin = copied(model).eval()
+    for module in twin.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+    return twin
+
+
+class Seen:
+    """Every valuation of a run, with the weights and the validation rows of its moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all: list[tuple[int, Any, list[Any], dict[str, Tensor], Tensor]] = []
+        self.trainer: Any = None
+        plain = Observed.values
+
+        def values(observed: Observed, scores: Tensor, labels: Tensor, **more: Any) -> Any:
+            found = plain(observed, scores, labels, **more)
+            adapter = observed._valuer.adapter
+            inputs = dict(observed._recorder.latest.inputs)  # type: ignore[union-attr]
+            batch = {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
+            model = _fresh(adapter.model)
+            rows = list(observed._valuer.builder.made_of.validation)
+            step = self.trainer.state.global_step
+            self.all.append((step, model, rows, {**batch, "labels": labels}, found.total.clone()))
+            return found
+
+        monkeypatch.setattr(Observed, "values", values)
+
+
+@pytest.mark.parametrize(("kind", "refresh"), [("sft", 0), ("sft", 2), ("dpo", 2), ("lora", 0)])
+def test_values_of_a_run_are_losses_less_those_of_a_trained_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, refresh: int
+) -> None:
+    """The copy is trained where a walk is due, on the rows of that step, at the run's rate."""
+    seen, more = Seen(monkeypatch), {**WALK, "walk_refresh": refresh, "max_steps": 4}
+    if kind == "lora":
+        more["peft_config"] = tiny.lora()
+    if kind == "dpo":
+        more["ref_model"] = tiny.model()
+    make = tiny.dpo if kind == "dpo" else tiny.sft
+    seen.trainer = trainer = make(tmp_path, **more)
+    trainer.train()
+    assert [step for step, *_ in seen.all] == [0, 1, 2, 3]
+    adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
+    for step, model, rows, batch, found in seen.all:
+        if step == 0 or (refresh and step % refresh == 0):
+            end = _walked(kind, model, rows, adamw)
+        with torch.no_grad():
+            expected = oracle.walk_values(model, end, forward_of, batch)
+        if kind == "dpo":  # each row has a weight of its own, the coefficient of its pair
+            rows_alike = torch.nn.functional.cosine_similarity(found, expected, dim=-1).abs()
+            assert float(rows_alike.min()) > 0.999
+            continue
+        assert float((found - expected).norm()) < 2e-2 * float(expected.norm())
+
+
+def _walked(kind: str, model: Any, rows: list[Any], adamw: Any) -> Any:
+    if kind != "dpo":
+        batches = [{k: row[k] for k in ("input_ids", "attention_mask", "labels")} for row in rows]
+        return oracle.walked(model, forward_of, batches, 3, adamw)
+    from alphatoken.oracle import composite
+
+    twin = copy.deepcopy(model).eval()
+    parameters = {n: p for n, p in twin.named_parameters() if p.requires_grad}
+    stepper = adamw(parameters.values())
+    for step in range(3):
+        pairs = rows[step % len(rows)]
+        g = composite.objective_gradient(forward_of(twin), [pairs], parameters)
+        for name, parameter in parameters.items():
+            parameter.grad = g[name].to(parameter)
+        stepper.step()
+    return twin
+
+
+@pytest.mark.parametrize("refresh", [0, 4])
+def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path, refresh: int) -> None:
+    """The end of the walk is in the checkpoint: the same bits as a run that went through."""
+    more = {**WALK, "walk_refresh": refresh, "save_strategy": "steps", "save_steps": 3}
+    whole = tiny.sft(tmp_path / "whole", **more)
+    whole.train()
+    stopped = tiny.sft(tmp_path / "stopped", **{**more, "max_steps": 6})
+    stopped.train()
+    again = tiny.sft(tmp_path / "stopped", **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
+    held = load_file(tmp_path / "whole" / "checkpoint-3" / "alphatoken-rank0.safetensors")
+    assert any(name.startswith("alpha/walk/") for name in held)
+    for name, weight in tiny.weights(whole.model).items():
+        assert torch.equal(weight, tiny.weights(again.model)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"retention": "diagonal"}, "retention"),
+        ({"policy": "harmless"}, "standard_errors"),
+        ({"score_layers": "2"}, "layers"),
+        ({"estimator": "label"}, "walk_steps"),
+        ({"walk_learning_rate": -1.0}, "walk_learning_rate"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_before_work(
+    tmp_path: Path, more: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        tiny.sft(tmp_path, **{**WALK, **more})
