@@ -30,7 +30,9 @@ PARAMETERS = (
 )
 
 # Those of alphatoken.estimate.estimators, which imports torch.
-_Estimator = Literal["alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal"]
+_Estimator = Literal[
+    "alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal", "walk"
+]
 
 
 @dataclass(kw_only=True)
@@ -54,6 +56,10 @@ class ValuationOptions:
     layers: str = option("3", LAYERS, flag="score_layers")
     window: int | None = option(32, "causal window in tokens, or none")
     stability_weight: float = option(1.5, "lambda, of stability in the total")
+    walk_steps: int = option(
+        24, "AdamW steps on the validation rows (--estimator walk: losses before less after)"
+    )
+    walk_learning_rate: float | None = option(None, "of these steps; default 5e-5")
 
 
 @dataclass(kw_only=True)

@@ -94,6 +94,8 @@ def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
         layers=read_layers(options.layers, "--score_layers"),
         window=options.window,
         stability_weight=options.stability_weight,
+        walk_steps=options.walk_steps,
+        walk_learning_rate=options.walk_learning_rate,
         **more,
     )
 

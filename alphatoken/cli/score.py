@@ -17,6 +17,7 @@ from alphatoken.cli.common import (
     ValuationOptions,
 )
 from alphatoken.cli.options import option, read_options
+from alphatoken.errors import ConfigError
 
 __all__ = ["ScoreOptions", "read", "run"]
 
@@ -26,7 +27,14 @@ validation rows (adaptation), and how far it keeps the model near what it was (s
 Fisher). Writes values, a summary and an HTML report to the folder given with --output_dir.
 
 usage: alphatoken score --model_name_or_path PATH --train_file FILE --output_dir DIR
-           (--validation_file FILE | --validation_rows N) [options]"""
+           (--validation_file FILE | --validation_rows N | --reference PATH) [options]"""
+
+_OF_FILES = """\
+Value response tokens along a walk by log-probabilities that any engine wrote: those after it less
+those before it. Nothing is loaded but two Parquet files, one row an example in the same order, with
+lists input_ids, labels (-100 where nothing is valued) and logprobs (entry i of token i).
+
+usage: alphatoken score --logprobs BEFORE.parquet AFTER.parquet --output_dir DIR [options]"""
 
 _MORE = """\
 data
@@ -56,6 +64,7 @@ examples
       --output_file fisher.safetensors
   alphatoken score --model_name_or_path ./model-now --train_file train.jsonl \\
       --validation_file dev.jsonl --fisher_file fisher.safetensors --output_dir values
+  alphatoken score --logprobs before.parquet after.parquet --output_dir values
 """
 
 
@@ -69,6 +78,11 @@ class _Rows:
     )
     validation_rows: int | None = option(
         None, "draw them from the training rows", least=1, either="validation"
+    )
+    reference: str | None = option(
+        None,
+        "model folder, hub name or adapter (--estimator walk): losses less its losses, no walk",
+        either="validation",
     )
     fisher_file: str | None = option(None, "of the reference model; without it: no stability")
     output_dir: str = option(help="folder for the results")
@@ -145,21 +159,77 @@ class ScoreOptions(
     """Everything that ``alphatoken score`` is told."""
 
 
-def read(words: Sequence[str]) -> ScoreOptions:
+@dataclass(kw_only=True)
+class _Files:
+    """What to value: log-probabilities that another engine wrote."""
+
+    logprobs: list[str] = option(help="two Parquet files: of the model before, and after the walk")
+    model_name_or_path: str | None = option(None, "whose tokens they are: texts of the report")
+    estimator: Literal["walk"] = option("walk", "what the value of a token is")
+    output_dir: str = option(help="folder for the results")
+
+
+@dataclass(kw_only=True)
+class _ReportOfFiles:
+    """How to write, and how to run."""
+
+    scope: Literal["batch", "sequence", "dataset"] = option(
+        "batch",
+        "rank tokens within a batch (the paper), a sequence, or all of them",
+        flag="keep_scope",
+    )
+    report_rows: int = option(40, "rows shown in the report", least=1)
+    report: bool = option(True, "write an HTML report")
+    overwrite_output: bool = option(False, "replace what is there")
+
+
+@dataclass(kw_only=True)
+class LogprobOptions(_Files, BudgetOptions, _ReportOfFiles, RunningOptions):
+    """Everything that ``alphatoken score --logprobs`` is told."""
+
+
+def read(words: Sequence[str]) -> ScoreOptions | LogprobOptions:
     """The options that ``words``, the arguments after ``alphatoken score``, stand for.
 
     Raises:
         ConfigError: words that cannot be read.
     """
+    if any(word.partition("=")[0] == "--logprobs" for word in words):
+        found = read_options("score", LogprobOptions, words, description=_OF_FILES)
+        if len(found.logprobs) != 2:
+            raise ConfigError(
+                "--logprobs takes two files",
+                got=" ".join(found.logprobs),
+                remedy="--logprobs BEFORE.parquet AFTER.parquet",
+            )
+        return found
     return read_options("score", ScoreOptions, words, description=_ABOUT, epilog=_MORE)
 
 
-def run(options: ScoreOptions) -> None:
+def run(options: ScoreOptions | LogprobOptions) -> None:
     """Value ``options.train_file`` and write everything to ``options.output_dir``.
 
     Raises:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
+    if isinstance(options, LogprobOptions):
+        from alphatoken.corpus.logprobs import LogprobSpec, score_logprobs
+
+        before, after = options.logprobs
+        spec_of_files = LogprobSpec(
+            before=before,
+            after=after,
+            output_dir=options.output_dir,
+            tokenizer=options.model_name_or_path,
+            ratio=options.ratio,
+            scope=options.scope,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            report=options.report,
+            report_rows=options.report_rows,
+            quiet=options.quiet,
+        )
+        return score_logprobs(spec_of_files, overwrite=options.overwrite_output)
     from alphatoken.cli.reading import job_spec  # loads torch, which --help does not need
     from alphatoken.corpus.run import score_corpus
     from alphatoken.corpus.spec import EngineSpec, ResultSpec
@@ -179,3 +249,4 @@ def run(options: ScoreOptions) -> None:
         cpus=options.cpus_per_worker,
     )
     score_corpus(spec, wanted, engine, resume=options.resume, overwrite=options.overwrite_output)
+    return None

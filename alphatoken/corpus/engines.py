@@ -154,7 +154,8 @@ class _Actor:
     def __init__(self, spec: JobSpec) -> None:
         job = open_job(spec)
         scorer = job.scorer()
-        scorer.load_gradient(job.gradient)
+        if job.second is None:
+            scorer.load_gradient(job.gradient)
         self._valuer = BlockValuer(job, scorer)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from alphatoken import FisherDrift, Scorer
 from alphatoken.corpus.folder import examples_digest, file_digest, read_manifest
 from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
 from alphatoken.corpus.spec import JobSpec, on_device
-from alphatoken.data import EncodeReport, Example, Row, batches, leak_keys, read_rows
+from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys, read_rows
 from alphatoken.data.source import find_source, source_of
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.progress import Tracker
@@ -62,6 +63,7 @@ class Job:
         model: on its device.
         settings: what the values depend on, by name.
         survey: of the corpus; None in a process that only values.
+        second: the reference model.
     """
 
     spec: JobSpec
@@ -72,6 +74,7 @@ class Job:
     model: nn.Module
     settings: dict[str, Any]
     survey: Survey | None = None
+    second: nn.Module | None = None
 
     @property
     def folder(self) -> Path:
@@ -115,7 +118,13 @@ class Job:
     def scorer(self) -> Scorer:
         """A scorer of its own validation rows; it builds G when it is first used."""
         held = [on_device(b, self.model) for b in batches(self.validation, self.spec.batch_size)]
-        scorer = Scorer(self.model, held, retention=self.fisher, config=self.spec.config)
+        scorer = Scorer(
+            self.model,
+            held or None,
+            retention=self.fisher,
+            config=self.spec.config,
+            reference=self.second,
+        )
         scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
         return scorer
 
@@ -126,6 +135,13 @@ def prepare_job(spec: JobSpec) -> Job:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
+    if spec.config.estimator == "walk" and spec.fisher_file is not None:
+        raise ConfigError(
+            "a walk has no stability side",
+            got=f"--fisher_file {spec.fisher_file}, --estimator walk",
+            why="it is steps on the validation rows, and the Fisher would take no part",
+            remedy="leave --fisher_file out, or --estimator label",
+        )
     prepared = prepare_rows(spec)
     corpus = prepared.corpus
     reading = Tracker("Reading rows", corpus.source.rows, not spec.quiet)
@@ -141,7 +157,10 @@ def prepare_rows(spec: JobSpec) -> Prepared:
         AlphaTokenError: wrong input, with what and where.
     """
     corpus, fisher = _corpus(spec, find_source(spec.train_file).limited(spec.limit))
-    if spec.validation_file is not None:
+    if spec.reference is not None:
+        _check_reference(spec)
+        held, drawn = list[Row](), frozenset[int]()
+    elif spec.validation_file is not None:
         held, drawn = _validation_rows(spec), frozenset[int]()
     else:
         held = draw_rows(corpus, spec.validation_rows, spec.seed)
@@ -175,9 +194,47 @@ def _validation_rows(spec: JobSpec) -> list[Row]:
 def _job(spec: JobSpec, prepared: Prepared) -> Job:
     corpus, fisher = prepared.corpus, prepared.fisher
     how = corpus.how
-    validation, encoded = encode_some(prepared.held, corpus.tokenizer, how, "validation")
-    job = Job(spec, corpus, validation, encoded, fisher, spec.model.model(), {})
+    encode = encode_rows if spec.reference else partial(encode_some, what="validation")
+    validation, encoded = encode(prepared.held, corpus.tokenizer, how)
+    second = spec.second()
+    job = Job(
+        spec,
+        corpus,
+        validation,
+        encoded,
+        fisher,
+        spec.model.model(),
+        {},
+        second=None if second is None else second.model(),
+    )
     return replace(job, settings=_settings(job))
+
+
+def _check_reference(spec: JobSpec) -> None:
+    """See that both models read the same tokens.
+
+    Raises:
+        ConfigError: they do not, or nothing reads the second model.
+    """
+    if spec.config.estimator != "walk":
+        raise ConfigError(
+            "--reference is read by --estimator walk alone",
+            got=f"--estimator {spec.config.estimator}",
+            why="the others are inner products with a direction of the model itself",
+            remedy="--estimator walk, or --validation_file in its place",
+        )
+    second = spec.second()
+    assert second is not None
+    own, other = (one.tokenizer().get_vocab() for one in (spec.model, second))
+    if own != other:
+        differing = [t for t in {**own, **other} if own.get(t) != other.get(t)]
+        raise ConfigError(
+            "the reference model has another vocabulary",
+            got=f"--reference {spec.reference}: {len(differing)} tokens differ, such as "
+            f"{differing[0]!r}",
+            why="losses of different tokens would be subtracted",
+            remedy="a checkpoint of the same model",
+        )
 
 
 def _block(rows: int) -> int:
@@ -202,7 +259,9 @@ def _settings(job: Job) -> dict[str, Any]:
         "adapter": spec.model.adapter,
         "train_file": spec.train_file,
         "validation_file": spec.validation_file
-        or f"{spec.validation_rows} rows of the training file",
+        or (None if spec.reference else f"{spec.validation_rows} rows of the training file"),
+        "reference": spec.reference,
+        "reference_sha256": None if job.second is None else weights_digest(job.second),
         "fisher_file": spec.fisher_file or "none",
         "score_layers": layers if isinstance(layers, (int, str)) else list(layers),
         "value_parameters": valued.pop("parameters"),

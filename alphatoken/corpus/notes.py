@@ -20,6 +20,8 @@ _KINDS = {
     "same_layer_hop": "The direct part is exact; the causal part holds same-layer hops only.",
     "path": "The values attribute by the position where weights are used (exact); a loss mask acts "
     "on label values.",
+    "walk": "Values are losses of the model less losses after steps on the validation rows, or of "
+    "the reference model, in nats: exact for the whole way, up to the rounding of two forwards.",
     "paper_literal": "This estimator counts the causal path twice; it is offered for comparison.",
 }
 
@@ -34,12 +36,14 @@ def write_notes(
 ) -> list[str]:
     """Sentences for the report, the summary and the console; what is trivially so is left out."""
     notes = [_KINDS[config.estimator]] if config.estimator in _KINDS else []
-    notes += _about_stability(fisher, summary)
+    if config.estimator != "walk":
+        notes += _about_stability(fisher, summary)
     validation = encoded["validation"]
-    notes.append(
-        f"Adaptation is measured against {validation.response_tokens} response tokens of "
-        f"{validation.examples} validation rows."
-    )
+    if validation.examples:
+        notes.append(
+            f"Adaptation is measured against {validation.response_tokens} response tokens of "
+            f"{validation.examples} validation rows."
+        )
     notes += about_pools(counts)
     if counts.get("bad_rows"):
         notes.append(f"{counts['bad_rows']} rows cannot be read; bad_rows.jsonl names them.")
@@ -98,6 +102,8 @@ def balance_by_layer(scorer: Scorer) -> list[dict[str, object]]:
 
     Empty without a retention term. Parameters outside the layers are left out.
     """
+    if scorer.config.estimator == "walk":
+        return []
     direction = scorer.direction
     if direction.stability is None:
         return []

@@ -36,7 +36,7 @@ from alphatoken.report.files import read_totals, value_files
 from alphatoken.select.threshold import top_threshold
 from alphatoken.support.storage import write_json, write_jsonl
 
-__all__ = ["write_results"]
+__all__ = ["keep_over_all", "write_results"]
 
 
 def write_results(
@@ -61,7 +61,7 @@ def write_results(
     certificate = _certificate(scorer, job, wanted)
     balance = balance_by_layer(scorer)
     if spec.scope == "dataset":
-        _keep_over_all(folder, spec.ratio)
+        keep_over_all(folder, spec.ratio)
     dataset = _dataset(job, wanted)
     summary = summarise(
         _checked(job),
@@ -139,7 +139,7 @@ def _checked(job: Job) -> Iterator[ScoredExample]:
 # --- selection ------------------------------------------------------------------------------------
 
 
-def _keep_over_all(folder: Path, ratio: float) -> None:
+def keep_over_all(folder: Path, ratio: float) -> None:
     """Rank all tokens of all files together and write the files again, each whole or not."""
     keeper = top_threshold(lambda: read_totals(folder / "values"), ratio).keeper()
 

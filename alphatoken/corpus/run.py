@@ -67,6 +67,13 @@ def score_corpus(
     require_writable(spec.output_dir)
     _check_dataset(spec, wanted, resume=resume, overwrite=overwrite)
     check_engine(engine, here)
+    if spec.config.estimator == "walk" and wanted.verify is not None:
+        raise ConfigError(
+            "values along a walk have no certificate",
+            got=f"--verify {wanted.verify}, --estimator walk",
+            why="each is one loss less another, and nothing in it is approximated",
+            remedy="leave --verify out",
+        )
     spec = here.share_of(replace(spec, format=_format(spec, wanted)))
     with here.together():
         if here.rank == 0:
@@ -137,7 +144,8 @@ def _follow(spec: JobSpec, here: Launched) -> None:
     job = open_job(spec)
     scorer = job.scorer()
     if numbers := here.share(job.missing()):
-        scorer.load_gradient(job.gradient)
+        if job.second is None:
+            scorer.load_gradient(job.gradient)
         value_blocks(job, scorer, numbers)
     here.wait()
 
@@ -145,6 +153,8 @@ def _follow(spec: JobSpec, here: Launched) -> None:
 def _seal(job: Job, scorer: Scorer) -> None:
     """The job in the folder, with G; an earlier run's G is used again."""
     seal_job(job)
+    if job.second is not None:
+        return
     if job.gradient.exists():
         scorer.load_gradient(job.gradient)
     else:

@@ -91,6 +91,7 @@ class JobSpec:
         config: what a value is.
         validation_file: rows that define the objective; None draws them from the training rows:
         validation_rows: so many.
+        reference: second model that ``estimator="walk"`` takes values to; no validation rows then.
         fisher_file: of the reference model; None values without stability.
         fields: which columns are read.
         how: training rows become tokens; the model's own limits are added to it.
@@ -113,6 +114,7 @@ class JobSpec:
     config: ScorerConfig
     validation_file: str | None = None
     validation_rows: int = 0
+    reference: str | None = None
     fisher_file: str | None = None
     fields: Fields = field(default_factory=Fields)
     how: EncodeOptions = field(default_factory=lambda: EncodeOptions(on_empty="skip"))
@@ -132,6 +134,14 @@ class JobSpec:
     def folder(self) -> Path:
         """Folder of the results."""
         return Path(self.output_dir)
+
+    def second(self) -> ModelSpec | None:
+        """The reference model, loaded as the other is."""
+        return (
+            None
+            if self.reference is None
+            else replace(self.model, name=self.reference, adapter=None)
+        )
 
     def fisher(self) -> FisherDrift | None:
         """The Fisher of the stability term, left on disk where the configuration says so.

@@ -1,0 +1,315 @@
+"""Walk values of a corpus from log-probabilities that any engine wrote; no model runs here.
+
+    value of token i  =  log p_after(z_i | z_<i)  -  log p_before(z_i | z_<i)
+
+Two Parquet files, one row an example, in the same order: lists ``input_ids``, ``labels`` (-100
+where nothing is valued) and ``logprobs`` (entry i of token i; the first is not read). ``row``
+numbers them; without such a column they are numbered from 0.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from alphatoken.corpus.folder import file_digest, refuse_foreign, require_writable
+from alphatoken.corpus.results import keep_over_all
+from alphatoken.data import token_texts
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.report import ScoredExample, summarise, write_report, write_values
+from alphatoken.report.examples import IGNORE
+from alphatoken.report.files import pyarrow_modules
+from alphatoken.select.masks import keep_count, select_top
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import write_json
+from alphatoken.train.loading import load_tokenizer
+
+__all__ = ["LogprobSpec", "read_pair", "score_logprobs"]
+
+_LISTS = ("input_ids", "labels", "logprobs")
+_ROWS = 256
+"""Rows of a file that are in memory at a time."""
+_BLOCK = 8_192
+"""Rows of a value file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobSpec:
+    """What is read, and what is made of it.
+
+    Attributes:
+        before: file of the model as it is.
+        after: file of the model at the end of the walk, or of a reference model.
+        output_dir: folder of the results.
+        tokenizer: model whose tokens they are, for the texts of the report; None shows ids.
+        ratio: share of the tokens that are kept.
+        scope: they are ranked within a "batch", a "sequence", or the whole "dataset".
+        batch_size: rows of a batch.
+        seed: of the rows that the report shows.
+        format: "parquet" or "jsonl".
+        report: a page is written.
+        report_rows: rows that it shows.
+        quiet: no progress.
+    """
+
+    before: str
+    after: str
+    output_dir: str
+    tokenizer: str | None = None
+    ratio: float = 0.5
+    scope: str = "batch"
+    batch_size: int = 8
+    seed: int = 0
+    format: str = "parquet"
+    report: bool = True
+    report_rows: int = 40
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One example of one file."""
+
+    number: int
+    place: str
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+
+    @property
+    def response(self) -> NDArray[np.bool_]:
+        mask: NDArray[np.bool_] = self.labels != IGNORE
+        mask[:1] = False
+        return mask
+
+
+def _rows(path: str) -> Iterator[_Row]:
+    """The rows of one file, each checked by itself.
+
+    Raises:
+        DataError: names file, row and position.
+    """
+    _, pq = pyarrow_modules()
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            lacking = [name for name in _LISTS if name not in names]
+            if lacking:
+                raise _bad(path, f"no column {lacking[0]!r}; it has {', '.join(names)}")
+            wanted = [*_LISTS, *(n for n in ("row",) if n in names)]
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
+                columns = {name: batch[name].to_pylist() for name in wanted}
+                for index in range(batch.num_rows):
+                    own = {name: column[index] for name, column in columns.items()}
+                    yield _row(path, own.get("row", number), own)
+                    number += 1
+    except (OSError, ValueError, TypeError) as error:  # pyarrow's are ValueErrors
+        raise _bad(path, f"{type(error).__name__}: {error}") from error
+
+
+def _count(path: str) -> int:
+    _, pq = pyarrow_modules()
+    try:
+        with pq.ParquetFile(path) as file:
+            return int(file.metadata.num_rows)
+    except (OSError, ValueError) as error:
+        raise _bad(path, f"{type(error).__name__}: {error}") from error
+
+
+def _row(path: str, number: Any, own: dict[str, Any]) -> _Row:
+    place = f"{Path(path).name}, row {number}"
+    missing = [name for name in _LISTS if own[name] is None]
+    if missing or number is None:
+        raise _bad(place, f"no {missing[0] if missing else 'number'}")
+    ids, labels = (np.asarray(own[name], np.int64) for name in ("input_ids", "labels"))
+    logprobs = np.asarray(own["logprobs"], np.float64)  # None becomes NaN
+    if not len(ids) == len(labels) == len(logprobs):
+        raise _bad(place, f"{len(ids)} input_ids, {len(labels)} labels, {len(logprobs)} logprobs")
+    row = _Row(int(number), place, ids, labels, logprobs)
+    read = row.response
+    for what, wrong in (
+        ("a label that is neither -100 nor the token", (labels != IGNORE) & (labels != ids)),
+        ("a log-probability that is missing, NaN or infinite", read & ~np.isfinite(logprobs)),
+        ("a log-probability above 0", read & (logprobs > 1e-3)),
+    ):
+        if wrong.any():
+            position = int(wrong.argmax())
+            raise _bad(f"{place}, position {position}", f"{what}: {logprobs[position]}")
+    return row
+
+
+def _bad(place: str, got: str) -> DataError:
+    return DataError(
+        "log-probabilities cannot be read",
+        got=f"{place}: {got}",
+        why="a value would be a difference of something else",
+        remedy="Parquet with lists input_ids, labels (-100 outside the response) and logprobs of "
+        "natural logarithms, one row an example; docs/walks.md shows how an engine writes them",
+    )
+
+
+def read_pair(before: str, after: str) -> Iterator[ScoredExample]:
+    """Examples with their walk values, nothing selected yet.
+
+    Raises:
+        DataError: a bad row, or two rows that are not of the same tokens; the place is named.
+    """
+    for first, second in zip_longest(_rows(before), _rows(after)):
+        if first is None or second is None:
+            longer = first or second
+            raise _unlike(f"{longer.place}: the other file ends before it")
+        both = f"{first.place}; {second.place}"
+        if first.number != second.number:
+            raise _unlike(f"{both}: other rows, or another order")
+        for name in ("ids", "labels"):
+            one, two = getattr(first, name), getattr(second, name)
+            if len(one) != len(two):
+                raise _unlike(f"{both}: {len(one)} and {len(two)} tokens")
+            if (one != two).any():
+                position = int((one != two).argmax())
+                what = "token" if name == "ids" else "label"
+                raise _unlike(f"{both}: {what} {one[position]} and {two[position]} at {position}")
+        read = first.response
+        values = np.where(read, second.logprobs - first.logprobs, 0.0)
+        yield ScoredExample(
+            row=first.number,
+            place=f"row {first.number}",
+            tokens=[],
+            ids=first.ids.tolist(),
+            labels=first.labels.tolist(),
+            kept=np.zeros(len(read), bool),
+            values={"total": values, "adaptation": values},
+        )
+
+
+def _unlike(got: str) -> DataError:
+    return DataError(
+        "the two files are not of the same examples",
+        got=got,
+        why="log-probabilities of different tokens would be subtracted",
+        remedy="write both from the same rows, in the same order, with the same tokenizer",
+    )
+
+
+def _selected(spec: LogprobSpec) -> Iterator[ScoredExample]:
+    """With the selection of each batch, as a run with models has it."""
+    waiting = read_pair(spec.before, spec.after)
+    while batch := list(islice(waiting, spec.batch_size)):
+        longest = max(len(example.ids) for example in batch)
+        values = torch.zeros(len(batch), longest, dtype=torch.float64)
+        mask = torch.zeros(len(batch), longest, dtype=torch.bool)
+        for index, example in enumerate(batch):
+            length = len(example.ids)
+            values[index, :length] = torch.from_numpy(example.values["total"])
+            mask[index, :length] = torch.from_numpy(example.response)
+        scope = "batch" if spec.scope == "dataset" else spec.scope
+        kept = select_top(values, mask, spec.ratio, scope=scope).numpy()
+        for index, example in enumerate(batch):
+            yield replace(example, kept=kept[index, : len(example.ids)])
+
+
+def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
+    """Write values, summary and page of two files of log-probabilities.
+
+    Args:
+        spec: what is read.
+        overwrite: replace an earlier run in the folder.
+
+    Raises:
+        ConfigError: the folder holds something else. DataError: see ``read_pair``; what was written
+            until then is removed.
+    """
+    start, folder = time.monotonic(), Path(spec.output_dir)
+    keep_count(spec.ratio, 1, name="--keep_ratio")
+    require_writable(folder)
+    rows = max(_count(path) for path in (spec.before, spec.after))
+    if not rows:
+        raise ConfigError("there is no row to value", got=f"{spec.before}, {spec.after}")
+    manifest, values = folder / "run.json", folder / "values"
+    refuse_foreign(manifest, [values], resume=False, overwrite=overwrite)
+    settings = {
+        "estimator": "walk",
+        "logprobs": [spec.before, spec.after],
+        "logprobs_sha256": [file_digest(spec.before), file_digest(spec.after)],
+        "keep_ratio": spec.ratio,
+        "keep_scope": spec.scope,
+        "per_device_train_batch_size": spec.batch_size,
+        "seed": spec.seed,
+    }
+    shutil.rmtree(values, ignore_errors=True)
+    values.mkdir(parents=True)
+    write_json(manifest, {"settings": settings})
+    try:
+        _write(spec, values, rows)
+    except BaseException:
+        shutil.rmtree(values, ignore_errors=True)
+        manifest.unlink()
+        raise
+    if spec.scope == "dataset":
+        keep_over_all(folder, spec.ratio)
+    _summarise(spec, settings, start)
+
+
+def _write(spec: LogprobSpec, folder: Path, rows: int) -> None:
+    """Value files of a fixed number of rows each."""
+    tracker, done = Tracker("Reading log-probabilities", rows, not spec.quiet), 0
+    examples = _selected(spec)
+    for number in range(-(-rows // _BLOCK)):
+
+        def counted() -> Iterator[ScoredExample]:
+            nonlocal done
+            for example in islice(examples, _BLOCK):
+                yield example
+                done += 1
+                tracker.report(done)
+
+        write_values(folder / f"part-{number:05d}.{spec.format}", counted())
+
+
+def _summarise(spec: LogprobSpec, settings: dict[str, Any], start: float) -> None:
+    from alphatoken.report import read_values
+
+    folder = Path(spec.output_dir)
+    texts = _ids
+    if spec.tokenizer is not None:
+        texts = partial(_texts, load_tokenizer(spec.tokenizer))
+    summary = summarise(
+        read_values(folder / "values"), sample=spec.report_rows, seed=spec.seed, texts=texts
+    )
+    note = (
+        "Values are log-probabilities after the walk less those before it, in nats, as two files "
+        "have them: exact for the whole way, up to the rounding of the engine that wrote them."
+    )
+    document = {
+        "settings": settings,
+        "values": summary.as_dict(),
+        "notes": [note],
+        "seconds": round(time.monotonic() - start, 3),
+    }
+    write_json(folder / "summary.json", document)
+    if spec.report:
+        title = f"Token values of {Path(spec.before).name}"
+        write_report(folder / "report.html", summary, title=title, settings=settings, notes=[note])
+    print(
+        f"{summary.response_tokens} response tokens valued, {summary.kept_tokens} kept; "
+        f"values: {folder / 'values'}"
+    )
+
+
+def _ids(ids: Any) -> list[str]:
+    return [str(one) for one in ids]
+
+
+def _texts(tokenizer: Any, ids: Any) -> list[str]:
+    return [piece.text for piece in token_texts(tokenizer, ids)]

@@ -1,0 +1,175 @@
+"""Walk values from two files of log-probabilities: equal to the models', or refused by place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from alphatoken.cli import main
+from alphatoken.report import read_values
+from tests.integration import tiny_training as tiny
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows, the model before and after, values by both models, and both files."""
+    folder = tiny.saved(tmp_path_factory.mktemp("logprobs"), 60)
+    tiny.model(3).save_pretrained(folder / "after")
+    tiny.tokenizer().save_pretrained(folder / "after")
+    words = ["score", "--estimator", "walk", "--train_file", str(folder / "rows.jsonl")]
+    words += ["--model_name_or_path", str(folder / "model"), "--reference", str(folder / "after")]
+    assert main([*words, "--output_dir", str(folder / "by_models"), "--no_report"]) == 0
+    for name in ("model", "after"):
+        write(folder / f"{name}.parquet", list(records(folder, name)))
+    return folder
+
+
+def records(folder: Path, name: str) -> Any:
+    """What an engine gives: log-probabilities of each token, None of the first."""
+    model = AutoModelForCausalLM.from_pretrained(folder / name)
+    for example in read_values(folder / "by_models" / "values"):
+        ids = torch.tensor([example.ids])
+        with torch.no_grad():
+            every = model(input_ids=ids).logits.log_softmax(-1)[0, :-1]
+        found = every.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        yield {
+            "row": example.row,
+            "input_ids": list(example.ids),
+            "labels": list(example.labels),
+            "logprobs": [None, *found],
+        }
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+def score(folder: Path, before: Path, after: Path, *more: str) -> int:
+    words = ["score", "--logprobs", str(before), str(after), "--output_dir", str(folder)]
+    return main([*words, "--quiet", *more])
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence", "dataset"])
+def test_values_and_selection_are_those_of_the_models(
+    models: Path, tmp_path: Path, scope: str
+) -> None:
+    more = ["--keep_scope", scope, "--model_name_or_path", str(models / "model")]
+    assert score(tmp_path, models / "model.parquet", models / "after.parquet", *more) == 0
+    found = list(read_values(tmp_path / "values"))
+    wanted = list(read_values(models / "by_models" / "values"))
+    assert len(found) == len(wanted) == 60
+    for one, two in zip(found, wanted, strict=True):
+        assert (one.row, one.ids, one.labels) == (two.row, two.ids, two.labels)
+        np.testing.assert_allclose(one.values["total"], two.values["total"], atol=2e-5)
+        if scope == "batch":
+            assert (one.kept == two.kept).mean() > 0.99
+    kept = sum(int(one.kept.sum()) for one in found)
+    assert kept == pytest.approx(sum(int(one.response.sum()) for one in found) / 2, abs=60)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["values"]["response_tokens"] == sum(int(e.response.sum()) for e in wanted)
+    assert "plus" in (tmp_path / "report.html").read_text()  # texts, not ids
+
+
+def _other(rows: list[dict[str, Any]], number: int, **more: Any) -> list[dict[str, Any]]:
+    return [{**row, **more} if i == number else row for i, row in enumerate(rows)]
+
+
+def _at(row: dict[str, Any], name: str, position: int, value: Any) -> dict[str, Any]:
+    return {name: [value if i == position else x for i, x in enumerate(row[name])]}
+
+
+BAD = {
+    "another token": lambda r: (_other(r, 9, **_at(r[9], "input_ids", 2, 7)), "token .* at 2"),
+    "another label": lambda r: (_other(r, 9, **_at(r[9], "labels", 14, -100)), "row 9"),
+    "another order": lambda r: ([*r[:3], r[4], r[3], *r[5:]], "other rows, or another order"),
+    "a missing row": lambda r: (r[:-1], "ends before"),
+    "one row more": lambda r: ([*r, {**r[-1], "row": 60}], "ends before"),
+    "a NaN": lambda r: (_other(r, 5, **_at(r[5], "logprobs", 14, float("nan"))), "row 5, pos"),
+    "a missing one": lambda r: (_other(r, 5, **_at(r[5], "logprobs", 14, None)), "row 5, pos"),
+    "minus infinity": lambda r: (_other(r, 5, **_at(r[5], "logprobs", 14, -np.inf)), "infinite"),
+    "a loss": lambda r: (
+        _other(r, 0, logprobs=[None, *(-x for x in r[0]["logprobs"][1:])]),
+        "above 0",
+    ),
+    "a shorter list": lambda r: (_other(r, 2, logprobs=r[2]["logprobs"][:-1]), "row 2: "),
+    "no labels": lambda r: ([{k: v for k, v in x.items() if k != "labels"} for x in r], "labels"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_bad_pair_is_refused_by_its_place(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, side: str
+) -> None:
+    """And nothing of the run stays."""
+    good = {"before": models / "model.parquet", "after": models / "after.parquet"}
+    rows, said = BAD[case](pq.read_table(good[side]).to_pylist())
+    good[side] = write(tmp_path / "bad.parquet", rows)
+    out = tmp_path / "out"
+    assert score(out, good["before"], good["after"]) != 0
+    message = capsys.readouterr().err
+    import re
+
+    assert re.search(said, message), message
+    assert not (out / "values").exists()
+    assert not (out / "run.json").exists()
+
+
+def test_files_that_are_none_are_refused(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing file, one that is no Parquet, one file only, an empty one."""
+    good, text = models / "model.parquet", tmp_path / "text.parquet"
+    text.write_text("no parquet")
+    for before, said in ((tmp_path / "none.parquet", "none.parquet"), (text, "text.parquet")):
+        for pair in ((before, good), (good, before)):
+            assert score(tmp_path / "out", *pair) != 0
+            assert said in capsys.readouterr().err
+    assert main(["score", "--logprobs", str(good), "--output_dir", str(tmp_path / "o")]) != 0
+    assert "takes two files" in capsys.readouterr().err
+    schema = pq.read_schema(good)
+    empty = tmp_path / "empty.parquet"
+    pq.write_table(schema.empty_table(), empty)
+    assert score(tmp_path / "out", empty, empty) != 0
+    assert "no row" in capsys.readouterr().err
+
+
+def test_an_earlier_run_is_kept_unless_it_may_go(models: Path, tmp_path: Path) -> None:
+    files = models / "model.parquet", models / "after.parquet"
+    assert score(tmp_path, *files, "--no_report") == 0
+    assert score(tmp_path, *files, "--no_report") != 0
+    assert score(tmp_path, *files, "--no_report", "--overwrite_output") == 0
+
+
+def test_a_walk_of_the_models_own_and_its_options(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Validation rows in place of a second model; what has no meaning is said before work."""
+    common = ["score", "--train_file", str(models / "rows.jsonl"), "--no_report", "--quiet"]
+    common += ["--model_name_or_path", str(models / "model"), "--validation_rows", "8"]
+    walk = ["--estimator", "walk", "--walk_steps", "2", "--walk_learning_rate", "1e-3"]
+    assert main([*common, *walk, "--output_dir", str(tmp_path / "own")]) == 0
+    settings = json.loads((tmp_path / "own" / "run.json").read_text())["settings"]
+    assert (settings["walk_steps"], settings["walk_learning_rate"]) == (2, 1e-3)
+    refused = {
+        "certificate": [*walk, "--verify", "3"],
+        "stability side": [*walk, "--fisher_file", "none.safetensors"],
+        "walk_steps": ["--walk_steps", "2"],
+        "not allowed with": [*walk, "--reference", str(models / "after")],
+    }
+    for said, words in refused.items():
+        assert main([*common, *words, "--output_dir", str(tmp_path / "no")]) != 0
+        assert said in capsys.readouterr().err
+    alone = [word for word in common if word not in ("--validation_rows", "8")]
+    words = ["--reference", str(models / "after"), "--output_dir", str(tmp_path / "no")]
+    assert main([*alone, *words]) != 0
+    assert "--estimator walk alone" in capsys.readouterr().err
