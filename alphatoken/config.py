@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice
+from alphatoken.estimate.differences import FORMS
 from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS, SPLIT, WALK
 from alphatoken.model.layer_choice import DEFAULT_LAYERS
 from alphatoken.model.parameter_choice import ParameterChoice
@@ -23,7 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "uncovered": ("error", "skip"),
     "offload": ("none", "stream"),
     "stability_units": ("plain", "balance"),
-    "derivative": ("auto", "forward_mode", "central", "one_sided"),
+    "derivative": ("auto", "forward_mode", *FORMS),
 }
 
 
@@ -93,6 +94,8 @@ class ScorerConfig:
             ``observe`` without dropout, else central; forward mode for the last layers alone,
             which it runs from their input on. Where one of the two cannot be had, the other is
             taken, said once. ``TokenValues`` say which it was, and the estimated error.
+        curvature: label values by "central" or "one_sided" come with ``<M, H_k M>`` of each token
+            (``TokenValues.curvature``), along the whole M: three forwards more.
         walk_steps: n, the steps of a walk, each on the next of the validation batches.
         walk_learning_rate: of its AdamW, constant, without weight decay; None takes 5e-5, and in a
             trainer the run's.
@@ -121,6 +124,7 @@ class ScorerConfig:
     standard_errors: bool = False
     offload: str = "none"
     derivative: str = "auto"
+    curvature: bool = False
     walk_steps: int = 24
     walk_learning_rate: float | None = None
     walk_refresh: int = 0
@@ -226,6 +230,13 @@ class ScorerConfig:
                 got=f"derivative={self.derivative!r}, estimator={self.estimator!r}",
                 why="the others contract errors of a backward with M",
                 remedy="estimator='label', or derivative='auto'",
+            )
+        if self.curvature and self.derivative not in FORMS:
+            raise ConfigError(
+                "curvature=True is for label values by differences alone",
+                got=f"estimator={self.estimator!r}, derivative={self.derivative!r}",
+                why="it is a second difference of losses at moved weights",
+                remedy="estimator='label', derivative='central'",
             )
         if self.part != "both" and self.estimator not in SPLIT:
             raise ConfigError(

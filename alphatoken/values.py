@@ -44,6 +44,11 @@ class TokenValues:
             "one_sided"; None of other estimators.
         error: of differences, the estimated relative error (norm over the tokens) of the values
             along a side of M, the largest of the sides; 0 of what is exact up to rounding.
+        curvature: (b, t) ``<M, H_k M>``, H_k the second derivatives of the token's loss; None
+            unless the scorer was asked for ``curvature``. A step of size s along -M changes the
+            loss by ``-s total + s^2 curvature / 2``: at ``s = |total / curvature|`` the first term
+            is off by half.
+        curvature_error: as ``error``, of the curvatures.
     """
 
     total: Tensor
@@ -62,6 +67,8 @@ class TokenValues:
     part_shares: Tensor | None = field(default=None, repr=False)
     derivative: str | None = None
     error: float = 0.0
+    curvature: Tensor | None = field(default=None, repr=False)
+    curvature_error: float = 0.0
 
     def __repr__(self) -> str:
         """Sizes and shares in one line; the numbers are in the attributes.

@@ -11,19 +11,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
-    ".": 1_213,
+    ".": 1_231,
     "certificate": 1_415,
     "cli": 4_533,
     "corpus": 2_172,
     "data": 2_613,
     "demo": 719,
     "direction": 4_288,
-    "estimate": 2_493,
-    "fidelity": 8_736,
+    "estimate": 2_514,
+    "fidelity": 8_740,
     "model": 5_799,
-    "oracle": 5_037,
+    "oracle": 5_084,
     "report": 1_633,
-    "scoring": 1_033,
+    "scoring": 1_051,
     "select": 877,
     "support": 557,
     "train": 11_734,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_690), ("tests", 69_197)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_690), ("tests", 69_328)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -2,6 +2,7 @@
 
     central     v_k ~ ( l_k(theta + h M) - l_k(theta - h M) ) / (2 h)
     one-sided   v_k ~ ( l_k(theta) - l_k(theta - h M) ) / h
+    curvature   <M, H_k M> ~ ( l_k(theta + h M) + l_k(theta - h M) - 2 l_k(theta) ) / h^2
 
 Nothing but forwards of the model as it is: no rule for any kernel or layer is needed. The step h is
 found on a few short rows, from differences at h and at 2 h, and the same two say how far the values
@@ -28,12 +29,18 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["FORMS", "TOLERANCE", "Differences", "drowned"]
+__all__ = ["CURVATURE", "FORMS", "TOLERANCE", "Differences", "drowned"]
 
 FORMS = ("central", "one_sided")
 
+CURVATURE = "curvature"
+"""The form of a second difference."""
+
 TOLERANCE = 2e-2
 """Estimated relative error beyond which differences are refused."""
+
+CURVATURE_TOLERANCE = 0.1
+"""The same of second differences, whose rounding is divided by h^2: a length is read of them."""
 
 CHECKED_EVERY = 32
 """Batches after which the error is looked at again; at first sooner: after 1, 2, 4, 8 and 16."""
@@ -120,7 +127,7 @@ class Differences:
         Args:
             batch: the tokens to value; dropout is off.
             direction: parameter name -> M in the parameter's shape.
-            form: "central" or "one_sided".
+            form: "central" or "one_sided"; or "curvature", for ``<M, H_k M>``.
             base: for "one_sided", the losses (b, t) at the weights as they are; None to run them.
             side: which direction this is of those that are taken in turn; each has a step.
             shown: gives the batch on a slice of which a step is found, so that values do not
@@ -133,10 +140,12 @@ class Differences:
             step was found, soon after it, and on every 32nd from there on.
 
         Raises:
-            UnsupportedError: no step gives a relative error of ``TOLERANCE``.
+            UnsupportedError: no step gives a relative error of ``TOLERANCE`` (of "curvature",
+                ``CURVATURE_TOLERANCE``).
 
         Exactness: the error that is returned, within a factor of 3. Source: ours, of the
-        definition of the derivative. Oracle: ``alphatoken.oracle.gradients.label_values``.
+        definition of the derivative. Oracles: ``label_values`` and ``label_curvatures`` of
+        ``alphatoken.oracle.gradients``.
         """
         shift = Shift(self._adapter.model, direction, self._sharding)
         norm = shift.length()
@@ -155,7 +164,7 @@ class Differences:
                 step = step or self._find(batch, shift, form, weights, norm)
             if step is None:
                 return torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0
-            if step.found > TOLERANCE:
+            if step.found > _tolerance(form):
                 raise _inexact(form, step.found)
             asked = self._quotients(batch, shift, form, base)
             values = asked.values(step.length)
@@ -168,7 +177,7 @@ class Differences:
                 seen = asked.away(step.length) if asked.size(step.length) else 0.0
                 every = min(2 * step.every or 1, CHECKED_EVERY)
                 step = replace(step, seen=seen, every=every, left=every)
-                if step.error > TOLERANCE:
+                if step.error > _tolerance(form):
                     raise _inexact(form, step.error)
             self._steps[form, side] = replace(step, left=step.left - 1)
         return values.masked_fill(~batch.mask, 0.0), step.error
@@ -198,7 +207,7 @@ class _Quotients:
     Args:
         losses: from a step to the losses (b, t) there.
         mask: response tokens (b, t).
-        form: "central" or "one_sided".
+        form: as in ``Differences.values``.
         base: losses at step 0, where they are known.
         summed: sums of numbers over the processes that take values together.
     """
@@ -212,6 +221,7 @@ class _Quotients:
         summed: Callable[[Sequence[float]], list[float]],
     ) -> None:
         self._losses, self._mask, self._form, self._summed = losses, mask, form, summed
+        self._power = 2 if form == CURVATURE else 1  # of h, which roundings are divided by
         self._known: dict[float, Tensor] = {} if base is None else {0.0: base.detach()}
 
     def _at(self, step: float) -> Tensor:
@@ -221,28 +231,31 @@ class _Quotients:
 
     def sides(self, length: float) -> tuple[Tensor, Tensor]:
         """Losses (b, t) whose difference is taken: ahead, or where the weights are; and behind."""
-        ahead = self._at(length if self._form == "central" else 0.0)
+        ahead = self._at(0.0 if self._form == "one_sided" else length)
         return ahead, self._at(-length)
 
     def values(self, length: float) -> Tensor:
         """The quotient (b, t) at step ``length``."""
-        ahead, behind = self.sides(length)
-        dtype = wide(ahead.dtype)
+        ahead, behind = (side.to(wide(side.dtype)) for side in self.sides(length))
+        if self._form == CURVATURE:
+            here = self._at(0.0).to(ahead.dtype)
+            return ((ahead - here) + (behind - here)) / length**2
         width = 2 * length if self._form == "central" else length
-        return (ahead.to(dtype) - behind.to(dtype)) / width
+        return (ahead - behind) / width
 
     def away(self, length: float) -> float:
         """Richardson's: how far values at h are from those at 2 h, relative to their norm.
 
-        Truncation makes those at 2 h off by four times (central) or twice (one-sided) what those
-        at h are off by, and rounding by half. The roundings of the losses at their least are added,
-        since on a few tokens both may agree by chance. Where h is too small or too large all of it
-        is noise, or nothing follows M any more, and this is near 1.
+        Truncation makes those at 2 h off by four times (one-sided: twice) what those at h are off
+        by, and rounding by half (curvature: a quarter). The roundings of the losses at their least
+        are added, since on a few tokens both may agree by chance. Where h is too small or too large
+        all of it is noise, or nothing follows M any more, and this is near 1.
         """
         values, twice = (self.values(h)[self._mask] for h in (length, 2 * length))
         losses = self._at(-length)[self._mask]
         away, known, size = self._norms(values - twice, losses, values)
-        error = math.hypot(away, torch.finfo(losses.dtype).eps * known / length)
+        rounding = torch.finfo(losses.dtype).eps * known / length**self._power
+        error = math.hypot(away, rounding)
         # All zeros say that the move drowned, unless no move shows; see ``best``.
         finite = math.isfinite(error) and math.isfinite(size)
         return error / size if finite and size > 0 else math.inf
@@ -261,11 +274,12 @@ class _Quotients:
         """Estimated relative error of the values at this step (norm over the tokens).
 
         What is seen at h alone may be small by chance, the more so as the least of many is
-        chosen: half of what is seen at h / 2, and a quarter (one-sided: half) of that at 2 h, are
-        what the one at h / 2 rounds and the one at 2 h truncates, brought to h.
+        chosen: half (curvature: a quarter) of what is seen at h / 2, and a quarter (one-sided:
+        half) of that at 2 h, are what the one at h / 2 rounds and the one at 2 h truncates, brought
+        to h.
         """
-        order = 4 if self._form == "central" else 2
-        return max(self.away(length), self.away(length / 2) / 2, self.away(2 * length) / order)
+        truncated = self.away(2 * length) / (2 if self._form == "one_sided" else 4)
+        return max(self.away(length), self.away(length / 2) / 2.0**self._power, truncated)
 
     def best(self, weights: float, norm: float) -> float | None:
         """The step of least error; the weights move by 1e-8 to 1e-2 of their norm.
@@ -294,11 +308,18 @@ class _Quotients:
         return best
 
 
+def _tolerance(form: str) -> float:
+    return CURVATURE_TOLERANCE if form == CURVATURE else TOLERANCE
+
+
 def _inexact(form: str, error: float) -> UnsupportedError:
+    what = f"label values by {form.replace('_', '-')} differences are"
     return UnsupportedError(
-        f"label values by {form.replace('_', '-')} differences are not exact enough on this model",
+        f"{'curvatures are' if form == CURVATURE else what} not exact enough on this model",
         got=f"an estimated relative error of {error:.1e} at the best step",
-        why=f"more than {TOLERANCE:.0e}: losses are rounded too coarsely, or a forward draws "
-        "random numbers",
-        remedy="derivative='forward_mode'",
+        why=f"more than {_tolerance(form):.0e}: losses are rounded too coarsely, or a forward "
+        "draws random numbers",
+        remedy="the model in float64, or curvature=False"
+        if form == CURVATURE
+        else "derivative='forward_mode'",
     )

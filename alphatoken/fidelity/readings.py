@@ -114,6 +114,7 @@ class Setting:
             base,
             estimator=self.estimator,
             derivative=base.derivative if self.estimator == "label" else "auto",
+            curvature=False,
             layers=list(self.layers),
             window=self.window,
             parameters="all" if self.everything else "linears",

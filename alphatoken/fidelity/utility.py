@@ -257,7 +257,9 @@ def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
     """(name, options, whether they are the user's) of every prediction."""
     adaptive = bench.options.optimizer in _ADAPTIVE
     kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
-    given = replace(bench.subject.config, objective="adaptation", precondition_after=1)
+    given = replace(
+        bench.subject.config, objective="adaptation", precondition_after=1, curvature=False
+    )
     own = given if adaptive else replace(given, preconditioner=None)
     exact = replace(own, estimator="label", part="both", derivative="forward_mode")
     layers = len(resolve_layers(bench.subject.adapter, own.layers))

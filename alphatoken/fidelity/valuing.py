@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +33,14 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
     Raises:
         ConfigError: no such estimator.
     """
-    changes: dict[str, str] = {"estimator": estimator}
+    changes: dict[str, Any] = {"estimator": estimator, "curvature": False}
     if estimator != "label":
         changes["derivative"] = "auto"
     if estimator not in SPLIT or (estimator == "direct" and config.part == "causal"):
         changes["part"] = "both"
     if estimator != "label" and not ParameterChoice.read(config.parameters).captured:
         changes["parameters"] = "linears"
-    return replace(config, **changes)  # type: ignore[arg-type] # mypy sees one type for all
+    return replace(config, **changes)
 
 
 def retention_term(subject: Subject, *, moved: bool = False) -> FisherDrift | None:

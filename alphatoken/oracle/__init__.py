@@ -46,6 +46,7 @@ from alphatoken.oracle.enumeration import (
 )
 from alphatoken.oracle.experts import copied_per_position, expert_influence
 from alphatoken.oracle.gradients import (
+    label_curvatures,
     label_values,
     per_token_gradients,
     response_tokens,
@@ -159,6 +160,7 @@ __all__ = [
     "hessian",
     "jacobian_by_autograd",
     "kl_hessian",
+    "label_curvatures",
     "label_values",
     "leave_one_out_utility",
     "left_out_bound",

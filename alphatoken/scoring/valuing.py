@@ -171,6 +171,12 @@ class Valuer:
         if taken:
             error = max(one.error for one in taken)
             values = replace(values, derivative=taken[0].way, error=error)
+        if self.config.curvature:
+            curved = self._derivative.curvature(
+                seen, direction.total(), self.builder.made_of.first_batch
+            )
+            curved = _weighted(curved, seen)
+            values = replace(values, curvature=curved.values, curvature_error=curved.error)
         if parts:
             by_batch = torch.stack(
                 [direct + causal for direct, causal, _ in found[: len(parts)]], -1
@@ -247,17 +253,11 @@ class Valuer:
         if self.witness.pending:  # M is built from no batch, and none was known before this one
             with nullcontext() if seen.recorder is None else seen.recorder.aside():
                 self.prove(around_responses(seen.batch))
-        weights = seen.weights.token
         shown = self.builder.made_of.first_batch
-
-        def along(number: int, side: Side) -> Taken:
-            taken = self._derivative.of(seen, side.of(side.matrices), number, shown)
-            # <grad(w l), M> = w <grad l, M>: rows of Psi scale with their own token's weight.
-            if weights is not None:
-                taken = replace(taken, values=taken.values * weights.to(taken.values))
-            return taken
-
-        return [along(number, side) for number, side in enumerate(sides)]
+        return [
+            _weighted(self._derivative.of(seen, side.of(side.matrices), number, shown), seen)
+            for number, side in enumerate(sides)
+        ]
 
     def _warn_if_one_sided(self, values: TokenValues) -> None:
         shares = values.shares()
@@ -272,6 +272,14 @@ class Valuer:
                 "stability_weight accordingly.",
                 AlphaTokenWarning,
             )
+
+
+def _weighted(taken: Taken, seen: Pass) -> Taken:
+    """``<grad(w l), M> = w <grad l, M>``: rows of Psi scale with their own token's weight."""
+    weights = seen.weights.token
+    if weights is None:
+        return taken
+    return replace(taken, values=taken.values * weights.to(taken.values))
 
 
 def _whole(values: Tensor) -> Parts:

@@ -144,6 +144,9 @@ test_a_tied_weight_moves_once | | (the weights before) | exact
 test_what_a_signal_raises_while_weights_come_back_waits_for_the_last | | (the weights before) | exact
 test_an_observed_forward_with_dropout_is_no_base | | (forward mode) | exact
 test_differences_are_the_label_values | | label_values, validation_gradient, per_token_gradients, response_tokens | exact
+test_second_differences_are_the_curvatures | | label_curvatures, validation_gradient | exact
+test_curvature_is_along_the_whole_of_todays_m | | label_curvatures, validation_gradient | exact
+test_in_float32_curvatures_are_as_exact_as_they_say | | label_curvatures, validation_gradient | approximate
 test_in_float32_the_stated_error_bounds_the_true_one | | (forward mode in float64) | approximate
 test_more_curved_rows_are_seen_in_the_stated_error | | (forward mode) | approximate
 test_the_step_is_kept_until_m_changes_its_length | | label_values, validation_gradient | exact
