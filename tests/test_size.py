@@ -21,7 +21,7 @@ ROOMS = {
     "estimate": 2_514,
     "fidelity": 8_740,
     "model": 5_799,
-    "oracle": 5_084,
+    "oracle": 5_091,
     "report": 1_633,
     "scoring": 1_051,
     "select": 877,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_690), ("tests", 69_328)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_690), ("tests", 69_352)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

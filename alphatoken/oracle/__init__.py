@@ -19,6 +19,8 @@ it checks. All are meant for small models in float64; none is fast.
   ``M = P o (G + lambda V)`` built anew from what the user gave (eq. V_layer).
 - ``utility`` and ``shapley``: what a label is truly worth, by taking the step with it and without
   it (eq. local_utility_def), and over every coalition.
+- ``walk``: a copy that is trained on the validation rows, what a token's loss falls by, and label
+  values and curvature along the way.
 - ``scope``: what is scored, found again from the model alone; ``evaluate``: what several stand on.
 
 **May import** ``errors`` alone. **Read by** ``fidelity``, ``benchmarks`` and the tests only: the
@@ -121,6 +123,7 @@ from alphatoken.oracle.utility import (
     one_step_utility,
     sgd_step,
 )
+from alphatoken.oracle.walk import curvature_along, label_values_along, walk_values, walked
 
 __all__ = [
     "AdamState",
@@ -142,6 +145,7 @@ __all__ = [
     "convolve",
     "copied_per_position",
     "cross_position_jacobian",
+    "curvature_along",
     "delta_rule",
     "diagonal",
     "dpo_gradient",
@@ -162,6 +166,7 @@ __all__ = [
     "kl_hessian",
     "label_curvatures",
     "label_values",
+    "label_values_along",
     "leave_one_out_utility",
     "left_out_bound",
     "lipschitz_constant",
@@ -196,5 +201,7 @@ __all__ = [
     "value_propagation_error",
     "value_propagation_pairs",
     "via_t",
+    "walk_values",
+    "walked",
     "wasserstein",
 ]

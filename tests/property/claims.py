@@ -163,7 +163,8 @@ test_values_of_a_chain_of_walks_add_up | | walked | exact
 test_a_new_walk_is_taken_when_it_is_due | | walked, walk_values | exact
 test_other_validation_rows_and_a_refresh_take_a_new_walk | | walked, walk_values | exact
 test_a_changed_setting_keeps_the_walk | | walked, walk_values | exact
-test_a_walk_on_pairs_lowers_the_preference_loss | | objective_gradient | exact
+test_a_walk_on_pairs_lowers_the_preference_loss | | walk_values, (steps on the preference objective) | exact
+test_sharded_walk_values_are_those_of_a_trained_copy | | walked, walk_values | exact
 test_weights_in_16_bits_walk_in_float32 | | (the walk in float32) | exact
 test_autocast_keeps_no_cast_of_weights_that_moved | | (values without autocast) | approximate
 test_a_walk_that_climbs_is_said | | (the validation loss) | exact

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import FisherError, UnsupportedError
 from alphatoken.estimate.estimators import CAPTURED
 from alphatoken.model.sharding import Sharding
-from alphatoken.oracle import gradients
+from alphatoken.oracle import gradients, walk
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.properties import (
@@ -267,6 +268,26 @@ def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> 
     close(found.total, expected, scale, 1e-7, name=f"sharded label, {parameters}")
     assert found.derivative == "central"
     assert not sharding.gathered
+
+
+@given(setups(rare_tokens=False))
+@example(Setup(PADDED))
+@budget(0.05)
+def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
+    """Every part walks and comes back by itself: AdamW is elementwise, and nothing is gathered."""
+    model = setup.case.model()
+    before = [p.detach().clone() for p in model.parameters()]
+    adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    end = walk.walked(model, forward_of, setup.case.validation, 2, adamw)
+    expected = walk.walk_values(model, end, forward_of, setup.case.batch)
+    config = ScorerConfig("walk", walk_steps=2, walk_learning_rate=1e-2)
+    sharding = FlatSharding(model)
+    scorer = Scorer(model, setup.case.validation, None, config, sharding=sharding)
+    with other_objects_inside(model):
+        found = quiet_score(scorer, setup.case.batch)
+    close(found.total, expected, 1.0 + expected.abs(), 1e-8, name="sharded walk")
+    assert not sharding.gathered
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_what_label_cannot_do_on_sharded_weights_is_refused() -> None:

@@ -79,6 +79,8 @@ def cases(ranks: Ranks) -> Iterator[tuple[str, list[Any], ScorerConfig, str]]:
         yield name, [take(batch(20, ROWS), r) for r in own], config, kind
     own = even_micro_batches(rows, ranks.rank, ranks.world, None)
     yield "pairs", [preferences(r) for r in own], ScorerConfig(layers=2), "none"
+    walk = ScorerConfig("walk", walk_steps=2, walk_learning_rate=1e-3)
+    yield "walk", [take(batch(20, ROWS), r) for r in own], walk, "none"
 
 
 def values(name: str, folder: Path) -> dict[str, Any]:
