@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from alphatoken.fidelity.cost import measure
+from alphatoken.fidelity.cost import flops
 from alphatoken.support.machine import timed
 
 __all__ = [
@@ -118,11 +118,6 @@ def spread(values: list[float]) -> dict[str, float]:
         return {"low": values[0], "high": values[0]}
     quartiles = statistics.quantiles(values, n=4, method="inclusive")
     return {"low": quartiles[0], "high": quartiles[2]}
-
-
-def flops(work: Callable[[], Any]) -> float:
-    """FLOPs of matrix products and attention kernels of one call, as torch counts them."""
-    return measure(work, repeats=0).flops
 
 
 @dataclass(frozen=True)

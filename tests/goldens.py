@@ -152,12 +152,12 @@ def diagnoses() -> Golden:
     from tests.integration.subjects import subject
 
     small: dict[str, dict[str, Any]] = {
-        "estimators": {"layers": (1, 3), "windows": (0, 32), "draws": 30, "repeats": 1},
+        "estimators": {"layers": (1, 3), "windows": (0, 32), "draws": 30},
         "coverage": {"draws": 40, "clusters": 6, "points": 200},
         "drift": {"probes": 8},
         "sensitivity": {
             "estimators": ("alphatoken", "label"), "layers": (1, 3), "windows": (0, 32),
-            "weights": (0.0, 1.5), "ratios": (0.3, 0.7),
+            "weights": (0.0, 1.5),
         },
         "stability": {"resamples": 200},
     }  # fmt: skip

@@ -47,9 +47,9 @@ _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in
 
 _WRITES = """\
 Writes to the folder given with --output_dir:
-  {name}/diagnosis.json   the answer, the tables and notes; it is written last
+  {name}/diagnosis.json   the conclusion, the tables and notes; it is written last
   {name}/*.csv            each table, and what each figure shows
-  {name}/*.svg, *.png     each figure
+  {name}/*.svg            each figure
   report.html{pad}all diagnoses of the folder on one page that needs nothing from elsewhere
   run.json{pad}   what the numbers depend on; --resume compares it
 
@@ -161,14 +161,14 @@ class Request:
         entries: the diagnostics, in their order.
         options: name -> its ``Options``.
         shared: everything else.
-        given: name -> its sizes that the command line says, and which no budget makes smaller.
+        given: sizes that the command line says, and which no budget makes smaller.
         command: the whole command line, for the report.
     """
 
     entries: tuple[Entry, ...]
     options: Mapping[str, Any]
     shared: DiagnoseOptions
-    given: Mapping[str, frozenset[str]]
+    given: frozenset[str]
     command: str
 
     @property
@@ -196,9 +196,8 @@ def read_request(name: str, *words: str) -> Request:
     ours = {one for one in SIZES if getattr(shared, one) is not None}
     # Whoever draws them from the training rows must say how many; the budget may stop before.
     if shared.validation_rows is not None and shared.validation_file is not None:
-        ours |= {"validation_rows", "objective_rows"}
-    said_of = {key: frozenset({*ours, *given.get(key, {})}) for key in modules}
-    request = Request(entries, options, shared, said_of, command)
+        ours |= {"objective_rows"}
+    request = Request(entries, options, shared, frozenset(ours), command)
     _ = request.budget  # a bad one is refused before any work
     return request
 

@@ -96,11 +96,9 @@ def _run_each(
         try:
             diagnosis = diagnosed_within(
                 request.budget,
-                entry.name,
                 subject,
-                request.options[entry.name],
-                request.given[entry.name],
-                partial(_one_round, entry),
+                request.given,
+                partial(_one_round, entry, request.options[entry.name]),
                 said=request.shared.budget or DEFAULT_BUDGET,
             )
         except Exception as error:
@@ -114,7 +112,7 @@ def _run_each(
         _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
 
 
-def _one_round(entry: Entry, subject: Subject, options: Any) -> Diagnosis:
+def _one_round(entry: Entry, options: Any, subject: Subject) -> Diagnosis:
     """A diagnosis of these sizes; it does not depend on what ran before it."""
     torch.manual_seed(subject.seed)
     try:
@@ -141,8 +139,7 @@ def _reason(error: Exception) -> str:
 
 def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
     print(f"{diagnosis.name} ({how_long}): {diagnosis.question}")
-    for line in diagnosis.answer.lines():
-        print(f"  {line}")
+    print(f"  {diagnosis.conclusion}")
     print(f"  files: {folder.path / diagnosis.name}", flush=True)
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.certificate.metrics import kept, overlap, sign_agreement, spearman
-from alphatoken.fidelity.intervals import Estimate, bootstrap, over_draws
+from alphatoken.fidelity.intervals import Estimate, bootstrap
 
-__all__ = ["agreement", "agreement_over_draws"]
+__all__ = ["agreement"]
 
 Numbers = NDArray[np.float64]
 
@@ -45,16 +45,4 @@ def agreement(
         "sign_agreement": estimate(sign_agreement, values, truth),
         "overlap": estimate(overlap, ours, theirs),
         "flips": estimate(np.mean, ours != theirs),
-    }
-
-
-def agreement_over_draws(values: Numbers, truth: Numbers, ratio: float) -> dict[str, Estimate]:
-    """The same of pairs of rankings (draws, n): mean over the draws, and where 95 % of them lie."""
-    ours, theirs = kept(values, ratio), kept(truth, ratio)
-    ranked = [spearman(x, y) for x, y in zip(values, truth, strict=True)]
-    return {
-        "spearman": over_draws(np.array(ranked)),
-        "sign_agreement": over_draws((np.sign(values) == np.sign(truth)).mean(1)),
-        "overlap": over_draws((ours & theirs).sum(1) / ours.sum(1)),
-        "flips": over_draws((ours != theirs).mean(1)),
     }

@@ -186,7 +186,7 @@ def share_records(
     """One record a part of the exact causal value.
 
     ``signed = <part, exact> / <exact, exact>`` adds up to 1 over the parts and may be negative or
-    above 1; ``norm = ||part|| / ||exact||`` is its size, whatever its sign.
+    above 1.
     """
     exact = parts["exact"]
     return [
@@ -194,7 +194,6 @@ def share_records(
             "layer": layer,
             "part": title,
             "signed": bootstrap(_signed, parts[name], exact, groups=rows, draws=draws),
-            "norm": bootstrap(_size, parts[name], exact, groups=rows, draws=draws),
         }
         for name, title in PARTS.items()
     ]

@@ -16,7 +16,6 @@ __all__ = [
     "density_of",
     "ellipse_of",
     "entropy",
-    "mean_distance",
     "picture_of",
     "require_sklearn",
 ]
@@ -38,13 +37,6 @@ def require_sklearn() -> Any:
             "this diagnostic needs scikit-learn", remedy="pip install 'alphatoken[diagnose]'"
         ) from None
     return sklearn
-
-
-def mean_distance(points: Numbers) -> float:
-    """Mean Euclidean distance to the centroid; NaN without points."""
-    if not len(points):
-        return math.nan
-    return float(np.linalg.norm(points - points.mean(0), axis=1).mean())
 
 
 def components_of(points: Numbers) -> Numbers:
@@ -106,11 +98,11 @@ def density_of(values: Numbers, places: int = 200) -> tuple[Numbers, Numbers]:
     return at, found
 
 
-def picture_of(points: Numbers, *, seed: int, perplexity: float = 30.0) -> Numbers:
+def picture_of(points: Numbers, *, seed: int) -> Numbers:
     """t-SNE of a cloud, (n, 2): scikit-learn, PCA start, fixed seed.
 
-    The perplexity is at most a third of the other points. Distances between far groups, sizes of
-    groups and their density mean nothing in such a picture; neighbourhood does.
+    The perplexity is 30, and at most a third of the other points. Distances between far groups,
+    sizes of groups and their density mean nothing in such a picture; neighbourhood does.
 
     Raises:
         InputError: fewer than 4 points, or a number that is not finite.
@@ -128,7 +120,7 @@ def picture_of(points: Numbers, *, seed: int, perplexity: float = 30.0) -> Numbe
     if not points.any():
         return np.zeros((len(points), 2))  # all points are one
     tsne = TSNE(
-        perplexity=min(perplexity, (len(points) - 1) / 3),
+        perplexity=min(30.0, (len(points) - 1) / 3),
         init=(1e-4 * points[:, :2] / points[:, 0].std()).astype(np.float32),
         random_state=seed,
         n_jobs=1,

@@ -1,10 +1,8 @@
-"""What a computation costs, in FLOPs and seconds; scoring part by part, beside a training step."""
+"""What a computation costs, in FLOPs; scoring part by part, beside a training step."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
-from alphatoken.support.machine import timed
 
-__all__ = ["Cost", "direction_cost", "measure", "step_cost", "values_cost"]
+__all__ = ["direction_flops", "flops", "step_flops", "values_flops"]
 
 
 def _attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
@@ -41,53 +38,33 @@ _CPU_ATTENTION: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Price of one piece of work.
-
-    Attributes:
-        flops: of matrix products and attention kernels (``torch.utils.flop_counter``): elementwise
-            work is not counted.
-        seconds: median of the repeats, on this machine as busy as it was.
-    """
-
-    flops: float
-    seconds: float
-
-
-def measure(work: Callable[[], object], *, repeats: int = 3) -> Cost:
-    """Run ``work`` once to count, then ``repeats`` times against the clock.
-
-    The counted run also warms up; without repeats there are no seconds (NaN). On an accelerator
-    the clock waits for it.
-    """
+def flops(work: Callable[[], object]) -> float:
+    """FLOPs of matrix products and attention kernels of one call, as torch counts them."""
     with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
         work()
-    taken = sorted(timed(work) for _ in range(repeats))
-    middle = taken[len(taken) // 2] if taken else math.nan
-    return Cost(float(counter.get_total_flops()), middle)
+    return float(counter.get_total_flops())
 
 
-def values_cost(scorer: Scorer, batch: Mapping[str, Tensor], *, repeats: int) -> Cost:
+def values_flops(scorer: Scorer, batch: Mapping[str, Tensor]) -> float:
     """Of the values of an observed forward; the forward, M and the proofs are not counted."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     with torch.enable_grad(), scorer.observe() as observed:
         logits = scorer.adapter.forward(inputs)
         observed.values(logits, batch["labels"])
-        return measure(lambda: observed.values(logits, batch["labels"]), repeats=repeats)
+        return flops(lambda: observed.values(logits, batch["labels"]))
 
 
-def direction_cost(scorer: Scorer, *, repeats: int) -> Cost:
+def direction_flops(scorer: Scorer) -> float:
     """Of building M anew, both sides, in projected form."""
 
     def build() -> None:
         scorer.refresh()
         _ = scorer.direction
 
-    return measure(build, repeats=repeats)
+    return flops(build)
 
 
-def step_cost(adapter: DecoderAdapter, batch: Mapping[str, Tensor], *, repeats: int) -> Cost:
+def step_flops(adapter: DecoderAdapter, batch: Mapping[str, Tensor]) -> float:
     """Of forward and backward as a trainer runs them; no ``.grad`` is touched."""
     checked = read_batch(batch, max_length=adapter.max_positions())
     trained = [p for p in adapter.model.parameters() if p.requires_grad]
@@ -97,4 +74,4 @@ def step_cost(adapter: DecoderAdapter, batch: Mapping[str, Tensor], *, repeats: 
             losses = token_losses(adapter.forward(checked.inputs), checked.labels)
             gradient_of(losses.sum(), trained)
 
-    return measure(step, repeats=repeats)
+    return flops(step)

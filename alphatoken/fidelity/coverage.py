@@ -2,37 +2,26 @@
 
 Each policy keeps the same share of the same response tokens. Where they lie is seen in one t-SNE
 of the contextual embeddings of all tokens that some policy keeps, as in the paper (never one per
-policy, in which no two places would compare), and measured in the embeddings themselves, beside
-what random selection gives.
+policy, in which no two places would compare). How evenly they cover the clusters of all candidates'
+embeddings is measured beside what random selection gives.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alphatoken.certificate import metrics
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.fidelity.clouds import entropy, picture_of
-from alphatoken.fidelity.coverage_statistics import (
-    STATISTICS,
-    Band,
-    Indices,
-    Mask,
-    Numbers,
-    Pool,
-    against,
-    band_of,
-    measured,
-)
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.clouds import clusters_of, entropy, picture_of
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap, jackknife
+from alphatoken.fidelity.intervals import FEWEST, Estimate, jackknife
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.states import TokenStates, token_states
@@ -41,7 +30,11 @@ from alphatoken.fidelity.tokenwise import draw
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.select.masks import keep_count
 
-__all__ = ["POLICIES", "Options", "diagnose", "kept_by_any"]
+__all__ = ["POLICIES", "Options", "band_of", "diagnose", "evenness", "kept_by_any"]
+
+Numbers = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Indices = NDArray[np.int64]
 
 POLICIES = ("random", "low-perplexity", "high-perplexity")
 """Policies that need no value; every estimator is one as well."""
@@ -58,13 +51,8 @@ class Options(CheckedOptions):
         choices=(*POLICIES, *ESTIMATORS),
     )
     clusters: int = option(12, "k-means clusters of all candidates' embeddings", least=2)
-    perplexity: float = option(
-        30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
-    )
-    points: int = option(
-        1500, "most kept tokens drawn in the picture; numbers use all", least=16, first=200
-    )
-    draws: int = option(200, "random selections that say what chance gives", least=20, first=50)
+    points: int = option(1500, "most kept tokens drawn in the picture; numbers use all", least=16)
+    draws: int = option(200, "random selections that say what chance gives", least=20)
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -89,36 +77,51 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         subject.model, subject.batches(rows), subject.tracker("States", len(rows))
     )
     belongs = places_of(rows)[:, 0]
-    pool = Pool.of(states, belongs, clusters=options.clusters, seed=subject.seed)
+    labels = clusters_of(states.states, options.clusters, subject.seed)
     kept = {
         name: metrics.kept(_ranking(subject, rows, states, name), subject.ratio)
         for name in options.policies
     }
-    band = band_of(pool, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)
-    numbers = {
-        name: {key: measured(pool, mask, key) for key in STATISTICS} for name, mask in kept.items()
-    }
-    overlaps = _overlaps(pool, kept)
+    band = band_of(labels, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)
+    even = {name: evenness(labels, mask, belongs) for name, mask in kept.items()}
     union = kept_by_any(kept)
     drawn = union[draw(len(union), options.points, subject.seed)]
-    places = picture_of(pool.points[drawn], seed=subject.seed, perplexity=options.perplexity)
-    measures = _numbers_table(pool, numbers, band)
-    seen = _map_table(pool, kept, drawn, places)
+    places = picture_of(states.states[drawn], seed=subject.seed)
     return conclude(
         "coverage",
         subject,
-        _answer(numbers, band),
-        [measures, overlaps, _causal_effect(pool, kept)],
-        _figures(seen, measures, options.policies),
+        _conclusion(even, band),
+        [_entropy_table(even, band, entropy(labels, _count(labels)))],
+        [_map(belongs, labels, states, kept, drawn, places)],
         valued=rows,
         notes=_notes(subject, states, len(union), len(drawn)),
         settings={
             "policies": ", ".join(options.policies),
-            "clusters": pool.clusters,
-            "t-SNE perplexity": min(options.perplexity, (len(drawn) - 1) / 3),
+            "clusters": _count(labels),
             "random selections": options.draws,
         },
     )
+
+
+def _count(labels: Indices) -> int:
+    return int(labels.max()) + 1
+
+
+def evenness(labels: Indices, kept: Mask, rows: Indices) -> Estimate:
+    """Entropy over the clusters of the kept tokens; the jackknife leaves out rows of candidates."""
+
+    def of(among: Indices) -> float:
+        return entropy(labels[among[kept[among]]], _count(labels))
+
+    return jackknife(of, len(kept), groups=rows)
+
+
+def band_of(labels: Indices, kept: int, draws: int, seed: int) -> tuple[float, float]:
+    """Where 95 % of the entropies of ``draws`` random selections of ``kept`` tokens lie."""
+    generator = np.random.default_rng(seed)
+    found = [entropy(generator.permutation(labels)[:kept], _count(labels)) for _ in range(draws)]
+    low, high = np.nanquantile(found, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def kept_by_any(kept: Mapping[str, Mask]) -> Indices:
@@ -138,127 +141,75 @@ def _ranking(
     return subject.score(scorer, rows)["total"]
 
 
-def _overlaps(pool: Pool, kept: Mapping[str, Mask]) -> Table:
-    names = list(kept)
-    records = [
-        {
-            "policy": one,
-            "other": other,
-            "in_common": bootstrap(metrics.overlap, kept[one], kept[other], groups=pool.rows),
-        }
-        for place, one in enumerate(names)
-        for other in names[place + 1 :]
-    ]
-    note = "By chance the ratio."
-    return Table.of("coverage-overlap", "Kept tokens in common", records, note)
-
-
-def _numbers_table(
-    pool: Pool,
-    numbers: Mapping[str, Mapping[str, Estimate]],
-    band: Mapping[str, Band],
-) -> Table:
-    every = np.arange(len(pool.ids))
+def _entropy_table(even: Mapping[str, Estimate], band: tuple[float, float], whole: float) -> Table:
     records = [
         {
             "policy": name,
-            "statistic": key,
-            "value": estimate,
-            "random_low": band[key][0],
-            "random_high": band[key][1],
-            "all_candidates": STATISTICS[key][2](pool, every, every),
-            "than_random": against(estimate, band[key]),
+            "entropy": found,
+            "random_low": band[0],
+            "random_high": band[1],
+            "all_candidates": whole,
         }
-        for name, found in numbers.items()
-        for key, estimate in found.items()
+        for name, found in even.items()
     ]
-    what = (f"{key}: {name.lower()}, {unit}" for key, (name, unit, _) in STATISTICS.items())
     return Table.of(
-        "coverage-numbers",
-        "Coverage in numbers",
+        "coverage-entropy",
+        "How evenly the kept tokens cover the clusters of contexts",
         records,
-        note=f"{'; '.join(what)}. random: where 95 % of random selections of the same size lie.",
+        "Entropy over its largest: 1 even, 0 all in one cluster. random: where 95 % of random "
+        "selections of the same size lie.",
     )
 
 
-def _map_table(pool: Pool, kept: Mapping[str, Mask], drawn: Indices, places: Numbers) -> Table:
+def _map(
+    rows: Indices,
+    labels: Indices,
+    states: TokenStates,
+    kept: Mapping[str, Mask],
+    drawn: Indices,
+    places: Numbers,
+) -> Figure:
     records = [
         {
-            "row": int(pool.rows[token]),
-            "token_id": int(pool.ids[token]),
+            "row": int(rows[token]),
+            "token_id": int(states.ids[token]),
             "x": float(x),
             "y": float(y),
-            "loss": float(pool.losses[token]),
-            "cluster": int(pool.labels[token]),
+            "loss": float(states.losses[token]),
+            "cluster": int(labels[token]),
             **{name: bool(mask[token]) for name, mask in kept.items()},
         }
         for token, (x, y) in zip(drawn, places, strict=True)
     ]
-    return Table.of("coverage-map", "Tokens in the picture, and who keeps them", records)
-
-
-def _figures(points: Table, numbers: Table, policies: Sequence[str]) -> list[Figure]:
-    return [
-        Figure(
-            "cloud",
-            "coverage-map",
-            points,
-            "Where the kept tokens lie",
-            "One t-SNE of every token that some policy keeps, the same in every panel. Grey: "
-            "tokens that others keep and this policy drops. Look for whole regions left grey, and "
-            "whether the loss there (first panel, in nats) is high or low.",
-            x="x",
-            y="y",
-            facets=tuple(policies),
-            colour="loss",
-        ),
-        Figure(
-            "bars",
-            "coverage-statistics",
-            numbers,
-            "Coverage against chance",
-            "Grey band: 95 % of random selections of the same size. Left of it a policy covers "
-            "less than chance does.",
-            x="value",
-            y="policy",
-            facets="statistic",
-            band="random",
-        ),
-    ]
+    return Figure(
+        "cloud",
+        "coverage-map",
+        Table.of("coverage-map", "Tokens in the picture, and who keeps them", records),
+        "Where the kept tokens lie",
+        "One t-SNE of every token that some policy keeps, the same in every panel. Grey: tokens "
+        "that others keep and this policy drops. Look for whole regions left grey, and whether the "
+        "loss there (first panel, in nats) is high or low.",
+        x="x",
+        y="y",
+        facets=tuple(kept),
+        colour="loss",
+    )
 
 
 # --- words --------------------------------------------------------------------------------------
 
 
-def _answer(numbers: Mapping[str, Mapping[str, Estimate]], band: Mapping[str, Band]) -> Answer:
+def _conclusion(even: Mapping[str, Estimate], band: tuple[float, float]) -> str:
     """Of the first policy: evenness of what it keeps, beside random selections."""
-    name = next((name for name in numbers if name != "random"), "random")
-    found, (low, high) = numbers[name]["entropy"], band["entropy"]
-    how = {"below": "less even than", "above": "more even than", "within": "as even as"}
-    return Answer(
-        f"What {name} keeps is {how[against(found, band['entropy'])]} a random choice.",
-        str(found),
-        f"entropy over clusters of contexts of what {name} keeps ({low:.3f} to {high:.3f} at "
-        "random)",
-        "where kept tokens leave parts of the data out, raise keep_ratio or rank within sequences "
-        "(keep_scope='sequence').",
+    name = next((name for name in even if name != "random"), "random")
+    found, (low, high) = even[name], band
+    how = "as even as"
+    how = "less even than" if found.value < low else how
+    how = "more even than" if found.value > high else how
+    return (
+        f"What {name} keeps is {how} a random choice: entropy over clusters of contexts {found}, "
+        f"{low:.3f} to {high:.3f} at random."
     )
-
-
-def _causal_effect(pool: Pool, kept: Mapping[str, Mask]) -> Table:
-    """Whether the causal part makes the kept tokens more diverse, as the paper's figure says."""
-    if not {"alphatoken", "direct"} <= set(kept):
-        return Table.of_numbers({})
-
-    def difference(among: Indices) -> float:
-        ours, direct = (
-            entropy(pool.labels[among[kept[name][among]]], pool.clusters)
-            for name in ("alphatoken", "direct")
-        )
-        return ours - direct
-
-    found = jackknife(difference, len(pool.ids), groups=pool.rows)
-    return Table.of_numbers({"cluster entropy of alphatoken minus that of direct": found})
 
 
 def _notes(subject: Subject, states: TokenStates, union: int, drawn: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a diagnostic returns: an answer, tables, figures; and the files it becomes."""
+"""What a diagnostic returns: a conclusion, tables, figures; and the files it becomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alphatoken.errors import DataError
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.support.storage import replacing
 
-__all__ = ["Answer", "Cell", "Diagnosis", "Drawing", "Table"]
+__all__ = ["Cell", "Diagnosis", "Drawing", "Table"]
 
 Cell = str | int | float | bool | None
 _FILE = "diagnosis.json"
@@ -109,7 +109,6 @@ class Drawing:
         caption: what to look for, in a sentence or two.
         data: what was drawn; downloadable from the page, and a CSV file.
         svg: the picture; refers to nothing outside itself.
-        png: the same for places that take no SVG.
         alt: what it shows, for those who do not see it.
     """
 
@@ -118,30 +117,7 @@ class Drawing:
     caption: str
     data: Table
     svg: str
-    png: bytes
     alt: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a diagnosis comes to, for whoever reads one line of it.
-
-    Attributes:
-        verdict: the finding, in a sentence.
-        number: the one number that it rests on, with its interval; "" where there is none.
-        label: what that number is.
-        advice: what to do about it.
-    """
-
-    verdict: str
-    number: str
-    label: str
-    advice: str
-
-    def lines(self) -> list[str]:
-        """As a terminal or a list shows it."""
-        number = [f"{self.number}: {self.label}"] if self.number else []
-        return [self.verdict, *number, f"What to do: {self.advice}"]
 
 
 @dataclass(frozen=True)
@@ -151,7 +127,7 @@ class Diagnosis:
     Attributes:
         name: of the diagnostic, as on the command line.
         question: what it answers.
-        answer: its verdict, the number that this rests on, and what to do.
+        conclusion: what it comes to, in a sentence with its number.
         tables: numbers.
         figures: pictures.
         notes: what was sampled or left out, and warnings.
@@ -160,7 +136,7 @@ class Diagnosis:
 
     name: str
     question: str
-    answer: Answer
+    conclusion: str
     tables: tuple[Table, ...] = ()
     figures: tuple[Drawing, ...] = ()
     notes: tuple[str, ...] = ()
@@ -175,7 +151,7 @@ class Diagnosis:
         return {figure.key: figure for figure in self.figures}[key]
 
     def save(self, folder: str | Path) -> None:
-        """Write tables (CSV), figures (SVG, PNG, CSV), and ``diagnosis.json`` last.
+        """Write tables (CSV), figures (SVG, CSV), and ``diagnosis.json`` last.
 
         Each file is whole or not there; a folder with ``diagnosis.json`` is finished.
 
@@ -188,14 +164,13 @@ class Diagnosis:
             _write(folder / f"{table.key}.csv", table.csv().encode())
         for figure in self.figures:
             _write(folder / f"{figure.key}.svg", figure.svg.encode())
-            _write(folder / f"{figure.key}.png", figure.png)
         _write(folder / _FILE, self._json().encode())
 
     def _json(self) -> str:
         record = {
             "name": self.name,
             "question": self.question,
-            "answer": asdict(self.answer),
+            "conclusion": self.conclusion,
             "tables": [_table_record(table) for table in self.tables],
             "figures": [
                 {name: getattr(figure, name) for name in _TEXTS}
@@ -227,14 +202,13 @@ class Diagnosis:
                     **{name: entry[name] for name in _TEXTS},
                     data=_read_table(entry["data"]),
                     svg=(folder / f"{entry['key']}.svg").read_text(encoding="utf-8"),
-                    png=(folder / f"{entry['key']}.png").read_bytes(),
                 )
                 for entry in record["figures"]
             )
             return cls(
                 name=record["name"],
                 question=record["question"],
-                answer=Answer(**record["answer"]),
+                conclusion=record["conclusion"],
                 tables=tuple(_read_table(entry) for entry in record["tables"]),
                 figures=figures,
                 notes=tuple(record["notes"]),

@@ -1,16 +1,15 @@
 """How far did fine-tuning move the model's states on what it must not forget?
 
 Retention probes are run through the model before and after, and through any other model that was
-fine-tuned from the same one; the mean state of each probe is compared with itself, by a picture in
-which all models are laid out together, by distances, and by linear CKA, which does not see
-rotations. What the movement cost is read off the probes' loss.
+fine-tuned from the same one; the mean state of each probe is compared with itself, by distance and
+by a picture in which all models are laid out together. What the movement cost is read off the
+probes' loss.
 
 The retention term itself, ``V = F o (W - W_ref)``, is in ``alphatoken.direction.drift``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,25 +21,15 @@ from torch import nn
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.clouds import picture_of
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.similarity import cka_estimate, cosine, relative_shift
-from alphatoken.fidelity.states import POOLS, PooledStates, pooled_states
+from alphatoken.fidelity.states import PooledStates, pooled_states
 from alphatoken.fidelity.subject import Subject
 
-__all__ = [
-    "BEFORE",
-    "Options",
-    "Pair",
-    "diagnose",
-    "laid_out",
-    "layer_records",
-    "loss_record",
-    "set_record",
-]
+__all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]
 
 Numbers = NDArray[np.float64]
 BEFORE = "before"
@@ -51,13 +40,7 @@ BEFORE = "before"
 class Options(CheckedOptions):
     """What the diagnostic ``drift`` can be told."""
 
-    probes: int = option(64, "retention rows of each set", least=1, first=16)
-    pool: str = option(
-        "all", "tokens of a probe that are averaged: all, prompt or response", choices=POOLS
-    )
-    perplexity: float = option(
-        30.0, "of t-SNE; at most a third of the points", least=1, below=math.inf
-    )
+    probes: int = option(64, "retention rows of each set", least=1)
     label: str = option("after", "what the model is called beside others (--beside)")
 
     def __post_init__(self) -> None:
@@ -67,68 +50,30 @@ class Options(CheckedOptions):
             raise ConfigError("label must tell the model from the one before", got=self.label)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The same probes before and after."""
-
-    before: PooledStates
-    after: PooledStates
-
-    def at(self, place: int) -> tuple[Numbers, Numbers]:
-        """States (n, d) at one place; -1 is what the head reads."""
-        return self.before.states[place], self.after.states[place]
-
-
 # --- measures ------------------------------------------------------------------------------------
 
 
-def shared_share(before: Numbers, after: Numbers) -> float:
-    """Share of the squared movement that is one shift of all probes: 1 if they moved as one."""
-    moved = after - before
-    whole = float((moved**2).sum(1).mean())
-    return float((moved.mean(0) ** 2).sum()) / whole if whole > 0 else math.nan
-
-
-def set_record(before: Numbers, after: Numbers) -> dict[str, Any]:
-    """Every measure of one cloud of probes: (n, d) before and after."""
-    shift, angle = relative_shift(before, after), cosine(before, after)
-
-    def shared(places: Numbers) -> float:
-        drawn = places.astype(np.int64)  # a probe with both of its states
-        return shared_share(before[drawn], after[drawn])
-
-    return {
-        "probes": len(before),
-        "relative_shift": bootstrap(np.mean, shift, what="probes"),
-        "shared": bootstrap(shared, np.arange(len(before)), what="probes"),
-        "cosine": bootstrap(np.mean, angle, what="probes"),
-        "cka_debiased": cka_estimate(before, after),
-    }
-
-
-def layer_records(pair: Pair) -> list[dict[str, Any]]:
-    """CKA and relative shift at the output of every block, and at what the head reads."""
-    return [
-        {
-            "place": where,
-            "cka_debiased": cka_estimate(*pair.at(place)),
-            "relative_shift": bootstrap(np.mean, relative_shift(*pair.at(place)), what="probes"),
-        }
-        for place, where in enumerate(pair.before.places)
-    ]
+def relative_shift(before: Numbers, after: Numbers) -> Numbers:
+    """(n,) ``||y_i - x_i|| / ||x_i||`` of each probe (n, d); NaN where the state before is zero."""
+    sizes = np.linalg.norm(before, axis=1)
+    found = np.full(len(sizes), np.nan)
+    np.divide(np.linalg.norm(after - before, axis=1), sizes, out=found, where=sizes > 0)
+    return found
 
 
 def _per_token(losses: Numbers, tokens: Numbers) -> float:
     return float(losses.sum() / tokens.sum())
 
 
-def loss_record(pair: Pair) -> dict[str, Any]:
-    """Mean response-token loss of the probes before, after, and the change, nats a token."""
-    before, after, tokens = pair.before.losses, pair.after.losses, pair.before.tokens
+def set_record(before: PooledStates, after: PooledStates) -> dict[str, Any]:
+    """Shift of the states, and mean response-token loss in nats a token, of one set of probes."""
+    shift, tokens = relative_shift(before.states, after.states), before.tokens
     return {
-        "loss_before": bootstrap(_per_token, before, tokens, what="probes"),
-        "loss_after": bootstrap(_per_token, after, tokens, what="probes"),
-        "loss_change": bootstrap(_per_token, after - before, tokens, what="probes"),
+        "probes": len(shift),
+        "relative_shift": bootstrap(np.mean, shift, what="probes"),
+        "loss_before": bootstrap(_per_token, before.losses, tokens, what="probes"),
+        "loss_after": bootstrap(_per_token, after.losses, tokens, what="probes"),
+        "loss_change": bootstrap(_per_token, after.losses - before.losses, tokens, what="probes"),
     }
 
 
@@ -139,44 +84,38 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     """Distances between models' states on retention probes before and after fine-tuning.
 
     Raises:
-        DataError: no retention rows, or a set without the tokens that are averaged.
+        DataError: no retention rows, or states that are not finite.
         ConfigError: scikit-learn or matplotlib is missing; two models of one name.
     """
     options = options or Options()
     probes = subject.retention_rows(options.probes)
     start, models, origin = _models(subject, options)
     tuned = subject.reference is None and not subject.beside
-    before = _pooled(subject, start, BEFORE, probes, options.pool)
-    clouds = {name: {BEFORE: states.states[-1]} for name, states in before.items()}
-    sets, losses, layers = [], [], []
+    before = _pooled(subject, start, BEFORE, probes)
+    clouds = {name: {BEFORE: states.states} for name, states in before.items()}
+    records = []
     for model, load in models.items():
-        after = _pooled(subject, load(), model, probes, options.pool)
+        after = _pooled(subject, load(), model, probes)
         for name in probes:
-            pair = Pair(before[name], after[name])
-            check_finite(name, pair, options.pool)
-            named = {"model": model, "set": name}
-            sets.append(named | set_record(*pair.at(-1)))
-            losses.append(named | loss_record(pair))
-            layers += [named | record for record in layer_records(pair)]
-            clouds[name][model] = pair.at(-1)[1]  # of its states only these are kept
-    places = {
-        name: laid_out(cloud, seed=subject.seed, perplexity=options.perplexity)
-        for name, cloud in clouds.items()
-    }
-    moved = Table.of("drift-sets", "Movement of the states that the head reads", sets)
-    by_layer = Table.of("drift-layers", "Movement layer by layer", layers)
-    lost = Table.of("drift-losses", "Loss on the probes", losses, "Nats a response token.")
+            records.append({"model": model, "set": name} | set_record(before[name], after[name]))
+            clouds[name][model] = after[name].states
+    places = {name: laid_out(cloud, seed=subject.seed) for name, cloud in clouds.items()}
+    sets = Table.of(
+        "drift-sets",
+        "Movement of the states that the head reads, and loss",
+        records,
+        "relative_shift: of a probe's mean state, in its own lengths. Losses in nats a token.",
+    )
     return conclude(
         "drift",
         subject,
-        _answer(moved),
-        [moved, lost, by_layer, _differences(clouds)],
-        _figures(_map_table(places), by_layer),
-        notes=_notes(subject, before, options, origin),
+        _conclusion(sets),
+        [sets],
+        [_map(places)],
+        notes=_notes(subject, before, origin),
         settings={
             "models": ", ".join(models),
             "probes of each set": options.probes,
-            "pooled tokens": options.pool,
             "tuning_steps": subject.tuning_steps if tuned else None,
             "tuning_rate": subject.rate if tuned else None,
         },
@@ -204,47 +143,33 @@ def _models(
 
 
 def _pooled(
-    subject: Subject,
-    model: nn.Module,
-    name: str,
-    probes: Mapping[str, Sequence[Example]],
-    pool: str,
+    subject: Subject, model: nn.Module, name: str, probes: Mapping[str, Sequence[Example]]
 ) -> dict[str, PooledStates]:
-    """States of one model on every set."""
-    return {
-        one: pooled_states(
-            model,
-            subject.batches(rows),
-            subject.tracker(f"States {name}, {one}", len(rows)),
-            pool=pool,
-        )
-        for one, rows in probes.items()
-    }
+    """States of one model on every set; refuses those that are not finite."""
+    found = {}
+    for one, rows in probes.items():
+        tracker = subject.tracker(f"States {name}, {one}", len(rows))
+        found[one] = pooled_states(model, subject.batches(rows), tracker)
+        if not np.isfinite(found[one].states).all():
+            raise DataError(
+                "a probe has a state that is not finite",
+                got=f"retention set '{one}', model '{name}'",
+                remedy="look at the rows and the weights",
+            )
+    return found
 
 
-def check_finite(name: str, pair: Pair, pool: str) -> None:
-    """Refuse probes without the tokens that are averaged, and states that are not finite."""
-    if not all(np.isfinite(state).all() for state in (*pair.at(-1), *pair.at(0))):
-        raise DataError(
-            "a probe has no state to average, or one that is not finite",
-            got=f"retention set '{name}', pool '{pool}'",
-            remedy="another --pool, or look at the rows and the weights",
-        )
-
-
-def laid_out(
-    clouds: Mapping[str, Numbers], *, seed: int, perplexity: float = 30.0
-) -> dict[str, Numbers]:
+def laid_out(clouds: Mapping[str, Numbers], *, seed: int) -> dict[str, Numbers]:
     """Places (n, 2) of each model's probes in one t-SNE, fitted on the union of all models.
 
     A projection of each model's own would place equal clouds differently: no two could be compared.
     """
-    places = picture_of(np.concatenate([*clouds.values()]), seed=seed, perplexity=perplexity)
+    places = picture_of(np.concatenate([*clouds.values()]), seed=seed)
     ends = np.cumsum([len(cloud) for cloud in clouds.values()])[:-1]
     return dict(zip(clouds, np.split(places, ends), strict=True))
 
 
-def _map_table(places: Mapping[str, Mapping[str, Numbers]]) -> Table:
+def _map(places: Mapping[str, Mapping[str, Numbers]]) -> Figure:
     """Places in the picture: set -> model -> (n, 2), the model before first."""
     records = [
         {"set": name, "model": model, "probe": probe, "x": float(x), "y": float(y)}
@@ -252,110 +177,49 @@ def _map_table(places: Mapping[str, Mapping[str, Numbers]]) -> Table:
         for model, cloud in clouds.items()
         for probe, (x, y) in enumerate(cloud)
     ]
-    return Table.of("drift-map", "Places of the probes in the picture", records)
-
-
-def _figures(points: Table, layers: Table) -> list[Figure]:
-    return [
-        Figure(
-            "cloud",
-            "drift-map",
-            points,
-            "Probes before and after",
-            "One t-SNE of the mean states of a set's probes under all models together, with "
-            "ellipses that hold 95 % of a normal cloud and densities along each axis. Look for "
-            "clouds that have left that of the model before. Lengths here are no distances; the "
-            "mean shift, measured in the states themselves, is in the table.",
-            x="x",
-            y="y",
-            facets="set",
-            series="model",
-            across=2,
-        ),
-        Figure(
-            "lines",
-            "drift-layers-cka",
-            layers,
-            "Where in the model the geometry changed",
-            "1 where the probes keep their geometry, up to turns and scale. Look for the layer "
-            "where the lines leave 1.",
-            x="place",
-            y="cka_debiased",
-            series=("set", "model"),
-            ylabel="debiased linear CKA",
-        ),
-        Figure(
-            "lines",
-            "drift-layers-shift",
-            layers,
-            "Where in the model it moved",
-            "How far a probe moved, turns included. Sets that move far with a CKA near 1 shifted "
-            "together, which the layers above may undo.",
-            x="place",
-            y="relative_shift",
-            series=("set", "model"),
-            ylabel="mean relative shift",
-            limits=(None, (0.0, None)),
-        ),
-    ]
+    return Figure(
+        "cloud",
+        "drift-map",
+        Table.of("drift-map", "Places of the probes in the picture", records),
+        "Probes before and after",
+        "One t-SNE of the mean states of a set's probes under all models together, with ellipses "
+        "that hold 95 % of a normal cloud and densities along each axis. Lengths here are no "
+        "distances; the mean shift, measured in the states themselves, is in the table.",
+        x="x",
+        y="y",
+        facets="set",
+        series="model",
+        across=2,
+    )
 
 
 # --- words ---------------------------------------------------------------------------------------
 
 
-def _answer(sets: Table) -> Answer:
+def _conclusion(sets: Table) -> str:
     """The set and model that moved most."""
-    advice = (
-        "where states of what must be kept have moved, raise stability_weight or lower the "
-        "learning rate."
-    )
     moved = [(sets.estimate(i, "relative_shift"), one) for i, one in enumerate(sets.records())]
     moved = [one for one in moved if one[0].defined]
     if not moved:
-        return Answer("How far states moved is not defined.", "", "", advice)
+        return "How far states moved is not defined."
     shift, record = max(moved, key=lambda one: one[0].value)
-    return Answer(
-        f"Most moved: {record['set']} ({record['model']}).",
-        str(shift),
-        f"shift of a probe of {record['set']}, in lengths of its mean state",
-        advice,
+    return (
+        f"Most moved: {record['set']} ({record['model']}), a probe by {shift} lengths of its mean "
+        "state."
     )
 
 
-def _differences(clouds: Mapping[str, Mapping[str, Numbers]]) -> Table:
-    """For each set, how much farther the last model moved than the first; of one model nothing.
-
-    Mean relative shift of a probe; both models on the same resampled probes.
-    """
-    differences = {}
-    for name, cloud in clouds.items():
-        _, first, *_, last = [*cloud, *cloud]
-        if len(cloud) > 2:
-            shifts = [relative_shift(cloud[BEFORE], cloud[model]) for model in (first, last)]
-            differences[f"mean shift of a probe of {name}, {last} minus {first}"] = bootstrap(
-                lambda a, b: float(b.mean() - a.mean()), *shifts, what="probes"
-            )
-    return Table.of_numbers(differences)
-
-
-def _notes(
-    subject: Subject, before: Mapping[str, PooledStates], options: Options, origin: str
-) -> list[str]:
+def _notes(subject: Subject, before: Mapping[str, PooledStates], origin: str) -> list[str]:
     sizes = {name: len(states.losses) for name, states in before.items()}
     counts = ", ".join(
         f"{count} of {len(subject.retention[name])} rows of {name}" for name, count in sizes.items()
     )
-    what = {
-        "all": "all tokens that are no padding",
-        "prompt": "the prompt",
-        "response": "the response",
-    }
     where = (
         "what the output head reads (after the final norm)"
         if next(iter(before.values())).has_head
         else "the output of the last decoder block (no head was found)"
     )
-    notes = [origin, f"Probes: {counts}. State: mean over {what[options.pool]} of {where}."]
+    notes = [origin, f"Probes: {counts}. State: mean over all tokens of {where}."]
     few = [name for name, count in sizes.items() if count < FEWEST]
     if few:
         notes.append(f"Too few probes for numbers ({FEWEST} needed): {', '.join(few)}.")

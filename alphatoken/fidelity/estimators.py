@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ from torch import Tensor
 from alphatoken.certificate import metrics
 from alphatoken.data import Example
 from alphatoken.estimate.proofs import CoverageReport
-from alphatoken.fidelity.advice import Advice, advise
 from alphatoken.fidelity.agreement import agreement
-from alphatoken.fidelity.cost import Cost, direction_cost, step_cost, values_cost
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.cost import direction_flops, step_flops, values_flops
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 from alphatoken.fidelity.noise import Planted, calibration, plant
@@ -47,6 +45,7 @@ from alphatoken.model.scope import resolve_layers
 __all__ = ["Options", "diagnose"]
 
 _FEWEST = 24
+_PRICED = 8  # most rows of the batch that is priced
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,9 @@ class Options(CheckedOptions):
         (),
         "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models.",
         least=1,
-        first=3,
     )
     windows: tuple[int, ...] = option(
-        (), "Windows W to compare; none: 0, 1, 2, 4, ... up to the longest row.", least=0, first=2
+        (), "Windows W to compare; none: 0, 1, 2, 4, ... up to the longest row.", least=0
     )
     noise_share: float = option(
         0.3,
@@ -68,14 +66,7 @@ class Options(CheckedOptions):
         above=0,
         below=1,
     )
-    draws: int = option(200, "Bootstrap samples of each interval.", least=1, first=100)
-    repeats: int = option(2, "Timed repeats of each computation.", least=1, first=1)
-    cost_rows: int = option(
-        8,
-        "Most rows of the batch that is priced; costs are shares of a step on it.",
-        least=1,
-        first=1,
-    )
+    draws: int = option(200, "Bootstrap samples of each interval.", least=1)
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -102,10 +93,10 @@ def _plan(
     config, depth = subject.config, len(subject.adapter.layers())
     every = tuple(range(depth))
     layers = resolve_layers(subject.adapter, config.layers)
-    chosen = depths_of(options.layers, depth, len(layers), subject.share)
+    chosen = depths_of(options.layers, depth, len(layers))
     scopes = list(dict.fromkeys([*(resolve_layers(subject.adapter, k) for k in chosen), layers]))
     longest = max(len(row.input_ids) for row in rows)
-    windows = windows_of(options.windows, longest, config.window, subject.share)
+    windows = windows_of(options.windows, longest, config.window)
 
     def setting(estimator: str, scope: tuple[int, ...], window: int | None) -> Setting:
         return Setting(estimator, scope, window if estimator in WINDOWED else None)
@@ -161,38 +152,34 @@ def _oracle(
 
 def _costs(
     subject: Subject,
-    options: Options,
     rows: Sequence[Example],
     settings: Sequence[Setting],
     proved: Mapping[str, CoverageReport],
 ) -> dict[Setting, dict[str, float]]:
-    """What valuing one batch with each setting costs, in training steps on it.
+    """What valuing one batch with each setting costs, in FLOPs, over those of a training step.
 
     ``of_a_step`` are the values, beyond the forward that training runs anyway, and
-    ``direction_of_a_step`` is building M from as many validation rows; ``cost_in_training_steps``
-    both together, in FLOPs, and ``cost_in_seconds`` the same by the clock.
+    ``direction_of_a_step`` is building M from as many validation rows;
+    ``cost_in_training_steps`` is both together.
     """
-    count = min(options.cost_rows, subject.batch_size, len(rows))
+    count = min(_PRICED, subject.batch_size, len(rows))
     batch, *_ = subject.batches(rows[:count])
     tracker = subject.tracker("Cost", len(settings))
-    step = step_cost(subject.adapter, batch, repeats=options.repeats)
+    step = step_flops(subject.adapter, batch)
     found: dict[Setting, dict[str, float]] = {}
-    known: dict[Any, Cost] = {}
+    known: dict[Any, float] = {}
     for number, setting in enumerate(settings):
         config, place = setting.config(subject.config), (setting.layers, setting.everything)
         validation = subject.validation[: 1 if place in known else count]
         scorer = scorer_for(subject, rows=validation, config=config)
         scorer.valuer.witness.take(proved[setting.estimator])
         if place not in known:
-            known[place] = direction_cost(scorer, repeats=options.repeats)
-        values, direction = values_cost(scorer, batch, repeats=options.repeats), known[place]
+            known[place] = direction_flops(scorer) / step
+        values = values_flops(scorer, batch) / step
         found[setting] = {
-            "flops": values.flops,
-            "seconds": values.seconds,
-            "of_a_step": values.flops / step.flops,
-            "direction_of_a_step": direction.flops / step.flops,
-            "cost_in_training_steps": (values.flops + direction.flops) / step.flops,
-            "cost_in_seconds": (values.seconds + direction.seconds) / step.seconds,
+            "of_a_step": values,
+            "direction_of_a_step": known[place],
+            "cost_in_training_steps": values + known[place],
         }
         tracker.report(number + 1)
     return found
@@ -215,31 +202,24 @@ def _noise_table(
     planted = plant(rows, options.noise_share, alphabet, subject.seed)
     settings = _noise_settings(plan)
     readings = read(subject, planted.rows, direction, settings)
-    records = [
-        {"score": "loss, high"} | _found(subject, options, readings, planted, -readings.loss)
-    ]
+    records = [{"score": "loss, high"} | _found(options, readings, planted, -readings.loss)]
     for setting in settings:
-        found = _found(subject, options, readings, planted, readings.values[setting])
+        found = _found(options, readings, planted, readings.values[setting])
         records.append({"score": f"{setting}, low"} | found)
     return Table.of(
         "noise",
         f"Finding planted noise ({planted.marked.mean():.0%} of {len(planted.marked)} tokens)",
         records,
-        "auc: chance that a planted token is more suspect than a real one. noise_kept: share of "
-        f"noise among the tokens kept at the ratio {subject.ratio:g} by this score.",
+        "auc: chance that a planted token is more suspect than a real one.",
     )
 
 
 def _found(
-    subject: Subject, options: Options, readings: Readings, planted: Planted, good: Numbers
+    options: Options, readings: Readings, planted: Planted, good: Numbers
 ) -> dict[str, Estimate]:
     """How well ``good`` tells real tokens (high) from planted ones (low)."""
-    marked, chosen = planted.marked, metrics.kept(good, subject.ratio)
-    estimate = partial(bootstrap, groups=readings.row, draws=options.draws)
-    return {
-        "auc": estimate(metrics.auc, -good, marked),
-        "noise_kept": estimate(metrics.overlap, chosen, marked),
-    }
+    auc = bootstrap(metrics.auc, -good, planted.marked, groups=readings.row, draws=options.draws)
+    return {"auc": auc}
 
 
 # --- the diagnosis -------------------------------------------------------------------------------
@@ -260,29 +240,29 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     truth = readings.values[plan.truth]
     found = _agreements(subject, options, readings, plan)
     error, checked = _oracle(subject, rows, truth, direction)
-    costs = _costs(subject, options, rows, settings, proved)
-    prices = {setting: cost["cost_in_training_steps"] for setting, cost in costs.items()}
-    advice = advise(readings.values, truth, prices, readings.row, options.draws)
+    costs = _costs(subject, rows, settings, proved)
     noise = _noise_table(subject, options, rows, plan, direction)
-    advised = {one.setting for one in advice}
 
     def table(key: str, title: str, settings: Sequence[Setting]) -> Table:
         records = [
-            {**setting.columns, **found[setting], **costs[setting]}
-            | {"advised": setting in advised, "yours": setting == plan.own}
+            {**setting.columns, **found[setting], **costs[setting], "yours": setting == plan.own}
             for setting in settings
         ]
         return Table.of(key, title, records, _COSTS)
 
     layers = table("layers", "By number of scored layers", plan.by_depth)
     windows = table("windows", "By window", plan.by_window)
-    priced = table("pareto", "Cost against fidelity", list(found))
+    own = plan.own
     return conclude(
         "estimators",
         subject,
-        _answer(plan, found, prices, advice),
-        [_advice_table(advice, costs), layers, windows, noise, _numbers(subject, error)],
-        _figures(priced, layers, windows, noise),
+        f"Your setting, {own}, ranks tokens at {found[own]['spearman']} to their exact first-order "
+        f"values, and costs {costs[own]['cost_in_training_steps']:.1f} training steps; the exact "
+        f"value costs {costs[plan.truth]['cost_in_training_steps']:.1f}."
+        if own in found
+        else "Your setting is the exact first-order value.",
+        [layers, windows, noise, _numbers(subject, error)],
+        _figures(table("pareto", "Cost against fidelity", list(found)), layers),
         valued=rows,
         notes=[checked, *_notes(subject, refused, plan)],
         settings={"noise_share": options.noise_share, "draws": options.draws},
@@ -296,18 +276,7 @@ _COSTS = (
 )
 
 
-def _advice_table(advice: Sequence[Advice], costs: Mapping[Setting, Mapping[str, float]]) -> Table:
-    records = [
-        {name: costs[one.setting][name] for name in ("cost_in_training_steps", "cost_in_seconds")}
-        | one.setting.columns
-        | {"spearman": one.spearman, "gain_over_the_one_above": one.gain}
-        for one in advice
-    ]
-    note = "The best choice from each cost on; cost_in_seconds: by the clock, in steps as well."
-    return Table.of("budget", "Which estimator for which budget", records, note)
-
-
-def _figures(priced: Table, layers: Table, windows: Table, noise: Table) -> list[Figure]:
+def _figures(priced: Table, layers: Table) -> list[Figure]:
     ranked: dict[str, Any] = {
         "y": "spearman",
         "series": "estimator",
@@ -320,10 +289,8 @@ def _figures(priced: Table, layers: Table, windows: Table, noise: Table) -> list
             "pareto",
             priced,
             "Cost against fidelity",
-            "Up and to the left is better. What lies above your setting and not to its right is "
-            "better at no higher cost. The exact value over all parameters is 1 by definition.",
+            "Up and to the left is better. The exact value over all parameters is 1 by definition.",
             x="cost_in_training_steps",
-            marked={"advised": "worth its price", "yours": "your setting"},
             xlabel="cost of values and direction, in training steps (FLOPs)",
             **ranked,
         ),
@@ -332,34 +299,10 @@ def _figures(priced: Table, layers: Table, windows: Table, noise: Table) -> list
             "depth",
             layers,
             "Rank agreement by number of scored layers",
-            "Look for lines that stop rising: more layers cost more and rank no better. Where "
-            "'label' is far above the others, the exact value is not what the estimators measure.",
+            "Look for lines that stop rising: more layers cost more and rank no better.",
             x="K",
             xlabel="K, the last K layers are scored",
             **ranked,
-        ),
-        Figure(
-            "lines",
-            "window",
-            windows,
-            "Rank agreement by window, your layers",
-            "In positions (T: no limit); W = 0 has no causal part. Look whether the line rises "
-            "with W: if it stays level or falls, Value-Propagation does not pay on this model.",
-            x="W",
-            **ranked,
-        ),
-        Figure(
-            "bars",
-            "noise-auc",
-            noise,
-            "Finding planted random tokens",
-            "To the right of the dashed line a score finds noise, to the left it prefers noise to "
-            "real text.",
-            x="auc",
-            y="score",
-            guides=(Guide(0.5),),
-            xlabel="AUC (0.5: knows nothing, 1: finds all)",
-            limits=((0.0, 1.0), None),
         ),
     ]
 
@@ -372,34 +315,6 @@ def _numbers(subject: Subject, error: float) -> Table:
             "mean loss of the validation tokens": seen.loss,
             "the same as the model expects it (entropy)": seen.entropy,
         }
-    )
-
-
-_ENOUGH = 0.9
-"""Rank correlation of a setting that is advised, where one reaches it."""
-
-
-def _answer(
-    plan: _Plan,
-    found: Mapping[Setting, dict[str, Estimate]],
-    prices: Mapping[Setting, float],
-    advice: Sequence[Advice],
-) -> Answer:
-    own = plan.own
-    text, score = "No setting could be ranked: all values are equal.", ""
-    if advice and own in found:
-        score = str(found[own]["spearman"])
-        best = next((one for one in advice if one.spearman.value >= _ENOUGH), advice[-1])
-        text = (
-            f"Use {best.setting}: it ranks at {best.spearman} and costs {best.cost:.1f} training "
-            f"steps. Yours, {own}, ranks at {score} and costs {prices[own]:.1f}."
-        )
-    return Answer(
-        text,
-        score,
-        f"rank correlation of your setting, {own}, with the exact first-order value",
-        "take the cheapest setting whose rank correlation is enough for you; estimator='label' "
-        "over all parameters is exact.",
     )
 
 

@@ -13,10 +13,9 @@ drawn by ``token_figure``.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,10 +39,6 @@ _INK = "#3c3c3c"  # of what belongs to no series
 _MOST_NAMES = 48  # along an axis; of more, some have no name
 _POINT: dict[str, Any] = {"markersize": 3, "markeredgewidth": 0, "rasterized": True, "alpha": 0.5}
 _WAYS: tuple[Any, ...] = ("vertical", "horizontal")
-_MARKED: tuple[dict[str, Any], ...] = (
-    {"marker": "*", "markersize": 12, "color": "#000000"},
-    {"marker": "o", "markersize": 12, "markerfacecolor": "none", "color": "#d55e00"},
-)
 
 
 @dataclass(frozen=True)
@@ -71,18 +66,17 @@ class Figure:
         table: what is drawn.
         title: heading.
         caption: what to look for.
-        x: column along it; several have a series each.
+        x: column along it.
         y: the same upwards. In a grid ``NAME_from`` and ``NAME_to`` give the cells' edges.
-        series: column, or columns, by whose entries marks have their colour and shape.
+        series: column by whose entries marks have their colour and shape.
         facets: column whose entries have a panel each; in a cloud, several columns that are True
             or False: a panel each, with the points that are False in grey.
         colour: column of the colour of a cell of a grid, or of the points of a cloud's first panel.
-        band: column whose ``_low`` and ``_high`` are drawn as a grey band, "random" for instance.
-        marked: columns that are True in rows to be pointed at, and what these are called.
+        band: column whose ``_low`` and ``_high`` along x are drawn as a grey band.
         guides: lines to compare with.
         xlabel: of the axis; by default the column's name.
         ylabel: the same.
-        scales: of x and y: linear, log, or symlog (linear for the smaller quarter of sizes).
+        scales: of x and y: linear or log.
         limits: of x and y, as (low, high); None where the numbers decide.
         across: most panels in a line.
     """
@@ -92,13 +86,12 @@ class Figure:
     table: Table
     title: str
     caption: str
-    x: str | tuple[str, ...] = ""
-    y: str | tuple[str, ...] = ""
-    series: str | tuple[str, ...] = ()
+    x: str = ""
+    y: str = ""
+    series: str = ""
     facets: str | tuple[str, ...] = ""
     colour: str = ""
     band: str = ""
-    marked: Mapping[str, str] = field(default_factory=dict)
     guides: tuple[Guide, ...] = ()
     xlabel: str = ""
     ylabel: str = ""
@@ -108,7 +101,7 @@ class Figure:
 
 
 def draw(figure: Figure) -> Drawing:
-    """The figure as SVG and PNG.
+    """The figure as SVG.
 
     Raises:
         ConfigError: matplotlib is not installed, or there is no such kind.
@@ -125,7 +118,7 @@ def draw(figure: Figure) -> Drawing:
         for axes in every[len(panels) :]:
             axes.set_visible(False)
         _legend(picture, every)
-        x, y = (_said(name, label) for name, label in _axes_of(figure))
+        x, y = _axis_labels(figure)
         names = ", ".join(dict.fromkeys(label for axes in every for label in _labels(axes)))
         alt = f"{figure.title}: {y} against {x}" + (f" ({names})" if names else "")
         return drawing(picture, figure.key, figure.title, figure.caption, figure.table, alt=alt)
@@ -135,10 +128,7 @@ def drawing(
     picture: Canvas, key: str, title: str, caption: str, data: Table, *, alt: str
 ) -> Drawing:
     """What was drawn, as a diagnosis keeps it; call it inside ``canvas``, whose style holds."""
-    png = io.BytesIO()
-    svg = svg_text(picture)
-    picture.savefig(png, format="png", dpi=150)
-    return Drawing(key, title, caption, data, svg, png.getvalue(), alt)
+    return Drawing(key, title, caption, data, svg_text(picture), alt)
 
 
 # --- panels ---------------------------------------------------------------------------------------
@@ -160,10 +150,7 @@ def _panels(figure: Figure) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def _drawable(figure: Figure, record: Record) -> bool:
-    if figure.kind == "grid":
-        return True
-    columns = _tuple(figure.x), _tuple(figure.y)
-    return all(any(record.get(name) is not None for name in names) for names in columns)
+    return figure.kind == "grid" or None not in (record.get(figure.x), record.get(figure.y))
 
 
 def _size(
@@ -176,19 +163,14 @@ def _size(
     return width, height * lines
 
 
-def _axes_of(figure: Figure) -> tuple[tuple[Any, str], tuple[Any, str]]:
-    return (figure.x, figure.xlabel), (figure.y, figure.ylabel)
+def _axis_labels(figure: Figure) -> tuple[str, str]:
+    """The names of x and y."""
+    x, y = figure.x.replace("_", " "), figure.y.replace("_", " ")
+    return figure.xlabel or x, figure.ylabel or y
 
 
-def _said(names: str | tuple[str, ...], label: str) -> str:
-    """The name of an axis."""
-    return label or ("" if isinstance(names, tuple) else names.replace("_", " "))
-
-
-def _names(records: Sequence[Record], column: str | tuple[str, ...]) -> list[str]:
+def _names(records: Sequence[Record], column: str) -> list[str]:
     """The words along an axis, in their order; none where it has numbers only."""
-    if isinstance(column, tuple):
-        return []
     found = [record.get(column) for record in records]
     worded = any(isinstance(one, str) for one in found)
     return list(dict.fromkeys(map(str, found))) if worded else []
@@ -219,29 +201,21 @@ class _Series:
 
     label: str
     look: int
-    x: str
-    y: str
     records: Sequence[Record]
 
 
 def _series(figure: Figure, records: Sequence[Record]) -> list[_Series]:
-    """One for each entry of the column ``series`` and each pair of columns."""
-    columns = [(x, y) for x in _tuple(figure.x) for y in _tuple(figure.y)]
-    named = _tuple(figure.series)
-    entries = dict.fromkeys(tuple(one[n] for n in named) for one in figure.table.records())
+    """One for each entry of the column ``series``; one of all rows without it."""
+    if not figure.series:
+        return [_Series("", 0, records)]
     found = []
-    for look, (entry, (x, y)) in enumerate((e, c) for e in entries for c in columns):
-        own = [record for record in records if tuple(record[n] for n in named) == entry]
-        said = [f"{one:g}" if isinstance(one, float) else str(one) for one in entry]
-        if len(columns) > 1:
-            said.append((x if isinstance(figure.x, tuple) else y).replace("_", " "))
+    entries = dict.fromkeys(record[figure.series] for record in figure.table.records())
+    for look, entry in enumerate(entries):
+        own = [record for record in records if record[figure.series] == entry]
+        said = f"{entry:g}" if isinstance(entry, float) else str(entry)
         if own:
-            found.append(_Series(", ".join(said), look, x, y, own))
+            found.append(_Series(said, look, own))
     return found
-
-
-def _tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return names if isinstance(names, tuple) else (names,)
 
 
 def _places(
@@ -257,8 +231,7 @@ def _places(
     value, low, high = np.array(ends)
     if np.isnan(low).all():
         return value, None
-    # A mean over draws may lie beyond their quantiles; the bar then ends at it.
-    return value, np.maximum([value - low, high - value], 0.0)
+    return value, np.array([value - low, high - value])
 
 
 def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
@@ -268,8 +241,8 @@ def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     every = _series(figure, records)
     crowded = sum(len(one.records) for one in every) > len(names[0] or names[1])
     for place, one in enumerate(every):
-        x, x_bars = _places(one.records, one.x, names[0])
-        y, y_bars = _places(one.records, one.y, names[1])
+        x, x_bars = _places(one.records, figure.x, names[0])
+        y, y_bars = _places(one.records, figure.y, names[1])
         if (
             figure.kind == "bars" and crowded
         ):  # marks of one name stand apart, so that no bar hides another
@@ -285,48 +258,24 @@ def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
         axes.errorbar(
             x, y, xerr=x_bars, yerr=y_bars, label=one.label or None, elinewidth=1.0, **style
         )
-    _point_at(axes, figure, every, names)
-    _finish_axes(axes, figure, records, names)
-
-
-def _point_at(
-    axes: Axes, figure: Figure, every: Sequence[_Series], names: Sequence[Sequence[str]]
-) -> None:
-    for (column, label), style in zip(figure.marked.items(), _MARKED, strict=False):
-        for one in every:
-            own = [record for record in one.records if record.get(column)]
-            x, y = (
-                _places(own, name, known)[0]
-                for name, known in zip((one.x, one.y), names, strict=True)
-            )
-            axes.plot(x, y, linestyle="none", label=label if len(own) else None, **style)
+    _finish_axes(axes, figure, names)
 
 
 def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
-    """Of the first series: along x where that has numbers, else over all of the panel."""
-    if not figure.band:
-        return
-    low, high = f"{figure.band}_low", f"{figure.band}_high"
-    style: dict[str, Any] = {"color": _INK, "alpha": 0.2, "linewidth": 0, "label": figure.band}
-    if figure.kind == "bars":
-        axes.axvspan(records[0][low], records[0][high], **style)
-        return
-    first = _series(figure, records)[0]
-    x, bottom, top = ([float(r[name]) for r in first.records] for name in (first.x, low, high))
-    axes.fill_between(x, bottom, top, **style)
+    """Of the first series, along x."""
+    if figure.band:
+        first = _series(figure, records)[0].records
+        ends = (figure.x, f"{figure.band}_low", f"{figure.band}_high")
+        columns = [[float(record[name]) for record in first] for name in ends]
+        axes.fill_between(*columns, color=_INK, alpha=0.2, linewidth=0, label=figure.band)
 
 
-def _finish_axes(
-    axes: Axes, figure: Figure, records: Sequence[Record], names: Sequence[Sequence[str]]
-) -> None:
+def _finish_axes(axes: Axes, figure: Figure, names: Sequence[Sequence[str]]) -> None:
     """Scales, limits, guides, names and labels."""
-    for axis, (column, label), scale, limits, known in zip(
-        "xy", _axes_of(figure), figure.scales, figure.limits, names, strict=True
+    for axis, label, scale, limits, known in zip(
+        "xy", _axis_labels(figure), figure.scales, figure.limits, names, strict=True
     ):
-        axes.set(**{f"{axis}label": "" if known else _said(column, label)})
-        if scale != "linear":
-            more = {"linthresh": _near_zero(records, column)} if scale == "symlog" else {}
-            getattr(axes, f"set_{axis}scale")(scale, **more)
+        axes.set(**{f"{axis}label": "" if known else label, f"{axis}scale": scale})
         if limits is not None:
             getattr(axes, f"set_{axis}lim")(*limits)
     if names[1]:
@@ -336,13 +285,6 @@ def _finish_axes(
     if names[0]:
         _name_columns(axes, names[0])
     _draw_guides(axes, figure)
-
-
-def _near_zero(records: Sequence[Record], column: str | tuple[str, ...]) -> float:
-    """The lower quartile of the sizes that are not 0: nearer to 0 the axis is linear."""
-    sizes = [abs(float(r[name] or 0)) for r in records for name in _tuple(column)]
-    sizes = sorted(size for size in sizes if size > 0)
-    return sizes[len(sizes) // 4] if sizes else 1.0
 
 
 def _name_columns(axes: Axes, names: Sequence[str]) -> None:
@@ -395,7 +337,7 @@ def _draw_grid(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
         getattr(axes, f"set_{axis}lim")(min(start, default=0), max(end, default=1))
     axes.figure.colorbar(drawn, ax=axes, label=figure.colour.replace("_", " "), shrink=0.8)
     _draw_margins(axes, sides, colours)
-    _finish_axes(axes, figure, records, ([], []))
+    _finish_axes(axes, figure, ([], []))
 
 
 def _draw_margins(
@@ -454,7 +396,7 @@ def _draw_parts(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
 
 
 def _points(figure: Figure, records: Sequence[Record]) -> Numbers:
-    places = [[float(record[str(name)]) for name in (figure.x, figure.y)] for record in records]
+    places = [[float(record[name]) for name in (figure.x, figure.y)] for record in records]
     return np.array(places).reshape(-1, 2)
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.agreement import agreement
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -52,13 +51,8 @@ class Options(CheckedOptions):
     examples: int = option(3, "how many rows, where none are named", least=1)
     against: str = option(
         "label",
-        "what the total is shown beside: another estimator, 'before' (the same "
-        "estimator before fine-tuning) or 'none'",
-        choices=(*ESTIMATORS, "before", "none"),
-    )
-    tuned: bool = option(
-        False,
-        "value at a fine-tuned copy of the model, so that the stability component is not zero",
+        "the estimator whose total is shown beside, or none",
+        choices=(*ESTIMATORS, "none"),
     )
     colours: str = option(
         "signed",
@@ -71,7 +65,6 @@ class Options(CheckedOptions):
         "what is drawn of each row: total (the paper's final value), components, or all",
         choices=("all", "total", "components"),
     )
-    lines: int = option(16, "most lines of text a panel of the figures", least=1)
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,9 @@ def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
         {
             "kind": kind,
             "tokens": int((kinds == kind).sum()),
-            "kept": _share_kept(valued.kept[kinds == kind], valued.belongs[kinds == kind]),
+            "kept": bootstrap(
+                np.mean, valued.kept[kinds == kind], groups=valued.belongs[kinds == kind]
+            ),
             "normalised_value": bootstrap(
                 np.mean, scaled[kinds == kind], groups=valued.belongs[kinds == kind]
             ),
@@ -151,18 +146,6 @@ def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _share_kept(kept: Mask, belongs: NDArray[np.int64]) -> Estimate:
-    """The bootstrap's interval, at least as wide as Wilson's: it is a point where all are kept."""
-    found = bootstrap(np.mean, kept, groups=belongs)
-    if not found.defined:
-        return found
-    count, share, z = found.count, found.value, 1.96
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
-    low = max(min(found.low, float(middle - half)), 0.0)
-    return Estimate(share, low, min(max(found.high, float(middle + half)), 1.0), count)
-
-
 # --- the diagnostic ------------------------------------------------------------------------------
 
 
@@ -170,8 +153,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     """Values over the text of chosen rows, and what they add up to over a sample.
 
     Raises:
-        ConfigError: a row that is not there or has no response; a comparison with before
-            fine-tuning without two models; matplotlib is missing.
+        ConfigError: a row that is not there or has no response; matplotlib is missing.
         InputError: too few response tokens in the sample.
     """
     options = options or Options()
@@ -179,24 +161,22 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     subject.require_tokens(
         [subject.train[place] for place in pool], FEWEST, "shares and agreement are statistics"
     )
-    valued, notes = _valued(subject, options, pool)
+    valued = _valued(subject, options, pool)
     words = [subject.texts(row) for row in valued.rows]
     own = [words[row][at].text for row, at in zip(valued.belongs, valued.position, strict=True)]
     texts = [_text_of(valued, subject, options, place) for place in shown]
     tokens = _tokens_table(valued, own, shown)
     kinds, shares = _kinds_table(valued, own), _shares_table(valued)
     agreed = [] if valued.other is None else [_agreement_table(valued, subject, options)]
-    drawn = [
-        heatmap_figure(text, _row_table(tokens, text.row), lines=options.lines) for text in texts
-    ]
+    drawn = [heatmap_figure(text, _row_table(tokens, text.row)) for text in texts]
     return conclude(
         "heatmap",
         subject,
-        _answer(kinds, subject.ratio),
+        _conclusion(kinds, subject.ratio),
         [kinds, shares, *agreed, tokens],
-        [*drawn, *_figures(kinds, shares, subject.ratio)],
+        [*drawn, _kinds_figure(kinds, subject.ratio)],
         valued=valued.rows,
-        notes=[*notes, *_notes(subject, valued)],
+        notes=_notes(subject, valued),
         settings=asdict(options) | {"rows": ", ".join(map(str, shown))},
     )
 
@@ -216,23 +196,17 @@ def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
     return shown, sorted({*sampled, *shown})
 
 
-def _valued(
-    subject: Subject, options: Options, pool: Sequence[int]
-) -> tuple[Valued, tuple[str, ...]]:
-    """Values of the pool and of what they are compared with; sentences on where they are taken."""
-    before, model, where = _models(subject, options)
-    retention = retention_term(subject, moved=options.tuned)
+def _valued(subject: Subject, options: Options, pool: Sequence[int]) -> Valued:
+    """Values of the pool, and of the estimator that they are compared with."""
+    retention = retention_term(subject)
     rows = [subject.train[place] for place in pool]
-    found = subject.score(scorer_for(subject, model=model, retention=retention), rows)
+    found = subject.score(scorer_for(subject, retention=retention), rows)
     columns = parts_of(found, subject.config.stability_weight)
-    other = None
-    if options.against == "before":
-        other = subject.score(scorer_for(subject, model=before, retention=retention), rows)
-    elif options.against != "none":
-        scorer = scorer_for(subject, options.against, model=model, retention=retention)
-        other = subject.score(scorer, rows)
-    total = None if other is None else other["total"]
-    valued = Valued(
+    total = None
+    if options.against != "none":
+        scorer = scorer_for(subject, options.against, retention=retention)
+        total = subject.score(scorer, rows)["total"]
+    return Valued(
         pool,
         rows,
         found["row"],
@@ -242,21 +216,6 @@ def _valued(
         total,
         None if total is None else kept(total, subject.ratio),
     )
-    return valued, where
-
-
-def _models(subject: Subject, options: Options) -> tuple[nn.Module, nn.Module, tuple[str, ...]]:
-    """The model before, the one whose values are shown, and what to say of them."""
-    if options.against == "before" and subject.reference is None and not options.tuned:
-        raise ConfigError(
-            "there are no two checkpoints to compare",
-            got="--against before, and one model",
-            remedy="give --reference MODEL, or --tuned for a copy that is fine-tuned here",
-        )
-    if not options.tuned:
-        return subject.reference or subject.model, subject.model, ()
-    before, after, said = subject.before_and_after()
-    return before, after, (said, "Values are those of the model after.")
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -275,9 +234,8 @@ def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> 
         total = valued.columns["total"][own]
         panels.append(Panel("total", f"Total, {estimator}", total, valued.kept[own], relative))
     if options.panels == "all" and valued.other is not None and valued.other_kept is not None:
-        name = f"{estimator} before" if options.against == "before" else options.against
         other, also = valued.other[own], valued.other_kept[own]
-        panels.append(Panel("other", f"Total, {name}", other, also, relative))
+        panels.append(Panel("other", f"Total, {options.against}", other, also, relative))
     if options.panels != "total":
         panels += [
             Panel(key, _NAMES[key], valued.columns[key][own], valued.kept[own], relative)
@@ -329,51 +287,32 @@ def _agreement_table(valued: Valued, subject: Subject, options: Options) -> Tabl
     return Table.of("heatmap-agreement", "Agreement of the two totals", [record])
 
 
-def _figures(kinds: Table, shares: Table, ratio: float) -> list[Figure]:
-    return [
-        Figure(
-            "bars",
-            "heatmap-kinds-figure",
-            kinds,
-            "Which kinds of tokens are kept",
-            f"Dashed: {ratio:g}, the share of all tokens. Look for intervals that do not touch "
-            "it. A kind without a mark has too few tokens.",
-            x="kept",
-            y="kind",
-            guides=(Guide(ratio),),
-            xlabel="share kept",
-            limits=((-0.02, 1.02), None),
-        ),
-        Figure(
-            "bars",
-            "heatmap-shares-figure",
-            shares,
-            "What the values are made of",
-            "Look for a component that is so small that the ranking would be the same without it.",
-            x="share",
-            y="component",
-            xlabel="share of the summed magnitudes",
-            limits=((-0.02, 1.02), None),
-        ),
-    ]
+def _kinds_figure(kinds: Table, ratio: float) -> Figure:
+    return Figure(
+        "bars",
+        "heatmap-kinds-figure",
+        kinds,
+        "Which kinds of tokens are kept",
+        f"Dashed: {ratio:g}, the share of all tokens. Look for intervals that do not touch it. A "
+        "kind without a mark has too few tokens.",
+        x="kept",
+        y="kind",
+        guides=(Guide(ratio),),
+        xlabel="share kept",
+        limits=((-0.02, 1.02), None),
+    )
 
 
-def _answer(kinds: Table, ratio: float) -> Answer:
+def _conclusion(kinds: Table, ratio: float) -> str:
     """The kind of token that is kept most clearly more, or less, often than all tokens are."""
     found = [(str(one["kind"]), kinds.estimate(i, "kept")) for i, one in enumerate(kinds.records())]
     unlike = [(kind, kept) for kind, kept in found if kept.low > ratio or kept.high < ratio]
-    advice = (
-        "read a few rows: values that follow length or position rather than content are a warning."
-    )
     if not unlike:
-        verdict = "No kind of token is clearly kept more or less often than the others."
-        return Answer(verdict, "", "", advice)
+        return "No kind of token is clearly kept more or less often than the others."
     kind, kept = max(unlike, key=lambda one: abs(one[1].value - ratio))
-    return Answer(
-        f"What is valued {'most' if kept.value > ratio else 'least'}: {kind}.",
-        str(kept),
-        f"share kept of {kind}, where {ratio:g} of all are kept",
-        advice,
+    return (
+        f"What is valued {'most' if kept.value > ratio else 'least'}: {kind}, of which {kept} are "
+        f"kept, where {ratio:g} of all are."
     )
 
 
@@ -382,7 +321,7 @@ def _notes(subject: Subject, valued: Valued) -> list[str]:
     if not any(valued.columns[key].any() for key in valued.parts if "stability" in key):
         notes.append(
             "Stability is zero for every token: it is not asked for, or the weights are those of "
-            "the reference. --tuned shows it after a short fine-tuning."
+            "the reference. Give the model before fine-tuning as --reference."
         )
     if subject.config.estimator in ("label", "path"):
         notes.append(f"{subject.config.estimator} has one value, not a direct and a causal part.")

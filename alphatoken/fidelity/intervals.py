@@ -1,7 +1,7 @@
 """A statistic and how far it can be trusted: intervals of 95 %, refused below a size.
 
-By ``bootstrap`` where a statistic is a mean or a correlation, by ``jackknife`` where it counts or
-pairs items, ``over_draws`` where the draws are there already.
+By ``bootstrap`` where a statistic is a mean or a correlation, by ``jackknife`` where it counts
+items.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from alphatoken.errors import InputError
 
-__all__ = ["FEWEST", "Estimate", "bootstrap", "few_rows", "jackknife", "over_draws", "percent"]
+__all__ = ["FEWEST", "Estimate", "bootstrap", "few_rows", "jackknife", "percent"]
 
 FEWEST = 8
 """Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
@@ -153,14 +153,6 @@ def _members(groups: Sequence[int] | NDArray[np.int64] | None) -> list[NDArray[n
         return []
     labels = np.asarray(groups)
     return [np.flatnonzero(labels == group) for group in np.unique(labels)]
-
-
-def over_draws(found: Numbers) -> Estimate:
-    """Mean over independent draws, and the interval that holds 95 % of the draws."""
-    if len(found) < FEWEST:
-        return Estimate.undefined(len(found), f"{len(found)} draws, {FEWEST} needed")
-    low, high = np.quantile(found, [0.025, 0.975])
-    return Estimate(float(found.mean()), float(low), float(high), len(found))
 
 
 def jackknife(

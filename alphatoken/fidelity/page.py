@@ -94,15 +94,11 @@ def _section(section: Section, shared: Mapping[str, object]) -> page.Section:
     if found is None:
         failure = f"Could not run: {section.failure}" if section.failure else "Not run yet."
         return page.Section(anchor, section.question, _spoken(section.name), failure)
-    answer = found.answer
     return page.Section(
         anchor,
         section.question,
         _spoken(section.name),
-        verdict=answer.verdict,
-        figure=answer.number,
-        label=answer.label,
-        advice=answer.advice,
+        verdict=found.conclusion,
         pictures=[_picture(section.name, figure) for figure in found.figures],
         tables=[_table(section.name, table) for table in found.tables],
         notes=found.notes,

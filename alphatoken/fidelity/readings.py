@@ -17,7 +17,6 @@ from alphatoken.direction.objective import forward_losses, objective_gradient
 from alphatoken.errors import CoverageError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.estimate.proofs import CoverageReport
-from alphatoken.fidelity.options import thinned
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.valuing import scorer_for, values_along
 from alphatoken.model.batch import read_batch
@@ -46,7 +45,7 @@ _DEPTHS = 8  # numbers of layers that are tried
 Numbers = NDArray[np.float64]
 
 
-def depths_of(asked: Sequence[int], depth: int, own: int, share: float = 1.0) -> list[int]:
+def depths_of(asked: Sequence[int], depth: int, own: int) -> list[int]:
     """Numbers of last layers to try: those asked for, or a spread on a log scale; and ``own``.
 
     >>> depths_of((), 5, 3), depths_of((), 32, 3), depths_of((2, 20), 28, 3)
@@ -58,19 +57,17 @@ def depths_of(asked: Sequence[int], depth: int, own: int, share: float = 1.0) ->
     layers_within(max(asked, default=1), depth)
     spread = {round(depth ** (i / (_DEPTHS - 1))) for i in range(_DEPTHS)}
     usual = sorted(range(1, depth + 1) if depth <= _DEPTHS else spread)
-    return sorted({min(k, depth) for k in (*(asked or thinned(usual, 3, share)), own)})
+    return sorted({min(k, depth) for k in (*(asked or usual), own)})
 
 
-def windows_of(
-    asked: Sequence[int], longest: int, own: int | None, share: float = 1.0
-) -> list[int | None]:
+def windows_of(asked: Sequence[int], longest: int, own: int | None) -> list[int | None]:
     """Windows to try: those asked for, or 0 and powers of two below the longest row; own; no limit.
 
     >>> windows_of((), 9, 3)
     [0, 1, 2, 3, 4, 8, None]
     """
     powers = [2**i for i in range(longest.bit_length()) if 2**i < longest]
-    chosen = {*(asked or thinned((0, *powers), 2, share))} | ({own} if own is not None else set())
+    chosen = {*(asked or (0, *powers))} | ({own} if own is not None else set())
     return [*sorted(chosen), None]
 
 

@@ -19,13 +19,11 @@ class Entry:
         name: on the command line.
         question: what it answers.
         needs_retention: True if it cannot do without rows of what must not be forgotten.
-        reads: sizes of the subject that a budget may make smaller.
     """
 
     name: str
     question: str
     needs_retention: bool = False
-    reads: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -56,18 +54,8 @@ _QUESTIONS = {
     "stability": "Which keep or drop decisions are noise?",
 }
 _OF_RETENTION = ("fisher", "drift")
-_VALUED = ("tokens", "objective_rows")
-_READS: dict[str, tuple[str, ...]] = {
-    "estimators": (*_VALUED, "oracle_tokens"),
-    "utility": ("tokens", "oracle_tokens"),
-    "fisher": ("tokens", "fisher_samples"),
-    "drift": (),
-    "sensitivity": ("tokens", "fisher_samples"),
-    "stability": ("tokens",),
-}
 DIAGNOSTICS = tuple(
-    Entry(name, question, name in _OF_RETENTION, _READS.get(name, _VALUED))
-    for name, question in _QUESTIONS.items()
+    Entry(name, question, name in _OF_RETENTION) for name, question in _QUESTIONS.items()
 )
 """In the order of the report."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from alphatoken.data import Example
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Drawing, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.fidelity.figures import Figure, draw
 from alphatoken.fidelity.intervals import few_rows
 from alphatoken.fidelity.registry import find
@@ -18,7 +18,7 @@ __all__ = ["conclude"]
 def conclude(
     name: str,
     subject: Subject,
-    answer: Answer,
+    conclusion: str,
     tables: Iterable[Table],
     figures: Iterable[Figure | Drawing],
     *,
@@ -31,7 +31,7 @@ def conclude(
     Args:
         name: of the diagnostic.
         subject: whose settings are part of the result.
-        answer: in four fields.
+        conclusion: a sentence.
         tables: every number.
         figures: declared over tables, or drawn already; drawn here.
         valued: the rows that were valued, which a note counts.
@@ -46,7 +46,7 @@ def conclude(
     return Diagnosis(
         name,
         find(name).question,
-        answer,
+        conclusion,
         tuple(table for table in tables if table.rows),
         tuple(f if isinstance(f, Drawing) else draw(f) for f in shown),
         (*counted, *notes),

@@ -15,10 +15,7 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
 
 __all__ = [
-    "DIAGONALS",
     "TunedModel",
-    "fitting",
-    "growing_fishers",
     "unit_fisher",
     "variants",
 ]
@@ -31,49 +28,13 @@ def unit_fisher(reference: Mapping[str, Tensor]) -> FisherDrift:
     return FisherDrift(ones, kept, {"labels": "none"}, exact_names=True)
 
 
-def growing_fishers(
-    subject: Subject, labels: str, sizes: Sequence[int], **options: Any
-) -> dict[int, FisherDrift]:
-    """Diagonal Fishers on the first n samples, for each n; each sample is drawn once.
-
-    F is a mean over samples, so that of more samples is the weighted mean of the pieces. The draws
-    are independent of those of ``subject.fitted_fisher``.
-    """
-    usable = subject.fisher_rows
-    sums: dict[str, Tensor] = {}
-    found: dict[int, FisherDrift] = {}
-    done = 0
-    for size in sizes:
-        rows = [usable[i % len(usable)] for i in range(done, size)]
-        seed = subject.seed + 1_000_003 + done
-        piece = subject.fit_fisher(rows, labels=labels, seed=seed, **options)
-        for name, part in piece.fisher.items():
-            add = part.double() * len(rows)
-            sums[name] = sums[name] + add if name in sums else add
-        done = size
-        mean = {name: (total / done).to(piece.fisher[name]) for name, total in sums.items()}
-        found[size] = FisherDrift(mean, piece.reference, piece.metadata, exact_names=True)
-    return found
-
-
-DIAGONALS = {"sequence": "diagonal", "token": "diagonal, token labels"}
-"""Name of the diagonal Fisher by kind of labels, which are responses sampled freely, as the paper
-does, or tokens sampled on the given text."""
-
-
-def fitting(labels: str, max_new_tokens: int) -> dict[str, Any]:
-    """Options of a fit with these labels."""
-    free = {"max_new_tokens": max_new_tokens} if labels == "sequence" else {}
-    return {"labels": labels, **free}
-
-
 def variants(subject: Subject, max_new_tokens: int) -> tuple[dict[str, FisherDrift], list[str]]:
     """Diagonal and Kronecker Fisher, the diagonal one by token labels too; and what was left out.
 
     All are fitted on ``subject.fisher_rows``. A Fisher that was given takes the place of the one of
     its structure.
     """
-    given, own = subject.fisher, fitting("sequence", max_new_tokens)
+    given, own = subject.fisher, {"labels": "sequence", "max_new_tokens": max_new_tokens}
 
     def main(structure: str) -> FisherDrift:
         if given is not None and given.structure == structure:
@@ -86,7 +47,7 @@ def variants(subject: Subject, max_new_tokens: int) -> tuple[dict[str, FisherDri
         found["kronecker"] = main("kronecker")
     except CoverageError as problem:
         notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
-    found[DIAGONALS["token"]] = subject.fitted_fisher("diagonal", labels="token")
+    found["diagonal, token labels"] = subject.fitted_fisher("diagonal", labels="token")
     return found, notes
 
 

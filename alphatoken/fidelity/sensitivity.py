@@ -1,7 +1,7 @@
 """How much do the kept tokens depend on each setting?
 
 One setting at a time is changed from the run's own: estimator, number of layers K, window W,
-lambda, ratio. The kept set is compared with that of the run. What each costs is in ``estimators``,
+lambda. The kept set is compared with that of the run. What each costs is in ``estimators``,
 and what other validation rows do in ``stability``.
 """
 
@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from alphatoken.certificate.metrics import kept
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import norms
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.agreement import agreement
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -30,12 +31,6 @@ from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.readings import WINDOWED, depths_of, windows_of
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.sweeps import (
-    positive_share,
-    ratio_sweep,
-    weight_for_change,
-    weight_sweep,
-)
 from alphatoken.fidelity.valuing import scorer_for, values_along, with_estimator
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope, resolve_layers
@@ -44,11 +39,10 @@ __all__ = ["Options", "diagnose", "scored"]
 
 Numbers = NDArray[np.float64]
 
-_OF_WEIGHTS = (
-    "||lambda V|| / ||G||",
-    "stability's share of the magnitudes",
-    "flips from adaptation alone",
-)
+_CHANGED = 0.1
+"""Share of the decisions whose change by lambda is looked for."""
+_DECADES = 4
+_PER_DECADE = 8
 
 
 @dataclass(frozen=True)
@@ -56,16 +50,15 @@ class Options(CheckedOptions):
     """Values of the settings; the run's own are always added."""
 
     estimators: tuple[str, ...] = option(
-        ESTIMATORS, "estimators that are compared", choices=ESTIMATORS, first=3
+        ESTIMATORS, "estimators that are compared", choices=ESTIMATORS
     )
     layers: tuple[int, ...] = option(
         (),
         "numbers of last layers K; none: all, or a spread of 8 on deeper models",
         least=1,
-        first=2,
     )
     windows: tuple[int, ...] = option(
-        (), "windows W; none: 0, 1, 2, 4, ... up to the longest row", least=0, first=2
+        (), "windows W; none: 0, 1, 2, 4, ... up to the longest row", least=0
     )
     weights: tuple[float, ...] = option(
         (0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),
@@ -73,14 +66,8 @@ class Options(CheckedOptions):
         above=-math.inf,
         below=math.inf,
     )
-    ratios: tuple[float, ...] = option(
-        (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), "shares of tokens to keep", above=0, most=1
-    )
     validation_rows: int = option(
-        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS, first=8
-    )
-    changed: float = option(
-        0.1, "share of decisions whose change by lambda is looked for", above=0, below=1
+        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
     )
 
 
@@ -99,27 +86,22 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         setting: _sweep(own, wide, setting, tried)
         for setting, tried in _tried(own, options).items()
     }
-    ratio, seed = subject.ratio, subject.seed
     if _retains(own):
-        found["lambda"] = weight_sweep(
-            own.values["adaptation"],
-            own.values["stability"],
-            sorted({*options.weights, subject.config.stability_weight}),
-            subject.config.stability_weight,
-            ratio,
-            _balance(own),
-            own.groups,
-            seed=seed,
-        )
-    ratios = ratio_sweep(own.total, sorted({*options.ratios, ratio}), ratio, own.groups, seed=seed)
-    kept = Table.of("ratios", "What each ratio keeps", ratios)
+        gain, keep = own.values["adaptation"], own.values["stability"]
+        default = subject.config.stability_weight
+        found["lambda"] = [
+            _compared(own, weight, own.total if weight == default else gain + weight * keep)
+            for weight in sorted({*options.weights, default})
+        ]
+        balance = abs(default) * _balance(own)
+        own.notes.append(f"||lambda V|| / ||G|| over all scored weights: {balance:.3g}.")
     settings = _settings_table(found)
     return conclude(
         "sensitivity",
         subject,
-        _answer(settings),
-        [settings, kept, _weights_table(found.get("lambda", [])), _numbers_table(own, options)],
-        _figures(settings, kept, ratio),
+        _conclusion(settings),
+        [settings, _numbers_table(own)],
+        [_figure(settings, subject.ratio)],
         valued=own.rows,
         notes=own.notes,
         settings=asdict(options),
@@ -175,7 +157,7 @@ def _depths(own: OwnValues, options: Options) -> dict[object, ScorerConfig]:
         own.notes.append(f"The run scores layers {scope}, which are no last K layers.")
     return {
         k: config if scope == tuple(range(depth - k, depth)) else replace(config, layers=k)
-        for k in depths_of(options.layers, depth, len(scope), own.subject.share)
+        for k in depths_of(options.layers, depth, len(scope))
     }
 
 
@@ -187,7 +169,7 @@ def _windows(own: OwnValues, options: Options) -> dict[object, ScorerConfig]:
     longest = max(len(row.input_ids) for row in own.rows)
     return {
         f"all ({longest})" if w is None else w: replace(config, window=w)
-        for w in windows_of(options.windows, longest, config.window, own.subject.share)
+        for w in windows_of(options.windows, longest, config.window)
         if w is None or w < longest or w == config.window
     }
 
@@ -236,7 +218,7 @@ def _tried_layers(subject: Subject, options: Options) -> list[int]:
     """Indices of all layers that some setting scores."""
     adapter = find_adapter(subject.model)
     depth, own = len(adapter.layers()), resolve_layers(adapter, subject.config.layers)
-    most = max(depths_of(options.layers, depth, len(own), subject.share))
+    most = max(depths_of(options.layers, depth, len(own)))
     return sorted({*own, *range(depth - most, depth)})
 
 
@@ -261,40 +243,75 @@ def _norm(direction: Mapping[str, Tensor]) -> float:
     return float(np.linalg.norm(list(norms(direction).values())))
 
 
+# --- lambda ------------------------------------------------------------------------------------
+
+
+def reversed_by(gain: Numbers, keep: Numbers, weight: float, ratio: float) -> float:
+    """Share of the decisions of ``gain`` alone that ``gain + weight * keep`` reverses."""
+    return float((kept(gain, ratio) != kept(gain + weight * keep, ratio)).mean())
+
+
+def weight_for_change(gain: Numbers, keep: Numbers, ratio: float, changed: float) -> float:
+    """The smallest lambda at which the stability side reverses ``changed`` of the decisions.
+
+    Looked for on a grid of four decades on either side of the lambda that makes both sides equal
+    in mean magnitude, then between its two neighbours there, to 1 %. NaN if no lambda on the grid
+    does, or if a side is zero.
+
+    Args:
+        gain: adaptation values.
+        keep: stability values, before lambda.
+        ratio: share to keep.
+        changed: share of all decisions.
+    """
+    ours, theirs = float(np.abs(gain).mean()), float(np.abs(keep).mean())
+    if ours == 0 or theirs == 0:
+        return math.nan
+    steps = np.arange(-_DECADES * _PER_DECADE, _DECADES * _PER_DECADE + 1) / _PER_DECADE
+    low = 0.0
+    for weight in ours / theirs * 10.0**steps:
+        if reversed_by(gain, keep, weight, ratio) >= changed:
+            break
+        low = float(weight)
+    else:
+        return math.nan
+    high = float(weight)
+    while low > 0 and high / low > 1.01:
+        middle = math.sqrt(low * high)
+        reached = reversed_by(gain, keep, middle, ratio) >= changed
+        low, high = (low, middle) if reached else (middle, high)
+    return high
+
+
 # --- what is said ------------------------------------------------------------------------------
 
 
 def _settings_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """All settings, with the columns that they share."""
+    """All settings, one record each."""
     records = [
-        {
-            "setting": setting,
-            "value": f"{record['value']:g}" if setting == "lambda" else str(record["value"]),
-            **{name: cell for name, cell in record.items() if name not in ("value", *_OF_WEIGHTS)},
-        }
+        {"setting": setting, **record, "value": _said(record["value"])}
         for setting, records in found.items()
         for record in records
     ]
     return Table.of("settings", "Kept tokens, one setting changed at a time", records)
 
 
-def _weights_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """By lambda; empty where there is no retention term."""
-    found = [{"lambda": r["value"], **{name: r[name] for name in _OF_WEIGHTS}} for r in records]
-    note = "Norms are over all scored weights; magnitudes are those of the values."
-    return Table.of("weights", "What lambda does", found, note)
+def _said(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _numbers_table(own: OwnValues, options: Options) -> Table:
-    changed, ratio = options.changed, own.subject.ratio
+def _numbers_table(own: OwnValues) -> Table:
+    ratio = own.subject.ratio
 
     def estimate(statistic: Any, *columns: Numbers, draws: int = 200) -> Estimate:
         return bootstrap(statistic, *columns, groups=own.groups, draws=draws, seed=own.subject.seed)
 
-    found = {"share of tokens with a positive value": estimate(positive_share, own.total)}
+    found: dict[str, Any] = {
+        "share of tokens with a positive value": estimate(np.mean, own.total > 0)
+    }
     if _retains(own):
-        found[f"lambda that reverses {100 * changed:g} % of the decisions"] = estimate(
-            lambda a, b: weight_for_change(a, b, ratio, changed),
+        found[f"lambda that reverses {100 * _CHANGED:g} % of the decisions"] = estimate(
+            lambda a, b: weight_for_change(a, b, ratio, _CHANGED),
             own.values["adaptation"],
             own.values["stability"],
             draws=50,
@@ -302,57 +319,34 @@ def _numbers_table(own: OwnValues, options: Options) -> Table:
     return Table.of_numbers(found)
 
 
-def _figures(settings: Table, ratios: Table, ratio: float) -> list[Figure]:
-    own = {"default": "the run's own value"}
-    return [
-        Figure(
-            "bars",
-            "settings",
-            settings,
-            "Kept tokens, one setting at a time",
-            "Marks near 1 belong to a setting that hardly matters; at the dashed line tokens are "
-            "kept as if drawn at random.",
-            x="value",
-            y="overlap",
-            facets="setting",
-            marked=own,
-            guides=(Guide(ratio, "y", "by chance"),),
-            ylabel="overlap with the run",
-            limits=(None, (0.0, 1.05)),
-        ),
-        Figure(
-            "lines",
-            "ratios",
-            ratios,
-            "How much value each ratio captures",
-            "A steep rise and a long flat top mean that few tokens carry the value and the ratio "
-            "may be small; where it falls again, tokens are kept that speak against the objective.",
-            x="value",
-            y="captured",
-            marked=own,
-            xlabel="ratio kept",
-            ylabel="kept value over all positive value",
-        ),
-    ]
-
-
-def _answer(settings: Table) -> Answer:
-    """The setting on which the kept tokens depend most."""
-    advice = (
-        "settings that change few decisions may be as cheap as you like; choose the others with "
-        "care."
+def _figure(settings: Table, ratio: float) -> Figure:
+    return Figure(
+        "bars",
+        "settings",
+        settings,
+        "Kept tokens, one setting at a time",
+        "Marks near 1 belong to a setting that hardly matters; at the dashed line tokens are kept "
+        "as if drawn at random.",
+        x="value",
+        y="overlap",
+        facets="setting",
+        guides=(Guide(ratio, "y", "by chance"),),
+        ylabel="overlap with the run",
+        limits=(None, (0.0, 1.05)),
     )
+
+
+def _conclusion(settings: Table) -> str:
+    """The setting on which the kept tokens depend most."""
     others = [
         (settings.estimate(place, "overlap"), f"{record['setting']} {record['value']}", record)
         for place, record in enumerate(settings.records())
         if not record["default"] and settings.estimate(place, "overlap").defined
     ]
     if not others:
-        return Answer("No setting changes anything that was kept.", "", "", advice)
+        return "No setting changes anything that was kept."
     least, value, record = min(others, key=lambda one: one[0].value)
-    return Answer(
-        f"The kept tokens depend most on {record['setting']}.",
-        percent(least),
-        f"of the tokens that your run keeps are kept with {value}",
-        advice,
+    return (
+        f"The kept tokens depend most on {record['setting']}: {percent(least)} of those that your "
+        f"run keeps are kept with {value}."
     )

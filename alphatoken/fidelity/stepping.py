@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError, NumericalError, require_choice
+from alphatoken.errors import NumericalError, require_choice
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 
-__all__ = ["OPTIMIZERS", "Stepper", "make_optimizer", "mean_loss"]
+__all__ = ["OPTIMIZERS", "Stepper", "mean_loss"]
 
 Weights = dict[str, Tensor]
 
@@ -29,21 +29,6 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
 }
 OPTIMIZERS = tuple(_OPTIMIZERS)
-
-
-def make_optimizer(
-    name: str, parameters: Sequence[Tensor], *, momentum: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """torch's optimizer of this name; the learning rate is set at each step.
-
-    Raises:
-        ConfigError: unknown name, or momentum for one that has its own.
-    """
-    if momentum and name not in ("sgd", "rmsprop"):
-        raise ConfigError("this optimizer takes no momentum", got=f"{name}, momentum={momentum}")
-    require_choice("optimizer", name, OPTIMIZERS)
-    own = {"momentum": momentum} if momentum else {}
-    return _OPTIMIZERS[name](parameters, lr=0.0, weight_decay=weight_decay, **own)
 
 
 @torch.no_grad()
@@ -82,7 +67,6 @@ class Stepper:
         validation: Sequence[Mapping[str, Any]],
         *,
         dtype: torch.dtype | None = None,
-        momentum: float = 0.0,
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
     ) -> None:
@@ -91,12 +75,10 @@ class Stepper:
             self.model.to(dtype)
         self.adapter = find_adapter(self.model)
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(
-            optimizer,
-            list(self.parameters.values()),
-            momentum=momentum,
-            weight_decay=weight_decay,
-        )
+        require_choice("optimizer", optimizer, OPTIMIZERS)
+        made = _OPTIMIZERS[optimizer]
+        # The learning rate is set at each step.
+        self.optimizer = made(self.parameters.values(), lr=0.0, weight_decay=weight_decay)
         self.max_grad_norm = max_grad_norm
         self.validation = [self.read(batch) for batch in validation]
         # The weights to go back to are the user's own, which no step touches: no copy of them.

@@ -76,7 +76,6 @@ class Subject:
         fisher_samples: of a Fisher that is fitted here.
         tuning_steps: of the fine-tuning that stands in for a missing second model.
         tuning_rate: its learning rate (AdamW); None for one that suits the model's width.
-        share: of long lists of settings that a diagnostic tries; below 1 in the rounds of a budget.
         tuning_seconds: after which it stops, but for its first few steps; None for no limit.
         seed: of every draw.
         progress: as in ``Tracker``.
@@ -101,7 +100,6 @@ class Subject:
     tuning_steps: int = 40
     tuning_rate: float | None = None
     tuning_seconds: float | None = None
-    share: float = 1.0
     seed: int = 0
     progress: bool | ProgressSink | None = False
     names: Mapping[str, str] = field(default_factory=dict)

@@ -23,6 +23,7 @@ _LETTER = 0.602 * _SIZE / 72  # width of every letter, inches
 _LINE = 1.6 * _SIZE / 72
 _COLUMNS, _GAP, _HEAD = 72, 0.25, 0.32
 _PROMPT = 2 * _COLUMNS  # letters of the prompt that are shown
+_LINES = 16  # of text in a panel; more is cut, and the title says so
 
 
 _SIGNED = (
@@ -36,19 +37,18 @@ _RELATIVE = (
 )
 
 
-def heatmap_figure(text: ValuedText, data: Table, *, lines: int) -> Drawing:
+def heatmap_figure(text: ValuedText, data: Table) -> Drawing:
     """Every panel of one row, two beside each other.
 
     Args:
         text: the row.
         data: what is drawn.
-        lines: most lines of text a panel; more is cut, and the title says so.
     """
     prompt, tokens = _end_of(text.prompt), text.shown
     panels = list(text.panels)
     rows = [panels[start : start + 2] for start in range(0, len(panels), 2)]
     heights = [
-        _HEAD + _LINE * max(_lines_of(tokens, prompt if row == 0 else "", lines), 1)
+        _HEAD + _LINE * max(_lines_of(tokens, prompt if row == 0 else ""), 1)
         for row in range(len(rows))
     ]
     size = (2 * _COLUMNS * _LETTER + 3 * _GAP, sum(heights) + 0.35)
@@ -66,7 +66,7 @@ def heatmap_figure(text: ValuedText, data: Table, *, lines: int) -> Drawing:
                 left = _GAP + column * (_COLUMNS * _LETTER + _GAP)
                 box = (left, top - height, _COLUMNS * _LETTER, height - _HEAD)
                 axes = _axes(fig, box, size, round(box[3] / _LINE))
-                _draw(axes, panel, tokens, prompt if row == 0 else "", lines)
+                _draw(axes, panel, tokens, prompt if row == 0 else "")
             top -= height
         return drawing(
             fig,
@@ -93,8 +93,8 @@ def _end_of(prompt: str) -> str:
     return flat if len(flat) <= _PROMPT else "\u2026" + flat[1 - _PROMPT :]
 
 
-def _lines_of(tokens: Sequence[str], prompt: str, lines: int) -> int:
-    pieces, _ = laid_out(tokens, _COLUMNS, lines)
+def _lines_of(tokens: Sequence[str], prompt: str) -> int:
+    pieces, _ = laid_out(tokens, _COLUMNS, _LINES)
     used = pieces[-1].line + 1 if pieces else 0
     return used + math.ceil(len(prompt) / _COLUMNS)
 
@@ -110,7 +110,7 @@ def _axes(fig: Canvas, box: tuple[float, ...], size: tuple[float, float], lines:
     return axes
 
 
-def _draw(axes: Axes, panel: Panel, tokens: Sequence[str], prompt: str, lines: int) -> None:
+def _draw(axes: Axes, panel: Panel, tokens: Sequence[str], prompt: str) -> None:
     from matplotlib.collections import LineCollection, PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -124,7 +124,7 @@ def _draw(axes: Axes, panel: Panel, tokens: Sequence[str], prompt: str, lines: i
     for line in range(first):
         part = prompt[line * _COLUMNS : (line + 1) * _COLUMNS]
         axes.text(0, line + 0.5, part, color="#6b7280", **written)
-    pieces, shown = laid_out(tokens, _COLUMNS, lines)
+    pieces, shown = laid_out(tokens, _COLUMNS, _LINES)
     colours = panel.colours
     boxes = [
         Rectangle((piece.column, first + piece.line + 0.06), len(piece.text), 0.88)

@@ -25,7 +25,7 @@ from alphatoken.fidelity.causal_parts import (
     share_records,
 )
 from alphatoken.fidelity.collected_pairs import ALPHA, DEVIATION, CollectedPairs, PairCounts
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.options import CheckedOptions, option
@@ -53,7 +53,7 @@ class Options(CheckedOptions):
     """What is looked at; the subject decides on tokens, layers and window."""
 
     pairs: int = option(
-        20_000, "most causal-window pairs looked at in each layer and head", least=1, first=500
+        20_000, "most causal-window pairs looked at in each layer and head", least=1
     )
     collected: str | None = option(
         None, "file of pairs that a training run collected; drawn beside those of the model"
@@ -131,15 +131,13 @@ def _risk_table(pairs: PairCounts, collected: CollectedPairs | None) -> Table:
     return Table.of("risk", "Pairs above each contour", records, note)
 
 
-def _answer(shares: Table) -> Answer:
+def _conclusion(shares: Table) -> str:
     """What Value-Propagation sees over all layers together."""
-    advice = "where much of the flow is missed, take estimator='label', which misses nothing."
-    label = "share of the exact causal value that Value-Propagation sees"
     whole = [i for i, record in enumerate(shares.records()) if record["layer"] == "all"]
     if not whole:
-        return Answer("No share was computed.", "", label, advice)
-    seen = str(shares.estimate(whole[0], "signed"))
-    return Answer(f"Value-Propagation sees {seen} of the causal value.", seen, label, advice)
+        return "No share was computed."
+    seen = shares.estimate(whole[0], "signed")
+    return f"Value-Propagation sees {seen} of the exact causal value."
 
 
 # --- figures -----------------------------------------------------------------------------------
@@ -202,24 +200,6 @@ def training_figures(collected: CollectedPairs) -> list[Figure]:
     return [density_figure("density_training", collected.total(), said), by_step]
 
 
-def _shares_figure(shares: Table) -> Figure:
-    """Signed shares of the parts, by layer."""
-    return Figure(
-        "bars",
-        "shares",
-        shares,
-        "Where the exact causal value comes from",
-        "Signed shares, which add up to 1 in each layer; a mark below zero works against the exact "
-        "value. The first mark is what Value-Propagation computes; a large 'longer hops' or 'score "
-        "path' is what it cannot see.",
-        x="layer",
-        y="signed",
-        series="part",
-        guides=(Guide(0.0, "y"), Guide(1.0, "y")),
-        ylabel="signed share",
-    )
-
-
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     """Measure what Value-Propagation leaves out on the subject's model and rows.
 
@@ -248,10 +228,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         Table.of("agreement", "Approximations of it", agreement),
         _risk_table(pairs, collected),
     ]
-    figures = [
-        _shares_figure(tables[0]),
-        density_figure("density", pairs, "The causal-window pairs"),
-    ]
+    figures = [density_figure("density", pairs, "The causal-window pairs")]
     notes = _notes(subject, pairs, looked_at, others, layers, set(layers) - set(clear))
     if collected is not None:
         figures += training_figures(collected)
@@ -263,7 +240,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     return conclude(
         NAME,
         subject,
-        _answer(tables[0]),
+        _conclusion(tables[0]),
         tables,
         figures,
         valued=rows,

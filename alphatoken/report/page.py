@@ -114,9 +114,6 @@ class Section:
         name: short name over the heading.
         failure: why there is nothing in it.
         verdict: the finding in one line.
-        figure: the one number of its verdict, as shown.
-        label: what that number is.
-        advice: what a reader should do about it.
         remarks: how to read what follows.
         pictures: side by side where they fit.
         html: anything else, safe as it is.
@@ -130,9 +127,6 @@ class Section:
     name: str = ""
     failure: str = ""
     verdict: str = ""
-    figure: str = ""
-    label: str = ""
-    advice: str = ""
     remarks: Sequence[str] = ()
     pictures: Sequence[Picture] = ()
     html: str = ""

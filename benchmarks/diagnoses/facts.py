@@ -54,8 +54,7 @@ def _retained(label: str, proxy: str) -> Fact:
 
 
 def _covered(label: str, policy: str) -> Fact:
-    found = {"policy": policy, "statistic": "entropy"}
-    return Fact(label, "coverage", "coverage-numbers", "value", found)
+    return Fact(label, "coverage", "coverage-entropy", "entropy", {"policy": policy})
 
 
 def _number(label: str, name: str) -> Fact:
@@ -113,7 +112,7 @@ FACTS: dict[str, tuple[Fact, ...]] = {
         _covered("what `label` keeps", "label"),
     ),
     "drift": (
-        Fact("change of the loss on code", "drift", "drift-losses", "loss_change",
+        Fact("change of the loss on code", "drift", "drift-sets", "loss_change",
              {"set": "mbpp"}),
     ),
     "sensitivity": (

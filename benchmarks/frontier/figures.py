@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alphatoken.fidelity.advice import front
 from alphatoken.support.storage import replacing
 from benchmarks.frontier.chosen import chosen
 from benchmarks.frontier.draws import Model
@@ -70,11 +70,15 @@ def _adam(model: Model, draws: Draws, depth: int) -> dict[str, Any]:
 
 def worth(found: Sequence[Mapping[str, Any]], gain: float = 0.02) -> list[Mapping[str, Any]]:
     """By rising price, what ranks better than everything cheaper, by ``gain`` in Spearman."""
-    places = front([round(one["price"], 2) for one in found], [one["spearman"][0] for one in found])
+    usable = [one for one in found if not math.isnan(one["price"] + one["spearman"][0])]
+    best = -math.inf
     chosen: list[Mapping[str, Any]] = []
-    for place in places:
-        if not chosen or found[place]["spearman"][0] >= chosen[-1]["spearman"][0] + gain:
-            chosen.append(found[place])
+    for one in sorted(usable, key=lambda one: (round(one["price"], 2), -one["spearman"][0])):
+        score = one["spearman"][0]
+        if score > best:
+            best = score
+            if not chosen or score >= chosen[-1]["spearman"][0] + gain:
+                chosen.append(one)
     return chosen
 
 

@@ -91,7 +91,7 @@ def keep_figure(exhibit: Exhibit, work: Path, docs: Path = DOCS) -> None:
     found = Diagnosis.load(folder)
     pictures = [f for f in found.figures if f.key.startswith(asked.figures)]
     content = {
-        "answer": found.answer.lines(),
+        "answer": [found.conclusion],
         "figures": [{"key": f.key, "title": f.title} for f in pictures],
     }
     (RESULTS / f"{exhibit.name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
 from benchmarks.__main__ import WRITERS, pages
 from benchmarks.comparison.page import _beside
@@ -82,8 +82,6 @@ def test_a_fact_is_the_cell_of_its_row() -> None:
         {"layer": layer, "part": fact.where["part"], "signed": Estimate(value, 0.1, 0.9, 7)}
         for layer, value in (("3", 0.2), ("all", 0.5))
     ]
-    diagnosis = Diagnosis(
-        "value-propagation", "", Answer("", "", "", ""), (Table.of("shares", "", records),)
-    )
+    diagnosis = Diagnosis("value-propagation", "", "", (Table.of("shares", "", records),))
     assert cell(fact, diagnosis) == [0.5, 0.1, 0.9]
     assert cell(FACTS["causal"][1], diagnosis) is None

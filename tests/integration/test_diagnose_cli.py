@@ -271,8 +271,7 @@ def test_one_diagnosis_is_written_and_said(
     assert world.run("coverage", tmp_path / "out", "--draws", 20) == 0
     out = capsys.readouterr()
     found = Diagnosis.load(tmp_path / "out" / "coverage")
-    for line in found.answer.lines():
-        assert f"  {line}\n" in out.out
+    assert f"  {found.conclusion}\n" in out.out
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out.out
     assert found.question in out.out
     run = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -499,16 +498,15 @@ def test_a_budget_that_is_no_time_is_refused_before_any_model(
 def test_sizes_that_are_given_are_told_from_defaults() -> None:
     request = read_request(ALL, *NEEDED, "--tokens", "70")
     assert request.budget == 600
-    assert request.given["coverage"] == {"tokens"}
-    assert request.given["fisher"] == {"tokens"}
+    assert request.given == {"tokens"}
     words = [*NEEDED, "--validation_rows", "9", "--clusters", "5", "--budget", "none"]
     request = read_request("coverage", *words)
     assert request.budget is None
-    assert request.given["coverage"] == {"validation_rows", "objective_rows", "clusters"}
+    assert request.given == {"objective_rows"}
     # Drawn from the training rows they must be said: no wish that a budget would have to keep.
     drawn = [word for word in words if word not in ("--validation_file", "v")]
     request = read_request("coverage", *drawn)
-    assert request.given["coverage"] == {"clusters"}
+    assert request.given == frozenset()
 
 
 def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) -> None:
@@ -516,10 +514,10 @@ def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) ->
     out = tmp_path / "out"
     assert main(world.words("heatmap", out, "--budget", "0.001s", tokens=None)) == 0
     found = Diagnosis.load(out / "heatmap")
-    assert found.settings["tokens"] == 96
+    assert found.settings["tokens"] < 96
     assert found.settings["budget"] == "0.001s"
     assert re.fullmatch(
-        r"Read 96 of \d+ tokens.* \(stopped by the budget of 0\.001s\)\.", found.notes[0]
+        r"Read \d+ of \d+ tokens.* \(stopped by the budget of 0\.001s\)\.", found.notes[0]
     )
     words = world.words("heatmap", tmp_path / "whole", "--budget", "none", tokens=None)
     assert main(words) == 0
@@ -533,7 +531,7 @@ def test_a_budget_that_suffices_changes_no_number(world: World, tmp_path: Path) 
     for name, budget in (("none", "none"), ("enough", "10h")):
         assert world.run("coverage", tmp_path / name, "--budget", budget, tokens=None) == 0
         diagnosis = Diagnosis.load(tmp_path / name / "coverage")
-        found.append((diagnosis.answer, diagnosis.tables, diagnosis.notes))
+        found.append((diagnosis.conclusion, diagnosis.tables, diagnosis.notes))
     assert found[0] == found[1]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Drawing, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.fidelity.figures import drawing
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import MOST_ROWS, Section, render_page
@@ -60,7 +60,7 @@ def diagnosis(name: str = "estimators", **changes: Any) -> Diagnosis:
     ]
     given: dict[str, Any] = {
         "question": f"What is {name}?",
-        "answer": Answer("The first.", "0.91 [0.87, 0.95]", "how much it is", "go on."),
+        "conclusion": "The first, by 0.91 [0.87, 0.95].",
         "tables": (Table.of("fidelity", "Fidelity", records, note="All of them."),),
         "figures": (drawn("curve"), drawn("wide", "A wide curve", width=11.0)),
         "notes": ("48 of 900 tokens.",),
@@ -213,13 +213,11 @@ def hostile() -> Diagnosis:
     records = [{evil: text, "n": i} for i, text in enumerate(HOSTILE)]
     table = Table.of('k"><script>', HOSTILE[1], records, note=HOSTILE[2])
     plain = drawn("curve")
-    figure = Drawing(
-        'f"<', HOSTILE[1], HOSTILE[0], table, plain.svg, plain.png, alt=" ".join(HOSTILE[:8])
-    )
+    figure = Drawing('f"<', HOSTILE[1], HOSTILE[0], table, plain.svg, alt=" ".join(HOSTILE[:8]))
     return diagnosis(
         'na"me <x>',
         question=HOSTILE[0],
-        answer=Answer(*HOSTILE[:4]),
+        conclusion=" ".join(HOSTILE[:4]),
         notes=HOSTILE,
         tables=(table,),
         figures=(figure,),
@@ -242,8 +240,7 @@ def test_hostile_text_stays_text() -> None:
     assert page.handlers == []
     for part in HOSTILE[:5]:
         assert part in page.text
-    answer = Answer("{{ 7 * 7 }}", "", "", "")
-    assert "49" not in render_page([diagnosis(answer=answer, figures=(), tables=())])
+    assert "49" not in render_page([diagnosis(conclusion="{{ 7 * 7 }}", figures=(), tables=())])
 
 
 def test_page_is_self_contained_and_names_are_unique() -> None:
@@ -272,7 +269,7 @@ def test_contents_say_each_question_and_its_answer() -> None:
     text = render_page(sections, command="alphatoken diagnose all --out x")
     contents = Page(text[text.index("<nav") : text.index("</nav>")]).text
     for part in (
-        "What is estimators?", "The first.", "0.91 [0.87, 0.95]", "Is it so?",
+        "What is estimators?", "The first, by 0.91 [0.87, 0.95].", "Is it so?",
         "Could not run: there are no rows. Remedy: --retention_set FILE.", "How far?",
         "Not run yet.",
     ):  # fmt: skip

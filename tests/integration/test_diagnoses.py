@@ -14,7 +14,7 @@ import torch
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import InputError
-from alphatoken.fidelity import registry
+from alphatoken.fidelity import registry, utility
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.per_row import row_columns
 from alphatoken.fidelity.subject import Subject
@@ -40,19 +40,16 @@ SUBJECTS: dict[str, partial[Subject]] = {
     "stability": partial(subject, "near", validation_rows=16, length=128),
 }  # fmt: skip
 QUICK: dict[str, dict[str, Any]] = {
-    "estimators": {"layers": (1, 3), "windows": (0, 32), "draws": 30, "repeats": 1},
-    "utility": {
-        "groups": 8, "sweep_tokens": 2, "validation_tokens": 300, "warmup": 6, "draws": 30,
-        "step_sizes": (1e-5, 1e-2),
-    },
+    "estimators": {"layers": (1, 3), "windows": (0, 32), "draws": 30},
+    "utility": {"validation_tokens": 300, "warmup": 6, "draws": 30},
     "value-propagation": {"pairs": 600, "draws": 20},
-    "fisher": {"rows": 2, "sizes": (4, 8), "max_new_tokens": 6, "draws": 10},
+    "fisher": {"rows": 2, "max_new_tokens": 6, "draws": 10},
     "heatmap": {"examples": 2},
     "coverage": {"draws": 40, "clusters": 6, "points": 200},
     "drift": {"probes": 8},
     "sensitivity": {
         "estimators": ("alphatoken", "path", "label"), "layers": (1, 3, 5), "windows": (0, 32),
-        "weights": (0.0, 1.5, 15.0), "ratios": (0.3, 0.7),
+        "weights": (0.0, 1.5, 15.0),
     },
     "stability": {"resamples": 200},
 }  # fmt: skip
@@ -92,8 +89,7 @@ def test_a_diagnosis_is_an_answer_tables_with_intervals_and_figures(
 ) -> None:
     found = diagnosed(name)
     assert (found.name, found.question) == (name, registry.find(name).question)
-    assert "[" in found.answer.number
-    assert all(found.answer.lines())
+    assert "[" in found.conclusion
     tokens = "" if name == "drift" else "response tokens in"
     assert tokens in found.notes[0]
     for table in found.tables:
@@ -106,10 +102,9 @@ def test_a_diagnosis_is_an_answer_tables_with_intervals_and_figures(
     for figure in found.figures:
         assert figure.data.rows
         assert figure.svg.startswith("<svg")
-        assert figure.png.startswith(b"\x89PNG")
     found.save(tmp_path)
     again = Diagnosis.load(tmp_path)
-    assert (again.answer, again.figures[0].svg) == (found.answer, found.figures[0].svg)
+    assert (again.conclusion, again.figures[0].svg) == (found.conclusion, found.figures[0].svg)
     assert [t.key for t in again.tables] == [t.key for t in found.tables]
 
 
@@ -127,28 +122,28 @@ def test_the_label_pass_is_exact_and_more_layers_bring_it_closer_to_the_whole() 
 
 def test_loss_finds_noise_in_the_models_own_text_and_the_verdict_is_of_the_users_setting() -> None:
     assert records("estimators", "noise", "score")["loss, high"]["auc"] > 0.8
-    answer = diagnosed("estimators").answer
-    assert answer.verdict.startswith("Use ")
-    assert "alphatoken, K=3, W=32" in answer.label
+    said = diagnosed("estimators").conclusion
+    assert said.startswith("Your setting, alphatoken, K=3, W=32, ranks tokens at ")
 
 
-def test_the_best_prediction_ranks_what_really_happens_and_long_steps_break_it() -> None:
+def test_the_best_prediction_ranks_what_really_happens() -> None:
     one = diagnosed("utility").table("one-token").records()
     assert str(one[0]["prediction"]).startswith("exact, all parameters")
     assert float(one[0]["spearman"] or 0) > 0.9
     assert float(one[0]["slope"] or 0) == pytest.approx(1.0, abs=0.3)
     assert len(one) == 8
-    errors = [r["one token"] for r in diagnosed("utility").table("step-size").records()]
-    assert float(errors[-1] or 0) > 3 * float(errors[0] or 0)
     said = " ".join(diagnosed("utility").notes)
     assert "float64 copy" in said
     assert "6 steps of size 0" in said
 
 
-def test_a_model_that_is_too_large_is_stepped_in_its_own_dtype() -> None:
-    few = {"validation_tokens": 60, "draws": 10, "step_sizes": (1e-1,), "optimizer": "sgd"}
+def test_a_model_that_is_too_large_is_stepped_in_its_own_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(utility, "_FLOAT64", 0)
+    few = {"validation_tokens": 60, "draws": 10, "optimizer": "sgd"}
     small = subject("near", oracle_tokens=8, batch_size=2)
-    found = diagnose("utility", small, float64_parameters=0, learning_rate=1e-1, **few)
+    found = diagnose("utility", small, learning_rate=1e-1, **few)
     assert "float32 copy" in " ".join(found.notes)
 
 
@@ -160,8 +155,7 @@ def test_shares_add_up_and_end_with_the_last_layer() -> None:
     for layer in ("2", "3", "4", "all"):
         signed = [r["signed"] for (at, _), r in shares.items() if at == layer]
         assert sum(signed) == pytest.approx(1, abs=1e-5)
-    assert abs(shares["4", "longer hops"]["norm"]) < 1e-4
-    assert shares["2", "longer hops"]["norm"] > 0.1
+    assert abs(shares["4", "longer hops"]["signed"]) < 1e-4
 
 
 def test_a_window_of_zero_has_no_pairs() -> None:
@@ -170,27 +164,21 @@ def test_a_window_of_zero_has_no_pairs() -> None:
         diagnose("value-propagation", few)
 
 
-def test_every_proxy_meets_every_retention_set_and_more_samples_agree_better() -> None:
+def test_every_proxy_meets_every_retention_set() -> None:
     found = records("fisher", "agreement", "retention", "proxy")
-    proxies = {"diagonal", "kronecker", "diagonal, token labels", "none", "oracle at the reference"}
+    proxies = {"diagonal", "kronecker", "diagonal, token labels", "none"}
     assert {proxy for _, proxy in found} == proxies
     assert {f"oracle {name}" for name in RETENTION} <= {target for target, _ in found}
-    start = found["all sets", "oracle at the reference"]
-    assert start["spearman"] > 0.5  # four steps change little of it
-    samples = records("fisher", "convergence", "labels", "samples")
-    assert samples["token", 8]["with_main_fit"] > 0.5
     said = " ".join(diagnosed("fisher").notes)
     assert "fine-tuned on the training rows for 4 AdamW steps" in said
     assert "2 of topics, 2 of functions, 2 of summaries, 2 of names" in said
 
 
 def test_its_own_text_is_forgotten() -> None:
-    losses = records("drift", "drift-losses", "set")
+    losses = records("drift", "drift-sets", "set")
     assert losses["topics"]["loss_before"] < 4  # read in training; a uniform guess has 6.2
     assert losses["functions"]["loss_change_high"] < 0  # what it is tuned on
     assert losses["topics"]["loss_change_low"] > 0
-    places = list(records("drift", "drift-layers", "place"))
-    assert places == ["layer 1", "layer 2", "layer 3", "layer 4", "layer 5", "head"]
 
 
 # --- which tokens --------------------------------------------------------------------------------
@@ -209,30 +197,17 @@ def test_every_token_of_the_rows_is_in_the_table() -> None:
 
 def test_the_same_run_is_the_same_diagnosis() -> None:
     again = diagnose("heatmap", given("heatmap"))
-    assert (again.answer, again.tables) == (
-        diagnosed("heatmap").answer,
+    assert (again.conclusion, again.tables) == (
+        diagnosed("heatmap").conclusion,
         diagnosed("heatmap").tables,
     )
 
 
-def test_two_checkpoints_side_by_side() -> None:
-    small = subject("near", tokens=150, train_rows=6, validation_rows=3)
-    found = diagnose("heatmap", small, examples=1, tuned=True, against="before", lines=6)
-    shares = {r["component"]: r["share"] for r in found.table("heatmap-shares").records()}
-    assert float(shares["stability_direct"] or 0) > 0
-    assert "alphatoken before" in found.figures[0].alt
-
-
 def test_policies_keep_as_many_of_the_same_tokens() -> None:
     assert len(diagnosed("coverage").figure("coverage-map").data.rows) == 200
-    found = records("coverage", "coverage-numbers", "policy", "statistic")
-    assert found["low-perplexity", "loss"]["than_random"] == "below"
-    assert len({record["value_n"] for record in found.values()}) == 1
-    overlaps = records("coverage", "coverage-overlap", "policy", "other")
-    assert len(overlaps) == 10
-    assert overlaps["direct", "alphatoken"]["in_common_low"] > 0.5
-    chance = overlaps["random", "label"]
-    assert chance["in_common_low"] - 0.1 < 0.5 < chance["in_common_high"] + 0.1
+    found = records("coverage", "coverage-entropy", "policy")
+    assert len({record["entropy_n"] for record in found.values()}) == 1
+    assert found["random"]["random_low"] - 0.1 < found["random"]["entropy"]
 
 
 # --- settings and noise --------------------------------------------------------------------------
@@ -248,10 +223,6 @@ def test_the_run_agrees_with_itself_and_others_less() -> None:
     for record in found.values():  # at a half, every token that comes in sends one out
         assert record["flips"] == pytest.approx(1 - record["overlap"], abs=0.01)
     assert found["estimator", "label"]["overlap"] < 0.97
-    weights = records("sensitivity", "weights", "lambda")
-    assert weights[15.0]["||lambda V|| / ||G||"] == pytest.approx(
-        10 * weights[1.5]["||lambda V|| / ||G||"]
-    )
 
 
 def test_every_token_has_a_decision_and_padding_only_rounds() -> None:
@@ -263,8 +234,6 @@ def test_every_token_has_a_decision_and_padding_only_rounds() -> None:
     decisions = records("stability", "decisions", "decision")
     assert sum(record["tokens"] for record in decisions.values()) == len(tokens)
     assert 0.02 < decisions["noise"]["share"] < 0.9
-    sources = diagnosed("stability").table("sources").records()
-    assert [r["rounding only"] for r in sources] == [None, True, True, True, True, True]
     assert not any("WARNING" in note for note in diagnosed("stability").notes)
 
 

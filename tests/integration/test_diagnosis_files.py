@@ -13,7 +13,7 @@ import matplotlib as mpl
 import pytest
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import drawing
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
@@ -41,7 +41,7 @@ def example() -> Diagnosis:
     return Diagnosis(
         "estimators",
         "Which?",
-        Answer("This one.", "0.5 [0.2, 0.7]", "rank", "take it."),
+        "This one, at 0.5 [0.2, 0.7].",
         (table,),
         (drawn,),
         ("12 of 99 tokens",),
@@ -53,9 +53,9 @@ def test_comes_back_as_it_was(tmp_path: Path) -> None:
     saved = example()
     saved.save(tmp_path)
     again = Diagnosis.load(tmp_path)
-    assert (again.name, again.answer, again.notes) == (
+    assert (again.name, again.conclusion, again.notes) == (
         saved.name,
-        saved.answer,
+        saved.conclusion,
         saved.notes,
     )
     assert again.settings == saved.settings
@@ -93,7 +93,6 @@ def test_pictures_need_nothing_from_outside_and_leave_no_state(tmp_path: Path) -
     ET.fromstring(drawn.svg)
     assert "<text" not in drawn.svg  # letters are outlines: no font is looked for
     assert drawn.svg.startswith("<svg")
-    assert drawn.png.startswith(b"\x89PNG")
     assert drawn.svg == example().figure("line").svg  # and the same picture is the same file
 
 
@@ -114,8 +113,8 @@ def test_damaged_records_say_what_to_do(tmp_path: Path, damage: str) -> None:
 
 def test_a_missing_picture_is_noticed(tmp_path: Path) -> None:
     example().save(tmp_path)
-    (tmp_path / "line.png").unlink()
-    with pytest.raises(DataError, match=r"line\.png"):
+    (tmp_path / "line.svg").unlink()
+    with pytest.raises(DataError, match=r"line\.svg"):
         Diagnosis.load(tmp_path)
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 
-from alphatoken.fidelity.diagnosis import Answer, Diagnosis
-from alphatoken.fidelity.registry import DIAGNOSTICS, find
+from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.rounds import cut, diagnosed_within
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.progress import Progress
 from tests.integration.subjects import subject
 
-NAMES = [entry.name for entry in DIAGNOSTICS]
-ANSWER = Answer("It is so.", "", "", "go on.")
+SMALL = ("oracle_tokens", "fisher_samples")
+"""Sizes that stay."""
 
 
 @dataclass
@@ -29,29 +27,28 @@ class Clock:
         return self.now
 
 
-def found(subject: Subject, options: Any) -> Diagnosis:
+def found(subject: Subject) -> Diagnosis:
     """A diagnosis that holds the sizes it was made with."""
-    return Diagnosis("heatmap", "?", ANSWER, settings={"size": subject.tokens, "options": options})
+    return Diagnosis("heatmap", "?", "It is so.", settings={"size": subject.tokens})
 
 
 def within(
-    seconds: float | None, clock: Clock, per_token: float, *given: str, slow: float = 0.0
+    seconds: float | None, clock: Clock, per_token: float, *given: str
 ) -> tuple[Diagnosis, list[int]]:
     """A diagnosis whose time is its tokens', and the tokens of each round that was begun."""
     begun: list[int] = []
 
-    def one(subject: Subject, options: Any) -> Diagnosis:
+    def one(subject: Subject) -> Diagnosis:
         begun.append(subject.tokens)
         tracker = subject.tracker("Values", 2)
         for part in range(2):
-            clock.now += per_token * subject.tokens / 2 + slow * (len(begun) > 1)
+            clock.now += per_token * subject.tokens / 2
             tracker.report(part + 1)
-        return found(subject, options)
+        return found(subject)
 
     whole = subject(train_rows=60, tokens=3000)
-    options = find("heatmap").load().Options()
     told = diagnosed_within(
-        seconds, "heatmap", whole, options, frozenset({"objective_rows", *given}), one,
+        seconds, whole, frozenset({"objective_rows", *SMALL, *given}), one,
         said="10s", clock=clock,
     )  # fmt: skip
     return told, begun
@@ -68,17 +65,16 @@ def test_a_budget_of_almost_nothing_gives_the_least_and_says_so() -> None:
 def test_a_round_that_memory_does_not_hold_leaves_the_one_before_it() -> None:
     whole, most = subject(train_rows=60, tokens=3000), 0
 
-    def one(subject: Subject, options: Any) -> Diagnosis:
+    def one(subject: Subject) -> Diagnosis:
         if subject.tokens > most:
             raise torch.OutOfMemoryError("too much")
-        return found(subject, options)
+        return found(subject)
 
-    given = frozenset({"objective_rows"})
-    options = find("heatmap").load().Options()
+    given = frozenset({"objective_rows", *SMALL})
     with pytest.raises(torch.OutOfMemoryError):
-        diagnosed_within(1e6, "heatmap", whole, options, given, one, said="1h")
+        diagnosed_within(1e6, whole, given, one, said="1h")
     most = 2000
-    told = diagnosed_within(1e6, "heatmap", whole, options, given, one, said="1h")
+    told = diagnosed_within(1e6, whole, given, one, said="1h")
     assert told.settings["size"] <= most
     assert "(stopped by the budget of 1h: a larger round ran out of memory)." in told.notes[0]
 
@@ -93,7 +89,7 @@ def test_without_a_budget_everything_is_read_at_once() -> None:
 def test_a_budget_that_suffices_gives_what_no_budget_gives() -> None:
     told, begun = within(1e6, Clock(), 1e-3)
     assert begun[-1] == 3000
-    assert len(begun) == 2  # the first says that all of it fits
+    assert len(begun) == 3
     assert told.notes == ()
     assert told.settings["size"] == 3000
 
@@ -104,34 +100,25 @@ def test_what_is_given_stays() -> None:
     assert told.notes == ()
 
 
-def test_rounds_grow_as_the_time_allows() -> None:
-    clock = Clock()
-    told, begun = within(2500.0, clock, 1.0)
-    assert begun == sorted(set(begun))
-    assert len(begun) > 1
-    assert told.settings["size"] == begun[-1] < 3000
-    assert clock.now <= 2500.0
-
-
 def test_a_round_that_goes_on_past_the_time_is_dropped() -> None:
     """Its first report after the end is its last; the round before it stands."""
     clock = Clock()
-    told, begun = within(2500.0, clock, 1.0, slow=900.0)
-    assert len(begun) == 2
-    assert told.settings["size"] == begun[0]
-    assert clock.now < 2500.0 + 3000.0
+    told, begun = within(2500.0, clock, 1.0)
+    assert begun == sorted(set(begun))
+    assert len(begun) == 3
+    assert told.settings["size"] == begun[1] < 3000
+    assert 2500.0 < clock.now < 2500.0 + 3000.0
 
 
 def test_progress_is_told_in_every_round() -> None:
     heard: list[Progress] = []
     whole = replace(subject(train_rows=60, tokens=3000), progress=heard.append)
 
-    def one(subject: Subject, options: Any) -> Diagnosis:
+    def one(subject: Subject) -> Diagnosis:
         subject.tracker("Values", subject.tokens).report(subject.tokens)
-        return found(subject, options)
+        return found(subject)
 
-    options = find("heatmap").load().Options()
-    diagnosed_within(60.0, "heatmap", whole, options, frozenset(), one)
+    diagnosed_within(60.0, whole, frozenset(), one)
     assert len(heard) > 1
     assert heard[-1].done == 3000
 
@@ -139,20 +126,17 @@ def test_progress_is_told_in_every_round() -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sizes_grow_with_the_share_to_what_was_asked_for(name: str) -> None:
-    whole = subject(train_rows=60, tokens=3000)
-    options = find(name).load().Options()
-    shares = (0.0, 0.5, 1.0)
-    made = [cut(name, whole, options, frozenset(), share) for share in shares]
-    assert made[0].read
-    for size, (some, asked) in made[0].read.items():
-        later = made[1].read.get(size, (asked, asked))[0]
-        assert 0 < some <= later <= asked, size
-    assert made[-1].read == {}
-    assert made[-1].options == options
-    assert made[-1].subject.tokens == 3000
-    assert made[-1].subject.validation == whole.validation
-    kept = cut(name, whole, options, frozenset(made[0].read), 0.0)
-    assert kept.read == {}
-    assert kept.options == options
+def test_sizes_grow_with_the_share_to_what_was_asked_for() -> None:
+    whole = subject(train_rows=60, validation_rows=40, tokens=3000, fisher_samples=200)
+    made = [cut(whole, frozenset(), share) for share in (1 / 16, 1 / 4, 1.0)]
+    assert made[0][1].keys() == {"tokens", "objective_rows", "fisher_samples"}
+    for size, (some, asked) in made[0][1].items():
+        assert 0 < some <= made[1][1].get(size, (asked, asked))[0] <= asked, size
+    smaller, read = made[0]
+    assert (smaller.tokens, len(smaller.validation)) == (read["tokens"][0], 8)
+    assert made[-1][1] == {}
+    assert made[-1][0].tokens == 3000
+    assert made[-1][0].validation == whole.validation
+    kept, nothing = cut(whole, frozenset(read), 1 / 16)
+    assert nothing == {}
+    assert kept.tokens == 3000

@@ -19,13 +19,11 @@ from alphatoken.fidelity import coverage
 from alphatoken.fidelity.clouds import (
     clusters_of,
     entropy,
-    mean_distance,
     picture_of,
 )
-from alphatoken.fidelity.coverage_statistics import STATISTICS, Pool, against, band_of, measured
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.intervals import Estimate, jackknife
-from alphatoken.fidelity.states import TokenStates, token_states
+from alphatoken.fidelity.intervals import jackknife
+from alphatoken.fidelity.states import token_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import with_estimator
 from alphatoken.model.protocol import find_adapter
@@ -56,14 +54,6 @@ def two_clusters(size: int, *, seed: int = 0, width: int = 6) -> tuple[np.ndarra
     return points, labels
 
 
-def planted(size: int = 60) -> tuple[Pool, np.ndarray]:
-    points, labels = two_clusters(size)
-    ids = np.arange(2 * size) % 20 + 100 * labels
-    states = TokenStates(points, np.linspace(0.0, 3.0, 2 * size), ids, True)
-    rows = np.arange(2 * size) % 10
-    return Pool.of(states, rows, clusters=2, seed=0), labels
-
-
 # --- clouds --------------------------------------------------------------------------------------
 
 
@@ -74,12 +64,6 @@ def test_entropy_is_one_when_even_and_zero_in_one_cluster():
         -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25)), abs=1e-12
     )
     assert math.isnan(entropy(np.array([], dtype=int), 4))
-
-
-def test_mean_distance_scales_with_the_cloud():
-    points = np.random.default_rng(0).standard_normal((50, 3))
-    assert mean_distance(np.array([[0.0, 0.0], [6.0, 8.0]])) == pytest.approx(5.0)
-    assert mean_distance(4 * points) == pytest.approx(4 * mean_distance(points))
 
 
 def test_known_clusters_are_found_and_lie_apart_in_the_picture():
@@ -101,7 +85,7 @@ def test_known_clusters_are_found_and_lie_apart_in_the_picture():
 def test_the_picture_is_a_function_of_points_and_seed_and_copes_with_few():
     points = np.random.default_rng(2).standard_normal((40, 5))
     np.testing.assert_array_equal(picture_of(points, seed=3), picture_of(points, seed=3))
-    assert picture_of(points[:4], seed=0, perplexity=30.0).shape == (4, 2)
+    assert picture_of(points[:4], seed=0).shape == (4, 2)
     assert picture_of(points[:, :1], seed=0).shape == (40, 2)
     assert np.isfinite(picture_of(np.zeros((6, 3)), seed=0)).all()
     with pytest.raises(InputError, match="4 points"):
@@ -116,45 +100,26 @@ def test_missing_scikit_learn_is_said_with_its_remedy(monkeypatch: pytest.Monkey
         picture_of(np.zeros((9, 2)), seed=0)
 
 
-# --- statistics of a selection -------------------------------------------------------------------
+# --- what a selection covers -------------------------------------------------------------------
+
+LABELS = np.repeat([0, 1], 60)
+ROWS = np.arange(120) % 10
 
 
-def test_keeping_everything_is_as_the_candidates_are():
-    pool, _ = planted()
-    everything = np.ones(len(pool.ids), dtype=bool)
-    found = {key: measured(pool, everything, key) for key in STATISTICS}
-    assert found["entropy"].value == pytest.approx(entropy(pool.labels, 2), abs=1e-12) == 1.0
-    assert found["spread"].value == pytest.approx(1.0, abs=1e-12)
-    assert found["types"].value == 1.0
-    assert found["loss"].value == pytest.approx(1.5)
-
-
-def test_keeping_one_cluster_has_no_entropy_and_is_narrower_than_chance():
-    pool, labels = planted()
-    kept = labels == 0
-    band = band_of(pool, int(kept.sum()), 100, seed=1)
-    for key, said in (("entropy", "below"), ("spread", "below"), ("types", "below")):
-        assert against(measured(pool, kept, key), band[key]) == said, key
-    assert measured(pool, kept, "entropy").value == 0.0
-    assert measured(pool, kept, "types").value == 0.5
+def test_keeping_everything_is_even_and_keeping_one_cluster_is_not():
+    everything = coverage.evenness(LABELS, np.ones(120, dtype=bool), ROWS)
+    assert everything.value == pytest.approx(1.0, abs=1e-12)
+    one = coverage.evenness(LABELS, LABELS == 0, ROWS)
+    low, high = coverage.band_of(LABELS, 60, 100, seed=1)
+    assert one.value == 0.0 < low <= high
+    assert "less even than" in coverage._conclusion({"direct": one}, (low, high))
 
 
 def test_the_band_holds_random_selections():
-    pool, _ = planted()
-    band = band_of(pool, 60, 300, seed=1)
+    low, high = coverage.band_of(LABELS, 60, 300, seed=1)
     generator = np.random.default_rng(99)
-    inside = dict.fromkeys(STATISTICS, 0)
-    for _ in range(100):
-        kept = np.zeros(120, dtype=bool)
-        kept[generator.permutation(120)[:60]] = True
-        for key, (_, _, statistic) in STATISTICS.items():
-            value = statistic(pool, np.flatnonzero(kept), np.arange(120))
-            inside[key] += band[key][0] <= value <= band[key][1]
-    assert min(inside.values()) >= 86  # of 100 at 95 %: 4 standard deviations
-
-
-def test_an_undefined_estimate_has_no_verdict():
-    assert against(Estimate.undefined(3, "few"), (0.0, 1.0)) == ""
+    inside = sum(low <= entropy(generator.permutation(LABELS)[:60], 2) <= high for _ in range(100))
+    assert inside >= 86  # of 100 at 95 %: 4 standard deviations
 
 
 # --- jackknife -----------------------------------------------------------------------------------

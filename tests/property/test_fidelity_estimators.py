@@ -16,7 +16,6 @@ from alphatoken.certificate import metrics
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
-from alphatoken.fidelity.advice import advise
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.noise import calibration, plant
 from alphatoken.fidelity.readings import (
@@ -36,7 +35,7 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
 
-QUICK = diagnostic.Options(layers=(1, 3), windows=(0, 2), draws=20, repeats=1)
+QUICK = diagnostic.Options(layers=(1, 3), windows=(0, 2), draws=20)
 
 
 def subject_of(model: nn.Module, **changes: object) -> Subject:
@@ -194,11 +193,9 @@ def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
     for record in (*layers, *windows):
         assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
         assert record["cost_in_training_steps"] > 0
-    for name in ("depth", "window", "pareto", "noise-auc"):
-        figure = found.figure(name)
-        assert figure.data.rows
-        assert figure.svg.startswith("<svg")
-        assert figure.png.startswith(b"\x89PNG")
+    for name in ("depth", "pareto"):
+        assert found.figure(name).data.rows
+        assert found.figure(name).svg.startswith("<svg")
 
 
 @pytest.mark.slow
@@ -217,7 +214,7 @@ def test_window_zero_is_direct_and_last_layer_hop_is_path() -> None:
 def test_costs_rise_with_layers() -> None:
     cost = {(r["estimator"], r["K"]): r for r in diagnosed().table("layers").records()}
     for estimator in ESTIMATORS:
-        flops = [float(cost[estimator, k]["flops"] or 0) for k in (1, 2, 3)]
+        flops = [float(cost[estimator, k]["of_a_step"] or 0) for k in (1, 2, 3)]
         assert flops == sorted(flops)
         assert flops[0] > 0
     for record in cost.values():
@@ -225,44 +222,7 @@ def test_costs_rise_with_layers() -> None:
         assert float(record["cost_in_training_steps"] or 0) == pytest.approx(parts)
 
 
-# --- what to use ---------------------------------------------------------------------------------
-
-TRUTH = np.linspace(-1, 1, 80)
-GROUPS = np.arange(80) // 8
-
-
-def made_up(*noise: float) -> dict[Setting, np.ndarray]:
-    generator = np.random.default_rng(3)
-    return {
-        Setting("direct", (n,)): TRUTH + level * generator.standard_normal(80)
-        for n, level in enumerate(noise)
-    }
-
-
-def test_advice_leaves_out_what_is_dearer_and_no_better() -> None:
-    values = made_up(1.5, 1.4, 0.1, 0.0)
-    settings = list(values)
-    costs = dict(zip(settings, (1.0, 1.1, 2.0, 0.5), strict=True))
-    (only,) = advise(values, TRUTH, costs, GROUPS, 50)
-    assert only.setting == settings[3]  # perfect, and the cheapest
-    assert only.spearman.value == 1.0
-    costs = dict(zip(settings, (1.0, 1.1, 2.0, 3.0), strict=True))
-    found = [advice.setting for advice in advise(values, TRUTH, costs, GROUPS, 50)]
-    assert found[0] == settings[0]
-    assert found[-2:] == settings[2:]
-    for advice in advise(values, TRUTH, costs, GROUPS, 50)[1:]:
-        assert advice.gain.low > 0
-
-
-def test_advice_needs_a_clear_gain() -> None:
-    """The same values with a touch of noise: on the front, but not worth more."""
-    values = made_up(1.0)
-    base = Setting("direct", (0,))
-    generator = np.random.default_rng(9)
-    for n in range(1, 30):
-        values[Setting("direct", (n,))] = values[base] + 1e-3 * generator.standard_normal(80)
-    costs = {setting: 1.0 + place for place, setting in enumerate(values)}
-    assert [a.setting for a in advise(values, TRUTH, costs, GROUPS, 50)] == [base]
+# --- what is tried ----------------------------------------------------------------------------
 
 
 def test_what_is_tried() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 from dataclasses import replace
@@ -12,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib import image
 from torch import nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity import heatmap
 from alphatoken.fidelity.diagnosis import Table
+from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_figure import heatmap_figure
 from alphatoken.fidelity.token_text import (
@@ -174,14 +173,16 @@ def test_letters_without_one_place_in_the_font_become_boxes():
     assert len(printable(visible("".join(HOSTILE)), known)) == len(visible("".join(HOSTILE)))
 
 
+def fills(svg: str, colour: tuple[int, int, int]) -> int:
+    """How often a colour stands in a drawing."""
+    return svg.count("#{:02x}{:02x}{:02x}".format(*colour))
+
+
 @pytest.mark.pictures
 def test_a_figure_of_hostile_text_shows_both_colours():
-    text = valued_text()
-    figure = heatmap_figure(text, Table("key", "title", ("a",), ((1,),)), lines=6)
-    pixels = image.imread(io.BytesIO(figure.png))[..., :3]
+    figure = heatmap_figure(valued_text(), Table("key", "title", ("a",), ((1,),)))
     for colour in (PLUS, MINUS):
-        near = np.abs(pixels - np.array(colour) / 255).max(-1) < 0.02
-        assert near.sum() > 20, colour
+        assert fills(figure.svg, colour) > 0, colour
     assert "<script" not in figure.svg
     assert "http://" not in figure.svg.replace("http://www.w3.org", "").replace(
         "http://purl.org", ""
@@ -190,31 +191,18 @@ def test_a_figure_of_hostile_text_shows_both_colours():
 
 @pytest.mark.pictures
 def test_the_first_token_is_coloured_by_its_own_value():
-    def first_pixels(value: float) -> np.ndarray:
+    for value, colour, other in ((2.0, PLUS, MINUS), (-2.0, MINUS, PLUS)):
         panel = Panel("total", "T", np.array([value, 1e-9]), np.array([False, False]))
         text = ValuedText(0, "row", ["    ", " b"], np.array([True, True]), (panel,))
-        png = heatmap_figure(text, Table("k", "t", ("a",), ()), lines=2).png
-        return image.imread(io.BytesIO(png))[..., :3]
-
-    for value, colour, other in ((2.0, PLUS, MINUS), (-2.0, MINUS, PLUS)):
-        pixels = first_pixels(value)
-        count = (np.abs(pixels - np.array(colour) / 255).max(-1) < 0.01).sum()
-        assert count > 300
-        assert not (np.abs(pixels - np.array(other) / 255).max(-1) < 0.01).any()
-
-
-@pytest.mark.pictures
-def test_a_figure_of_a_long_row_is_cut_and_says_so():
-    text = valued_text(tuple(f" word{i}" for i in range(400)), prompt="p" * 1000)
-    figure = heatmap_figure(text, Table("key", "title", ("a",), ()), lines=3)
-    height, width = image.imread(io.BytesIO(figure.png)).shape[:2]
-    assert height < width
+        svg = heatmap_figure(text, Table("k", "t", ("a",), ())).svg
+        assert fills(svg, colour) == 1
+        assert fills(svg, other) == 0
 
 
 def test_matplotlib_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="matplotlib"):
-        heatmap_figure(valued_text(), Table("key", "title", ("a",), ()), lines=3)
+        heatmap_figure(valued_text(), Table("key", "title", ("a",), ()))
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -273,9 +261,6 @@ def test_kinds_are_normalised_within_their_response():
     assert by_kind["inside a word"]["normalised_value"].value == 1.0
     assert by_kind["number"]["normalised_value"].value == -1.0
     assert by_kind["number"]["kept"].value == 1.0
-    assert 0.8 < by_kind["number"]["kept"].low < 1.0  # never sure of all from 20
-    assert by_kind["number"]["kept"].high == 1.0
-    assert by_kind["inside a word"]["kept"].low == 0.0 < by_kind["inside a word"]["kept"].high
 
 
 def test_the_parts_add_up_to_the_total_with_lambda():
@@ -334,24 +319,12 @@ def test_rows_that_are_asked_for_are_shown_and_their_parts_add_up():
 def test_stability_is_there_away_from_the_reference():
     subject = tiny_subject()
     found = heatmap.diagnose(
-        tiny_subject(reference=moved(subject.model, 0.05)), heatmap.Options(against="before")
+        tiny_subject(reference=moved(subject.model, 0.05)), heatmap.Options(against="none")
     )
     shares = {r["component"]: r["share"] for r in found.table("heatmap-shares").records()}
     assert shares["stability_direct"] > 0
     assert math.isclose(sum(shares.values()), 1.0)
     assert not any("Stability is zero" in note for note in found.notes)
-    assert "alphatoken before" in found.figures[0].alt
-
-
-def test_a_tuned_copy_shows_stability_and_leaves_the_model_alone():
-    subject = tiny_subject()
-    before = {name: p.clone() for name, p in subject.model.named_parameters()}
-    found = heatmap.diagnose(subject, heatmap.Options(tuned=True, against="before", examples=1))
-    shares = {r["component"]: r["share"] for r in found.table("heatmap-shares").records()}
-    assert shares["stability_direct"] > 0
-    assert any("model after" in note for note in found.notes)
-    assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
-    assert all(p.grad is None for p in subject.model.parameters())
 
 
 def test_an_estimator_without_split_shows_its_sides():
@@ -364,13 +337,18 @@ def test_an_estimator_without_split_shows_its_sides():
     assert any("one value" in note for note in found.notes)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"rows": (14,)}, "not there"),
-        ({"against": "before"}, "two checkpoints"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(options: dict, said: str):
-    with pytest.raises(ConfigError, match=said):
-        heatmap.diagnose(tiny_subject(), heatmap.Options(**options))
+def test_a_row_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="not there"):
+        heatmap.diagnose(tiny_subject(), heatmap.Options(rows=(14,)))
+
+
+def about(value: float) -> Estimate:
+    return Estimate(value, value - 0.05, value + 0.05, 40)
+
+
+def test_kinds_that_cannot_be_told_from_all_are_not_named():
+    kinds = [{"kind": "words", "kept": about(0.5)}]
+    assert heatmap._conclusion(Table.of("kinds", "", kinds), 0.5).startswith("No kind")
+    kinds += [{"kind": "numbers", "kept": about(0.9)}, {"kind": "spaces", "kept": about(0.2)}]
+    said = heatmap._conclusion(Table.of("kinds", "", kinds), 0.5)
+    assert said.startswith(f"What is valued most: numbers, of which {about(0.9)} are kept")

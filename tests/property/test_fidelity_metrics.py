@@ -13,7 +13,6 @@ from scipy import stats
 
 from alphatoken.certificate import metrics
 from alphatoken.errors import InputError, NumericalError
-from alphatoken.fidelity.advice import front
 from alphatoken.select.masks import select_top
 from tests.property.profiles import budget
 
@@ -92,40 +91,3 @@ def test_columns_of_different_lengths_are_refused(name: str) -> None:
 def test_a_value_without_a_rank_is_refused() -> None:
     with pytest.raises(NumericalError, match="not finite"):
         metrics.top_overlap([1.0, math.nan, 2.0], [1.0, 2.0, 3.0])
-
-
-# --- what is worth its price ---------------------------------------------------------------------
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 6), st.one_of(st.integers(0, 6), st.just(math.nan))), max_size=12
-    )
-)
-@budget(2.0)
-def test_the_front_is_what_nothing_dominates(points: list[tuple[int, float]]) -> None:
-    costs = [float(c) for c, _ in points]
-    scores = [float(s) for _, s in points]
-    found = front(costs, scores)
-    usable = [i for i in range(len(points)) if not math.isnan(scores[i])]
-
-    def dominated(i: int) -> bool:
-        return any(
-            costs[j] <= costs[i]
-            and scores[j] >= scores[i]
-            and (costs[j] < costs[i] or scores[j] > scores[i])
-            for j in usable
-        )
-
-    undominated = {(costs[i], scores[i]) for i in usable if not dominated(i)}
-    assert {(costs[i], scores[i]) for i in found} == undominated  # nothing missing, nothing more
-    assert len(found) == len(undominated)  # of equals, one
-    assert [costs[i] for i in found] == sorted(costs[i] for i in found)
-
-
-def test_the_front_of_made_up_points() -> None:
-    costs = [1.0, 2.0, 2.0, 3.0, 0.5, 4.0]
-    scores = [0.4, 0.3, 0.7, 0.7, 0.1, 0.9]
-    assert front(costs, scores) == [4, 0, 2, 5]
-    with pytest.raises(InputError, match="equally many"):
-        front([1.0], [])

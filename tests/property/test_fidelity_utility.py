@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.certificate import metrics
-from alphatoken.errors import ConfigError, InputError, NumericalError
+from alphatoken.errors import InputError, NumericalError
 from alphatoken.fidelity import utility as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.prediction import breakdown, first_order, relative_error, slope
 from alphatoken.fidelity.readings import full_gradient
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.utility import relative_error, slope
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.oracle import utility as oracle
 from alphatoken.oracle.evaluate import displaced
@@ -28,9 +28,7 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
 
-QUICK = diagnostic.Options(
-    groups=8, warmup=2, sweep_tokens=3, step_sizes=(1e-6, 1e-3, 1.0), draws=20, learning_rate=1e-4
-)
+QUICK = diagnostic.Options(warmup=2, draws=20, learning_rate=1e-4)
 
 
 def decoder_of(**config: object) -> ReferenceDecoder:
@@ -60,12 +58,6 @@ def stepped(subject: Subject, optimizer: str = "sgd", **options: object) -> Step
     return stepper
 
 
-def effects(bench: diagnostic._Bench, drops: Sequence[diagnostic.Drop], eta: float) -> np.ndarray:
-    """What leaving each of these out of a step of this size does to the objective."""
-    found, _ = diagnostic._actual(bench, drops, [eta], "")
-    return found[:, 0]
-
-
 def moved(stepper: Stepper, gradient: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
     """Weights after one step; the stepper is back where it was."""
     with stepper.stepped(gradient, lr):
@@ -83,18 +75,17 @@ def adam_state(stepper: Stepper, name: str) -> oracle.AdamState:
     )
 
 
-@pytest.mark.parametrize("normalization", ["sum", "response", "kept"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-def test_leaving_one_out_is_the_oracles(optimizer: str, normalization: str) -> None:
+def test_leaving_one_out_is_the_oracles(optimizer: str) -> None:
     """The diagnostic's steps, shared gradients and all, against one fresh step a token."""
     subject = subject_of(decoder_of(tied_embeddings=True))
     options = replace(
-        QUICK, optimizer=optimizer, normalization=normalization, learning_rate=1e-2,
+        QUICK, optimizer=optimizer, learning_rate=1e-2,
         weight_decay=0.1 if optimizer != "sgd" else 0.0, validation_tokens=1000,
     )  # fmt: skip
     bench = diagnostic._bench(subject, options)
-    drops = diagnostic._singles(bench)
-    found = effects(bench, drops, 1e-2)
+    tokens = diagnostic._tokens(bench)
+    found = diagnostic._actual(bench, tokens, 1e-2)
     stepper = bench.stepper
     adaptive = optimizer != "sgd"
     wanted = oracle.leave_one_out_utility(
@@ -104,11 +95,11 @@ def test_leaving_one_out_is_the_oracles(optimizer: str, normalization: str) -> N
         lambda: torch.tensor(mean_loss(stepper.model, stepper.validation), dtype=torch.float64),
         "adam" if adaptive else "sgd",
         1e-2,
-        normalization,
+        "response",
         parameters=stepper.parameters,
         state=adam_state(stepper, optimizer) if adaptive else None,
     )
-    assert len(drops) == bench.count == int(bench.batch.mask.sum())
+    assert len(tokens) == bench.count == int(bench.batch.mask.sum())
     exact = wanted[bench.batch.mask].double()
     close(torch.from_numpy(found), exact, float(exact.abs().max()), 1e-7)
 
@@ -187,26 +178,22 @@ def test_a_step_into_nowhere_is_reported() -> None:
 # --- first order ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalization", ["sum", "response", "kept"])
-def test_sgd_at_a_tiny_step_is_predicted_exactly(normalization: str) -> None:
+def test_sgd_at_a_tiny_step_is_predicted_exactly() -> None:
     """Correlation and slope 1, error of the order of the step."""
     subject = subject_of(decoder_of(heads=4, kv_heads=2))
-    options = replace(
-        QUICK, optimizer="sgd", learning_rate=1e-5, normalization=normalization,
-    )  # fmt: skip
-    bench = diagnostic._bench(subject, options)
+    bench = diagnostic._bench(subject, replace(QUICK, optimizer="sgd", learning_rate=1e-5))
     (best, *_), _ = diagnostic._predictions(bench)
     assert best.name == "exact, all parameters"
     assert best.calibrated
-    drops = [*diagnostic._singles(bench), *diagnostic._random_groups(bench)]
-    actual = effects(bench, drops, 1e-5)
-    predicted = np.array([bench.predicted(best.values, drop, 1e-5) for drop in drops])
+    tokens = diagnostic._tokens(bench)
+    actual = diagnostic._actual(bench, tokens, 1e-5)
+    predicted = bench.predicted(best, tokens)
     assert np.corrcoef(predicted, actual)[0, 1] > 0.999999
     assert slope(predicted, actual) == pytest.approx(1.0, abs=1e-3)
     assert relative_error(predicted, actual) < 2e-3
     assert metrics.spearman(predicted, actual) > 0.999
     # The same values at a tenth of the step: a tenth of the error.
-    nearer = effects(bench, drops, 1e-6)
+    nearer = diagnostic._actual(bench, tokens, 1e-6)
     error = relative_error(predicted / 10, nearer)
     assert error == pytest.approx(relative_error(predicted, actual) / 10, rel=0.2)
 
@@ -225,14 +212,9 @@ def test_full_preconditioning_predicts_adam_where_frozen_does_not() -> None:
     assert full.calibrated
     assert frozen.calibrated
     assert not plain.calibrated
-    drops = diagnostic._singles(bench)
-    actual = effects(bench, drops, 1e-6)
-    errors = {
-        p.name: relative_error(
-            np.array([bench.predicted(p.values, drop, 1e-6) for drop in drops]), actual
-        )
-        for p in (full, frozen)
-    }
+    tokens = diagnostic._tokens(bench)
+    actual = diagnostic._actual(bench, tokens, 1e-6)
+    errors = {p.name: relative_error(bench.predicted(p, tokens), actual) for p in (full, frozen)}
     assert errors[full.name] < 0.1
     assert errors[frozen.name] > 3 * errors[full.name]
 
@@ -246,54 +228,13 @@ def test_predictions_are_the_oracles_derivative() -> None:
     state, total = adam_state(stepper, "adamw"), bench.gradient_without(None)
     slope_here = full_gradient(replace(subject, model=stepper.model))
     wanted = []
-    for drop in diagnostic._singles(bench):
-        token = {n: g / bench.count for n, g in bench.gradient_of(drop).items()}
+    for place in diagnostic._tokens(bench):
+        token = {n: g / bench.count for n, g in bench.gradient_of(place).items()}
         moved = oracle.adam_step_derivative(total, token, state)
         wanted.append(bench.count * sum(float((slope_here[n] * moved[n]).sum()) for n in moved))
     size = max(abs(x) for x in wanted)
     # The library's floor under v^ shows where a weight has hardly had a gradient.
     close(torch.from_numpy(best.values), torch.tensor(wanted, dtype=torch.float64), size, 1e-6)
-
-
-@pytest.mark.parametrize("gone", [[0], [1, 3], [0, 1, 2, 3, 4]])
-def test_first_order_is_the_difference_of_mean_gradients(gone: list[int]) -> None:
-    """With <g_k, G> for values, the change of the normalised gradient along G, times eta."""
-    generator = np.random.default_rng(2)
-    gradients, direction = generator.standard_normal((5, 7)), generator.standard_normal(7)
-    left = [k for k in range(5) if k not in gone]
-    divisors = {"sum": (1, 1), "response": (5, 5), "kept": (5, max(len(left), 1))}
-    for name, (all_by, left_by) in divisors.items():
-        change = gradients.sum(0) / all_by - gradients[left].sum(0) / left_by
-        found = first_order(gradients @ direction, gone, 0.3, name)
-        assert found == pytest.approx(0.3 * float(change @ direction), abs=1e-12)
-
-
-# --- where it breaks -----------------------------------------------------------------------------
-
-ETAS = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]
-
-
-def test_breakdown_is_read_between_the_sizes() -> None:
-    errors = [0.001, 0.01, 0.1, 1.0, 10.0]  # error = 10 eta
-    assert breakdown(ETAS, errors, 0.5) == pytest.approx(0.05)
-    assert breakdown(ETAS, errors, 0.1) == pytest.approx(0.01)
-    assert breakdown(ETAS, errors, 20.0) is None
-
-
-def test_breakdown_looks_past_cancellation_at_the_small_end() -> None:
-    errors = [5.0, 0.3, 0.01, 0.2, 3.0]
-    found = breakdown(ETAS, errors, 0.1)
-    assert found is not None
-    assert 1e-2 < found < 1e-1
-
-
-def test_breakdown_everywhere_and_nowhere() -> None:
-    assert breakdown(ETAS, [0.9, 0.8, 0.7, 0.9, 2.0], 0.5) == 0.0
-    assert breakdown(ETAS, [math.nan] * 5, 0.5) is None
-    # A dip below the limit further out counts: from there on it stays above.
-    assert breakdown(ETAS, [0.01, 0.9, 0.05, 0.9, 2.0], 0.1) == pytest.approx(
-        1e-2 * 10 ** (math.log(2) / math.log(18))
-    )
 
 
 def test_slope_and_relative_error() -> None:
@@ -303,20 +244,6 @@ def test_slope_and_relative_error() -> None:
     assert relative_error(0 * x, x) == 1.0
     assert math.isnan(slope(0 * x, x))
     assert math.isnan(relative_error(x, 0 * x))
-
-
-def test_the_error_of_sgd_grows_with_the_step() -> None:
-    """From a size at which first order holds."""
-    subject = subject_of(decoder_of())
-    options = replace(QUICK, optimizer="sgd", step_sizes=(1e-4, 1e-2, 1.0), learning_rate=1e-2)
-    bench = diagnostic._bench(subject, options)
-    (best, *_), _ = diagnostic._predictions(bench)
-    singles, groups = diagnostic._singles(bench), diagnostic._random_groups(bench)
-    records = diagnostic._sweep_table(bench, best, singles, groups).records()
-    one = [float(record[diagnostic.ONE] or 0) for record in records]
-    assert [record["step_size"] for record in records] == [1e-4, 1e-2, 1.0]
-    assert one == sorted(one)
-    assert one[0] < 5e-3
 
 
 # --- the diagnosis -------------------------------------------------------------------------------
@@ -340,21 +267,9 @@ def test_tables_and_figures() -> None:
     ]
     for record in one:
         assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
-    left_out = found.table("left-out").records()
-    assert sum(r["tokens"] == 1 for r in left_out) == 20
-    assert sum(r["left_out"] == "random" for r in left_out) == 8
-    selection = {str(r["left_out"]): r for r in found.table("selection").records()}
-    best = "exact, all parameters, P=full"
-    assert set(selection) == {
-        "random", f"lowest by {best}", f"highest by {best}", "lowest by alphatoken, 1 layers, P=1"
-    }  # fmt: skip
-    low, high = selection[f"lowest by {best}"], selection[f"highest by {best}"]
-    assert low[best] <= selection["random"][best] <= high[best]  # type: ignore[operator]
-    for name in ("scatter-1", "scatter-2", "linearisation", "selection-effect"):
-        assert found.figure(name).data.rows
-        assert found.figure(name).svg.startswith("<svg")
-    numbers = {r["number"]: r["value"] for r in found.table("numbers").records()}
-    assert numbers["one token: relative error at your step size"] > 0  # type: ignore[operator]
+    figure = found.figure("scatter")
+    assert len(figure.data.rows) == 20
+    assert figure.svg.startswith("<svg")
 
 
 @pytest.mark.slow
@@ -391,8 +306,3 @@ def test_too_few_tokens_are_refused() -> None:
     subject = subject_of(decoder_of(), train=rows_of([6, 5]))
     with pytest.raises(InputError, match="16 response tokens"):
         diagnostic.diagnose(subject, QUICK)
-
-
-def test_momentum_belongs_to_those_that_take_it() -> None:
-    with pytest.raises(ConfigError, match="no momentum"):
-        diagnostic.diagnose(subject_of(decoder_of()), replace(QUICK, momentum=0.9))

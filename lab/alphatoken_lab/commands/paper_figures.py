@@ -169,7 +169,7 @@ def _shown(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[str]
     from alphatoken.fidelity.diagnosis import Diagnosis
 
     found = Diagnosis.load(out / asked.name)
-    said = found.answer.lines()
+    said = [found.conclusion]
     if asked.name == "fisher":
         said.append(about_fisher(work, _cell(work, task, asked.model)))
     text = [f"## {task.name}\n", *(f"- {sentence}" for sentence in said), ""]
