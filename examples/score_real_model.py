@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> list[ScoredExample]:
 
     options.out.mkdir(parents=True, exist_ok=True)
     write_values(options.out / "part-00000.jsonl", scored)
-    summary = summarise(scored, stability_weight=config.stability_weight)
+    summary = summarise(scored)
     settings = {"model": folder.name, "estimator": config.estimator, "layers": config.layers}
     write_report(
         options.out / "report.html",

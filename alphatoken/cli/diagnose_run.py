@@ -30,11 +30,11 @@ from alphatoken.corpus.folder import (
 )
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.page import Section, render_page
+from alphatoken.fidelity.page import LEAD, section_of
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
-from alphatoken.report.page import missing_libraries, write_page
+from alphatoken.report.page import missing_libraries, render_page, write_page
 from alphatoken.support.storage import write_json
 
 __all__ = ["run"]
@@ -249,20 +249,28 @@ class _Folder:
         model = Path(self.settings["model"])
         document = {"settings": self.settings, "diagnostics": self.diagnostics}
         write_json(self.path / _MANIFEST, document, default=str)
+        shown = [entry for entry in DIAGNOSTICS if entry.name in self.diagnostics]
+        finished = [one.name for one in shown if Diagnosis.finished(self.path / one.name)]
+        done = {name: Diagnosis.load(self.path / name) for name in finished}
         page = render_page(
-            [self._section(entry) for entry in DIAGNOSTICS if entry.name in self.diagnostics],
-            title=f"How far to trust the values: {'/'.join(model.parts[-2:])}",
+            f"How far to trust the values: {'/'.join(model.parts[-2:])}",
+            f"{len(done)} of {len(shown)} diagnoses. {LEAD}",
+            [
+                section_of(
+                    entry.name,
+                    entry.question,
+                    done.get(entry.name),
+                    failure=self.failures.get(entry.name, ""),
+                    shared=self.settings,
+                )
+                for entry in shown
+            ],
+            contents=True,
+            rows=self.notes,
             settings=self.settings,
-            notes=self.notes,
             command=self.command,
         )
         write_page(self.path / _PAGE, page)
-
-    def _section(self, entry: Entry) -> Section:
-        place = self.path / entry.name
-        diagnosis = Diagnosis.load(place) if Diagnosis.finished(place) else None
-        failure = self.failures.get(entry.name, "")
-        return Section(entry.name, entry.question, diagnosis, failure)
 
 
 def _clear(path: Path) -> None:

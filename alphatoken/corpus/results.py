@@ -65,7 +65,6 @@ def write_results(
     dataset = _dataset(job, wanted)
     summary = summarise(
         _checked(job),
-        stability_weight=spec.config.stability_weight,
         sample=wanted.report_rows,
         seed=spec.seed,
         texts=partial(_texts, job.corpus.tokenizer),
@@ -93,7 +92,6 @@ def write_results(
             settings=job.settings | certified,
             notes=[note for note in notes if note not in warned],
             warnings=warned,
-            balance=balance,
         )
     # Rows that are left out were counted aloud before the work.
     told = about_encoding("train", replace(survey.encoded, truncated_rows=0))

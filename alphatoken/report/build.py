@@ -49,7 +49,6 @@ def write_report(
     settings: Mapping[str, object] | None = None,
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
-    balance: Sequence[Mapping[str, object]] = (),
 ) -> Path:
     """Write the page, whole or not at all, and return its path.
 
@@ -60,8 +59,6 @@ def write_report(
         settings: what was run, shown as a table.
         notes: sentences a reader must know before trusting the numbers.
         warnings: what is probably wrong, shown apart from the notes.
-        balance: per layer: ``layer``, ``adaptation`` (norm of G), ``stability`` (norm of
-            lambda V) and ``ratio``; left out of the page if empty.
 
     Raises:
         ConfigError: jinja2 or matplotlib is not installed.
@@ -74,7 +71,7 @@ def write_report(
         (_share(summary), f"kept by the selection, {number(summary.kept_tokens)} tokens"),
         *((str(settings[k]), said) for k, said in _HEADER.items() if k in settings),
     ]
-    sections, data = value_sections(summary, balance=balance)
+    sections, data = value_sections(summary)
     html = render_page(
         title,
         _LEAD,
@@ -97,14 +94,12 @@ def value_sections(
     summary: ValueSummary,
     *,
     known: Sequence[Component] = COMPONENTS,
-    balance: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[Section], dict[str, Any]]:
     """What a page says about values, and what its script must read for it.
 
     Args:
         summary: of the values.
         known: the components with their names and meanings, in the order of the page.
-        balance: as in :func:`write_report`.
     """
     found = [component for component in known if component.key in summary.columns]
     # A component that is zero everywhere is said to be so; drawing it would only take room.
@@ -122,7 +117,6 @@ def value_sections(
     sections = [
         Section("heatmaps", "Values over the text", html=html),
         distributions(summary, present),
-        _ranking(summary, present, balance),
         _extremes("Highest", summary.highest),
         _extremes("Lowest", summary.lowest),
     ]
@@ -131,44 +125,6 @@ def value_sections(
 
 
 # --- tables ---------------------------------------------------------------------------------------
-
-
-def _ranking(
-    summary: ValueSummary, present: Sequence[Component], balance: Sequence[Mapping[str, Any]]
-) -> Section:
-    names = {component.key: component.name for component in present}
-    lines = [one for one in summary.components if one.key in names]
-    tables = [
-        ShownTable(
-            "components",
-            "",
-            [
-                Column("Component", [names[one.key] for one in lines], "words"),
-                Column("Mean", [number(one.mean, signed=True) for one in lines]),
-                Column("Std. deviation", [number(one.deviation) for one in lines]),
-                Column("Share of variance", [number(one.variance_share) for one in lines]),
-                Column("Rank correlation", [number(one.rank_correlation) for one in lines]),
-            ],
-        )
-    ]
-    if balance:
-        sizes = {
-            "\u2016G\u2016 adaptation": "adaptation",
-            "\u2016λV\u2016 stability": "stability",
-            "Ratio": "ratio",
-        }
-        columns = [
-            Column(title, [number(layer[key]) for layer in balance]) for title, key in sizes.items()
-        ]
-        layers = Column("Layer", [str(layer["layer"]) for layer in balance], "words")
-        note = "Frobenius norms. One side decides alone where the ratio is far from 1."
-        title = "Size of the two directions, by layer"
-        tables.append(ShownTable("balance", title, [layers, *columns], note))
-    remark = (
-        "Share of the variance of the total (stability counts with its weight; parts that add up "
-        "to the total have shares that add up to 1) and rank correlation with the total."
-    )
-    return Section("shares", "What decides the ranking", remarks=[remark], tables=tables)
 
 
 def _extremes(side: str, tokens: Sequence[Extreme]) -> Section:

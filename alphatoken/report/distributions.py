@@ -90,7 +90,7 @@ def _distribution(component: Component, found: Histogram, said: ComponentSummary
         axes.locator_params(nbins=5)
         svg = svg_text(figure)
     beyond = f"; {number(found.beyond)} values lie beyond the axis" if found.beyond else ""
-    positive = f"{100 * said.positive:.0f} % positive; median {number(said.median, signed=True)}"
+    positive = f"{100 * said.positive:.0f} % positive; mean {number(said.mean, signed=True)}"
     return Picture(
         anchor_of(f"distribution-{component.key}"),
         component.name,

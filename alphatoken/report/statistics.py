@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from alphatoken.report.examples import COMPONENTS, ScoredExample
 
@@ -24,30 +23,21 @@ _CONTEXT = 10
 """Tokens shown on each side of an extreme token."""
 
 MOST_TOKENS = 250_000
-"""Tokens whose values are held for medians, ranks and histograms."""
+"""Tokens whose values are held for histograms."""
 
 _DRAWN = "drawn"
 
 
 @dataclass(frozen=True)
 class ComponentSummary:
-    """Distribution of one component over all response tokens.
-
-    ``variance_share`` is cov(w x, total) / var(total), w = lambda for stability and 1 otherwise:
-    shares of components that add up to the total add up to 1. ``rank_correlation`` is Spearman's,
-    with the total. Both are None where nothing varies.
-    """
+    """Distribution of one component over all response tokens; ``positive`` is a share."""
 
     key: str
     count: int
     mean: float
-    deviation: float
     minimum: float
-    median: float
     maximum: float
     positive: float
-    variance_share: float | None
-    rank_correlation: float | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,6 @@ class ValueSummary:
 def summarise(
     examples: Iterable[ScoredExample],
     *,
-    stability_weight: float = 1.0,
     sample: int = 40,
     extremes: int = 15,
     seed: int = 0,
@@ -105,17 +94,16 @@ def summarise(
 
     Args:
         examples: any number of scored sequences; only the sample is held whole.
-        stability_weight: lambda, for the shares.
         sample: how many sequences to keep for the heatmaps (uniform, seeded, in row order).
         extremes: how many of the highest and of the lowest tokens to keep.
         seed: of the sample.
         texts: token ids -> text of each token, for examples that come without; asked for those
             that are shown.
-        most: of more response tokens than this, medians, rank correlations and ``columns`` are
-            those of a uniform sample of so many. Everything else is of all tokens.
+        most: of more response tokens than this, ``columns`` hold a uniform sample of so many.
+            Everything else is of all tokens.
     """
     summary, chosen = ValueSummary(), _Reservoir(sample, seed)
-    columns, moments = _Columns(most, seed), _Moments()
+    columns, sums = _Columns(most, seed), _Sums()
     high: list[_Token] = []
     low: list[_Token] = []
     for example in examples:
@@ -126,7 +114,7 @@ def summarise(
         response = example.response
         own = {key: np.asarray(v, float)[response] for key, v in example.values.items()}
         columns.add(own)
-        moments.add(own)
+        sums.add(own)
         summary.response_tokens += int(response.sum())
         total, places = own["total"], np.flatnonzero(response)
         # Of equal values the first one seen comes first.
@@ -135,7 +123,7 @@ def summarise(
         low = heapq.nsmallest(extremes, [*low, *_ends(total, places, total, example, extremes)],
                               key=_value)  # fmt: skip
     summary.columns = columns.values()
-    summary.components = _components(summary.columns, moments, stability_weight)
+    summary.components = sums.summaries()
     summary.highest = [_extreme(_worded(e, texts), place) for _, e, place in high]
     summary.lowest = [_extreme(_worded(e, texts), place) for _, e, place in low]
     picked = sorted(chosen.items, key=lambda example: example.row)
@@ -200,30 +188,37 @@ class _Columns:
         return {key: column for key, column in self._parts[0].items() if key != _DRAWN}
 
 
-class _Moments:
-    """Count, mean and range of each component, and products of deviations of each two."""
+class _Sums:
+    """Count, sum and range of each component."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.keys: list[str] = []
-        self.mean = self.products = self.positive = np.zeros(())
-        self.minimum, self.maximum = np.array(math.inf), np.array(-math.inf)
+        self._count = 0
+        self._found: dict[str, list[float]] = {}
 
     def add(self, values: Mapping[str, NDArray[np.float64]]) -> None:
-        """Add tokens; sums of deviations are moved to the common mean (Chan, Golub, LeVeque)."""
-        self.keys, table = list(values), np.stack([*values.values()])
-        more = table.shape[1]
-        if not more:
+        """Add tokens."""
+        count = len(values["total"])
+        if not count:
             return
-        both, means = self.count + more, table.mean(1)
-        own, apart = table - means[:, None], means - self.mean
-        shift = np.outer(apart, apart) * self.count * more / both
-        self.products = self.products + own @ own.T + shift
-        self.mean = self.mean + apart * more / both
-        self.minimum = np.minimum(self.minimum, table.min(1))
-        self.maximum = np.maximum(self.maximum, table.max(1))
-        self.positive = self.positive + (table > 0).sum(1)
-        self.count = both
+        self._count += count
+        for key, column in values.items():
+            total, low, high, positive = self._found.get(key, [0.0, math.inf, -math.inf, 0.0])
+            self._found[key] = [
+                total + float(column.sum()),
+                min(low, float(column.min())),
+                max(high, float(column.max())),
+                positive + float((column > 0).sum()),
+            ]
+
+    def summaries(self) -> list[ComponentSummary]:
+        """One a component, in the order of the page."""
+        n = self._count
+        return [
+            ComponentSummary(c.key, n, total / n, low, high, positive / n)
+            for c in COMPONENTS
+            if c.key in self._found
+            for total, low, high, positive in [self._found[c.key]]
+        ]
 
 
 class _Reservoir:
@@ -259,45 +254,3 @@ def _extreme(example: ScoredExample, position: int) -> Extreme:
         kept=bool(example.kept[position]),
         values={key: float(values[position]) for key, values in example.values.items()},
     )
-
-
-def _components(
-    columns: Mapping[str, NDArray[np.float64]], moments: _Moments, stability_weight: float
-) -> list[ComponentSummary]:
-    count = moments.count
-    if not count:
-        return []
-    ranks, total = rankdata(columns["total"]), moments.keys.index("total")
-    result = []
-    for key in (component.key for component in COMPONENTS if component.key in columns):
-        weight = stability_weight if key.startswith("stability") else 1.0
-        at = moments.keys.index(key)
-        products = moments.products[at]
-        result.append(
-            ComponentSummary(
-                key=key,
-                count=count,
-                mean=float(moments.mean[at]),
-                deviation=math.sqrt(products[at] / count),
-                minimum=float(moments.minimum[at]),
-                median=float(np.median(columns[key])),
-                maximum=float(moments.maximum[at]),
-                positive=float(moments.positive[at] / count),
-                variance_share=_ratio(weight * products[total], moments.products[total, total]),
-                rank_correlation=_correlation(rankdata(columns[key]), ranks),
-            )
-        )
-    return result
-
-
-def _covariance(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
-    return float(((left - left.mean()) * (right - right.mean())).mean())
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    ratio = numerator / denominator if denominator > 0 else math.nan
-    return ratio if math.isfinite(ratio) else None
-
-
-def _correlation(left: NDArray[np.float64], right: NDArray[np.float64]) -> float | None:
-    return _ratio(_covariance(left, right), float(left.std() * right.std()))

@@ -86,22 +86,17 @@ def many(count: int, length: int = 30) -> list[ScoredExample]:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def test_summary_counts_shares_and_extremes() -> None:
+def test_summary_counts_and_extremes() -> None:
     examples = many(25)
-    summary = summarise(examples, stability_weight=1.5, sample=7, extremes=4)
+    summary = summarise(examples, sample=7, extremes=4)
     totals = np.concatenate([e.values["total"][1:] for e in examples])
     assert (summary.sequences, summary.tokens, summary.response_tokens) == (25, 750, 725)
     assert summary.kept_tokens == (totals > 0).sum()
     found = {c.key: c for c in summary.components}
     assert found["total"].mean == pytest.approx(totals.mean(), rel=1e-12)
     assert found["total"].maximum == totals.max()
-    assert found["total"].rank_correlation == pytest.approx(1)
-    assert found["total"].variance_share == pytest.approx(1)
-    split = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
-    shares = [found[key].variance_share or 0 for key in split]
-    assert sum(shares) == pytest.approx(1, abs=1e-12)
-    # lambda = 1.5 squared makes each stability part 2.25 times as large
-    assert shares[2] > shares[0]
+    assert found["total"].minimum == totals.min()
+    assert found["total"].positive == pytest.approx((totals > 0).mean())
     ranked = np.sort(totals)
     assert [e.values["total"] for e in summary.highest] == pytest.approx(ranked[::-1][:4])
     assert [e.values["total"] for e in summary.lowest] == pytest.approx(ranked[:4])
@@ -215,7 +210,7 @@ class _Page(HTMLParser):
 
 
 def test_page_is_self_contained_and_hostile_tokens_stay_text(tmp_path: Path) -> None:
-    summary = summarise([example(0, HOSTILE, seed=3)], stability_weight=1.5)
+    summary = summarise([example(0, HOSTILE, seed=3)])
     text = write_report(
         tmp_path / "r.html", summary, settings={"<b>": "</td><script>"}, notes=["<i>note</i>"]
     ).read_text(encoding="utf-8")
@@ -264,14 +259,13 @@ def test_old_page_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     examples = [*many(12, 80), example(99, HOSTILE, seed=7)]
-    summary = summarise(examples, stability_weight=1.5)
+    summary = summarise(examples)
     return write_report(
         tmp_path_factory.mktemp("report") / "report.html",
         summary,
         title="Token values of <train>.jsonl",
         settings={"estimator": "alphatoken", "score_layers": 3, "model_name_or_path": "m" * 200},
         notes=["The retention term is exactly zero at step 0."],
-        balance=[{"layer": 1, "adaptation": 0.5, "stability": 0.1, "ratio": 0.2}],
     )
 
 
