@@ -34,7 +34,6 @@ from alphatoken.fidelity.readings import (
     full_gradient,
     read,
     supported,
-    windows_of,
 )
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject, places_of
@@ -57,9 +56,6 @@ class Options(CheckedOptions):
         "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models.",
         least=1,
     )
-    windows: tuple[int, ...] = option(
-        (), "Windows W to compare; none: 0, 1, 2, 4, ... up to the longest row.", least=0
-    )
     noise_share: float = option(
         0.3,
         "Share of the response tokens that is replaced by random ones to be found again.",
@@ -79,24 +75,19 @@ class _Plan:
     own: Setting
     truth: Setting
     by_depth: list[Setting]
-    by_window: list[Setting]
 
     @property
     def all(self) -> list[Setting]:
         """Each once."""
-        return list(dict.fromkeys([*self.by_depth, *self.by_window, self.own, self.truth]))
+        return list(dict.fromkeys([*self.by_depth, self.own, self.truth]))
 
 
-def _plan(
-    subject: Subject, options: Options, rows: Sequence[Example], estimators: Sequence[str]
-) -> _Plan:
+def _plan(subject: Subject, options: Options, estimators: Sequence[str]) -> _Plan:
     config, depth = subject.config, len(subject.adapter.layers())
     every = tuple(range(depth))
     layers = resolve_layers(subject.adapter, config.layers)
     chosen = depths_of(options.layers, depth, len(layers))
     scopes = list(dict.fromkeys([*(resolve_layers(subject.adapter, k) for k in chosen), layers]))
-    longest = max(len(row.input_ids) for row in rows)
-    windows = windows_of(options.windows, longest, config.window)
 
     def setting(estimator: str, scope: tuple[int, ...], window: int | None) -> Setting:
         return Setting(estimator, scope, window if estimator in WINDOWED else None)
@@ -105,7 +96,6 @@ def _plan(
         own=setting(config.estimator, layers, config.window),
         truth=Setting("label", every, None, everything=True),
         by_depth=[setting(e, scope, config.window) for e in estimators for scope in scopes],
-        by_window=[setting(e, layers, w) for e in WINDOWED if e in estimators for w in windows],
     )
 
 
@@ -232,7 +222,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     subject.require_tokens(rows, _FEWEST, "rank correlations of fewer tokens are noise")
     every = tuple(range(len(subject.adapter.layers())))
     proved, refused = supported(subject, every, rows)
-    plan = _plan(subject, options, rows, list(proved))
+    plan = _plan(subject, options, list(proved))
     direction = full_gradient(subject)
     settings = [s for s in plan.all if s.estimator in proved]
     plan = replace(plan, own=plan.own if plan.own in settings else plan.truth)
@@ -251,7 +241,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         return Table.of(key, title, records, _COSTS)
 
     layers = table("layers", "By number of scored layers", plan.by_depth)
-    windows = table("windows", "By window", plan.by_window)
     own = plan.own
     return conclude(
         "estimators",
@@ -261,7 +250,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         f"value costs {costs[plan.truth]['cost_in_training_steps']:.1f}."
         if own in found
         else "Your setting is the exact first-order value.",
-        [layers, windows, noise, _numbers(subject, error)],
+        [layers, noise, _numbers(subject, error)],
         _figures(table("pareto", "Cost against fidelity", list(found)), layers),
         valued=rows,
         notes=[checked, *_notes(subject, refused, plan)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,17 +50,14 @@ class OwnValues:
     notes: list[str]
 
     @classmethod
-    def of(
-        cls, subject: Subject, most: int, *, fisher_layers: Sequence[int] | None = None
-    ) -> OwnValues:
+    def of(cls, subject: Subject, most: int, *, tuned: bool = False) -> OwnValues:
         """Sample and score.
 
         Args:
             subject: what is diagnosed.
             most: validation rows that are used.
-            fisher_layers: of a Fisher that is fitted here. If they are given, the model after
-                fine-tuning is valued, where the retention term is not zero; else the model as
-                it was given.
+            tuned: whether the model after fine-tuning is valued, where the retention term is not
+                zero, with a Fisher of all layers; else the model as it was given.
 
         Raises:
             ConfigError: the objective has no validation side. InputError: too few tokens.
@@ -78,7 +74,7 @@ class OwnValues:
         subject.require_tokens(rows, 2 * FEWEST, "rankings and shares of decisions are compared")
         validation, notes = _validation_sample(subject, most)
         model, retention = subject.model, None
-        if fisher_layers is None:
+        if not tuned:
             retention = retention_term(subject)
             if retention is None and config.objective == "both":
                 notes.append(
@@ -88,7 +84,7 @@ class OwnValues:
         elif config.objective != "adaptation":
             _, model, said = subject.before_and_after()
             retention = subject.fisher or subject.fitted_fisher(
-                layers=fisher_layers, parameters=config.parameters
+                layers="all", parameters=config.parameters
             )
             notes.append(f"Values are those of the model after fine-tuning. {said}")
         scorer = scorer_for(subject, model=model, retention=retention, rows=validation)

@@ -24,8 +24,6 @@ __all__ = ["cut", "diagnosed_within"]
 
 _SHARES = (1 / 16, 1 / 4, 1.0)
 """Of the sizes that were asked for, round by round."""
-_TUNING = 0.25
-"""Share of the time after which the fine-tuning of a copy stops."""
 _LEAST = {"objective_rows": 8, "oracle_tokens": 16, "fisher_samples": 24}
 """The least of ``tokens`` is of eight rows, so that intervals are over rows."""
 
@@ -79,7 +77,6 @@ def diagnosed_within(
     if seconds is None:
         return diagnose(subject)
     end, found = clock() + seconds, None
-    subject = subject.resized(tuning_seconds=_TUNING * seconds)
     sizes: dict[str, tuple[int, int]] = {}
     for share in _SHARES:
         smaller, read = cut(subject, given, share)

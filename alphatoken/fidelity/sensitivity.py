@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from alphatoken.certificate.metrics import kept
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import norms
-from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity.agreement import agreement
@@ -31,9 +30,7 @@ from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
 from alphatoken.fidelity.readings import WINDOWED, depths_of, windows_of
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import scorer_for, values_along, with_estimator
-from alphatoken.model.protocol import find_adapter
-from alphatoken.model.scope import find_scope, resolve_layers
+from alphatoken.fidelity.valuing import scorer_for, with_estimator
 
 __all__ = ["Options", "diagnose", "scored"]
 
@@ -79,12 +76,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             has no validation side.
     """
     options = options or Options()
-    layers = _tried_layers(subject, options)
-    own = OwnValues.of(subject, options.validation_rows, fisher_layers=layers)
-    wide = _wide_direction(own, layers)
+    own = OwnValues.of(subject, options.validation_rows, tuned=True)
     found = {
-        setting: _sweep(own, wide, setting, tried)
-        for setting, tried in _tried(own, options).items()
+        setting: _sweep(own, setting, tried) for setting, tried in _tried(own, options).items()
     }
     if _retains(own):
         gain, keep = own.values["adaptation"], own.values["stability"]
@@ -120,23 +114,6 @@ def _balance(own: OwnValues) -> float:
     """``||V|| / ||G||`` over all scored weights."""
     direction = own.scorer.direction
     return _norm(direction.stability or {}) / _norm(direction.adaptation)
-
-
-def _wide_direction(own: OwnValues, layers: Sequence[int]) -> dict[str, Tensor]:
-    """M over every layer that will be tried: any setting contracts with the part that it scores.
-
-    So the validation rows are sent through the model once.
-    """
-    covered = _covered(own.retention, own.model, layers, own.notes)
-    config = replace(own.subject.config, layers=covered)
-    scorer = scorer_for(
-        own.subject,
-        model=own.model,
-        retention=own.retention,
-        rows=own.validation,
-        config=config,
-    )
-    return scorer.direction.total()
 
 
 def _tried(own: OwnValues, options: Options) -> dict[str, dict[object, ScorerConfig]]:
@@ -175,16 +152,13 @@ def _windows(own: OwnValues, options: Options) -> dict[object, ScorerConfig]:
 
 
 def _sweep(
-    own: OwnValues,
-    wide: Mapping[str, Tensor],
-    setting: str,
-    tried: Mapping[object, ScorerConfig],
+    own: OwnValues, setting: str, tried: Mapping[object, ScorerConfig]
 ) -> list[dict[str, Any]]:
     """Score and compare under each configuration; what the model does not allow is noted."""
     records = []
     for value, config in tried.items():
         try:
-            total = own.total if config == own.subject.config else scored(own, wide, config)
+            total = own.total if config == own.subject.config else scored(own, config)
         except (CoverageError, FisherError, UnsupportedError) as problem:
             own.notes.append(f"{setting} = {value} was left out: {problem.what}.")
             continue
@@ -197,46 +171,16 @@ def _compared(own: OwnValues, value: object, total: Numbers) -> dict[str, Any]:
     return {"value": value, "default": total is own.total, **found}
 
 
-def scored(own: OwnValues, wide: Mapping[str, Tensor], config: ScorerConfig) -> Numbers:
-    """Totals under another configuration, by a scorer that knows one validation row."""
-    subject = own.subject
+def scored(own: OwnValues, config: ScorerConfig) -> Numbers:
+    """Totals under another configuration."""
     scorer = scorer_for(
-        subject,
+        own.subject,
         model=own.model,
         retention=own.retention,
-        rows=own.validation[:1],
+        rows=own.validation,
         config=config,
     )
-    missing = [name for name in scorer.parameters if name not in wide]
-    if missing:
-        raise FisherError("the Fisher given does not cover every scored weight", got=missing[0])
-    side = {name: wide[name] for name in scorer.parameters}
-    return values_along(subject, scorer, own.rows, [side])[:, 0]
-
-
-def _tried_layers(subject: Subject, options: Options) -> list[int]:
-    """Indices of all layers that some setting scores."""
-    adapter = find_adapter(subject.model)
-    depth, own = len(adapter.layers()), resolve_layers(adapter, subject.config.layers)
-    most = max(depths_of(options.layers, depth, len(own)))
-    return sorted({*own, *range(depth - most, depth)})
-
-
-def _covered(
-    retention: FisherDrift | None, model: nn.Module, layers: Sequence[int], notes: list[str]
-) -> list[int]:
-    """Those of the layers whose scored weights the Fisher has."""
-    if retention is None:
-        return list(layers)
-    adapter, known = find_adapter(model), set(retention.names)
-    found = [
-        layer
-        for layer in layers
-        if all(linear.weight_name in known for linear in find_scope(adapter, [layer]).linears)
-    ]
-    if len(found) < len(layers):
-        notes.append(f"The Fisher given covers layers {found} only; no other K is tried.")
-    return found
+    return own.subject.score(scorer, own.rows)["total"]
 
 
 def _norm(direction: Mapping[str, Tensor]) -> float:

@@ -76,7 +76,6 @@ class Subject:
         fisher_samples: of a Fisher that is fitted here.
         tuning_steps: of the fine-tuning that stands in for a missing second model.
         tuning_rate: its learning rate (AdamW); None for one that suits the model's width.
-        tuning_seconds: after which it stops, but for its first few steps; None for no limit.
         seed: of every draw.
         progress: as in ``Tracker``.
         names: what to call model and files in settings.
@@ -99,7 +98,6 @@ class Subject:
     fisher_samples: int = 200
     tuning_steps: int = 40
     tuning_rate: float | None = None
-    tuning_seconds: float | None = None
     seed: int = 0
     progress: bool | ProgressSink | None = False
     names: Mapping[str, str] = field(default_factory=dict)
@@ -246,16 +244,13 @@ class Subject:
                 rate=self.rate,
                 seed=self.seed,
                 tracker=self.tracker("Fine-tuning a copy", self.tuning_steps),
-                seconds=self.tuning_seconds,
             )
-        model, steps = self._kept[key]
-        short = f" (of {self.tuning_steps}: stopped by the budget)"
         said = (
             "No reference model was given, so the model is the reference, and a copy fine-tuned "
-            f"on the training rows for {steps} AdamW steps{short * (steps < self.tuning_steps)} at "
-            f"{self.rate:.2g} is the model after."
+            f"on the training rows for {self.tuning_steps} AdamW steps at {self.rate:.2g} is the "
+            "model after."
         )
-        return self.model, model, said
+        return self.model, self._kept[key], said
 
     @property
     def rate(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,10 +15,6 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import Tracker
 
 __all__ = ["fine_tuned", "usual_rate"]
-
-
-_FEWEST = 8
-"""Steps that are taken however long they take."""
 
 
 def usual_rate(model: nn.Module) -> float:
@@ -41,13 +36,11 @@ def fine_tuned(
     rate: float,
     seed: int,
     tracker: Tracker,
-    seconds: float | None = None,
-) -> tuple[nn.Module, int]:
-    """``model`` itself after AdamW steps on the mean response-token loss, in eval mode; how many.
+) -> nn.Module:
+    """``model`` itself after AdamW steps on the mean response-token loss, in eval mode.
 
     Batches come in a shuffled order, again and again; dropout is off and the weights' decay 0, so
-    the result is a function of the arguments and of the number of steps. There are ``steps`` of
-    them, or those that were taken in ``seconds``, 8 at least.
+    the result is a function of the arguments.
 
     Raises:
         NumericalError: the loss is no longer finite.
@@ -58,8 +51,7 @@ def fine_tuned(
     generator = np.random.default_rng(seed)
     order: list[int] = []
     model.eval()
-    start, step = time.monotonic(), 0
-    while step < steps and not _late(step, start, seconds):
+    for step in range(steps):
         order = order or generator.permutation(len(batches)).tolist()
         batch = read_batch(batches[order.pop()], max_length=adapter.max_positions())
         losses = response_losses(adapter, batch.inputs, batch.labels)
@@ -73,12 +65,7 @@ def fine_tuned(
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss, inputs=parameters)
         optimizer.step()
-        step += 1
-        tracker.report(step)
+        tracker.report(step + 1)
     for parameter in parameters:
         parameter.grad = None
-    return model, step
-
-
-def _late(step: int, start: float, seconds: float | None) -> bool:
-    return seconds is not None and step >= _FEWEST and time.monotonic() - start > seconds
+    return model

@@ -185,7 +185,7 @@ def measured(name: str) -> dict[str, Any]:
 def tuned(model: nn.Module, on: list[dict[str, Tensor]], steps: int, seed: int) -> nn.Module:
     """The model after AdamW on these batches, at the rate of the diagnostics."""
     tracker = Tracker("steps", steps, False)
-    return fine_tuned(model, on, steps=steps, rate=usual_rate(model), seed=seed, tracker=tracker)[0]
+    return fine_tuned(model, on, steps=steps, rate=usual_rate(model), seed=seed, tracker=tracker)
 
 
 def losses(model: nn.Module, rows: Rows) -> dict[str, float]:

@@ -40,7 +40,7 @@ SUBJECTS: dict[str, partial[Subject]] = {
     "stability": partial(subject, "near", validation_rows=16, length=128),
 }  # fmt: skip
 QUICK: dict[str, dict[str, Any]] = {
-    "estimators": {"layers": (1, 3), "windows": (0, 32), "draws": 30},
+    "estimators": {"layers": (1, 3), "draws": 30},
     "utility": {"validation_tokens": 300, "warmup": 6, "draws": 30},
     "value-propagation": {"pairs": 600, "draws": 20},
     "fisher": {"rows": 2, "max_new_tokens": 6, "draws": 10},

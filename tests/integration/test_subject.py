@@ -138,15 +138,6 @@ def test_other_sizes_share_what_was_made() -> None:
     assert found.fitted_fisher().metadata["samples"] == 24
 
 
-def test_a_fine_tuning_stops_in_time_but_not_before_its_first_steps() -> None:
-    short = subject(tuning_steps=40, tuning_seconds=1e-6)
-    _, after, said = short.before_and_after()
-    _, same, _ = subject(tuning_steps=8).before_and_after()
-    assert "for 8 AdamW steps (of 40: stopped by the budget) at" in said
-    for one, other in zip(after.parameters(), same.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_progress_is_told() -> None:
     heard: list[Progress] = []
     found = subject(train_rows=5, progress=heard.append)

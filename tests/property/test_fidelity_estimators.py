@@ -35,7 +35,7 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
 
-QUICK = diagnostic.Options(layers=(1, 3), windows=(0, 2), draws=20)
+QUICK = diagnostic.Options(layers=(1, 3), draws=20)
 
 
 def subject_of(model: nn.Module, **changes: object) -> Subject:
@@ -186,11 +186,7 @@ def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
     assert {(r["estimator"], r["K"]) for r in layers} == {
         (estimator, k) for estimator in ESTIMATORS for k in (1, 2, 3)
     }
-    windows = found.table("windows").records()
-    assert {(r["estimator"], str(r["W"])) for r in windows} == {
-        (estimator, w) for estimator in WINDOWED for w in ("0", "2", "3", "T")
-    }
-    for record in (*layers, *windows):
+    for record in layers:
         assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
         assert record["cost_in_training_steps"] > 0
     for name in ("depth", "pareto"):
@@ -199,14 +195,11 @@ def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
 
 
 @pytest.mark.slow
-def test_window_zero_is_direct_and_last_layer_hop_is_path() -> None:
+def test_last_layer_hop_is_path() -> None:
     """Known ties between rows of the tables."""
     found = diagnosed()
     layers = {(r["estimator"], r["K"]): r for r in found.table("layers").records()}
-    windows = {(r["estimator"], r["W"]): r for r in found.table("windows").records()}
     for name in ("spearman", "sign_agreement", "overlap"):
-        zero, direct = windows["alphatoken", 0], layers["direct", 2]
-        assert zero[name] == pytest.approx(direct[name], abs=1e-9)
         hop, path = layers["same_layer_hop", 1], layers["path", 1]
         assert hop[name] == pytest.approx(path[name], abs=1e-9)
 
@@ -322,10 +315,8 @@ def test_layers_by_index_are_the_users_own() -> None:
     subject = subject_of(
         decoder_of(), tokens=60, batch_size=4, config=ScorerConfig(layers=[0, 2], window=None)
     )
-    found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,), windows=(0,)))
-    windows = found.table("windows").records()
-    assert {str(r["W"]) for r in windows} == {"0", "T"}
-    assert {r["K"] for r in windows} == {2}
+    found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,)))
+    assert {(r["K"], r["yours"]) for r in found.table("layers").records()} >= {(2, True)}
 
 
 def test_too_few_tokens_are_refused() -> None:
@@ -344,5 +335,5 @@ def test_layers_beyond_the_model_are_refused() -> None:
 def test_real_architectures(name: str) -> None:
     model = BY_NAME[name].build().eval()
     subject = subject_of(model, config=ScorerConfig(layers=1, window=2), tokens=60)
-    found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,), windows=(0,)))
+    found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,)))
     assert float(found.table("numbers").records()[0]["value"] or 1) < 1e-5
