@@ -41,14 +41,8 @@
     const theme = getComputedStyle(document.documentElement);
     const [PLUS, MINUS] = ["--plus", "--minus"].map(
       (name) => theme.getPropertyValue(name).split(",").map(Number));
-    const state = { component: data.components.length ? data.components[0].key : "", scale: "row" };
+    const state = { component: data.components.length ? data.components[0].key : "" };
     const views = [];
-
-    // The absolute value below which so large a share of the values lies.
-    function quantile(values, share) {
-      const sizes = values.map(Math.abs).sort((a, b) => a - b);
-      return sizes.length ? sizes[Math.floor(share * (sizes.length - 1))] : 0;
-    }
 
     function colour(value, scale) {
       if (!scale || !value) return "";
@@ -85,38 +79,14 @@
       if (prompt) text.append(element("span", { class: "prompt" }, prompt));
       card.append(title, text);
       list.append(card);
-      views.push({ example, spans, card, text: example.tokens.join("").toLowerCase() });
-    }
-
-    // Which sequences are shown, and in which order, by text and by the mean of the component.
-    function arrange() {
-      const wanted = document.getElementById("find").value.toLowerCase();
-      const only = document.getElementById("only").value, order = document.getElementById("order").value;
-      const key = state.component;
-      const mean = (view) => {
-        const values = view.example.values[key] || [];
-        return values.reduce((sum, value) => sum + value, 0) / (values.length || 1);
-      };
-      const sorted = views.slice();
-      if (order === "high") sorted.sort((a, b) => mean(b) - mean(a));
-      if (order === "low") sorted.sort((a, b) => mean(a) - mean(b));
-      let found = 0;
-      for (const view of sorted) {
-        const sign = only === "all" || (only === "negative" ? mean(view) < 0 : mean(view) > 0);
-        view.card.hidden = !(sign && view.text.includes(wanted));
-        found += !view.card.hidden;
-        list.append(view.card);
-      }
-      document.getElementById("found").textContent = found + " of " + views.length + " sequences";
+      views.push({ example, spans });
     }
 
     function paint() {
       const key = state.component;
-      const page = state.scale === "page"
-        ? quantile(data.examples.flatMap((example) => example.values[key] || []), 0.99) : 0;
       for (const view of views) {
         const values = view.example.values[key] || [];
-        const scale = page || quantile(values, 1);
+        const scale = Math.max(0, ...values.map(Math.abs));
         view.spans.forEach(function (span, index) {
           span.style.backgroundColor = colour(values[index], scale);
           span.setAttribute("aria-label", span.textContent + ": " + signed(values[index] || 0)
@@ -125,8 +95,6 @@
       }
       const component = data.components.find((one) => one.key === key);
       document.getElementById("meaning").textContent = component ? component.name + ": " + component.meaning + "." : "";
-      document.getElementById("ramp-low").textContent = page ? signed(-page) : "lower";
-      document.getElementById("ramp-high").textContent = page ? signed(page) : "higher";
     }
 
     function showTip(span) {
@@ -170,16 +138,12 @@
     list.addEventListener("click", (event) => token(event) && showTip(token(event)));
     list.addEventListener("keydown", (event) => token(event) && move(token(event), event));
     document.addEventListener("change", function (event) {
-      if (event.target.name === "component") state.component = event.target.value;
-      if (event.target.name === "scale") state.scale = event.target.value;
-      if (event.target.id === "kept") list.classList.toggle("hide-kept", !event.target.checked);
-      else paint();
-      arrange();
+      if (event.target.name !== "component") return;
+      state.component = event.target.value;
+      paint();
     });
-    document.getElementById("find").addEventListener("input", arrange);
     data.examples.forEach(build);
     paint();
-    arrange();
   }
 
   // --- curves: the numbers of one step ---------------------------------------------------------

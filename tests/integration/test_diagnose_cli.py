@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,6 @@ from alphatoken.cli.diagnose import ALL, overview
 from alphatoken.cli.diagnose_options import build_parser, read_request
 from alphatoken.cli.diagnose_subject import prepare, retention_files
 from alphatoken.cli.options import (
-    CommandParser,
-    add_options,
     option,
     read_options,
     spelled,
@@ -86,12 +84,6 @@ def test_help_of_one_begins_with_its_question(
         assert one.metadata["help"], f"{name}.{one.name} has no help"
 
 
-def test_help_of_all_names_each(capsys: pytest.CaptureFixture[str]) -> None:
-    text = helped(ALL, capsys)
-    assert text.startswith("How far can I trust")
-    assert all(entry.question in text for entry in DIAGNOSTICS)
-
-
 # --- options --------------------------------------------------------------------------------------
 
 
@@ -118,15 +110,6 @@ def test_a_flag_that_all_share_gets_the_name_before_it() -> None:
 
     assert own("--score_layers", "2") == {}
     assert own("--coverage_layers", "2", "--draws", "9") == {"layers": "2", "draws": 9}
-
-
-def test_an_option_that_has_no_text_is_a_mistake_of_ours() -> None:
-    @dataclass(frozen=True)
-    class Wrong:
-        table: dict[str, int] = field(default_factory=dict)
-
-    with pytest.raises(TypeError):
-        add_options(CommandParser("made"), Wrong)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,15 +507,6 @@ def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) ->
     whole = Diagnosis.load(tmp_path / "whole" / "heatmap")
     assert whole.settings["tokens"] == Subject.tokens
     assert not any("stopped by the budget" in note for note in whole.notes)
-
-
-def test_a_budget_that_suffices_changes_no_number(world: World, tmp_path: Path) -> None:
-    found = []
-    for name, budget in (("none", "none"), ("enough", "10h")):
-        assert world.run("coverage", tmp_path / name, "--budget", budget, tokens=None) == 0
-        diagnosis = Diagnosis.load(tmp_path / name / "coverage")
-        found.append((diagnosis.conclusion, diagnosis.tables, diagnosis.notes))
-    assert found[0] == found[1]
 
 
 # --- interruption ---------------------------------------------------------------------------------

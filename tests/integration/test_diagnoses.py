@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from alphatoken import Scorer, ScorerConfig
-from alphatoken.errors import InputError
-from alphatoken.fidelity import registry, utility
+from alphatoken import Scorer
+from alphatoken.fidelity import registry
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.per_row import row_columns
 from alphatoken.fidelity.subject import Subject
@@ -137,31 +136,7 @@ def test_the_best_prediction_ranks_what_really_happens() -> None:
     assert "6 steps of size 0" in said
 
 
-def test_a_model_that_is_too_large_is_stepped_in_its_own_dtype(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(utility, "_FLOAT64", 0)
-    few = {"validation_tokens": 60, "draws": 10, "optimizer": "sgd"}
-    small = subject("near", oracle_tokens=8, batch_size=2)
-    found = diagnose("utility", small, learning_rate=1e-1, **few)
-    assert "float32 copy" in " ".join(found.notes)
-
-
 # --- what is left out, and what is forgotten -----------------------------------------------------
-
-
-def test_shares_add_up_and_end_with_the_last_layer() -> None:
-    shares = records("value-propagation", "shares", "layer", "part")
-    for layer in ("2", "3", "4", "all"):
-        signed = [r["signed"] for (at, _), r in shares.items() if at == layer]
-        assert sum(signed) == pytest.approx(1, abs=1e-5)
-    assert abs(shares["4", "longer hops"]["signed"]) < 1e-4
-
-
-def test_a_window_of_zero_has_no_pairs() -> None:
-    few = subject("near", train_rows=3, validation_rows=2, length=30, config=ScorerConfig(window=0))
-    with pytest.raises(InputError, match="no causal-window pair"):
-        diagnose("value-propagation", few)
 
 
 def test_every_proxy_meets_every_retention_set() -> None:
@@ -182,32 +157,6 @@ def test_its_own_text_is_forgotten() -> None:
 
 
 # --- which tokens --------------------------------------------------------------------------------
-
-
-def test_every_token_of_the_rows_is_in_the_table() -> None:
-    shown: dict[int, str] = {}
-    for (row, _), record in records("heatmap", "heatmap-tokens", "row", "position").items():
-        shown[row] = shown.get(row, "") + record["token"]
-        parts = [record["adaptation_direct"], record["adaptation_causal"]]
-        assert record["total"] == pytest.approx(sum(parts), abs=1e-5 * sum(map(abs, parts)) + 1e-12)
-    assert len(shown) == 2
-    for number, text in shown.items():
-        assert given("heatmap").train[number].row.response.startswith(text.removesuffix("</s>"))
-
-
-def test_the_same_run_is_the_same_diagnosis() -> None:
-    again = diagnose("heatmap", given("heatmap"))
-    assert (again.conclusion, again.tables) == (
-        diagnosed("heatmap").conclusion,
-        diagnosed("heatmap").tables,
-    )
-
-
-def test_policies_keep_as_many_of_the_same_tokens() -> None:
-    assert len(diagnosed("coverage").figure("coverage-map").data.rows) == 200
-    found = records("coverage", "coverage-entropy", "policy")
-    assert len({record["entropy_n"] for record in found.values()}) == 1
-    assert found["random"]["random_low"] - 0.1 < found["random"]["entropy"]
 
 
 # --- settings and noise --------------------------------------------------------------------------

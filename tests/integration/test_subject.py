@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
-from alphatoken.support.progress import Progress
 from tests.integration.subjects import subject
 
 
@@ -90,13 +87,6 @@ def mean_loss(found: object, model: nn.Module) -> float:
     return total / count
 
 
-def test_a_given_reference_is_used_as_it_is() -> None:
-    found = subject()
-    other = copy.deepcopy(found.model)
-    given = subject(model=found.model, reference=other)
-    assert given.before_and_after()[:2] == (other, found.model)
-
-
 def test_fine_tuning_that_explodes_says_so() -> None:
     with pytest.raises(AlphaTokenError, match="does not converge") as caught:
         subject(tuning_rate=1e30, tuning_steps=20).before_and_after()
@@ -136,15 +126,6 @@ def test_other_sizes_share_what_was_made() -> None:
     assert other.before_and_after()[1] is not after
     assert other.fitted_fisher().metadata["samples"] == 5
     assert found.fitted_fisher().metadata["samples"] == 24
-
-
-def test_progress_is_told() -> None:
-    heard: list[Progress] = []
-    found = subject(train_rows=5, progress=heard.append)
-    scorer = Scorer(found.model, found.batches(found.validation), None, found.config)
-    found.score(scorer, list(found.train))
-    assert [(p.done, p.total) for p in heard] == [(4, 5), (5, 5)]
-    assert "alphatoken" in heard[0].label
 
 
 def test_texts_join_to_the_row() -> None:

@@ -8,8 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from alphatoken.config import ScorerConfig
@@ -249,22 +247,6 @@ def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(mon
     assert max(low) < min(high)
     np.testing.assert_array_equal(points[:, 0], [r["x"] for r in records])
     assert any("30 of 60; it shows 30" in note for note in found.notes)
-
-
-def test_of_a_large_union_some_tokens_are_drawn_and_the_note_says_so(monkeypatch):
-    points, found = fitted_on(
-        monkeypatch, policies=("low-perplexity", "high-perplexity"), points=16
-    )
-    assert len(points) == 16
-    assert any("30 of 60; it shows 16" in note for note in found.notes)
-
-
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 99))
-def test_a_token_is_in_the_union_if_and_only_if_some_policy_keeps_it(count, policies, seed):
-    generator = np.random.default_rng(seed)
-    kept = {str(i): generator.random(count) < 0.3 for i in range(policies)}
-    union = coverage.kept_by_any(kept).tolist()
-    assert union == [i for i in range(count) if any(mask[i] for mask in kept.values())]
 
 
 def test_settings_that_an_estimator_does_not_allow_fall_back():

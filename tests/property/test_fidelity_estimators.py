@@ -30,7 +30,6 @@ from alphatoken.fidelity.readings import (
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients as oracle
-from tests.property.architectures import BY_NAME
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
@@ -109,15 +108,6 @@ def test_a_reading_is_what_the_scorer_computes(name: str, options: dict[str, obj
         )
 
 
-def test_a_reading_touches_no_gradient_and_no_weight() -> None:
-    subject = subject_of(decoder_of())
-    before = {n: p.detach().clone() for n, p in subject.model.named_parameters()}
-    read(subject, subject.train, full_gradient(subject), [Setting("alphatoken", (1, 2), 2)])
-    for name, p in subject.model.named_parameters():
-        assert torch.equal(p, before[name])
-        assert p.grad is None
-
-
 # --- planted cases -------------------------------------------------------------------------------
 
 
@@ -192,16 +182,6 @@ def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
     for name in ("depth", "pareto"):
         assert found.figure(name).data.rows
         assert found.figure(name).svg.startswith("<svg")
-
-
-@pytest.mark.slow
-def test_last_layer_hop_is_path() -> None:
-    """Known ties between rows of the tables."""
-    found = diagnosed()
-    layers = {(r["estimator"], r["K"]): r for r in found.table("layers").records()}
-    for name in ("spearman", "sign_agreement", "overlap"):
-        hop, path = layers["same_layer_hop", 1], layers["path", 1]
-        assert hop[name] == pytest.approx(path[name], abs=1e-9)
 
 
 def test_costs_rise_with_layers() -> None:
@@ -289,14 +269,6 @@ def test_a_sure_and_wrong_model_is_overconfident() -> None:
     assert found.loss > found.entropy
 
 
-def test_noise_table_names_the_loss_and_every_estimator() -> None:
-    records = diagnosed().table("noise").records()
-    assert str(records[0]["score"]) == "loss, high"
-    assert len(records) == 1 + len(ESTIMATORS) + 1
-    for record in records:
-        assert 0 <= record["auc_low"] <= record["auc"] <= record["auc_high"] <= 1  # type: ignore[operator]
-
-
 # --- models and input that do not go all the way -------------------------------------------------
 
 
@@ -328,12 +300,3 @@ def test_too_few_tokens_are_refused() -> None:
 def test_layers_beyond_the_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="lie within the model"):
         diagnostic.diagnose(subject_of(decoder_of()), replace(QUICK, layers=(7,)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_real_architectures(name: str) -> None:
-    model = BY_NAME[name].build().eval()
-    subject = subject_of(model, config=ScorerConfig(layers=1, window=2), tokens=60)
-    found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,)))
-    assert float(found.table("numbers").records()[0]["value"] or 1) < 1e-5

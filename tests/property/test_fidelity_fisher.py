@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from scipy.linalg import hadamard
 from torch import Tensor, nn
 
@@ -387,9 +386,3 @@ def test_the_fisher_is_judged_by_its_interval(low: float, high: float, said: str
     conclusion = diagnostic._conclusion(Table.of("agreement", "", [record]))
     assert said in conclusion
     assert str(score) in conclusion
-
-
-def test_hypergeometric_intervals_are_scipys() -> None:
-    found = diagnostic.random_overlap(30, 0.5)
-    low, high = stats.hypergeom(30, 15, 15).interval(0.95)
-    assert (found.low, found.high) == (low / 15, high / 15)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,14 +80,6 @@ def test_normalisation_is_exact_and_keeps_signs_and_zeros():
     assert normalised(np.array([1e-300, -2e-300])).tolist() == [0.5, -1.0]
 
 
-def test_the_ends_of_the_scale_are_its_colours_and_zero_is_white():
-    assert colour_of(1.0) == pytest.approx([c / 255 for c in PLUS])
-    assert colour_of(-1.0) == pytest.approx([c / 255 for c in MINUS])
-    assert colour_of(0.0) == (1.0, 1.0, 1.0)
-    weak, strong = colour_of(0.2), colour_of(0.7)
-    assert weak[0] > strong[0]  # blue loses red
-
-
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20))
 def test_relative_colours_are_darker_the_higher_the_value(values: list[float]):
     """From white, the lowest of the response, to full colour, its highest; whatever the signs."""
@@ -102,18 +93,6 @@ def test_relative_colours_are_darker_the_higher_the_value(values: list[float]):
         assert panel.colours.max() == 1.0
         assert light[int(np.argmin(values))] == 3.0  # white
     assert ranged(np.array([])).tolist() == []
-
-
-def test_relative_colours_are_normalised_within_the_response_and_panel():
-    """The same value in two panels has another colour, as each has a lowest and a highest."""
-    one, other = (
-        Panel("x", "X", np.array(values), np.zeros(3, bool), relative=True)
-        for values in ([-4.0, 0.0, 4.0], [0.0, 4.0, 8.0])
-    )
-    assert one.colours.tolist() == other.colours.tolist() == [0.0, 0.5, 1.0]
-    assert one.scale == "light \u22124, dark 4"
-    signed = replace(one, relative=False)
-    assert signed.colours.tolist() == [-1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -131,15 +110,6 @@ def test_the_papers_two_figures_are_the_total_and_the_components(panels: str, ke
     assert figure.alt.endswith(f"in panels: {', '.join(keys)}.")
     assert "darker is higher" in figure.caption
     assert found.settings["colours"] == "relative"
-
-
-def test_a_prompt_ends_where_the_first_response_begins():
-    tokens = ["ask ", "yes", " again? ", "no"]
-    response = np.array([False, True, False, True])
-    panel = Panel("total", "Total", np.array([1.0, -2.0]), np.array([True, False]))
-    text = ValuedText(0, "row", tokens, response, (panel, panel))
-    assert text.prompt == "ask "
-    assert text.shown == ["yes", "no"]
 
 
 # --- layout --------------------------------------------------------------------------------------

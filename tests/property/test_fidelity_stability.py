@@ -11,11 +11,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken.certificate.metrics import kept
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, Row
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
+from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import per_row, stability
 from alphatoken.fidelity.intervals import Estimate, percent
@@ -25,7 +24,6 @@ from alphatoken.fidelity.resampling import NOISE, classify, keep_shares
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import values_along
 from alphatoken.scorer import Scorer
-from alphatoken.select.masks import select_top
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.tolerance import close
@@ -110,14 +108,6 @@ def test_a_weighted_sum_of_columns_is_a_scoring_against_the_resample(
     found = columns.at(np.array(weights))
     scale = float(np.abs(columns.sums).max())
     close(torch.from_numpy(found), torch.from_numpy(direct), scale, 1e-11)
-
-
-def test_rows_count_by_their_tokens() -> None:
-    """A mean of per-row means is another number: the identity is not an accident of lengths."""
-    subject = small()
-    columns = row_columns(subject, scorer_of(subject), subject.train, subject.validation)
-    by_row = (columns.sums / columns.tokens).mean(1)
-    assert np.abs(by_row - columns.whole).max() > 1e-3 * np.abs(columns.whole).max()
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -220,16 +210,6 @@ def test_a_term_that_no_row_changes_makes_decisions_sure() -> None:
     assert (classify(keep_share) != NOISE).all()
 
 
-def test_resampling_spreads_as_the_mean_does() -> None:
-    """With equal rows the bootstrap's spread is that of a mean: sd / sqrt(V)."""
-    generator = np.random.default_rng(3)
-    columns = RowColumns(generator.standard_normal((400, 25)), np.ones(25, dtype=int))
-    weights = np.random.default_rng(1).multinomial(25, np.full(25, 1 / 25), 2000)
-    spread = columns.at(weights).std(0)
-    expected = columns.sums.std(1) / 5
-    assert abs((spread / expected).mean() - 1) < 0.01
-
-
 def test_noise_falls_with_the_rows_that_are_drawn() -> None:
     columns = planted(near=60, far=20, rows=64)
     noise = [
@@ -241,26 +221,6 @@ def test_noise_falls_with_the_rows_that_are_drawn() -> None:
 
 
 # --- decisions -----------------------------------------------------------------------------------
-
-
-@given(
-    values=st.lists(st.integers(-3, 3), min_size=1, max_size=30),
-    ratio=st.sampled_from([0.05, 0.3, 0.5, 0.55, 1.0]),
-)
-@example([0, 0, 0], 0.5)
-def test_kept_is_select_top(values: list[int], ratio: float) -> None:
-    """Ties included, one ranking or several."""
-    one = np.array(values, dtype=np.float64)
-    wanted = select_top(
-        torch.from_numpy(one)[None], torch.ones(1, len(one), dtype=torch.bool), ratio
-    )[0].numpy()
-    assert np.array_equal(kept(one, ratio), wanted)
-    assert np.array_equal(kept(np.stack([one[::-1], one]), ratio)[1], wanted)
-
-
-def test_kept_refuses_what_has_no_rank() -> None:
-    with pytest.raises(NumericalError, match="not finite"):
-        kept(np.array([1.0, np.nan]), 0.5)
 
 
 def test_classes_and_words() -> None:

@@ -272,16 +272,6 @@ def test_tables_and_figures() -> None:
     assert figure.svg.startswith("<svg")
 
 
-@pytest.mark.slow
-def test_the_users_label_setting_is_named_once() -> None:
-    config = ScorerConfig(estimator="label", layers="all", parameters="all", preconditioner=None)
-    subject = subject_of(decoder_of(), train=rows_of([9] * 8), batch_size=8, config=config)
-    found = diagnostic.diagnose(subject, replace(QUICK, optimizer="sgd"))
-    assert [r["prediction"] for r in found.table("one-token").records()] == [
-        "exact, all parameters"
-    ]
-
-
 @pytest.mark.parametrize("parameters", ["", "all", "linears,*norm*"])
 def test_predictions_are_the_scorers_own(parameters: str) -> None:
     """P = 1: the user's estimator and parameters, from a scorer made by hand."""
