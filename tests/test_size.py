@@ -13,16 +13,16 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_231,
     "certificate": 1_415,
-    "cli": 4_533,
-    "corpus": 2_172,
+    "cli": 4_537,
+    "corpus": 2_170,
     "data": 2_613,
     "demo": 719,
     "direction": 4_288,
     "estimate": 2_514,
-    "fidelity": 8_740,
+    "fidelity": 6_664,
     "model": 5_799,
     "oracle": 5_091,
-    "report": 1_633,
+    "report": 1_536,
     "scoring": 1_051,
     "select": 877,
     "support": 557,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_690), ("tests", 69_352)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_688), ("tests", 68_429)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -266,8 +266,8 @@ def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     if figure.band:
         first = _series(figure, records)[0].records
         ends = (figure.x, f"{figure.band}_low", f"{figure.band}_high")
-        columns = [[float(record[name]) for record in first] for name in ends]
-        axes.fill_between(*columns, color=_INK, alpha=0.2, linewidth=0, label=figure.band)
+        x, low, high = ([float(record[name]) for record in first] for name in ends)
+        axes.fill_between(x, low, high, color=_INK, alpha=0.2, linewidth=0, label=figure.band)
 
 
 def _finish_axes(axes: Axes, figure: Figure, names: Sequence[Sequence[str]]) -> None:

@@ -251,7 +251,9 @@ def _numbers_table(own: OwnValues) -> Table:
         return bootstrap(statistic, *columns, groups=own.groups, draws=draws, seed=own.subject.seed)
 
     found: dict[str, Any] = {
-        "share of tokens with a positive value": estimate(np.mean, own.total > 0)
+        "share of tokens with a positive value": estimate(
+            lambda total: float((total > 0).mean()), own.total
+        )
     }
     if _retains(own):
         found[f"lambda that reverses {100 * _CHANGED:g} % of the decisions"] = estimate(
