@@ -403,7 +403,9 @@ class Scorer:
         # M first: its forwards on the validation set must not be taken for the observed one.
         self._follow()
         self._require_uncompiled()
-        frame = self.valuer.prepare()
+        lock = _LOCKS.setdefault(self.adapter.model, RLock())
+        with lock:  # proofs and walks move the weights
+            frame = self.valuer.prepare()
         self_only = interaction or self.config.estimator in SWITCHED
         sharding = self.scored.sharding
         with (
@@ -416,7 +418,7 @@ class Scorer:
                 recorder,
                 self_only=self_only,
                 keep_errors=interaction,
-                lock=_LOCKS.setdefault(self.adapter.model, RLock()),
+                lock=lock,
             )
             try:
                 yield observed

@@ -17,8 +17,9 @@ class TokenValues:
     """Values of response tokens; index i of every (b, t) tensor is the value of predicting token i.
 
     Positive: training on the token lowers the composite validation objective, to first order.
-    Unit: validation loss times training loss per squared weight unit; within one batch the scale
-    is common. Tensors are float32 or wider, and 0 where ``mask`` is False. What the options leave
+    Unit: validation loss times training loss per squared weight unit; within one batch the scale is
+    common. Of "walk" it is nats of training loss, and positive says that the loss falls along the
+    walk. Tensors are float32 or wider, and 0 where ``mask`` is False. What the options leave
     out (a side by ``objective``, a part by ``part``) is not computed, and is zero. If the scorer is
     asked for the total only (``components=False``), every component is None and ``balance`` empty.
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
-    ".": 1_231,
+    ".": 1_234,
     "certificate": 1_415,
     "cli": 4_537,
     "corpus": 2_170,
