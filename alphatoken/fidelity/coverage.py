@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from alphatoken.certificate import metrics
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS, WALK
 from alphatoken.fidelity.clouds import clusters_of, entropy, picture_of
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
@@ -48,7 +48,7 @@ class Options(CheckedOptions):
         ("random", "low-perplexity", "direct", "alphatoken", "label"),
         "what selects: random, low-perplexity (lowest token loss), high-perplexity, "
         "or an estimator",
-        choices=(*POLICIES, *ESTIMATORS),
+        choices=(*POLICIES, *ESTIMATORS, WALK),
     )
     clusters: int = option(12, "k-means clusters of all candidates' embeddings", least=2)
     points: int = option(1500, "most kept tokens drawn in the picture; numbers use all", least=16)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS, WALK
 from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
@@ -52,7 +52,7 @@ class Options(CheckedOptions):
     against: str = option(
         "label",
         "the estimator whose total is shown beside, or none",
-        choices=(*ESTIMATORS, "none"),
+        choices=(*ESTIMATORS, WALK, "none"),
     )
     colours: str = option(
         "signed",

@@ -20,7 +20,7 @@ from alphatoken.certificate.metrics import kept
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import norms
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.estimators import ESTIMATORS, WALK
 from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
@@ -47,7 +47,7 @@ class Options(CheckedOptions):
     """Values of the settings; the run's own are always added."""
 
     estimators: tuple[str, ...] = option(
-        ESTIMATORS, "estimators that are compared", choices=ESTIMATORS
+        ESTIMATORS, "estimators that are compared", choices=(*ESTIMATORS, WALK)
     )
     layers: tuple[int, ...] = option(
         (),

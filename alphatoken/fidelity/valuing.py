@@ -14,7 +14,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.estimate.columns import Side, contract_columns
-from alphatoken.estimate.estimators import SPLIT
+from alphatoken.estimate.estimators import SPLIT, WALK
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.token_values import assign_columns
 from alphatoken.fidelity.subject import Subject
@@ -33,7 +33,12 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
     Raises:
         ConfigError: no such estimator.
     """
+    if estimator == WALK:
+        names = ("walk_steps", "walk_learning_rate", "walk_refresh")
+        return ScorerConfig(WALK, **{name: getattr(config, name) for name in names})
     changes: dict[str, Any] = {"estimator": estimator, "curvature": False}
+    if config.estimator == WALK:
+        changes |= {"walk_steps": 24, "walk_learning_rate": None, "walk_refresh": 0}
     if estimator != "label":
         changes["derivative"] = "auto"
     if estimator not in SPLIT or (estimator == "direct" and config.part == "causal"):
@@ -76,7 +81,7 @@ def scorer_for(
     scorer = Scorer(
         subject.model if model is None else model,
         subject.batches(subject.validation if rows is None else rows),
-        retention,
+        None if config.estimator == WALK else retention,
         config,
     )
     scorer.warn = False  # a diagnosis says itself which side decides

@@ -1,4 +1,4 @@
-"""Values along a walk inside trainers: what they are, when a walk is new, after a resume."""
+"""Values along a walk in trainers and diagnostics: what they are, when new, after a resume."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from alphatoken import ScorerConfig
 from alphatoken.errors import ConfigError
+from alphatoken.fidelity import registry
+from alphatoken.fidelity.valuing import with_estimator
 from alphatoken.oracle import walk as oracle
 from alphatoken.scoring.observed import Observed
 from alphatoken.train.policies.trained_weights import copied
+from tests.integration import subjects
 from tests.integration import tiny_training as tiny
 
 WALK = {
@@ -142,3 +146,32 @@ def test_what_has_no_meaning_is_refused_before_work(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         tiny.sft(tmp_path, **{**WALK, **more})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("heatmap", {"against": "walk"}),
+        pytest.param("coverage", {"policies": ("random", "walk")}, marks=pytest.mark.slow),
+        pytest.param(
+            "sensitivity",
+            {"estimators": ("label", "walk"), "layers": (1,), "windows": (4,)},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_diagnostics_take_walk_values_beside_others(name: str, options: dict[str, Any]) -> None:
+    """Of any subject; what the others were told and a walk cannot use falls away."""
+    module = registry.find(name).load()
+    found = module.diagnose(subjects.subject(train_rows=4), module.Options(**options))
+    assert any("walk" in str(table) for table in (*found.tables, *found.figures))
+
+
+def test_settings_of_a_walk_and_of_others_do_not_mix() -> None:
+    """From a walk to another estimator and back."""
+    own = ScorerConfig("label", layers=1, parameters="all", derivative="central")
+    walk = with_estimator(own, "walk")
+    assert walk == ScorerConfig("walk")
+    longer = ScorerConfig("walk", walk_steps=3, walk_learning_rate=1e-3)
+    assert with_estimator(longer, "walk") == longer
+    assert with_estimator(longer, "direct") == ScorerConfig("direct")
