@@ -22,7 +22,7 @@ READY_CARD := $(CARD)/.ready
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help demo models models-if-reachable test test-all fast slow property integration card \
-	coverage lint format types types-tests imports docs tutorials bench gpu gpu-wheels mutants random nightly lock clean
+	coverage lint format types types-tests imports docs tutorials bench gpu gpu-wheels random nightly lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -39,7 +39,6 @@ help:
 	@echo "make gpu          values, a training run and the targets on one CUDA GPU, no network;"
 	@echo "                  make gpu-wheels fetches into wheels/ what such a machine may lack"
 	@echo "make random       property tests on 4 new examples each; SEED=... repeats a run"
-	@echo "make mutants      draw operator mutants and hunt them; hours, and it can be stopped"
 	@echo "make nightly      5,000 examples a property, hundreds of killed runs, more cases of slow tests"
 	@echo "make lock         versions for continuous integration, anew: writes .ci/lock.txt"
 	@echo "make format       ruff, rewriting files"
@@ -177,18 +176,11 @@ gpu:
 gpu-wheels: $(READY)
 	$(RUN) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(GPU_PYTHON)
 
-mutants: $(READY)
-	@echo "== mutants: sampled over the syntax trees; goes on where it was stopped"
-	$(RUN) -m tests.sampled measure
-	$(RUN) -m tests.sampled run --room core --count 150
-	$(RUN) -m tests.sampled run --room train --count 60
-	$(RUN) -m tests.sampled publish
-
 nightly: $(READY)
 	@echo "== nightly: make nightly SEED=$(SEED) repeats the properties' examples"
 	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) tests/property --timeout 0 \
 		--hypothesis-seed=$(SEED)
-	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) -m slow tests/integration
+	HYPOTHESIS_PROFILE=nightly $(RUN) $(PYTEST) -m slow tests/integration tests/lab tests/benchmarks
 
 # Needs uv (python3 -m pip install uv).
 lock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import subprocess
 import sys
 import time
@@ -15,11 +14,10 @@ import pytest
 import torch
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.errors import DataError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.support import machine
 from alphatoken.support.machine import timed
-from benchmarks import exponent, measure, results, run, targets
+from benchmarks import exponent, measure, results, targets
 from benchmarks.models import Size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,45 +64,6 @@ def test_the_command_measures_one_case_and_keeps_the_others(tmp_path: Path) -> N
     assert len(kept["ratios"]) == 4  # of what this run measured
 
 
-@pytest.mark.slow
-def test_an_interrupt_leaves_the_finished_cases(tmp_path: Path) -> None:
-    words = command("projected_vs_gram", "score_peak_memory", "--quick", "--out", str(tmp_path))
-    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    file = tmp_path / "results.json"
-    end = time.monotonic() + 60
-    while not file.exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
-    assert process.poll() is None, process.stderr and process.stderr.read().decode()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors.decode()
-    assert "finished cases are written" in errors.decode()
-    names = {one["name"] for one in results.load(file)}
-    assert names == {"projected_vs_gram", "projected_vs_gram_built"}
-    assert not list(tmp_path.glob(".*.tmp"))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["no_such_case"], "invalid choice"),
-        (["--quick"], "would replace real ones"),
-    ],
-)
-def test_bad_arguments_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run.main(words)
-    assert message in capsys.readouterr().err
-
-
-def test_the_default_run_is_the_targets() -> None:
-    assert run.chosen([]) == [case for case in run.CASES if case.target]
-    assert [case.name for case in run.chosen(["peer_time"])] == ["peer_time"]
-    assert len({case.name for case in run.CASES}) == len(run.CASES)
-
-
 # --- rows ----------------------------------------------------------------------------------------
 
 
@@ -131,16 +90,6 @@ def test_a_row_is_judged_by_its_target(
 ) -> None:
     judged = row(name, ratio, **more)
     assert (judged["target"], judged["met"]) == (target, met)
-
-
-def test_a_file_that_cannot_be_written_is_an_error_and_the_old_one_stays(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    results.write(file, [row("a")])
-    blocked = tmp_path / "folder.json"
-    blocked.mkdir()
-    with pytest.raises(DataError, match="could not be written"):
-        results.write(blocked, [row("b")])
-    assert [one["name"] for one in results.load(file)] == ["a"]
 
 
 def test_committed_results_hold_every_promise() -> None:

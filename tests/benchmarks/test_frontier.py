@@ -20,7 +20,6 @@ from alphatoken.data import Example, Row
 from alphatoken.data.rows import Turn
 from alphatoken.errors import ModelError, NumericalError
 from alphatoken.model.batch import read_batch
-from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
 from benchmarks.floors import Shape
@@ -29,7 +28,6 @@ from benchmarks.frontier import measure as measuring
 from benchmarks.frontier.__main__ import main
 from benchmarks.frontier.chosen import chosen
 from benchmarks.frontier.draws import Draw, Model
-from benchmarks.frontier.figures import worth
 from benchmarks.frontier.measure import Shares, measure
 from benchmarks.frontier.parts import part_names, part_values
 from benchmarks.frontier.price import Scope, flops_of
@@ -199,29 +197,6 @@ def test_a_setting_is_what_the_scorer_says(name: str, config: ScorerConfig) -> N
     np.testing.assert_allclose(found, scored(model, config), rtol=1e-6, atol=1e-9)
 
 
-def test_the_options_that_the_page_names_give_what_it_ranks() -> None:
-    """Of every setting that the scorer's options can name; a reader types them as they stand."""
-    model = llama(tied=True)
-    shares = shares_of(model)
-    depth = model.config.num_hidden_layers
-    tried = 0
-    for setting in settings_by_name().values():
-        words = dict(word.split("=") for word in setting.options(depth).split())
-        if not words:
-            continue
-        config = ScorerConfig(
-            estimator=setting.scope.estimator,
-            layers=read_layers(words.get("layers", "3")),
-            parameters=words.get("parameters", "linears"),
-        )
-        found = scored(model, config)
-        np.testing.assert_allclose(
-            setting.values(shares), found, rtol=1e-6, atol=1e-9, err_msg=setting.name
-        )
-        tried += 1
-    assert tried > 20
-
-
 def test_adams_truth_is_the_scorers_with_the_full_preconditioner() -> None:
     model = llama(tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -250,16 +225,6 @@ def test_parts_that_do_not_sum_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(measuring, "part_values", off)
     with pytest.raises(NumericalError, match="do not sum"):
         shares_of(llama(tied=True))
-
-
-def test_a_draw_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    shares = shares_of(llama(tied=True))
-    shares.save(tmp_path / "a.npz")
-    back = Shares.load(tmp_path / "a.npz")
-    assert back.facts == shares.facts
-    assert back.columns.keys() == shares.columns.keys()
-    for name, column in shares.columns.items():
-        np.testing.assert_array_equal(back.columns[name], column)
 
 
 # --- prices --------------------------------------------------------------------------------------
@@ -348,29 +313,7 @@ def test_agreement_is_within_draws_and_its_interval_over_rows() -> None:
     assert wide.low < wide.value < wide.high
 
 
-def test_only_what_ranks_better_is_worth_its_price() -> None:
-    found = [
-        {"name": name, "price": price, "spearman": [rank, 0.0, 1.0]}
-        for name, price, rank in (
-            ("dear", 0.9, 0.8), ("cheap", 0.4, 0.5), ("hardly better", 0.5, 0.51),
-            ("dearest", 1.0, 0.7), ("better", 0.6, 0.6),
-        )
-    ]  # fmt: skip
-    assert [one["name"] for one in worth(found)] == ["cheap", "better", "dear"]
-
-
 # --- the command ---------------------------------------------------------------------------------
-
-
-def test_a_missing_model_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path))
-    assert main(["--models", "smollm2", "--work", str(tmp_path / "work")]) == 1
-    said = capsys.readouterr().err
-    assert "SmolLM2-135M-Instruct is not there" in said
-    assert "make models" in said
-    assert not (tmp_path / "work").exists()
 
 
 def test_the_command_goes_on_where_it_was_and_writes_figures_alone(

@@ -14,15 +14,17 @@ import torch
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.oracle import gradients as oracle
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import numbers, page, wheels
+from benchmarks.gpu import numbers, page
 from benchmarks.measure import Run
 from benchmarks.models import TINY
+from tests.places import nightly
 
 pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@nightly
 def test_every_part_runs_and_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400)
@@ -76,22 +78,6 @@ def test_what_is_wrong_fails_the_kit(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert ("**Failed**: RuntimeError: no such kernel" in page.tables()) == (part is broken)
 
 
-def test_no_figures_are_replaced_by_small_ones() -> None:
-    with pytest.raises(SystemExit):
-        kit.main(["--device", "cpu"])
-    if not torch.cuda.is_available():
-        with pytest.raises(SystemExit):
-            kit.main([])
-
-
-def test_wheels_are_of_all_but_torch() -> None:
-    names = {pin.partition("==")[0] for pin in wheels.closure()}
-    assert {"transformers", "trl", "tokenizers", "huggingface-hub", "pyarrow"} <= names
-    assert not [name for name in names if "torch" in name or "nvidia" in name]
-    assert "exceptiongroup" not in names
-    assert "exceptiongroup" in wheels.closure(("pytest",), python="3.10")
-
-
 def test_the_reference_is_float64_throughout() -> None:
     """Its label values agree with per-token autograd to 1e-12: no norm casts to float32 inside."""
     batch, config = TINY.batch(), ScorerConfig(estimator="label")
@@ -106,24 +92,3 @@ def test_the_reference_is_float64_throughout() -> None:
         truth = oracle.label_values(model, scorer.adapter.forward, batch, direction)
         errors[name] = float((values.total - truth).abs().max() / truth.abs().max())
     assert errors["exact"] < 1e-12 < errors["cast"]
-
-
-def test_a_fault_of_the_device_is_no_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a kernel that is not there is passed over."""
-    whole = numbers._values
-
-    def values(model: Any, *rest: Any) -> Any:
-        if next(model.parameters()).dtype != torch.float64:
-            raise RuntimeError(said)
-        return whole(model, *rest)
-
-    monkeypatch.setattr(numbers, "_values", values)
-    run = Run(torch.device("cpu"), quick=True)
-    texts = {
-        "Expected all tensors to be on the same device": False,
-        "No available kernel. Aborting execution.": None,
-        "": False,
-    }
-    for said, of_flash in texts.items():  # noqa: B007 (what values() above says)
-        rows = {row["kernel"]: row["ok"] for row in numbers.numbers(run)}
-        assert rows == {"math": False, "flash": of_flash}

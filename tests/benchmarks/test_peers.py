@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from alphatoken.errors import ConfigError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
 from benchmarks.measure import Run
@@ -177,11 +176,6 @@ def test_validation_gradient_of_peers_is_the_oracles():
         assert relative_error(found, wanted[name]) < 1e-12
 
 
-def test_an_unknown_estimand_is_refused():
-    with pytest.raises(ConfigError, match="label, path, sample"):
-        Peer("x", "x", "diagonal", per_token_autograd)
-
-
 # --- rows ----------------------------------------------------------------------------------------
 
 
@@ -215,24 +209,6 @@ def test_rows_of_peers_that_run_fail_or_are_missing(monkeypatch, capsys):
     assert "agrees with ours" in timed["note"]
 
 
-def test_correlation_on_the_real_model(monkeypatch, data_dir):
-    monkeypatch.setenv("ALPHATOKEN_DATA", str(data_dir))
-    peers = (BY_NAME["gram_ghost"], BY_NAME["gram_ghost_position"])
-    monkeypatch.setattr(cases, "ALL", peers)
-    rows = list(cases.peer_correlation(RUN))
-    assert len(rows) == 4
-    assert all(row["agreement"] < 1e-4 for row in rows)
-    near = next(row for row in rows if "position" in row["name"] and "near" in row["size"])
-    assert near["ours"] > 0.8  # label over three layers ranks as over all parameters
-    assert near["other"] < 0.6  # path does not, on the model's own kind of text
-
-
-def test_correlation_without_data_says_so(monkeypatch, capsys):
-    monkeypatch.delenv("ALPHATOKEN_DATA", raising=False)
-    assert list(cases.peer_correlation(RUN)) == []
-    assert "ALPHATOKEN_DATA is not set" in capsys.readouterr().err
-
-
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -241,18 +217,3 @@ def test_peak_memory_of_a_fresh_process():
     assert 1 < fresh_mib("benchmarks.peers.child", "ours:path") < 1000
     with pytest.raises(RuntimeError, match="no_such_peer"):
         fresh_mib("benchmarks.peers.child", "no_such_peer")
-
-
-def test_rows_of_memory(monkeypatch):
-    def memory(name: str) -> float:
-        if name == "kronfluence":
-            raise RuntimeError("kronfluence: exit code 1: boom")
-        return {"ours:path": 50.0, "gram_ghost": 200.0}[name]
-
-    peers = [replace(BY_NAME[name], requires=()) for name in ("gram_ghost", "kronfluence")]
-    monkeypatch.setattr(cases, "ALL", peers)
-    monkeypatch.setattr(cases, "_peak", memory)
-    row, failed = cases.peer_memory(RUN)
-    assert (row["ours"], row["other"], row["ratio"]) == (50.0, 200.0, 0.25)
-    assert math.isnan(failed["other"])
-    assert "boom" in failed["note"]

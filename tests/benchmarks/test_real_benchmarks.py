@@ -7,16 +7,15 @@ measures them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from alphatoken.estimate.estimators import ESTIMATORS
-from benchmarks import real, real_peak, real_rows
+from benchmarks import real, real_rows
 from benchmarks.measure import Run, flops
-from benchmarks.targets import TARGETS, judged
+from benchmarks.targets import judged
 
 pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
 
@@ -75,37 +74,3 @@ def test_no_side_leaves_work_to_another(small: real.Real) -> None:
     there = [flops(side.work) for side in sides]
     back = [flops(side.work) for side in sides[::-1]][::-1]
     assert there == back == [flops(side.work) for side in sides]
-
-
-def test_a_model_that_is_not_here_is_left_out_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path))
-    assert list(real.rows_of(QUICK, real.GEMMA3)) == []
-    said = capsys.readouterr().err
-    assert said == f"# gemma-3-270m is not in {tmp_path}: left out\n"
-    assert list(real_peak.real_memory(QUICK)) == []
-
-
-def test_every_promise_on_real_models_is_of_a_row_that_is_made() -> None:
-    promised = {name for name in TARGETS if name.startswith(("smollm2_", "gemma3_"))}
-    rows = ("label_all", "observe_k3", "first_use", "peak_memory")
-    assert promised == {f"{key}_{row}" for key in real.MODELS for row in rows}
-
-
-def test_peaks_are_of_fresh_processes(small: real.Real, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A child looks its model up by key, so the folder has to bear the name that it knows.
-    folder = small.folder.parent / real.SMOLLM2.name
-    made = not folder.exists()
-    if made:
-        folder.symlink_to(small.folder, target_is_directory=True)
-    monkeypatch.setattr(real_peak, "MODELS", {"smollm2": real.SMOLLM2})
-    try:
-        found: list[dict[str, Any]] = list(real_peak.real_memory(QUICK))
-    finally:
-        if made:
-            folder.unlink()
-    assert [row["size"].split(",")[0] for row in found] == [
-        "alphatoken", "label", "label over all parameters"
-    ]  # fmt: skip
-    assert all(row["ours"] > 50 and row["other"] > 50 for row in found)  # MiB, of a process

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.data import read
-from benchmarks.selection.hypotheses import HYPOTHESES, Hypothesis, effects
+from benchmarks.selection.hypotheses import HYPOTHESES
 from benchmarks.selection.paired import difference
 from benchmarks.selection.report import in_nats
 from benchmarks.selection.rows import (
     DIRT,
     FLIPPED,
     LETTERS,
-    exchanged,
-    replaced,
     write_rows,
 )
 
@@ -77,27 +73,6 @@ def test_the_dirt_is_what_it_is_said_to_be(rows: Path) -> None:
     assert all(len(r["prompt"]) + len(r["response"]) <= LETTERS for r in clean)
 
 
-def test_another_seed_draws_other_rows(rows: Path, data_dir: Path, tmp_path: Path) -> None:
-    write_rows(tmp_path / "same")
-    write_rows(tmp_path / "other", seed=1)
-    for path in sorted(rows.glob("*.jsonl")):
-        assert path.read_bytes() == (tmp_path / "same" / path.name).read_bytes()
-    for name in ("clean", "noisy-words", "noisy-responses", "target", "validation"):
-        assert lines(rows / f"{name}.jsonl") != lines(tmp_path / "other" / f"{name}.jsonl")
-
-
-def test_exchange_and_replacement_by_hand() -> None:
-    made = [{"prompt": str(i), "response": f"w{i} x{i}\n y{i}"} for i in range(10)]
-    found, dirty = exchanged(made, 0.5, random.Random(0))
-    assert sum(dirty) == 5
-    assert [r["prompt"] for r in found] == [r["prompt"] for r in made]
-    same, marks = replaced(made, 0.0, random.Random(0))
-    assert same == made
-    assert not any(any(mark["replaced"]) for mark in marks)
-    other, _ = replaced(made, 1.0, random.Random(0))
-    assert all("\n " in row["response"] for row in other)  # white space stays
-
-
 # --- intervals ------------------------------------------------------------------------------------
 
 
@@ -135,21 +110,6 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.8 <= covered / trials <= 1.0
 
 
-def test_a_clear_gap_is_seen_and_a_shared_difficulty_is_not() -> None:
-    generator = np.random.default_rng(1)
-    hard, tokens = generator.normal(3, 2, 40), np.full(40, 30)
-    base = {s: each(hard, tokens) for s in range(3)}
-    better = {s: each(hard - 0.02 + generator.normal(0, 0.01, 40), tokens) for s in range(3)}
-    found = difference(better, base)
-    assert found is not None
-    assert found.apart
-    assert found.high < 0
-    same = {s: each(hard + generator.normal(0, 0.01, 40), tokens) for s in range(3)}
-    noise = difference(same, base)
-    assert noise is not None
-    assert abs(noise.mean) < 0.005
-
-
 def test_losses_of_pairs_are_those_of_dpo() -> None:
     found = in_nats({"margin": [0.0, 2.0, -1.0]})
     said = [-np.log(1 / (1 + np.exp(-margin))) for margin in (0.0, 2.0, -1.0)]
@@ -157,23 +117,6 @@ def test_losses_of_pairs_are_those_of_dpo() -> None:
     assert list(found["tokens"]) == [1.0, 1.0, 1.0]  # pairs count alike
     same = each([1, 2], [3, 4])
     assert in_nats(same) == same
-
-
-def test_an_option_is_set_beside_its_own_base() -> None:
-    tokens = [1, 3]
-    of = {
-        "plain": {"target": {s: each([2, 2], tokens) for s in range(3)}},
-        "option": {
-            "target": {s: each([1, 2], tokens) for s in range(3)},
-            "retention": {0: each([5, 5], tokens)},
-        },
-    }
-    tried = [Hypothesis("helps", "task", "option", "plain"), Hypothesis("?", "task", "no", "plain")]
-    (found,) = effects({"task": of}, tried)
-    assert found.hypothesis is tried[0]
-    assert found.target.mean == pytest.approx(-0.25)
-    assert found.target.seeds == 3
-    assert found.retention is None  # not measured of the base
 
 
 # --- the grids ------------------------------------------------------------------------------------
@@ -211,24 +154,6 @@ def test_every_hypothesis_is_about_methods_of_its_task(monkeypatch: pytest.Monke
         assert {(one.task, one.method), (one.task, one.base)} <= there, one
 
 
-def test_an_interval_is_of_95_in_100_and_draws_seeds() -> None:
-    """Of 27 draws of three seeds one is -0.2 throughout: 3.7 %, inside 95 % and outside 90 %."""
-    tokens, gaps = [5] * 4, [-0.2, 0.1, 0.4]
-    one = {s: each([gap] * 4, tokens) for s, gap in enumerate(gaps)}
-    found = difference(one, {s: each([0] * 4, tokens) for s in range(3)})
-    assert found is not None
-    assert (found.low, found.high) == pytest.approx((-0.2, 0.4))
-
-
-def test_drawn_rows_are_weighted_by_tokens_too() -> None:
-    tokens = [1] * 10 + [99] * 10
-    one = {s: each([1] * 10 + [0] * 10, tokens) for s in range(3)}
-    found = difference(one, {s: each([0] * 20, tokens) for s in range(3)})
-    assert found is not None
-    assert found.mean == pytest.approx(0.01)
-    assert 0 <= found.low <= found.high < 0.05
-
-
 def test_a_hypothesis_changes_no_more_than_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a base that takes values, the estimator and the rows are the base's."""
     from alphatoken_lab.commands.compare import parse
@@ -248,40 +173,6 @@ def test_a_hypothesis_changes_no_more_than_its_option(monkeypatch: pytest.Monkey
             assert estimators[0] == estimators[1], one
         for name in ("train_file", "model_name_or_path", "validation_file"):
             assert method.get(name) == base.get(name), one
-
-
-def test_files_hold_what_they_are_said_to_hold(rows: Path) -> None:
-    of = {path.stem: lines(path) for path in rows.glob("*.jsonl")}
-    prompts = {name: {row.get("prompt", row.get("text")) for row in of[name]}
-               for name in ("general", "retention", "mixed")}  # fmt: skip
-    assert not prompts["general"] & prompts["retention"]
-    known = {json.dumps(row) for row in of["mixed"]}
-    general = len(of["mixed"]) - len(of["oracle-mixed"])
-    assert general == len(of["oracle-mixed"])
-    assert {json.dumps(row) for row in of["oracle-mixed"]} <= known
-    assert of["oracle-noisy-words"] == of["oracle-clean"] == of["clean"]
-    straight = zip(of["pairs-train"], of["pairs-flipped"], strict=True)
-    assert of["oracle-pairs-flipped"] == [a for a, b in straight if a == b]
-    assert not any("<<" in row["response"] for row in of["clean"])
-
-
-def test_the_chosen_output_is_that_of_the_source(rows: Path) -> None:
-    better = {
-        (r["instruction"].strip(), r[f"output_{int(r['preference'])}"].strip())
-        for r in read("alpaca_eval/pairs.jsonl") if r["preference"] in (1, 2)
-    }  # fmt: skip
-    for name in ("train", "target", "validation", "choosing"):
-        for row in lines(rows / f"pairs-{name}.jsonl"):
-            assert (row["prompt"], row["chosen"]) in better
-
-
-def test_words_come_from_other_responses_too() -> None:
-    made = [{"prompt": str(i), "response": f"w{i} x{i} y{i}"} for i in range(10)]
-    found, _ = replaced(made, 1.0, random.Random(0))
-    own = [set(a["response"].split()) for a in made]
-    foreign = sum(w not in o for row, o in zip(found, own, strict=True)
-                  for w in row["response"].split())  # fmt: skip
-    assert foreign > 20  # of 30: a word is of its own row one time in ten
 
 
 def test_an_interval_weighs_rows_by_tokens_and_draws_seeds_too() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
 from alphatoken_lab.commands.compare import parse
 from alphatoken_lab.commands.compare_grid import read_grid
@@ -93,31 +91,6 @@ def run(folder: Path) -> None:
         write_json(place.of(name).path / "result.json", measured(cell, choosing))
 
 
-def test_a_grid_goes_on_on_another_machine(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = places / "here" / "work" / "small"
-    run(first)
-    store.synchronised(first)
-    kept = places / "results" / "small.jsonl"
-    lines = [json.loads(line) for line in kept.read_text().splitlines()]
-    cells, place = cells_in(first)
-    assert {line["cell"] for line in lines} == set(cells)
-    assert "secret" not in kept.read_text()
-    assert str(places) not in kept.read_text()
-
-    second = move(places, monkeypatch, "there")
-    store.synchronised(second)
-    cells_there, there = cells_in(second)
-    assert {s.state for s in there.status(cells_there.values()).values()} == {"done"}
-    for name in cells:
-        before, after = place.of(name).result(), there.of(name).result()
-        assert before is not None
-        assert after is not None
-        assert (after["rows"], after["details"]) == (before["rows"], before["details"])
-    text = kept.read_text()
-    store.synchronised(second)
-    assert kept.read_text() == text
-
-
 def test_a_result_of_other_settings_is_not_taken(
     places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,81 +156,3 @@ def test_no_rate_is_chosen_before_all_have_run(places: Path) -> None:
     assert 0 not in losses["noisy-words"]["random"]["target"]
     assert 1 in losses["noisy-words"]["random"]["target"]
     assert "noisy-words/random-seed0" in missing
-
-
-@pytest.mark.parametrize("name", ["LETTERS", "SIZES", "TARGET", "GENERAL", "STORIES", "DIRT"])
-def test_a_digest_is_of_the_rows_sizes(
-    places: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    cells, _ = cells_in(places / "here" / "work" / "small")
-    (cell,) = [one for one in cells.values() if one.kind == "start"][:1]
-    before = store.digest_of(cell, cells)
-    monkeypatch.setattr(store, name, {"train": 1} if name == "SIZES" else 0.123)
-    assert store.digest_of(cell, cells) != before
-
-
-def test_a_digest_of_flipped_pairs_is_of_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in store.PLACES:
-        monkeypatch.setenv(name, f"/{name}")
-    path = Path(report.__file__).with_name("pairs.yaml")
-    cells = {one.name: one for one in all_cells(read_grid(*parse(["--config", str(path)])))}
-    before = {name: store.digest_of(cell, cells) for name, cell in cells.items()}
-    monkeypatch.setattr(store, "FLIPPED", 0.7)
-    after = {name: store.digest_of(cell, cells) for name, cell in cells.items()}
-    of = {name for name, cell in cells.items() if "pairs-flipped" in json.dumps(cell.spec())}
-    assert of
-    assert {name for name in cells if before[name] != after[name]} == of
-
-
-def test_a_digest_is_of_the_models_that_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in store.PLACES:
-        monkeypatch.setenv(name, f"/{name}")
-    path = Path(report.__file__).with_name("smollm2.yaml")
-    cells = {one.name: one for one in all_cells(read_grid(*parse(["--config", str(path)])))}
-    cell = next(one for one in cells.values() if one.models)
-    (name,) = cell.models
-    other = replace(cells[name], options={**cells[name].options, "max_steps": 99})
-    assert store.digest_of(cell, cells) != store.digest_of(cell, {**cells, name: other})
-
-
-def test_a_cell_whose_model_is_needed_runs_again(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = places / "here" / "work" / "small"
-    run(first)
-    store.synchronised(first)
-    cells, there = cells_in(move(places, monkeypatch, "there"))
-    needed = [replace(one, keep_model=True) for one in cells.values() if one.seed == 2]
-    assert store.restore(needed, there, places / "results" / "small.jsonl") == 0
-    rest = [one for one in cells.values() if one.seed == 1]
-    assert store.restore(rest, there, places / "results" / "small.jsonl") == len(rest)
-
-
-def test_another_draw_has_results_and_rows_of_its_own(places: Path) -> None:
-    first = places / "here" / "work" / "small"
-    run(first)
-    store.synchronised(first)
-    other = first.with_name("small-draw1")
-    (first.with_name("rows-draw1")).mkdir()
-    before = store.os.environ["SELECTION_ROWS"]
-    for source in Path(before).iterdir():
-        (first.with_name("rows-draw1") / source.name).write_text(source.read_text())
-    grid = store.synchronised(other)
-    assert store.os.environ["SELECTION_ROWS"] == before
-    cells = store.all_cells(grid)
-    files = {one.options["train_file"] for one in cells if one.kind == "train"}
-    assert files == {str(first.with_name("rows-draw1") / "train.jsonl")}
-    place = store.GridFolder(other)
-    assert all(place.of(one).result() is None for one in cells), "results of other rows"
-
-
-def test_figures_are_kept_to_five_decimals() -> None:
-    assert store._short({"loss": [2.1234567, 3.0]}) == {"loss": [2.12346, 3]}
-
-
-def test_a_folder_of_other_settings_is_not_kept(places: Path) -> None:
-    first = places / "here" / "work" / "small"
-    run(first)
-    (places / "small.yaml").write_text(GRID.replace("max_steps: 2", "max_steps: 3"))
-    with pytest.raises(ConfigError):
-        store.synchronised(first)

@@ -132,24 +132,24 @@ MOMENTS: list[tuple[str, list[Moment]]] = [
     (
         "sft",
         [
-            Moment("on_pre_optimizer_step", 1),  # nothing is saved yet
             Moment("on_substep_end", 4),  # half a step's gradients are in
             Moment("write", 9),  # half of the second checkpoint is there
-            Moment("on_optimizer_step", 7),
         ],
     ),
-    (
-        "full",
-        [
-            Moment("write", 49),  # sealed, but not in its place
-            Moment("on_step_begin", 5),
-            Moment("on_train_end", 8),  # complete
-        ],
-    ),
-    ("dpo", [Moment("on_pre_optimizer_step", 5), Moment("write", 46)]),  # the manifest itself
-    ("totals", [Moment("on_step_begin", 4)]),  # the logs' components are in the checkpoint
+    ("dpo", [Moment("write", 46)]),  # the manifest itself
 ]
 if NIGHTLY:
+    MOMENTS += [
+        (
+            "full",
+            [
+                Moment("write", 49),  # sealed, but not in its place
+                Moment("on_step_begin", 5),
+                Moment("on_train_end", 8),  # complete
+            ],
+        ),
+        ("totals", [Moment("on_step_begin", 4)]),  # the logs' components are in the checkpoint
+    ]
     MOMENTS += [(name, [Moment("write", n)]) for name in RUNS for n in range(1, WRITES + 1)]
 
 
@@ -243,6 +243,8 @@ def test_damaged_checkpoint_does_not_exist(run: Run, how: str) -> None:
     found = latest_complete(run.out)
     assert found is not None
     assert found[0].name == "checkpoint-6"
+    if how != "altered manifest":
+        return
     trainer = run.trainer()
     with pytest.warns(UserWarning, match="passed over.*: checkpoint-8;"):
         trainer.train(resume_from_checkpoint=True)

@@ -22,6 +22,7 @@ from tests.integration.tiny_scorer import (
     printed_by,
     scorer_for,
 )
+from tests.places import nightly
 
 EACH = pytest.mark.parametrize("estimator", ["label", "path", "direct"])
 
@@ -165,6 +166,7 @@ print("equal")
 
 
 @pytest.mark.slow
+@nightly
 def test_label_observes_a_model_that_was_compiled_in_place() -> None:
     # By itself, because Dynamo cannot trace the checks of shapes that the tests put in.
     assert printed_by(OBSERVED).endswith("equal\n")

@@ -33,6 +33,7 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.support.storage import weights_digest
 from tests.integration import small_world
 from tests.integration.small_world import flags, saved_model, write_rows
+from tests.places import nightly
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -316,6 +317,7 @@ def test_rows_that_are_left_out_are_said_on_the_console(
 
 
 @pytest.mark.slow
+@nightly
 def test_without_retention_rows_fisher_says_so_and_the_others_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -565,6 +567,7 @@ def test_all_killed_in_the_middle_is_resumed(world: World, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@nightly
 def test_interrupt_says_how_to_go_on(world: World, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process, end = (

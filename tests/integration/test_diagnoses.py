@@ -19,6 +19,7 @@ from alphatoken.fidelity.per_row import row_columns
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.storage import weights_digest
 from tests.integration.subjects import RETENTION, examples, model, subject
+from tests.places import nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 
@@ -199,6 +200,7 @@ def test_a_resample_is_a_scoring_on_the_real_model() -> None:
     assert np.abs(columns.whole - wanted).max() > 1e-2 * np.abs(wanted).max()
 
 
+@nightly
 def test_with_a_reference_the_retention_term_is_in_the_values() -> None:
     moved = model()
     generator = torch.Generator().manual_seed(0)

@@ -34,21 +34,18 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]  # whichever test comes first waits for two launches
 
+POLICIES = ("policy_runs.kept", "policy_runs.attention", "policy_runs.rows")
 JOBS = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.lora_global", "trainers.empty_global", "trainers.empty_batch",
-               "trainers.sft_bf16", "trainers.sft_many", "trainers.masters",
-               "trainers.hybrid_global", "trainers.experts_global", "trainers.label_global"),
+               "trainers.sft_bf16", "trainers.masters", "trainers.hybrid_global",
+               "trainers.experts_global", "trainers.label_global", *POLICIES),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
-            "trainers.dpo_global", "trainers.sft_batch", "trainers.empty_batch",
-            "trainers.resumed", "refusals.refusals", "trainers.sft_bf16"),
-    "ddp-4": ("trainers.sft_many",),
-    "ddp-8": ("trainers.sft_many",),
+            "trainers.sft_batch", "trainers.empty_batch", "refusals.refusals", *POLICIES),
     "fsdp2": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
-              "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
-              "trainers.empty_global", "trainers.resumed", "refusals.refusals",
-              "trainers.sft_bf16", "trainers.hybrid_global", "trainers.experts_global",
-              "trainers.label_global"),
+              "trainers.dpo_global", "trainers.lora_global", "trainers.resumed",
+              "refusals.refusals", "trainers.sft_bf16", "trainers.hybrid_global",
+              "trainers.label_global", "trainers.own_weights"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
               "trainers.masters"),
     "zero2": ("values.values", "trainers.sft_global", "trainers.dpo_global",
@@ -56,9 +53,8 @@ JOBS = {
               "trainers.experts_global"),
     "zero3": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
               "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
-              "trainers.empty_global", "trainers.resumed",
-              "refusals.refusals", "trainers.sft_bf16", "trainers.masters",
-              "trainers.hybrid_global", "trainers.experts_global", "trainers.label_global"),
+              "trainers.empty_global", "trainers.resumed", "refusals.refusals",
+              "trainers.masters", "trainers.experts_global", "trainers.label_global"),
 }  # fmt: skip
 RAM = "fsdp2-ram"
 """FSDP2 with ``cpu_ram_efficient_loading``, as packaged."""
@@ -94,8 +90,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
 def with_job(name: str) -> pytest.MarkDecorator:
     layouts = [lay for lay in TWO if any(job.endswith(f".{name}") for job in JOBS[lay])]
     assert layouts
-    # What ZeRO-2 does beyond ZeRO-1 and less than ZeRO-3, and eight processes beyond four.
-    more = ("zero2", "ddp-8")
+    more = ("zero1", "zero2")  # between DDP and ZeRO-3
     marked = [pytest.param(lay, marks=nightly) if lay in more else lay for lay in layouts]
     return pytest.mark.parametrize("layout", marked)
 
@@ -184,9 +179,12 @@ def compare_global(
     assert all(rank[job]["own_forward"] for rank in ranks)
 
 
-@with_job("sft_many")
-def test_four_and_eight_processes(runs: Callable[[str], Ranks], layout: str) -> None:
-    compare_global(runs, layout, "sft_many", branches=1)
+@with_job("kept")
+def test_policies_train_as_in_one_process(runs: Callable[[str], Ranks], layout: str) -> None:
+    """Half the accumulation each: the same parameters, also divided by the step's kept tokens."""
+    one, two = runs("single")[0], runs(layout)
+    for job in ("kept", "attention", "rows"):
+        same_weights(one[job], two, job, model())
 
 
 @with_job("sft_global")
@@ -248,11 +246,16 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
         assert rank["resumed"]["equal"], rank["resumed"]["furthest"]
 
 
-def test_fsdp_as_packaged(runs: Callable[[str], Ranks], tmp_path: Path) -> None:
-    """Weights that the first process hands on: the run of one process; others are refused."""
-    found = launch(RAM, tmp_path / RAM, "trainers.own_weights", "trainers.by_name")
-    for rank in found:
+@with_job("own_weights")
+def test_weights_of_each_process_are_refused(runs: Callable[[str], Ranks], layout: str) -> None:
+    for rank in runs(layout):
         assert "the processes hold different weights" in rank["own_weights"]["refused"]
+
+
+@nightly
+def test_fsdp_as_packaged(runs: Callable[[str], Ranks], tmp_path: Path) -> None:
+    """Weights that the first process hands on: the run of one process."""
+    found = launch(RAM, tmp_path / RAM, "trainers.by_name")
     expected = runs("single")[0]["sft_global"]
     same_decisions(decided([{"by_name": expected}], "by_name"), decided(found, "by_name"))
     same_weights(expected, found, "by_name", model())

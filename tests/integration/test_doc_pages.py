@@ -176,20 +176,3 @@ def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> Non
     assert outputs
     assert all(one["output_type"] != "error" for one in outputs)
     assert all(one.get("name") != "stderr" for one in outputs)
-
-
-# --- quick start ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.smollm2
-def test_the_first_snippet_of_the_quick_start_runs_as_printed(
-    smollm2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ALPHATOKEN_MODELS", str(smollm2.parent))
-    page = (DOCS / "quickstart.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
-    assert int(names["keep"].sum()) == -(-int(names["values"].mask.sum()) // 2)
-    assert names["loss"].isfinite()
-    assert any(p.grad is not None for p in names["model"].parameters())

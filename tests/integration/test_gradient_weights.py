@@ -314,13 +314,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize(
     ("kind", "extra"),
     [
-        ("sft", {}),
-        ("sft", {"estimator": "label"}),
         ("sft", {"gradient_accumulation_steps": 2, "scoring_forward": "own"}),
-        ("sft", {"preconditioner": "full", "precondition_after": 1}),
         ("dpo", {}),
     ],
-    ids=["sft", "label", "own forward, accumulation", "full preconditioner", "dpo"],
+    ids=["own forward, accumulation", "dpo"],
 )
 def test_no_log_moves_a_weight(
     tmp_path: Path, asked: list[bool], kind: str, extra: dict[str, Any]
@@ -331,7 +328,6 @@ def test_no_log_moves_a_weight(
     logging = {
         "never": ({"logging_strategy": "no"}, 0),
         "every": ({"logging_steps": 1}, 6 * parts),
-        "third": ({"logging_steps": 3}, 2 * parts),
         "first too": ({"logging_steps": 4, "logging_first_step": True}, 2 * parts),
     }
     found = {}

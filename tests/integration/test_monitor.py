@@ -18,6 +18,7 @@ from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
 from tests.integration import tiny_training as tiny
 from tests.integration.killed_run import Run, finish
+from tests.places import nightly
 
 _COMPONENTS = ("alpha/adaptation", "alpha/stability")
 NAMES = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
@@ -263,6 +264,7 @@ def test_logs_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@nightly
 def test_logs_are_over_all_processes(tmp_path: Path) -> None:
     options = {"score_layers": "1", "max_steps": 1, "logging_steps": 1, "save_steps": 1}
     one = Run("sft", tmp_path / "one", options={**options, "per_device_train_batch_size": 4})

@@ -20,6 +20,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.report import read_values
 from alphatoken.train import AlphaSFTConfig
 from tests.integration import tiny_training as tiny
+from tests.places import nightly
 from tests.rows import jsonl
 
 PROCESS = """
@@ -93,7 +94,7 @@ def test_peak_memory_falls_by_what_is_not_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("retention", ["diagonal", "kronecker"])
+@pytest.mark.parametrize("retention", ["diagonal", pytest.param("kronecker", marks=nightly)])
 def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path: Path) -> None:
     """Weights after four steps of SFT to the bit, several micro-batches a step."""
     found = []
@@ -111,6 +112,7 @@ def test_a_run_with_its_fisher_on_disk_is_the_same_run(retention: str, tmp_path:
 
 
 @pytest.mark.slow
+@nightly
 def test_dpo_runs_with_its_fisher_on_disk(tmp_path: Path) -> None:
     found = []
     for offload in (False, True):

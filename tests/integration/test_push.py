@@ -17,6 +17,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTConfig
 from alphatoken.train.card import card_section, kept_share
 from tests.integration.tiny_training import options, sft, tokenizer
+from tests.places import nightly
 
 MARKER = "qzxjvwkq"
 """In every response; its letters in this order are in nothing else."""
@@ -108,7 +109,9 @@ def trained(folder: Path, strategy: str, **more: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("strategy", ["every_save", pytest.param("end", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["every_save", pytest.param("end", marks=(pytest.mark.slow, nightly))]
+)
 def test_nothing_of_the_training_rows_is_uploaded(tmp_path: Path, hub: Hub, strategy: str) -> None:
     folder = tmp_path / "run"
     trained(folder, strategy)

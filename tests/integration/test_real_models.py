@@ -23,6 +23,7 @@ from alphatoken.data.stdlib import code_pairs, code_rows
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import heatmap
 from alphatoken.fidelity.subject import Subject
+from tests.places import nightly
 
 pytestmark = [
     # PyTorch's own forward-mode rules are scripted when the first of them is used.
@@ -242,6 +243,7 @@ def test_one_step_of_sft(folder: Path, tokenizer: Any, rows: list[Row], tmp_path
 
 
 @pytest.mark.slow
+@nightly
 def test_one_step_of_the_plain_trainer(
     folder: Path, examples: list[Example], tmp_path: Path
 ) -> None:

@@ -33,7 +33,6 @@ from tests.integration.tiny_training import (
     tokenizer,
     weights,
 )
-from tests.places import nightly
 from tests.property.tolerance import allowed, close
 
 
@@ -82,31 +81,24 @@ def furthest(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 # --- ratio 1 --------------------------------------------------------------------------------------
 
 
-STEPS = [4, pytest.param(20, marks=(pytest.mark.slow, nightly))]
-
-
-@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("estimator", ["alphatoken", pytest.param("label", marks=pytest.mark.slow)])
-def test_ratio_one_equals_trl_bit_for_bit(
-    tmp_path: Path, peft: bool, estimator: str, steps: int
-) -> None:
+def test_ratio_one_equals_trl_bit_for_bit(tmp_path: Path, peft: bool, estimator: str) -> None:
     """Steps with accumulation, clipping and checkpointing, every one of them scored."""
-    shared = {"max_steps": steps, "gradient_accumulation_steps": 2}
+    shared = {"max_steps": 4, "gradient_accumulation_steps": 2}
     plain = sft(tmp_path / "trl", alpha=False, peft=peft, **shared)
     valued = sft(tmp_path / "alpha", peft=peft, keep_ratio=1.0, estimator=estimator, **shared)
     plain.train()
     valued.train()
     assert losses(plain) == losses(valued)
-    assert len(losses(plain)) == steps
+    assert len(losses(plain)) == 4
     expected, found = weights(plain.model), weights(valued.model)
     assert all(torch.equal(expected[n], found[n]) for n in expected)
 
 
-@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-def test_ratio_one_equals_trl_dpo(tmp_path: Path, peft: bool, steps: int) -> None:
-    shared = {"max_steps": steps, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+def test_ratio_one_equals_trl_dpo(tmp_path: Path, peft: bool) -> None:
+    shared = {"max_steps": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     plain = dpo(tmp_path / "trl", alpha=False, peft=peft, **shared)
     valued = dpo(tmp_path / "alpha", peft=peft, keep_ratio=1.0, **shared)
     plain.train()
@@ -117,9 +109,7 @@ def test_ratio_one_equals_trl_dpo(tmp_path: Path, peft: bool, steps: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:validation pairs are measured by plain DPO")
-@pytest.mark.parametrize(
-    "loss", [["sigmoid"], ["ipo"], ["hinge"], ["apo_zero"], ["sigmoid", "sft"], ["robust"]]
-)
+@pytest.mark.parametrize("loss", [["ipo"], ["apo_zero"], ["sigmoid", "sft"]])
 def test_every_preference_loss_passes_the_gate(tmp_path: Path, loss: list[str]) -> None:
     shared = {"loss_type": loss, "learning_rate": 1e-3, "label_smoothing": 0.1}
     if len(loss) > 1:
@@ -194,7 +184,6 @@ def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any)
 @pytest.mark.parametrize(
     "extra",
     [
-        {"estimator": "label", "value_parameters": "all", "retention": "none"},
         {"estimator": "label", "value_parameters": "linears,*norm*,*embed_tokens*"},
     ],
     ids=lambda extra: "-".join(map(str, extra)),
@@ -357,7 +346,7 @@ def test_flash_kernels_train_as_others_do(tmp_path: Path, estimator: str, layout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+@pytest.mark.parametrize("estimator", ["alphatoken"])
 def test_bf16_autocast(tmp_path: Path, estimator: str) -> None:
     """Ratio 1 is still TRL's step bit for bit; the values are those of float32 but for noise."""
     plain = sft(tmp_path / "trl", alpha=False, bf16=True)

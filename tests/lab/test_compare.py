@@ -20,9 +20,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from alphatoken.data import EncodeOptions, encode_rows, read_pairs, read_rows
-from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.support.storage import write_json
 from alphatoken.train.loading import load_with_tokenizer
 from alphatoken.train.policies import policy_names
 from alphatoken_lab.commands.compare import _for_processes
@@ -38,7 +36,6 @@ from alphatoken_lab.compare.harness import load_tasks, task_scores
 from alphatoken_lab.compare.launchers import PORT, LocalLauncher, SubmititLauncher
 from alphatoken_lab.compare.measures import Measures
 from alphatoken_lab.compare.methods import Method, custom_method, known_methods
-from alphatoken_lab.compare.plots import draw_cost, draw_quality, upper_limit
 from alphatoken_lab.compare.running import run_grid
 from alphatoken_lab.compare.scores import prepare
 from alphatoken_lab.compare.tables import (
@@ -46,7 +43,6 @@ from alphatoken_lab.compare.tables import (
     lines_of,
     problem_table,
     quality_table,
-    settings_text,
     to_csv,
 )
 from tests.both_programs import main
@@ -259,14 +255,6 @@ def test_an_interrupt_ends_the_cells_and_says_how_to_go_on(tmp_path: Path) -> No
     assert [one.state for one in status.values()] == ["done", "missing", "missing"]
 
 
-def test_a_model_that_is_gone_is_made_again(tmp_path: Path) -> None:
-    kept = cell("a", keep_model=True)
-    folder = GridFolder(tmp_path)
-    assert run_grid([kept], folder, quick)[kept.name].state == "done"
-    (folder.of(kept).model).rmdir()
-    assert not folder.done(kept)
-
-
 # --- devices and queues -------------------------------------------------------------------------
 
 SEEING = """
@@ -330,31 +318,12 @@ def test_a_queue_of_submitit(tmp_path: Path) -> None:
         SubmititLauncher(tmp_path, "slurm", 1)  # no sbatch here
 
 
-def test_an_interrupt_empties_the_queue(tmp_path: Path) -> None:
-    def interrupt(progress: Any) -> None:
-        if progress.done == 1:
-            raise KeyboardInterrupt
-
-    cells = [cell("a"), cell("b", "sleep")]
-    queue = SubmititLauncher(tmp_path / "queue", "local", 2)
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt, match="1 of 2 cells are done"):
-        run_grid(cells, GridFolder(tmp_path), quick, launcher=queue, progress=interrupt)
-    assert time.monotonic() - began < 40
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--devices", "0,0"], "a device is named twice"),
         (["--devices", "0,1,2", "--devices_per_cell", "2"], "cannot be dealt out evenly"),
-        (["--devices", "0,1", "--processes", "2"], "says how many cells"),
-        (["--devices_per_cell", "2"], "needs the devices"),
-        (["--queue", "timeout_min=3"], "--queue is of --launcher slurm"),
         (["--launcher", "slurm", "--devices", "0"], "a queue gives devices itself"),
-        (["--launcher", "submitit-local", "--queue", "five"], "NAME=VALUE"),
         (["--devices", "0,1,2", "--devices_per_cell", "3"], "global batch .* cannot be kept"),
-        (["--processes", "0"], "at least 1"),
     ],
 )
 def test_devices_that_cannot_be_had_are_refused(
@@ -383,17 +352,15 @@ def test_the_global_batch_is_that_of_the_recipe() -> None:
 
 
 def test_a_cell_of_two_processes_is_a_cell_of_one(model: Path, tmp_path: Path) -> None:
-    policies = {"policies": ["standard", "alphatoken"], "modes": ["budget"]}
-    grid = grid_file(tmp_path, model, **policies)
+    grid = grid_file(tmp_path, model, policies=["alphatoken"], modes=["budget"])
     common = ["--config", str(grid), "--gradient_accumulation_steps", "2",
               "--validation_rows", "4", "--held_out_steps", "0"]  # fmt: skip
-    for name, more in (
-        ("one", []),
-        ("two", ["--devices", "0,1", "--devices_per_cell", "2"]),
-    ):
-        words = compare(*common, "--output_dir", str(tmp_path / name), *more)
-        run = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stdout + run.stderr
+    with forked_cells():
+        assert main(["compare", *common, "--output_dir", str(tmp_path / "one"), "--quiet"]) == 0
+    words = compare(*common, "--output_dir", str(tmp_path / "two"),
+                    "--devices", "0,1", "--devices_per_cell", "2")  # fmt: skip
+    run = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
     for path in sorted((tmp_path / "one").glob("small/*/result.json")):
         one = json.loads(path.read_text())
         beside = tmp_path / "two" / path.parent.relative_to(tmp_path / "one")
@@ -405,23 +372,6 @@ def test_a_cell_of_two_processes_is_a_cell_of_one(model: Path, tmp_path: Path) -
             (tmp_path / "two" / "small" / path.parent.name / "recipe.yaml").read_text()
         )
         assert recipe["gradient_accumulation_steps"] == 1
-
-
-def test_start_and_merge_are_loaded_as_trained_cells_are(model: Path, tmp_path: Path) -> None:
-    """A model that is saved in bfloat16: training at rate 0 measures what the start measures."""
-    half = tmp_path / "half"
-    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    found.save_pretrained(half)
-    make_tokenizer().save_pretrained(half)
-    grid = grid_file(tmp_path, half, policies=["start", "standard", "wise-ft"], modes=["native"])
-    words = ["--config", str(grid), "--output_dir", str(tmp_path / "out"), "--quiet"]
-    with forked_cells():
-        assert main(["compare", *words, "--learning_rate", "0.0"]) == 0
-    results = [
-        json.loads(path.read_text()) for path in (tmp_path / "out").glob("small/*/result.json")
-    ]
-    assert len(results) == 3
-    assert len({(one["target"], one["retention"]) for one in results}) == 1
 
 
 # --- which cells there are ----------------------------------------------------------------------
@@ -553,19 +503,6 @@ def test_bad_grids_are_refused_in_one_line(
     assert not list((tmp_path).glob("out/*/*"))
 
 
-def test_a_dry_run_lists_and_does_nothing(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["compare", "--recipe", "laptop-sft", "--policies", "standard", "stm", "--seeds", "4"]
-    words += ["--model_name_or_path", str(model), "--target_file", "t.jsonl", "--dry_run"]
-    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out.split()
-    assert said[1::2] == [
-        f"laptop-sft/{name}-seed4" for name in ("standard-native", "stm-native", "stm-budget")
-    ]
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.fixture
 def grid_of_tasks(model: Path, tmp_path: Path) -> list[str]:
     """Words of a grid: two of its tasks are there, and three of two kinds of cells are not."""
@@ -594,39 +531,6 @@ def test_unknown_tasks_of_all_cells_are_named_at_once(
     for name in ("tiny_choice", "gsm8k"):
         assert name not in said
     assert not list(tmp_path.glob("out/*"))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("task", ["humaneval", "own.yaml"])
-def test_tasks_that_execute_code_want_a_container_before_any_cell(
-    task: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
-    own = tmp_path / "own.yaml"
-    own.write_text("task: own\nunsafe_code: true\n")
-    task = str(own) if task == own.name else task
-    grid = grid_file(
-        tmp_path, model, tasks={"t": {"command": "sft", "measures": {"target_tasks": [task]}}}
-    )
-    assert main(["compare", "--config", str(grid), "--output_dir", str(tmp_path / "out")]) == 2
-    assert f"{task}, without --code_container" in capsys.readouterr().err
-    assert not list(tmp_path.glob("out/*"))
-
-
-def test_tasks_that_nothing_can_look_up_are_said(
-    grid_of_tasks: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dry run says that lm-eval is missing, and a run refuses before its first cell."""
-    monkeypatch.setattr("alphatoken_lab.compare.harness.find_spec", lambda _: None)
-    assert main(["compare", *grid_of_tasks, "--dry_run"]) == 0
-    said = capsys.readouterr().out
-    assert "one/start-native-seed0" in said
-    assert "not looked up: tasks tiny_choice, first_wrong, gsm8k" in said
-    assert "pip install 'alphatoken-lab[eval]'" in said
-    assert main(["compare", *grid_of_tasks]) == 2
-    assert "lm-eval, which is not installed" in capsys.readouterr().err
 
 
 # --- what is measured ---------------------------------------------------------------------------
@@ -801,32 +705,6 @@ def record(policy: str, seed: int, target: float, **more: Any) -> dict[str, Any]
     }  # fmt: skip
 
 
-@pytest.mark.pictures
-def test_figures_of_a_task(tmp_path: Path) -> None:
-    """The same bytes for the same numbers; what is far off stands at the edge, not on the scale."""
-    found = [
-        record(name, seed, target + seed / 100)
-        for name, target in (("start", 9.0), ("standard", 1.0), ("stm", 1.2), ("alphatoken", 1.1))
-        for seed in (0, 1)
-    ]
-    far = [*found, record("rho-1", 0, 1.15), record("xtf", 0, 500.0)]
-    for lines in (lines_of(found, "t"), lines_of(far, "t")):
-        paths = [tmp_path / f"{i}.svg" for i in range(2)]
-        assert all(draw_quality(lines, path) for path in paths)
-        assert paths[0].read_bytes() == paths[1].read_bytes()
-        assert draw_cost(lines, paths[0])
-        assert paths[0].read_text().startswith("<?xml")
-    assert upper_limit([1.0, 1.2, 1.1, 1.15, 500.0]) < 3.0
-    assert upper_limit([1.0, 1.2, 1.1, 1.15]) == 1.2
-    assert upper_limit([1.0, 500.0]) == 500.0
-    missing = [record("a", 0, 1.0, status="failed")]
-    assert not draw_quality(lines_of(missing, "t"), tmp_path / "none.svg")
-    assert not draw_cost(lines_of(missing, "t"), tmp_path / "none.svg")
-    assert not (tmp_path / "none.svg").exists()
-    one_sided = [{**r, "retention": None, "overall": None} for r in found]
-    assert draw_quality(lines_of(one_sided, "t"), tmp_path / "target.svg")
-
-
 def test_tables_rank_and_say_what_is_missing() -> None:
     found = [record("start", s, 0.5) for s in (0, 1)]
     found += [record("a", s, 1.0 + s) for s in (0, 1)] + [record("b", s, 3.0) for s in (0, 1)]
@@ -847,47 +725,3 @@ def test_tables_rank_and_say_what_is_missing() -> None:
     assert "| `t/c-native-seed1` | failed | a\\|b |" in problem_table(found)
     assert problem_table(found[:4]) == ""
     assert to_csv(found).count("\n") == len(found) + 1
-
-
-def test_scores_are_ranked_upwards_task_by_task() -> None:
-    values = {"a": 40.0, "b": 60.0, "c": 50.0}
-    found = [
-        record(n, 0, v, unit="score", **{"retention/mmlu": v, "target/code": v})
-        for n, v in values.items()
-    ]
-    head, _, a, b, c = quality_table(lines_of(found, "t")).splitlines()
-    assert head.index("mmlu ↑") < head.index("code ↑") < head.index("target ↑")
-    assert "**60.00**" in b
-    assert "<u>50.00</u>" in c
-    assert "**" not in a.replace("**2.000**", "")
-
-
-def test_tables_say_the_shots_and_the_template() -> None:
-    how = {"shots": "5", "chat_template": False, "metric": "acc", "questions": 20}
-    judged = {"opponent": "gpt4.json", "judge": "endpoint of m", "judge_prompt": "p.txt",
-              "chat_template": True, "metric": "win rate", "questions": 805}  # fmt: skip
-    ways = {"retention/mmlu": how, "target/alpaca": judged}
-    values = {
-        "retention/mmlu": 40.0,
-        "target/alpaca": 50.0,
-    }
-    found = [record("a", 0, 50.0, unit="score", settings=ways, **values)]
-    head = quality_table(lines_of(found, "t")).splitlines()[0]
-    assert "mmlu (5-shot) ↑ | alpaca ↑" in head
-    assert settings_text(lines_of(found, "t")) == (
-        "`mmlu`: 5-shot, no chat template, acc, 20 questions. `alpaca`: chat template, win rate, "
-        "against gpt4.json, judge endpoint of m (prompt p.txt), 805 questions.\n"
-    )
-    other = {**ways, "retention/mmlu": {**how, "shots": "0"}}
-    mixed = [*found, record("b", 0, 50.0, unit="score", settings=other, **values)]
-    assert "mmlu (0/5-shot) ↑" in quality_table(lines_of(mixed, "t"))
-    assert "settings" not in to_csv(found)
-    assert settings_text(lines_of([record("a", 0, 1.0)], "t")) == ""
-
-
-def test_results_are_written_whole(tmp_path: Path) -> None:
-    write_json(tmp_path / "result.json", {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "result.json", {"a": object()})
-    assert json.loads((tmp_path / "result.json").read_text()) == {"a": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]

@@ -12,11 +12,8 @@ import yaml
 from tokenizers.normalizers import Lowercase
 
 from alphatoken.data import encode_rows, read_rows
-from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.loading import load_causal_model, load_with_tokenizer
-from alphatoken_lab.compare.cell import run_cell
 from alphatoken_lab.compare.evaluate import mean_response_loss
-from alphatoken_lab.compare.measures import Measures
 from tests.both_programs import main
 from tests.places import data_folder
 from tests.rows import jsonl
@@ -220,101 +217,6 @@ def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
     assert not Path(files["out"]).exists()
 
 
-@pytest.mark.parametrize("command", ["score", "filter", "sft", "compare", "paper", "diagnose"])
-def test_a_folder_that_cannot_be_written_is_said_before_any_work(
-    command: str, library_decoder: Path, files: dict[str, str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """A file stands where a folder would have to be; no model is loaded, and no cell begins."""
-    from alphatoken.train import loading
-
-    monkeypatch.setattr(loading, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
-    model = ["--model_name_or_path", str(library_decoder)]
-    rows = ["--train_file", files["rows"], "--validation_file", files["rows"]]
-    grid = tmp_path / "grid.yaml"
-    task = {"command": "sft", "measures": {"target_file": files["rows"]}}
-    content = {"model_name_or_path": "m", "policies": ["start"], "tasks": {"t": task}}
-    grid.write_text(yaml.safe_dump(content))
-    within = f"{files['rows']}/out"
-    words = {
-        "filter": [*model, *rows, "--output_file", f"{within}/kept.jsonl"],
-        "compare": ["--config", str(grid), "--output_dir", within],
-        "paper": ["ablation_rq3", "--scale", "laptop", "--output_dir", within],
-        "diagnose": ["coverage", *model, *rows, "--output_dir", within],
-    }.get(command, [*model, *rows, "--output_dir", within])
-    assert main([command, *words]) in (1, 2)
-    error = capsys.readouterr().err
-    said = "of --output_file is not there" if command == "filter" else "folder cannot be written"
-    assert said in error
-    assert len([line for line in error.splitlines() if not line.startswith("note: ")]) == 1
-
-
-def test_an_adapter_without_its_base_is_refused(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "lora"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere/base"}')
-    assert main(["evaluate", str(folder), "--target_file", files["rows"]]) == 2
-    assert "--model_name_or_path BASE --adapter" in capsys.readouterr().err
-
-
-def test_measures_of_a_file_and_words_over_it(
-    library_decoder: Path, files: dict[str, str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setenv("MY_ROWS", files["rows"])
-    one = {"questions": files["questions"], "opponent": files["stored"]}
-    judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
-    content = {"measures": {"target_file": "$MY_ROWS", "judge_sets": {"a": one}, "judge": judge}}
-    path = tmp_path / "measures.yaml"
-    path.write_text(yaml.safe_dump(content))
-    words = ["evaluate", str(library_decoder), "--measures", str(path), "--dry_run"]
-    assert main([*words, "--task_limit", "1", "--output_dir", files["out"]]) == 0
-    said = capsys.readouterr().out
-    assert f"target_file: {files['rows']}" in said
-    assert "judge set a: against stored.jsonl, 1 questions" in said
-    path.write_text(yaml.safe_dump({"target_fiel": "x"}))
-    assert main(words) == 2
-    assert "did you mean target_file" in capsys.readouterr().err
-
-
-def test_a_cell_reads_what_it_measures_before_it_trains(
-    files: dict[str, str], tmp_path: Path
-) -> None:
-    never = lambda *_, **__: pytest.fail("work was done")  # noqa: E731
-    judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
-    for measures, said in (
-        (Measures(target_file=files["broken"]), "broken JSON line"),
-        (Measures(target_file=files["rows"], choosing_file=files["mixed"]), "no response field"),
-        (
-            Measures(
-                judge_sets={"a": {"questions": files["questions"], "opponent": files["others"]}},
-                judge=judge,
-            ),
-            "stored answers are to other questions",
-        ),
-    ):
-        spec = {"kind": "train", "command": "sft", "resolved": {}, "measures": measures.spec()}
-        (tmp_path / "cell.json").write_text(json.dumps(spec))
-        with pytest.raises(AlphaTokenError, match=said):
-            run_cell(tmp_path, never, never)
-
-
-def test_a_grid_reads_its_judge_sets_before_any_cell(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sets = {"a": {"questions": files["questions"], "opponent": files["others"]}}
-    judge = {"kind": "endpoint", "url": "http://h/v1", "model": "m"}
-    task = {"command": "sft", "measures": {"judge_sets": sets, "judge": judge}}
-    grid = tmp_path / "grid.yaml"
-    content = {"model_name_or_path": "m", "policies": ["start"], "tasks": {"t": task}}
-    grid.write_text(yaml.safe_dump(content))
-    assert main(["compare", "--config", str(grid), "--output_dir", files["out"]]) == 2
-    assert "stored answers are to other questions" in capsys.readouterr().err
-    assert not list(Path(files["out"]).glob("*/*"))
-
-
 def test_a_grid_reads_the_rows_that_it_measures_before_any_cell(
     files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,19 +228,6 @@ def test_a_grid_reads_the_rows_that_it_measures_before_any_cell(
         assert main(["compare", "--config", str(grid), "--output_dir", files["out"]]) == 2
         assert said in capsys.readouterr().err
         assert not list(Path(files["out"]).glob("*/*"))
-
-
-def test_cells_measured_before_there_were_shots_stay_valid() -> None:
-    """What a cell's folder says of its measures: the fields of then, and new ones where used."""
-    old = {
-        "target_file": "t", "choosing_file": None, "retention_file": None, "target_tasks": (),
-        "retention_tasks": ("mmlu",), "task_path": None, "task_limit": None,
-        "questions_file": None, "judge": None, "max_new_tokens": 256, "max_length": None,
-        "batch_size": 16, "chat": True,
-    }  # fmt: skip
-    assert Measures(target_file="t", retention_tasks=["mmlu"]).spec() == old
-    said = Measures(target_file="t", retention_tasks=["mmlu"], shots={"mmlu": 0}).spec()
-    assert said == {**old, "shots": {"mmlu": 0}}
 
 
 # --- with lm-eval -------------------------------------------------------------------------------
@@ -404,22 +293,3 @@ def test_smollm2_on_questions_of_the_benchmarks(
     assert "5-shot, chat template, acc, 2 questions" in table
     for mean in ("General Avg.", "Preference Avg.", "Overall"):
         assert f"| **{mean}** |" in table
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_unknown_tasks_are_refused_before_the_model_is_loaded(
-    library_decoder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
-    from alphatoken_lab.commands import evaluate_run
-
-    monkeypatch.setattr(evaluate_run, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
-    for task in ("no_such_task", "no.yaml"):
-        assert main(["evaluate", str(library_decoder), "--tasks", task]) == 2
-        assert f"knows no such task. Got: {task}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="knows no such task"):
-        main(["evaluate", str(library_decoder), "--tasks", "no_such_task", "--traceback"])

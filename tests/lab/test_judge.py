@@ -23,7 +23,7 @@ from alphatoken_lab.compare.judge import (
     preferences,
     win_rate,
 )
-from alphatoken_lab.compare.judge_prompt import OWN, read_judge_prompt
+from alphatoken_lab.compare.judge_prompt import read_judge_prompt
 from alphatoken_lab.compare.measures import Measures, Score
 from alphatoken_lab.compare.opponents import Question, read_questions, stored_answers
 from tests.rows import jsonl
@@ -116,12 +116,6 @@ def test_errors_of_the_server_are_tried_again_and_others_are_not(endpoint: Any) 
     endpoint.replies += [(200, "I cannot say")]
     with pytest.raises(DataError, match="did not say A, B or T"):
         judge("q", "good", "bad")
-
-
-def test_nobody_answers(endpoint: Any) -> None:
-    judge = EndpointJudge("http://127.0.0.1:9/v1", "m", tries=2, pause=0.01)
-    with pytest.raises(DataError, match="does not answer"):
-        judge("q", "a", "b")
 
 
 def test_settings_are_checked() -> None:
@@ -247,28 +241,6 @@ def test_stored_answers_of_every_layout(layout: str, as_list: bool, tmp_path: Pa
     assert stored_answers(answers, read_questions(questions, 1)) == [f"to {TEXTS[0]}"]
 
 
-def test_questions_of_one_text_are_told_apart_by_their_numbers(tmp_path: Path) -> None:
-    """The number goes before the text: two rows may ask the same."""
-    place = tmp_path / "answers.jsonl"
-    stored = [{"uid": f"u{i}", "prompt": TEXTS[0], "output": f"answer {i}"} for i in (1, 0)]
-    place.write_text("".join(json.dumps(row) + "\n" for row in stored))
-    questions = [Question(TEXTS[0], f"u{i}") for i in range(2)]
-    assert stored_answers(place, questions) == ["answer 0", "answer 1"]
-
-
-def test_of_several_turns_the_first_is_asked_and_answered(tmp_path: Path) -> None:
-    said = [("user", "hello?"), ("assistant", "hi"), ("user", "and now?"), ("assistant", "bye")]
-    chat = [{"role": role, "content": text} for role, text in said]
-    asked_of: list[dict[str, Any]] = [{"turns": ["first?", "second?"]}, {"messages": chat}]
-    questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
-    questions.write_text("".join(json.dumps(row) + "\n" for row in asked_of))
-    stored = [{**asked_of[0], "choices": [{"turns": ["one", "two"]}]}, asked_of[1]]
-    answers.write_text("".join(json.dumps(row) + "\n" for row in stored))
-    found = read_questions(questions)
-    assert [one.text for one in found] == ["first?", "hello?"]
-    assert stored_answers(answers, found) == ["one", "hi"]
-
-
 def test_means_are_of_all_scores_of_a_part() -> None:
     scores = {
         "target": {"a": Score(40.0, {}), "b": Score(60.0, {})},
@@ -278,14 +250,6 @@ def test_means_are_of_all_scores_of_a_part() -> None:
         "target": 50.0, "retention": 30.0, "overall": 40.0, "unit": "score",
         "retention_unit": "score",
     }  # fmt: skip
-
-
-def test_a_letter_is_a_word_of_its_own() -> None:
-    for said, wanted in (("B", 0.0), (" **A**.", 1.0), ("Answer b is", 0.0), ("t", 0.5)):
-        assert OWN.preference(chosen(said)) == wanted
-    for said in ("Both are good", "Actually B", "The second"):
-        with pytest.raises(DataError, match="did not say A, B or T"):
-            OWN.preference(chosen(said))
 
 
 def test_stored_answers_to_other_questions_are_refused(tmp_path: Path) -> None:

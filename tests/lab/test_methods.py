@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall
 from alphatoken.select.masks import keep_count
 from alphatoken.train.fused_head import top_entropy
-from alphatoken.train.policies import find_policy, policy, policy_names
+from alphatoken.train.policies import policy
 from alphatoken.train.policies.standard import Random
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.sft import padded_batch
@@ -29,14 +28,9 @@ from alphatoken_lab.methods.flow import Flow
 from alphatoken_lab.methods.rho_1 import Rho1
 from alphatoken_lab.methods.sstoken import SsToken, prompt_attention
 from alphatoken_lab.methods.talr import TALR
-from tests.both_programs import main
 from tests.integration import tiny_training as tiny
 from tests.property.test_policies import batch, on_tokens
 
-NAMES = (
-    "standard", "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken",
-    "rho-1", "flow", "talr", "dft", "eaft", "cft", "dpo", "confpo", "sepo", "ti-dpo",
-)  # fmt: skip
 SIDES = ("left", "right")
 
 
@@ -335,18 +329,6 @@ def test_later_prompts_count_in_sstoken() -> None:
     assert found[[1, 4, 5]].tolist() == pytest.approx([1 / 2, 3 / 5, 3 / 6])
 
 
-def test_names_in_order() -> None:
-    assert {*policy_names()} == {*NAMES}
-    assert policy_names()[0] == "standard"
-    for name in NAMES:
-        kind = find_policy(name)
-        assert kind.name == name
-        assert kind.direction
-        assert kind.source
-        assert kind.family in ("sft", "preference", "both")
-        assert kind.published_loss in ("cross_entropy", "dpo", "simpo")
-
-
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -367,19 +349,3 @@ def test_names_in_order() -> None:
 def test_bad_input(call: Any, match: str) -> None:
     with pytest.raises(AlphaTokenError, match=match):
         call()
-
-
-def test_list_of_policies(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["policies"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines[1 : 1 + len(NAMES)]} == {*NAMES}
-    assert main(["policies", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {entry["name"] for entry in found} == {*NAMES}
-    assert all(entry["about"] for entry in found)
-    assert main(["policies", "talr"]) == 0
-    text = capsys.readouterr().out
-    assert "p_t^(1/tau)" in text
-    assert "tau='sequence_median'" in text
-    assert main(["policies", "nonesuch"]) == 2
-    assert "no such policy" in capsys.readouterr().err

@@ -6,9 +6,9 @@ import csv
 import io
 import json
 import math
-import os
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
 from alphatoken.train.selecting import selecting
 from alphatoken_lab.commands.compare import parse as parse_compare
@@ -31,7 +31,7 @@ from alphatoken_lab.paper.rows import OTHER, SIZES, write_rows
 from tests.both_programs import main
 from tests.integration.library_decoder import make_tokenizer
 from tests.lab.forked_cells import forked_cells
-from tests.rows import jsonl
+from tests.places import nightly
 
 LABELS = {
     "tab:main_rq1_sft", "tab:main_rq1_dpo", "tab:ablation_rq3", "tab:app:fisher_structure",
@@ -46,6 +46,20 @@ LABELS = {
 
 RUN = [exhibit for exhibit in every() if exhibit.kind != "none"]
 NAMES = [exhibit.label for exhibit in RUN]
+SMALL = (
+    "tab:ablation_rq3", "tab:main_rq1_dpo", "tab:main_rq1_sft", "fig:component_attribution",
+    "tab:magicoder_forgetting_gemma4b", "tab:runtime_sft", "fig:fisher_proxy_fidelity",
+    "fig:app:representation_stability", "fig:app:token_tsne", "fig:app:vp_fidelity",
+)  # fmt: skip
+"""Each method and each kind of exhibit once; the others' cells differ in numbers alone."""
+PLANNED = ("tab:ablation_rq3", "tab:main_rq1_dpo", "tab:main_rq1_sft", "fig:app:vp_fidelity")
+
+
+def cases(first: Sequence[str]) -> list[Any]:
+    """Exhibits; those that are not among the first are of the nightly profile."""
+    return [
+        pytest.param(one, id=one.label, marks=() if one.label in first else nightly) for one in RUN
+    ]
 
 
 def work(exhibit: Exhibit, scale: str, folder: Path, *more: str, **options: Any) -> Work:
@@ -85,15 +99,6 @@ def test_an_exhibit_says_what_it_shows(exhibit: Exhibit, tmp_path: Path) -> None
     assert exhibit.kind == "figure" or counts == {len(exhibit.columns["full"])}
 
 
-NAMED = {
-    "Pre-trained": "start", "Base": "start", "Standard FT": "standard", "Full AlphaToken":
-    "alphatoken", "Top-ρ": "alphatoken", "Random-ρ": "random", "Bottom-ρ": "bottom",
-    "No Fisher proxy": "adaptation-only", "Diagonal Fisher": "alphatoken",
-    "Kronecker Fisher": "kronecker", "Shared τ_ρ for y⁺/y⁻": "shared-threshold",
-    "Masked DPO logit": "masked-logit",
-}  # fmt: skip
-"""Rows that are not called as their methods are."""
-
 SETTINGS = {
     "ρ": ("keep_ratio",), "λ": ("stability_weight",), "W": ("window",), "layers": ("score_layers",),
     "B_val": ("validation_rows", "validation_batch_size"), "β": ("beta",),
@@ -112,16 +117,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bottom": {"policy": "bottom"},
 }
 """How variants differ from AlphaToken, and in nothing else."""
-
-
-@pytest.mark.parametrize("exhibit", [one for one in RUN if one.groups], ids=lambda one: one.name)
-def test_a_row_is_made_by_the_method_that_it_names(exhibit: Exhibit) -> None:
-    """Settings are numbers, which the next test compares."""
-    for group in exhibit.groups:
-        for line in group.lines:
-            if group.title.split()[-1] not in SETTINGS:
-                known = line.name.partition(" (")[0]
-                assert NAMED.get(known, known.lower().replace(" ", "-")) == line.method
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -168,12 +163,6 @@ def test_a_table_is_of_three_seeds_and_a_diagnosed_figure_of_one(tmp_path: Path)
         for scale in SCALES:
             found = {c.seed for c in work(exhibit, scale, tmp_path).cells if c.measures is not None}
             assert found == ({0, 1, 2} if exhibit.groups else {0}), exhibit.label
-
-
-def test_reading_a_grid_leaves_the_environment(tmp_path: Path) -> None:
-    before = dict(os.environ)
-    assert work(find("ablation_rq3"), "laptop", tmp_path).grid.tasks
-    assert dict(os.environ) == before
 
 
 def test_the_paper_s_means_are_means_of_what_it_prints() -> None:
@@ -227,7 +216,7 @@ def test_models_needed_first_are_cells(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exhibit", RUN, ids=NAMES)
+@pytest.mark.parametrize("exhibit", cases(PLANNED))
 def test_a_dry_run_at_full_scale_works_offline(
     exhibit: Exhibit, no_network: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,44 +262,6 @@ def test_what_is_missing_is_said_before_anything_runs(
     assert "nowhere" in said
     assert "make models" in said
     assert not list(tmp_path.glob("out/*/*/laptop"))
-
-
-@pytest.mark.slow  # the index of lm-eval's tasks
-@pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
-def test_a_dry_run_looks_up_the_tasks_of_its_cells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
-    from alphatoken_lab.compare import harness
-
-    words = ["paper", "metamathqa-gemma4b", "--output_dir", str(tmp_path), "--dry_run"]
-    assert main(words) == 0
-    capsys.readouterr()
-    known = set(harness._index(None))
-    monkeypatch.setattr(harness, "_index", lambda _: known - {"gsm8k", "mmlu"})
-    assert main(words) == 2
-    assert "no such task. Got: gsm8k, mmlu." in capsys.readouterr().err
-    monkeypatch.setattr(harness, "find_spec", lambda _: None)
-    assert main(words) == 0
-    assert "not looked up: tasks gsm8k, arc_challenge" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["tab:main_rq2"], "no such table or figure"),
-        ([], "comes first"),
-        (["ablation_rq3", "--scale", "desktop"], "desktop"),
-        (["fig:framework", "--dry_run"], None),
-    ],
-)
-def test_names(words: list[str], said: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["paper", *words])
-    text = capsys.readouterr()
-    assert status == (0 if said is None else 2)
-    assert (said or "Nothing is run") in text.out + text.err
 
 
 # --- grids --------------------------------------------------------------------------------------
@@ -389,20 +340,6 @@ def test_no_two_files_share_a_row(family: str, tmp_path: Path) -> None:
     assert set(SIZES[family]) <= {path.stem for path in (tmp_path / "rows").glob("*.jsonl")}
 
 
-def test_rows_of_the_users_own_files(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.jsonl"
-    rows = [{"question": f"What is {i}?", "answer": f"{i}, no more."} for i in range(260)]
-    jsonl(mine, rows)
-    write_rows(tmp_path / "rows", "metamath", {"train": mine, "target": mine})
-    train = (tmp_path / "rows" / "train.jsonl").read_text().splitlines()
-    assert len(train) == SIZES["metamath"]["train"]
-    assert all(json.loads(line) in rows for line in train)
-    mine.write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(DataError, match="1 rows of at most 480 letters"):
-        write_rows(tmp_path / "rows", "metamath", {"train": mine})
-    assert len((tmp_path / "rows" / "train.jsonl").read_text().splitlines()) == len(train)
-
-
 def test_rows_are_drawn_from_the_whole_file_the_same_each_time(tmp_path: Path) -> None:
     """Not its first ones: a file may be sorted. Of a pair the longer response counts."""
     pairs = [
@@ -450,19 +387,6 @@ def test_rows_of_other_files_are_not_taken_for_these(tmp_path: Path) -> None:
         prepared(**given)
 
 
-def test_rows_that_no_cell_could_read_are_not_written(tmp_path: Path) -> None:
-    """Or a file that is mended later would be met by the rows of before."""
-    wrong = tmp_path / "wrong.jsonl"
-    for rows, grid, said in (
-        ([{"foo": f"a{i}"} for i in range(300)], "sft", "line 1 has 'foo'"),
-        ([{"prompt": f"q{i}", "response": "r"} for i in range(300)], "dpo", "no chosen response"),
-    ):
-        wrong.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(DataError, match=said):
-            write_rows(tmp_path / "rows", grid, {"train": wrong})
-        assert not (tmp_path / "rows").exists()
-
-
 # --- what a figure's diagnostic is given --------------------------------------------------------
 
 
@@ -486,26 +410,6 @@ def test_rows_for_validation_are_no_training_rows(
     assert (len(train), len(held)) == (58, 32)
     assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held)
     assert {tuple(sorted(row)) for row in (*train, *held)} == {("prompt", "response")}
-
-
-def test_a_diagnostic_is_given_the_models_of_the_methods(tmp_path: Path) -> None:
-    here = work(find("fig:app:representation_stability"), "laptop", tmp_path)
-    asked = here.exhibit.diagnosis
-    assert asked is not None
-    assert asked.others
-    from alphatoken_lab.commands.paper_figures import words_of
-
-    words = words_of(here, asked, here.grid.tasks[0], tmp_path / "out")
-    given = {flag: words[i + 1] for i, flag in enumerate(words) if flag.startswith("--")}
-    cells = {cell.policy: cell for cell in here.cells if cell.task == "laptop"}
-    folder = {name: str(here.folder.of(cell).model) for name, cell in cells.items()}
-    assert given["--model_name_or_path"] == folder[asked.model]
-    assert asked.reference is not None
-    start = here.backbone_of(cells[asked.model])
-    assert given["--reference"] == {**folder, "start": start}[asked.reference]
-    beside = [words[i + 1] for i, flag in enumerate(words) if flag == "--beside"]
-    assert beside == [f"{name}={folder[name]}" for name in asked.others]
-    assert len({*beside, given["--model_name_or_path"]}) == len(asked.others) + 1
 
 
 def own_fisher(folder: Path, *more: str, there: bool = True) -> tuple[list[str], str]:
@@ -588,32 +492,6 @@ def test_a_table_holds_means_deviations_and_the_papers_numbers() -> None:
     )
 
 
-def test_what_is_printed_alike_is_not_marked_as_better() -> None:
-    found = [
-        record("alphatoken", 0, target=1.0, retention=2.0, overall=1.5),
-        record("adaptation-only", 0, target=0.9001, retention=2.1, overall=1.6),
-        record("stability-only", 0, target=0.9002, retention=2.2, overall=1.7),
-        record("direct-only", 0, target=1.2, retention=2.2004, overall=1.8),
-    ]
-    text = to_markdown(filled(find("ablation_rq3"), "laptop", found))
-    assert "| Adaptation-only | <u>2.100</u> | 0.900 | <u>1.600</u> |" in text
-    assert "| Stability-only | 2.200 | 0.900 | 1.700 |" in text
-
-
-def test_a_caption_names_model_rows_and_steps(tmp_path: Path) -> None:
-    """Also under a title with the paper's model: what was measured is another one."""
-    exhibit = find("tab:ablation_rq3")
-    small, full = (work(exhibit, scale, tmp_path).conditions() for scale in SCALES[::-1])
-    if "SmolLM2" not in small:
-        small, full = full, small
-    assert re.match(
-        r"Measured on SmolLM2-135M-Instruct.*, 8 steps of 4 rows of train.jsonl\.", small
-    )
-    assert "google/gemma-3-4b-pt, 3 epochs" in full
-    table = filled(exhibit, "laptop", [], on=small)
-    assert all(small in text for text in (to_markdown(table), to_html(table)))
-
-
 def test_hours_an_epoch_have_the_static_pass_of_the_seed_that_did_it() -> None:
     """step * steps of an epoch + the pass over the rows, which other seeds found in the cache."""
     found = with_costs(
@@ -631,36 +509,6 @@ def test_hours_an_epoch_have_the_static_pass_of_the_seed_that_did_it() -> None:
     assert found[0]["relative_time"] == pytest.approx(0.5)
     assert "relative_time" not in found[1]  # AlphaToken has no such seed
     assert found[2]["selection_gb"] == pytest.approx(3.5)
-
-
-@pytest.mark.pictures
-@pytest.mark.parametrize("label", ["fig:intervention_rq2", "fig:sensitivity"])
-def test_figures_of_a_grid_are_drawn(label: str) -> None:
-    from alphatoken_lab.paper.pictures import drawn
-
-    exhibit = find(label)
-    methods = {line.method for group in exhibit.groups_of("laptop") for line in group.lines}
-    found = [
-        record(name, seed, target=1.0 + seed, retention=2.0, overall=1.5, time=9.0, steps=3)
-        for name in methods
-        for seed in (0, 1)
-    ]
-    with pytest.raises(ConfigError, match="nothing to draw"):
-        drawn(filled(exhibit, "laptop", []))
-    figure, columns = drawn(filled(exhibit, "laptop", found)), len(exhibit.columns["laptop"])
-    groups = len(exhibit.groups) if exhibit.picture == "lines" else 1
-    assert figure.svg.count('<g id="axes_') == columns * groups
-    assert len(figure.data.rows) == columns * sum(len(group.lines) for group in exhibit.groups)
-
-
-def test_a_bar_is_the_mean_and_reaches_over_the_seeds() -> None:
-    from alphatoken_lab.paper.layout import Row
-    from alphatoken_lab.paper.pictures import _over_seeds
-
-    row = Row("a", "a", ((1.0, 1.0, 4.0), (2.0,), ()), (), (3, 3))
-    found = _over_seeds(row, 0)
-    assert (found.value, found.low, found.high) == (2.0, 1.0, 4.0)
-    assert (_over_seeds(row, 1), _over_seeds(row, 2)) == (2.0, None)
 
 
 # --- what choosing costs ------------------------------------------------------------------------
@@ -736,7 +584,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("exhibit", RUN, ids=NAMES)
+@pytest.mark.parametrize("exhibit", cases(SMALL))
 def test_every_exhibit_runs_in_small(
     exhibit: Exhibit, runs: Path, eight_layers: Path, few_rows: None
 ) -> None:
@@ -766,58 +614,6 @@ def test_every_exhibit_runs_in_small(
 
 
 # --- the page -----------------------------------------------------------------------------------
-
-
-def test_the_page_has_every_exhibit_that_was_run() -> None:
-    """Its tables are those of what is kept: tests/benchmarks/test_pages.py."""
-    from benchmarks.pages import DOCS
-
-    page = (DOCS / "paper.md").read_text()
-    exhibits = re.findall(r"<!-- table: paper (\S+) -->", page)
-    assert len(exhibits) > 8
-    for label in exhibits:
-        assert f"`alphatoken-lab paper {label}`" in page
-    assert "43.98 ± 0.40" in page  # Llama's HumanEval under AlphaToken, as printed
-    for name in re.findall(r"\]\((paper-\S+\.svg)\)", page):
-        assert (DOCS / name).is_file()
-
-
-def test_the_pages_words_are_those_of_what_is_kept(tmp_path: Path) -> None:
-    """Each sentence about a table, computed again; and every exhibit that can run is named."""
-    from benchmarks.pages import DOCS
-    from benchmarks.paper.store import RESULTS, kept_records, work_of
-
-    page = (DOCS / "paper.md").read_text()
-    assert [label for label in NAMES if label not in page] == []
-
-    def means(label: str) -> dict[str, dict[str, float]]:
-        kept = kept_records(work_of(find(label), tmp_path))
-        by = {one["policy"] for one in kept if one.get("target") is not None}
-        return {
-            name: {
-                key: statistics.fmean(r[key] for r in kept if r["policy"] == name and r.get(key))
-                for key in ("target", "retention")
-            }
-            for name in by
-        }
-
-    pairs = means("tab:main_rq1_dpo")
-    start = pairs.pop("start")
-    assert start["target"] == pytest.approx(math.log(2), abs=1e-5)
-    assert f"{math.log(2):.3f} |" in page  # and not 0.6932, which is not log 2
-    assert max(abs(one["target"] - start["target"]) for one in pairs.values()) < 0.015
-    assert min(pairs, key=lambda n: pairs[n]["target"]) == "dpo"
-    assert min(pairs, key=lambda n: pairs[n]["retention"]) == "dpo"
-    assert max(pairs, key=lambda n: pairs[n]["retention"]) == "alphatoken"
-    rows = means("tab:main_rq1_sft")
-    assert rows["standard"]["retention"] < rows["start"]["retention"]
-    assert rows["standard"]["target"] < rows["alphatoken"]["target"] < rows["stm"]["target"]
-    answers = " ".join(json.loads((RESULTS / "fig-app-vp_fidelity.json").read_text())["answer"])
-    assert "0.1 or more: 1.98% at the first look, 2.32% at the last" in answers.replace(
-        "2.26% of the pairs had weight times deviation of ", ""
-    )
-    assert "carry 0.37" in answers
-    assert "2 % have a risk of 0.1 or more" in " ".join(page.split())
 
 
 def test_what_is_kept_belongs_to_the_cells_it_was_measured_on(tmp_path: Path) -> None:

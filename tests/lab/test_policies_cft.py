@@ -216,22 +216,3 @@ def test_what_it_cannot_read_is_refused(tmp_path: Path) -> None:
     packed = PolicyStage(**{**vars(here), "row_batch": lambda part: flat})
     with pytest.raises(UnsupportedError, match="padding_free"):
         CFT().prepare(packed)
-
-
-@pytest.mark.slow
-@pytest.mark.smollm2
-def test_a_real_model_cannot_do_without_the_operands(smollm2: Path, tmp_path: Path) -> None:
-    """SmolLM2 copies an amount that it has read: the amount's own digits decide, words do not."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    texts = [("The bill is 42 dollars. How many dollars is the bill?\n", "The bill is 42 dollars.")]
-    rows = rows_of(texts, tokenizer)
-    table = CFT(max_new_tokens=16).measured(stage(tmp_path, rows, model, tokenizer))
-    words = [
-        tokenizer.decode(i) for i, label in zip(*rows[0].values(), strict=True) if label != -100
-    ]
-    wrong = dict(zip(words, table.columns["wrong"].tolist(), strict=True))
-    assert wrong["4"] == wrong["2"] == 1.0  # whatever else stands there is another amount
-    assert max(wrong[" is"], wrong["."]) < 1.0

@@ -24,7 +24,7 @@ from alphatoken_lab.methods.preference import (
     weighted_dpo_losses,
     weighted_simpo_losses,
 )
-from alphatoken_lab.methods.sepo import SePO, without_first
+from alphatoken_lab.methods.sepo import SePO
 from alphatoken_lab.methods.ti_dpo import TIDPO, importance_weights
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget
@@ -186,22 +186,6 @@ def test_gradients_are_finite_differences(case: Pairs, kind: str) -> None:
     assert not bool(gradient[~case.mask].any())
 
 
-@given(pairs())
-def test_uniform_weights_are_the_plain_losses(case: Pairs) -> None:
-    log_probs, reference = case.log_probs(), case.log_probs(3)
-    ones = case.mask.double()
-    found = weighted_dpo_losses(log_probs, reference, ones, beta=0.1)
-    chosen, rejected = (log_probs - reference).sum(-1).chunk(2)
-    plain = torch.log1p(torch.exp(-0.1 * (chosen - rejected)))
-    close(found, plain, 1.0 + plain.abs(), EXACT, name="uniform weights, DPO")
-    chosen, rejected = (log_probs.sum(-1) / ones.sum(-1)).chunk(2)
-    plain = torch.log1p(torch.exp(-(2.0 * (chosen - rejected) - 0.5)))
-    found = weighted_simpo_losses(log_probs, ones, beta=2.0, gamma=0.5)
-    close(found, plain, 1.0 + plain.abs(), EXACT, name="uniform weights, SimPO")
-    halved = weighted_simpo_losses(log_probs, ones / 2, beta=2.0, gamma=0.5)
-    close(halved, plain, 1.0 + plain.abs(), EXACT, name="SimPO knows no scale of the weights")
-
-
 def test_hand_computed_losses() -> None:
     """In decimal arithmetic, and as the numbers that come out."""
     getcontext().prec = 40
@@ -250,13 +234,6 @@ def test_dropped_tokens_may_hold_anything() -> None:
         (gradient,) = torch.autograd.grad(losses.sum(), leaf)
         assert bool(torch.isfinite(losses).all() and torch.isfinite(gradient).all())
         assert gradient[0, 1] == 0
-
-
-def test_narrow_log_probabilities_are_widened() -> None:
-    case = Pairs((1, 1), (4, 4), "right", 3)
-    narrow = case.log_probs().bfloat16()
-    losses = weighted_dpo_losses(narrow, case.log_probs(3).float(), case.mask.float(), beta=0.1)
-    assert losses.dtype == torch.float32
 
 
 @given(pairs())
@@ -310,22 +287,6 @@ def test_confpo_ties_do_not_depend_on_rounding(dtype: torch.dtype, length: int) 
         assert not bool(below_mean_probability(same, same < 0).any())
 
 
-def test_confpo_sends_the_unlikely_first() -> None:
-    case = Pairs((1, 1), (6, 6), "right", 2)
-    batch = case.batch()
-    order = torch.tensor(case.response(ConfPO().scores(batch))).argsort(-1, descending=True)
-    likely = torch.tensor(case.response(batch.log_probs)).argsort(-1)
-    assert torch.equal(order, likely)
-
-
-def test_confpo_on_dpo_asks_for_the_reference_and_simpo_does_not() -> None:
-    assert not ConfPO().needs.reference
-    assert ConfPO(loss="dpo").needs.reference
-    assert not ConfPO.needs.reference
-    assert (ConfPO().beta, ConfPO().gamma, ConfPO(loss="dpo").beta) == (1.5, 1.6, 0.1)
-    assert (ConfPO().variant, ConfPO(loss="dpo").variant) == ("confpo", "confpo-dpo")
-
-
 # --- SePO -----------------------------------------------------------------------------------------
 
 
@@ -370,20 +331,6 @@ def test_sepo_by_hand() -> None:
     skipping = SePO(skip_first=True)
     chosen, _ = case.response(skipping.weights(case.batch(columns=columns)))
     assert [i for i, w in enumerate(chosen) if w] == [3, 8]  # floor(0.3 * 9)
-
-
-def test_sepo_of_three_tokens_keeps_none() -> None:
-    case = Pairs((1, 1), (3, 8), "right", 1)
-    batch = case.batch()
-    weights = SePO().weights(batch)
-    assert weights.sum(-1).tolist() == [0, 2]
-    assert SePO().loss(batch, batch.log_probs, weights) == 0
-
-
-def test_the_first_token_of_each_row() -> None:
-    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
-    wanted = [[0, 0, 1, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
-    assert without_first(mask).tolist() == [[bool(x) for x in row] for row in wanted]
 
 
 # --- TI-DPO: weights ------------------------------------------------------------------------------
@@ -431,23 +378,6 @@ def test_importance_weights_by_hand() -> None:
     plain = importance_weights(importance, span, normalize_prior=False, mean_one=False)
     wanted = [0.0, 0.7 * 0.75 + 0.3 * bell, 0.7 * 0.25 + 0.3 * bell]
     assert plain.tolist()[0] == pytest.approx(wanted, abs=1e-12)
-
-
-def test_equal_importance_and_no_prior_is_dpo() -> None:
-    case = Pairs((2, 1, 1, 3), (4, 1, 6, 2), "left", 8)
-    batch = case.batch()
-    weights = importance_weights(case.mask.double(), case.mask, mix=1.0)
-    close(weights, case.mask.double(), 1.0, EXACT, name="uniform W")
-    found = TIDPO(triplet_gamma=0.0).loss(batch, batch.log_probs, weights)
-    chosen, rejected = (batch.log_probs - batch.reference).sum(-1).chunk(2)
-    plain = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
-    close(found, plain, 1.0, EXACT, name="TI-DPO with uniform W")
-
-
-def test_no_importance_at_all_leaves_the_prior() -> None:
-    span = torch.ones(1, 5, dtype=torch.bool)
-    none = importance_weights(torch.zeros(1, 5), span)
-    assert torch.allclose(none, importance_weights(torch.ones(1, 5), span, mix=0.0))
 
 
 class Embedded(ReferenceDecoder):
@@ -594,22 +524,6 @@ def test_sequence_divergence_is_the_loop(case: Pairs) -> None:
     close(same, torch.zeros_like(same), 1.0, EXACT, name="KL of equals")
 
 
-def test_a_token_that_the_reference_excludes_adds_nothing() -> None:
-    ours, theirs = torch.zeros(1, 2, 3), torch.tensor([[[0.0, 0.0, -math.inf], [0, 0, 0]]])
-    found = ti_dpo_terms.sequence_kl(ours, theirs, torch.tensor([[False, True]]))
-    assert float(found) == pytest.approx(math.log(3 / 2), abs=1e-6)
-
-
-@given(pairs())
-def test_packing_moves_responses_to_the_front(case: Pairs) -> None:
-    values = case.place(case.draw(6, prompt=True))
-    found, there = ti_dpo_terms.packed(values, case.mask)
-    for row, mask, wanted in zip(found, there, case.response(values), strict=True):
-        assert row[mask].tolist() == wanted
-        assert mask.tolist() == [j < len(wanted) for j in range(len(mask))]
-        assert not bool(row[~mask].any())
-
-
 @given(pairs(), st.sampled_from([0.0, 0.5]))
 def test_triplet_losses_are_the_loop(case: Pairs, margin: float) -> None:
     names = [ti_dpo_terms.packed(case.log_probs(s), case.mask) for s in (6, 7, 8)]
@@ -723,13 +637,6 @@ def test_the_triplet_loss_reaches_policy_through_anchor_and_pairs() -> None:
         slope = torch.autograd.grad(wanted, to, retain_graph=True)[0]
         assert bool(slope.any())
         close(got, slope, 1.0 + slope.abs().sum(), 1e-10, name=f"triplet, gradient at {name}")
-
-
-def test_what_is_left_out_is_said() -> None:
-    assert TIDPO().variant == "ti-dpo (no KL)"
-    assert TIDPO(triplet_gamma=0.0).variant == "ti-dpo (no triplet, no KL)"
-    assert TIDPO(triplet_gamma=0.0, tdpo_alpha=0.5).variant == "ti-dpo (no triplet)"
-    assert TIDPO(tdpo_alpha=0.5).variant == "ti-dpo"
 
 
 # --- budget, padding, batches: all of them --------------------------------------------------------

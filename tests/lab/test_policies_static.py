@@ -23,8 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses as oracle_losses
-from alphatoken.train.documents import rows_fingerprint, split_batch
-from alphatoken.train.policies.trained_weights import trainable
+from alphatoken.train.documents import split_batch
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
 from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.attention_received import receiving
@@ -149,19 +148,6 @@ def test_tokens_are_found_in_any_batch(pad: Any, order: tuple[int, ...]) -> None
     assert not values[~mask].any()
 
 
-def test_tokens_are_found_in_a_packed_batch() -> None:
-    given = rows()
-    found = ramp(given)
-    packed = {
-        "input_ids": torch.tensor([joined_lists(r["input_ids"] for r in given)]),
-        "labels": torch.tensor([joined_lists(r["labels"] for r in given)]),
-        "position_ids": torch.tensor([joined_lists(range(len(m)) for m in MARKS)]),
-    }
-    mask = label_mask(packed["labels"])
-    values = found.columns_of(packed, mask, ["n"])["n"]
-    assert values[mask].tolist() == list(range(1, found.tokens + 1))
-
-
 def test_unknown_documents_and_columns_are_refused() -> None:
     given = rows()
     found = ramp(given[:3])
@@ -195,17 +181,6 @@ def test_merge_and_join() -> None:
             whole.join(other)
     with pytest.raises(InputError, match="same columns"):
         TokenTable.merge([whole, squares])
-
-
-def test_a_row_that_comes_twice_has_one_entry() -> None:
-    given = rows()
-    assert len(ramp([*given, given[1]])) == len(given)
-
-
-def test_means_over_documents() -> None:
-    found = table(n=[1.0, 2, 6, 5, 1, 2, 3, 4])
-    assert found.means(found.columns["n"]).tolist() == [3.0, 5.0, 2.5]
-    assert found.spread(np.asarray([7, 8, 9])).tolist() == [7, 7, 7, 8, 9, 9, 9, 9]
 
 
 def test_files_come_back_bit_for_bit(tmp_path: Path) -> None:
@@ -251,20 +226,6 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
             TokenTable.load(tmp_path / name)
 
 
-def test_fingerprint_of_rows() -> None:
-    given = rows()
-    kinds = {
-        "same": rows(),
-        "order": given[::-1],
-        "fewer": given[:-1],
-        "token": [{**given[0], "input_ids": [3, 4, 5, 6, 7]}, *given[1:]],
-        "labels": [{**given[0], "labels": [-100, *given[0]["input_ids"][1:]]}, *given[1:]],
-    }
-    found = {name: rows_fingerprint(part) for name, part in kinds.items()}
-    assert found["same"] == rows_fingerprint(given)
-    assert len(set(found.values())) == len(kinds)
-
-
 # --- the best of all ------------------------------------------------------------------------------
 
 
@@ -297,19 +258,6 @@ def test_ratios_are_decimal_numbers() -> None:
     found = table([100])
     for rounding in ("floor", "ceil"):
         assert keep_best(found, np.arange(100.0), 0.55, rounding).sum() == 55
-
-
-def test_bad_selections_are_refused() -> None:
-    found = table(n=[0.0] * 8)
-    for ratio in (0.0, 1.5, -1.0):
-        with pytest.raises(InputError, match="ratio"):
-            keep_best(found, np.zeros(8), ratio)
-    with pytest.raises(InputError, match="rounding"):
-        keep_best(found, np.zeros(8), 0.5, "batch")
-    with pytest.raises(InputError, match="one score a token"):
-        keep_best(found, np.zeros(7), 0.5)
-    with pytest.raises(NumericalError, match="not finite"):
-        keep_best(found, np.asarray([0.0] * 7 + [math.nan]), 0.5)
 
 
 class Falling(StaticMask):
@@ -706,19 +654,6 @@ def test_xtf_restores_what_would_leave_too_little() -> None:
     assert XTF(filters=["kn"], floor=0.0).native_keep(found).sum() == 1
 
 
-BAD_XTF: list[dict[str, Any]] = [
-    {"filters": []}, {"filters": ["ri", "no"]}, {"heads": "last"}, {"queries": "no"},
-    {"known_below": 2.0}, {"distance": "l1"}, {"classes": 1}, {"cluster": 3},
-    {"otsu_scope": "batch"}, {"floor": -1.0}, {"expert_words": []}, {"iqr_factor": math.nan},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("given", BAD_XTF, ids=str)
-def test_xtf_refuses_arguments(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="XTF"):
-        XTF(**given)
-
-
 # --- LESS -----------------------------------------------------------------------------------------
 
 
@@ -879,15 +814,6 @@ def test_less_against_autograd_by_hand(tmp_path: Path, aggregate: str) -> None:
     assert policy.choose_rows(at) == [best]
 
 
-def test_less_takes_the_rows_that_help_first(tmp_path: Path) -> None:
-    """The validation row itself is among the training rows, and goes first with plain gradients."""
-    at = less_stage(tmp_path)
-    given = [*at.rows, {k: at.validation[1][k] for k in ("input_ids", "labels")}]
-    policy = LESS(share=0.15, **LESS_ARGUMENTS)
-    chosen = policy.choose_rows(replace(at, rows=given, validation=at.validation[1:2]))
-    assert chosen == [len(given) - 1]
-
-
 def test_less_budget_counts_tokens(tmp_path: Path) -> None:
     sizes = np.asarray([m.count("x") for m in MARKS])
     policy = LESS(PolicySettings("budget", 0.5), **LESS_ARGUMENTS)
@@ -913,18 +839,6 @@ def test_less_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert all(p.grad is None for p in own.parameters())
     assert all(torch.equal(before[n], p) for n, p in own.named_parameters())
     assert torch.equal(state, torch.random.get_rng_state())
-
-
-def test_less_uses_the_adapters_that_are_there(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    lora = get_peft_model(model(), LoraConfig(r=2, target_modules=["down_proj"]))
-    before = {n: p.detach().clone() for n, p in lora.named_parameters()}
-    names = list(trainable(lora))
-    LESS(**LESS_ARGUMENTS).choose_rows(less_stage(tmp_path, model=lora))
-    assert list(trainable(lora)) == names
-    assert all(torch.equal(before[n], p) for n, p in lora.named_parameters())
 
 
 def test_less_resumes_to_the_same_bits(tmp_path: Path) -> None:

@@ -19,22 +19,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses
 from alphatoken.support.progress import Progress
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policies.standard import Standard
-from alphatoken.train.policy import PolicySettings, PolicyStage
-from alphatoken.train.reference import check_tokens, load_reference
+from alphatoken.train.policy import PolicyStage
+from alphatoken.train.reference import load_reference
 from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.less import LESS
-from alphatoken_lab.methods.self_evolving import self_evolving
 from alphatoken_lab.methods.static import measure_losses, model_losses, static_pass
-from alphatoken_lab.methods.stm import STM
-from alphatoken_lab.methods.token_cleaning import TokenCleaning
 from alphatoken_lab.methods.token_table import TokenTable
-from alphatoken_lab.methods.xtf import XTF
 from tests.integration import subjects
 from tests.integration import tiny_training as tiny
 from tests.property.tolerance import allowed, close
@@ -98,46 +94,6 @@ def test_losses_of_real_rows(tmp_path: Path, make: Callable[..., list[Row]], nam
     np.testing.assert_allclose(values[mask].numpy(), again, atol=2e-5)
 
 
-def learn(model: Any, rows: list[Row]) -> None:
-    """Some steps on the same rows."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    batch = right_padded(rows)
-    for _ in range(80):
-        optimizer.zero_grad()
-        model(input_ids=batch["input_ids"], labels=batch["labels"]).loss.backward()
-        optimizer.step()
-
-
-@pytest.mark.slow
-def test_the_rules_on_text_that_the_model_knows_and_does_not_know(tmp_path: Path) -> None:
-    """Rows learned by heart are masked less than others by one rule, and more by another."""
-    model, known = subjects.model(), real_rows("topics", 4)
-    learn(model, known)
-    shares: dict[str, dict[str, float]] = {}
-    for name in ("functions", "topics"):
-        at = stage(tmp_path, known if name == "topics" else real_rows(name, 10), model)
-        stm, xtf = STM(), XTF()
-        table = stm.prepare(at)
-        assert stm.summary["kept_share"] == np.mean(np.exp(table.columns["loss"]) <= 2.5)
-        xtf.prepare(at)
-        shares[name] = {"stm": stm.summary["kept_share"], **xtf.summary}
-    assert shares["topics"]["stm"] > 0.5 > shares["functions"]["stm"]
-    assert shares["topics"]["dropped_kn"] > shares["functions"]["dropped_kn"]
-    for found in shares.values():
-        assert found["kept_share"] >= 1 - sum(found[f"dropped_{f}"] for f in ("ri", "kn", "tr"))
-
-
-def test_equal_budgets_of_all_static_policies(tmp_path: Path) -> None:
-    model, reference = subjects.model(), subjects.model()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(0.9)
-    at = stage(tmp_path, real_rows("functions", 8), model, reference_model=reference)
-    settings = PolicySettings("budget", 0.37)
-    kept = [int(p(settings).prepare(at).columns["keep"].sum()) for p in (STM, XTF, TokenCleaning)]
-    assert kept[0] == kept[1] == kept[2] + 1  # which rounds down
-
-
 # --- reference models -----------------------------------------------------------------------------
 
 
@@ -174,39 +130,6 @@ def test_reference_models_that_do_not_fit(tmp_path: Path) -> None:
         load_reference(tmp_path / "bare", tokenizer=other)
     other.save_pretrained(tmp_path / "bare")
     assert load_reference(tmp_path / "bare", tokenizer=other) is not None
-
-
-def test_tokenizers_that_differ_in_one_token() -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    own = tiny.tokenizer()
-    check_tokens(own, len(own), tiny.tokenizer())
-    text = own.backend_tokenizer.to_str().replace('"a":4', '"a":5').replace('"b":5', '"b":4')
-    from tokenizers import Tokenizer
-
-    swapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text))
-    with pytest.raises(ConfigError, match=r"2 of \d+ tokens"):
-        check_tokens(own, len(own), swapped)
-
-
-def test_a_reference_with_an_adapter(tmp_path: Path) -> None:
-    from peft import get_peft_model
-
-    torch.manual_seed(0)
-    lora = get_peft_model(tiny.model(), tiny.lora())
-    with torch.no_grad():
-        for name, parameter in lora.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    ids = torch.arange(4, 20)[None]
-    with torch.no_grad():
-        expected = lora.eval()(input_ids=ids).logits
-    tiny.model().save_pretrained(tmp_path / "base")
-    lora.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    lora.save_pretrained(tmp_path / "adapter")
-    with torch.no_grad():
-        found = load_reference(tmp_path / "adapter")(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 # --- killed and resumed ---------------------------------------------------------------------------
@@ -303,17 +226,6 @@ def test_killed_less_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(expected) == 200
 
 
-@pytest.mark.slow
-def test_an_altered_part_is_refused(tmp_path: Path) -> None:
-    kill_after("pass", tmp_path, "*.parts/000002.safetensors")
-    part = next(tmp_path.glob("*.parts/000001.safetensors"))
-    content = bytearray(part.read_bytes())
-    content[-1] ^= 1
-    part.write_bytes(content)
-    with pytest.raises(DataError, match=r"000001\.safetensors"):
-        run_pass(tmp_path, measure_losses)
-
-
 # --- several processes ----------------------------------------------------------------------------
 
 
@@ -383,62 +295,3 @@ def test_a_pass_that_draws_leaves_the_random_state(tmp_path: Path) -> None:
         numpys = str(np.random.get_state())  # noqa: NPY002
         found.append((torch.get_rng_state().tolist(), random.getstate(), numpys))
     assert found[0] == found[1]
-
-
-# --- self-evolving Token Cleaning -----------------------------------------------------------------
-
-
-def test_self_evolving_rounds(tmp_path: Path) -> None:
-    """Three rounds with a plain training loop; stopped in the last, and gone on with."""
-    from transformers import LlamaForCausalLM
-
-    base, rows = tiny.model(layers=1), tiny_rows(30)
-    calls: list[tuple[Any, int, int | None]] = []
-    stop = True
-
-    def train(start: Path | None, part: Any, table: TokenTable | None, folder: Path) -> None:
-        kept = None if table is None else int(table.columns["keep"].sum())
-        calls.append((start and start.name, len(part), kept))
-        if len(calls) == 3 and stop:
-            raise KeyboardInterrupt
-        own = tiny.model(layers=1) if start is None else LlamaForCausalLM.from_pretrained(start)
-        batch = right_padded(part)
-        if table is not None:
-            mask = label_mask(batch["labels"])
-            keep = table.columns_of(batch, mask, ["keep"])["keep"]
-            batch["labels"] = batch["labels"].masked_fill(keep == 0, -100)
-        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
-        for _ in range(5):
-            optimizer.zero_grad()
-            own(**batch).loss.backward()
-            optimizer.step()
-        own.save_pretrained(folder)
-
-    def load(folder: Path) -> Any:
-        return LlamaForCausalLM.from_pretrained(folder)
-
-    at = stage(tmp_path, rows, base)
-    with pytest.raises(KeyboardInterrupt):
-        self_evolving(at, train, load, rounds=3)
-    stop = False
-    done = self_evolving(at, train, load, rounds=3)
-    assert [c[:2] for c in calls] == [(None, 10), ("round-0", 10), ("round-1", 10), ("round-1", 10)]
-    assert [r.rows for r in done] == [(0, 10), (10, 20), (20, 30)]
-    assert done[0].kept == done[0].tokens == 0
-    assert calls[0][2] is None
-    for i, found in enumerate(done[1:], start=1):
-        assert found.kept == calls[-1 if i == 2 else 1][2] == int(0.6 * found.tokens + 1e-9)
-    # the second round's mask: base against the first round's model, by hand
-    part = rows[10:20]
-    scores = by_row(base.eval(), part) - by_row(load(tmp_path / "round-0").eval(), part)
-    count = done[1].kept
-    kept = np.sort(scores)[::-1][:count].mean()
-    assert kept > scores.mean()
-    assert self_evolving(at, train, load, rounds=3) == done  # nothing left to do
-    assert len(calls) == 4
-    with pytest.raises(DataError, match="another ratio"):
-        self_evolving(at, train, load, rounds=3, ratio=0.5)
-    with pytest.raises(DataError, match="another data"):
-        self_evolving(replace(at, rows=tiny_rows(30, 1)), train, load, rounds=3)
-    with pytest.raises(ConfigError, match="2 rounds"):
-        self_evolving(at, train, load, rounds=1)

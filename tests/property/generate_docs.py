@@ -284,21 +284,12 @@ def kills_text() -> str:
             "(but for mutants of those proofs). Beside each property stands the number of the "
             "example at which it failed (of six through a whole model, else of twenty, drawn with "
             "the structure that the mutant needs). The last column says whether the library's "
-            "proofs refuse the mutant by themselves, before any value is returned. [Sampled "
-            "mutants](#sampled-mutants) follow the named ones.\n",
+            "proofs refuse the mutant by themselves, before any value is returned.\n",
             "## Errors that must be noticed\n",
             _kill_table(LISTED, found),
             *(f"## {title}\n\n{_kill_table(room, found)}" for title, room in ROOMS.items()),
-            sampled_text(),
         ]
     )
-
-
-def sampled_text() -> str:
-    """What became of the operator mutants that were drawn; from ``tests/sampled/found.json``."""
-    from tests.sampled.publish import FOUND, paragraphs
-
-    return paragraphs(json.loads(FOUND.read_text(encoding="utf-8")), table, code, text)
 
 
 def _kill_table(mutants: Sequence[Mutant], found: Mapping[str, Any]) -> str:

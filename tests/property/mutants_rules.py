@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.property import test_rules
+from tests.property import test_policies, test_rules
 from tests.property.mutation import Claim, Mutant, claim, mutant
 
 NEEDS = ("trl", "peft")
@@ -213,5 +213,25 @@ MUTANTS = (
         "ids.get(text, number)",
         "ids.get(text)",
         "the last tokens not named",
+    ),
+    mutant(
+        "random-without-the-runs-generator",
+        "the draw does not come from the run's seed",
+        (
+            "train.policies.standard.Random.scores",
+            "generator=batch.generator",
+            "generator=torch.Generator().manual_seed(1)",
+        ),
+        claim(test_policies.test_random_is_select_random, examples=1),
+    ),
+    mutant(
+        "standard-with-a-budget",
+        "training on everything leaves tokens out",
+        (
+            "train.policies.standard.Standard.budget_weights",
+            "return batch.mask.to(batch.log_probs.dtype)",
+            "return self.best(batch, self.settings.keep_ratio)",
+        ),
+        claim(test_policies.test_standard_keeps_all, examples=1),
     ),
 )

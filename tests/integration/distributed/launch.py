@@ -14,15 +14,14 @@ import yaml
 
 LAYOUTS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 WORLD = 2
-"""Processes of a layout, unless it names another number, as "ddp-4" does."""
+"""Processes of a layout."""
 CLIP = 1.0
 """Gradients are clipped alike everywhere; DeepSpeed takes its own setting, not the trainer's."""
 
 
 def processes(layout: str) -> int:
     """How many the layout has."""
-    count = layout.rpartition("-")[2]
-    return 1 if layout == "single" else int(count) if count.isdigit() else WORLD
+    return 1 if layout == "single" else WORLD
 
 
 def accelerate_config(layout: str) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def accelerate_config(layout: str) -> dict[str, Any]:
         "same_network": True,
         "use_cpu": False,
     }
-    if layout.startswith("ddp"):
+    if layout == "ddp":
         return {**config, "distributed_type": "MULTI_GPU"}
     if layout.startswith("fsdp"):
         fsdp = {

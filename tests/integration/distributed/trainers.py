@@ -21,7 +21,7 @@ from alphatoken.train import (
     AlphaTrainer,
 )
 from alphatoken.train.layouts import needs_own_forward, sharding_of
-from tests.integration.distributed.launch import CLIP, WORLD, processes
+from tests.integration.distributed.launch import CLIP, WORLD
 from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
     ALPHA,
@@ -249,23 +249,6 @@ def masters(layout: str, folder: Path) -> dict[str, Any]:
         found[name] = run(sft(layout, folder / name, **how))
     forget_precision(layout)
     return found
-
-
-def sft_many(layout: str, folder: Path) -> dict[str, Any]:
-    """Eight rows a step in one, two, four or eight processes, all with rows that are held out."""
-    world = processes(layout)
-    rows = 2 if world < 8 else 1
-    return run(
-        sft(
-            layout,
-            folder,
-            validation=40,
-            keep_scope="global",
-            validation_batch_size=16,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=8 // (rows * world),
-        )
-    )
 
 
 def saved_model(folder: Path) -> str:
