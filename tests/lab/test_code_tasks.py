@@ -124,11 +124,6 @@ def test_lm_eval_scores_the_answers_in_the_container(engine: Path, tasks: Path) 
     words = json.loads(engine.read_text())
     assert {"--rm", "--network=none", "--cap-drop=ALL"} < set(words)
     assert f"--volume={tasks}:{tasks}:ro" in words
-    with pytest.raises(DataError, match="did not score"):  # a question that nobody answered
-        score_in_container(
-            "functions", [], "code-eval",
-            shots=0, limit=None, task_path=str(tasks), folder=None,
-        )  # fmt: skip
 
 
 @pytest.mark.slow

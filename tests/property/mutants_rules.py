@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.property import test_policies, test_rules
+from tests.property import test_paper_gaps, test_policies, test_rules
 from tests.property.mutation import Claim, Mutant, claim, mutant
 
 NEEDS = ("trl", "peft")
@@ -233,5 +233,13 @@ MUTANTS = (
             "return self.best(batch, self.settings.keep_ratio)",
         ),
         claim(test_policies.test_standard_keeps_all, examples=1),
+    ),
+    mutant(
+        "prompt-loses-its-end",
+        "a long prompt keeps its beginning, and the question goes",
+        ("train.datasets.cut_pair", "[-max_prompt:]", "[:max_prompt]"),
+        claim(
+            test_paper_gaps.test_gap_17_prompt_and_response_are_cut_apart, examples=1, needs=NEEDS
+        ),
     ),
 )
