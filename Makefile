@@ -138,7 +138,7 @@ slow: $(READY) models-if-reachable
 
 card: $(READY_CARD)
 	@echo "== property tests with $(CARD_PACKAGES)"
-	$(CARD)/bin/python -m pytest tests/property --durations=25
+	$(CARD)/bin/python -m pytest -m "not slow" tests/property --durations=25
 
 property integration: $(READY)
 	$(RUN) $(PYTEST) -m "not slow" tests/$@
