@@ -35,6 +35,7 @@ from benchmarks.frontier.settings import Setting, plain, spread
 from benchmarks.frontier.tables import Draws, agreement
 from benchmarks.measure import flops
 from benchmarks.models import Size, decoder
+from tests.places import nightly
 
 pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
 
@@ -316,6 +317,7 @@ def test_agreement_is_within_draws_and_its_interval_over_rows() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
+@nightly
 def test_the_command_goes_on_where_it_was_and_writes_figures_alone(
     tmp_path: Path, library_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

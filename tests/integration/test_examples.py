@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from alphatoken.demo.models import SMOLLM2
 from alphatoken.report import read_values
 from tests.both_programs import main
 
@@ -87,17 +88,17 @@ def run_line(line: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.smollm2
-@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore")  # those of a user's session: fewer rows, libraries' own
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_what_a_newcomer_pastes_runs_in_order(
-    page: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, library_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On the small decoder in SmolLM2's place, which takes minutes a page."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ALPHATOKEN_MODELS", str(smollm2.parent))
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path / "models"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    Path("models").symlink_to(smollm2.parent.resolve())
+    Path("models").mkdir()
+    Path("models", SMOLLM2.name).symlink_to(library_decoder.resolve())
     names: dict[str, Any] = {"__name__": "pasted"}
     found = re.findall(r"^```(|python)\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
     assert {kind for kind, _ in found} == {"", "python"}

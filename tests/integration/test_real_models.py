@@ -1,8 +1,8 @@
 """Real language models of 135 and 268 million parameters: scored, observed, trained, diagnosed.
 
-SmolLM2-135M-Instruct, and in the slow tier Gemma 3 270M (sliding window, norms of queries and keys,
-no chat template), their four-bit weights dequantised to float32; few and short rows of the standard
-library. What is exact elsewhere must hold here to the rounding of float32.
+SmolLM2-135M-Instruct, and in the nightly profile Gemma 3 270M (sliding window, norms of queries and
+keys, no chat template), their four-bit weights dequantised to float32; few and short rows of the
+standard library. What is exact elsewhere must hold here to the rounding of float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [
 
 MODELS = [
     pytest.param("smollm2", marks=pytest.mark.smollm2),
-    pytest.param("gemma3", marks=[pytest.mark.gemma3, pytest.mark.slow]),
+    pytest.param("gemma3", marks=[pytest.mark.gemma3, pytest.mark.slow, nightly]),
 ]
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken_lab.compare.code_tasks import require_container, score_in_container
+from tests.places import nightly
 from tests.rows import jsonl
 
 ENGINE = """#!{python}
@@ -127,6 +128,7 @@ def test_lm_eval_scores_the_answers_in_the_container(engine: Path, tasks: Path) 
 
 
 @pytest.mark.slow
+@nightly
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_answers_here_and_nothing_of_it_runs_here(
     engine: Path, tasks: Path, tmp_path: Path, library_decoder: Path

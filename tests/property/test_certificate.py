@@ -17,6 +17,7 @@ from alphatoken.certificate.certify import Certificate
 from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.scoring.passes import Pass
+from tests.places import nightly
 from tests.property import mutants_adapters, mutants_proofs
 from tests.property.mutants import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
@@ -703,7 +704,7 @@ def test_a_real_model_agrees_and_a_fault_does_not(smollm2: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gemma3
-@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("kind", ["sliding_attention"])
 def test_gemma_agrees_in_layers_of_both_kinds(gemma3: Any, kind: str) -> None:
     """Gemma 3 270M: norms of queries and keys, a window of 8 tokens instead of 512, real rows."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -730,6 +731,7 @@ def test_gemma_agrees_in_layers_of_both_kinds(gemma3: Any, kind: str) -> None:
 
 
 @pytest.mark.slow
+@nightly
 @pytest.mark.gemma3
 def test_gemma_agrees_over_its_tied_embedding(gemma3: Any) -> None:
     """The embedding, two thirds of the parameters, is the output projection too."""

@@ -283,6 +283,7 @@ def test_a_model_with_another_mixer_keeps_what_is_exact_there() -> None:
 
 
 @pytest.mark.slow
+@nightly
 def test_layers_by_index_are_the_users_own() -> None:
     subject = subject_of(
         decoder_of(), tokens=60, batch_size=4, config=ScorerConfig(layers=[0, 2], window=None)

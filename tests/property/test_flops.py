@@ -28,6 +28,7 @@ from benchmarks.floors import Shape
 from benchmarks.measure import flops
 from benchmarks.models import Size, fisher
 from benchmarks.peak import observed_step, plain_step
+from tests.places import nightly
 
 ROOM = 1.02
 """What a count may exceed today's by."""
@@ -408,7 +409,10 @@ cheaper, so that it stays so."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "layers"), TODAY)
+@pytest.mark.parametrize(
+    ("estimator", "layers"),
+    [pytest.param(*case, marks=nightly if case[1] == 3 else ()) for case in TODAY],
+)
 def test_the_overhead_of_an_observed_step_stays(estimator: str, layers: int) -> None:
     model, batch = model_of(DEEP), DEEP.batch()
     made = ready(DEEP, estimator, layers)

@@ -24,6 +24,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.places import nightly
 from tests.property.profiles import budget
 from tests.property.reference_step import (
     Asked,
@@ -898,6 +899,7 @@ HARD: dict[str, Callable[[Asked], bool]] = {
 
 
 @pytest.mark.slow  # about the generator of runs
+@nightly
 @pytest.mark.parametrize("name", HARD)
 def test_the_hard_combinations_are_drawn(name: str) -> None:
     found = find(runs(), HARD[name], settings=settings(max_examples=5000, database=None))
