@@ -30,6 +30,7 @@ from alphatoken.fidelity.readings import (
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients as oracle
+from tests.places import nightly
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
