@@ -187,12 +187,10 @@ def _map(
         Table.of("coverage-map", "Tokens in the picture, and who keeps them", records),
         "Where the kept tokens lie",
         "One t-SNE of every token that some policy keeps, the same in every panel. Grey: tokens "
-        "that others keep and this policy drops. Look for whole regions left grey, and whether the "
-        "loss there (first panel, in nats) is high or low.",
+        "that others keep and this policy drops. Look for whole regions left grey.",
         x="x",
         y="y",
         facets=tuple(kept),
-        colour="loss",
     )
 
 

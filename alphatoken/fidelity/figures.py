@@ -71,7 +71,7 @@ class Figure:
         series: column by whose entries marks have their colour and shape.
         facets: column whose entries have a panel each; in a cloud, several columns that are True
             or False: a panel each, with the points that are False in grey.
-        colour: column of the colour of a cell of a grid, or of the points of a cloud's first panel.
+        colour: column of the colour of a cell of a grid.
         band: column whose ``_low`` and ``_high`` along x are drawn as a grey band.
         guides: lines to compare with.
         xlabel: of the axis; by default the column's name.
@@ -138,8 +138,6 @@ def _panels(figure: Figure) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Title and rows of each panel; rows without a number along y or x are left out."""
     records = [record for record in figure.table.records() if _drawable(figure, record)]
     if isinstance(figure.facets, tuple):
-        if figure.colour:
-            yield figure.colour, records
         for name in figure.facets:
             yield name, [{**record, "facet": record[name]} for record in records]
     elif figure.facets:
@@ -357,7 +355,7 @@ def _draw_margins(
 
 
 def _draw_cloud(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
-    """Points by series with their ellipses and densities; or by loss, or by who keeps them."""
+    """Points by series with their ellipses and densities; or by who keeps them."""
     axes.set(xticks=[], yticks=[])
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
@@ -381,18 +379,9 @@ def _draw_cloud(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
 
 def _draw_parts(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     points = _points(figure, records)
-    if "facet" in records[0]:
-        inside = np.array([bool(record["facet"]) for record in records])
-        axes.plot(*points[~inside].T, "o", color="#d0d0d0", **_POINT)
-        axes.plot(*points[inside].T, "o", color=COLOURS[0], **_POINT)
-        return
-    colours = np.array([float(record[figure.colour]) for record in records])
-    x, y = points.T
-    top = float(np.quantile(colours, 0.98))
-    drawn = axes.scatter(
-        x, y, s=7, c=colours, cmap=SEQUENTIAL, vmax=top, linewidths=0, rasterized=True
-    )
-    axes.figure.colorbar(drawn, ax=axes, shrink=0.8, extend="max")
+    inside = np.array([bool(record["facet"]) for record in records])
+    axes.plot(*points[~inside].T, "o", color="#d0d0d0", **_POINT)
+    axes.plot(*points[inside].T, "o", color=COLOURS[0], **_POINT)
 
 
 def _points(figure: Figure, records: Sequence[Record]) -> Numbers:

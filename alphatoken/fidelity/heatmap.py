@@ -123,22 +123,14 @@ def shares_of(valued: Valued) -> dict[str, Estimate]:
 
 
 def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """For each kind of token: how many, share kept, mean value normalised within its response."""
+    """For each kind of token: how many there are, and the share kept."""
     kinds = np.array([kind_of(text) for text in texts])
-    total = valued.columns["total"]
-    scaled = np.empty_like(total)
-    for row in np.unique(valued.belongs):
-        own = valued.belongs == row
-        scaled[own] = normalised(total[own])
     return [
         {
             "kind": kind,
             "tokens": int((kinds == kind).sum()),
             "kept": bootstrap(
                 np.mean, valued.kept[kinds == kind], groups=valued.belongs[kinds == kind]
-            ),
-            "normalised_value": bootstrap(
-                np.mean, scaled[kinds == kind], groups=valued.belongs[kinds == kind]
             ),
         }
         for kind in KINDS
@@ -232,13 +224,13 @@ def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> 
     panels: list[Panel] = []
     if options.panels != "components":
         total = valued.columns["total"][own]
-        panels.append(Panel("total", f"Total, {estimator}", total, valued.kept[own], relative))
+        panels.append(Panel(f"Total, {estimator}", total, valued.kept[own], relative))
     if options.panels == "all" and valued.other is not None and valued.other_kept is not None:
         other, also = valued.other[own], valued.other_kept[own]
-        panels.append(Panel("other", f"Total, {options.against}", other, also, relative))
+        panels.append(Panel(f"Total, {options.against}", other, also, relative))
     if options.panels != "total":
         panels += [
-            Panel(key, _NAMES[key], valued.columns[key][own], valued.kept[own], relative)
+            Panel(_NAMES[key], valued.columns[key][own], valued.kept[own], relative)
             for key in valued.parts
             if valued.columns[key].any()
         ]

@@ -160,16 +160,14 @@ def jackknife(
     count: int,
     *,
     groups: NDArray[np.int64] | None = None,
-    ends: tuple[float, float] = (-math.inf, math.inf),
-    what: str = "tokens",
 ) -> Estimate:
     """``statistic(indices of the items)`` with a delete-a-group jackknife interval (95 %, normal).
 
         value +- 1.96 sqrt((G - 1) / G  sum_g (statistic without group g - their mean)^2)
 
     A bootstrap sample holds items twice: it has fewer distinct tokens, less entropy and smaller
-    covariances than the items themselves, and pairs of equal items that align with anything. Its
-    interval then lies beside the number. Leaving groups out does none of this.
+    covariances than the items themselves. Its interval then lies beside the number. Leaving groups
+    out does none of this.
 
     Args:
         statistic: of the indices that are left; NaN where not defined.
@@ -177,11 +175,9 @@ def jackknife(
         groups: which row an item belongs to. With fewer than ``FEWEST`` rows 20 groups are made
             of single items, and the interval is a lower limit of the truth. None: each item is its
             own group.
-        ends: the statistic's range; the interval is cut there.
-        what: the items, for messages.
     """
     if count < FEWEST:
-        return Estimate.undefined(count, f"{count} {what}, {FEWEST} needed")
+        return Estimate.undefined(count, f"{count} tokens, {FEWEST} needed")
     every = np.arange(count)
     value = statistic(every)
     labels = every if groups is None else np.asarray(groups)
@@ -194,8 +190,7 @@ def jackknife(
         return Estimate.undefined(count, "not defined, or not with some of them left out")
     size = len(names)
     error = math.sqrt((size - 1) / size * float(((found - found.mean()) ** 2).sum()))
-    low, high = max(value - 1.96 * error, ends[0]), min(value + 1.96 * error, ends[1])
-    return Estimate(value, min(low, value), max(high, value), count)
+    return Estimate(value, value - 1.96 * error, value + 1.96 * error, count)
 
 
 def percent(share: Estimate) -> str:

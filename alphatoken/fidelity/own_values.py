@@ -17,11 +17,11 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.scorer import Scorer
 
-__all__ = ["FEWEST_ROWS", "OwnValues"]
+__all__ = ["OwnValues"]
 
 Numbers = NDArray[np.float64]
 
-FEWEST_ROWS = 4
+_FEWEST_ROWS = 4
 """Fewest rows that are drawn again from themselves."""
 
 
@@ -50,12 +50,11 @@ class OwnValues:
     notes: list[str]
 
     @classmethod
-    def of(cls, subject: Subject, most: int, *, tuned: bool = False) -> OwnValues:
+    def of(cls, subject: Subject, *, tuned: bool = False) -> OwnValues:
         """Sample and score.
 
         Args:
             subject: what is diagnosed.
-            most: validation rows that are used.
             tuned: whether the model after fine-tuning is valued, where the retention term is not
                 zero, with a Fisher of all layers; else the model as it was given.
 
@@ -72,7 +71,7 @@ class OwnValues:
             )
         rows = subject.sample()
         subject.require_tokens(rows, 2 * FEWEST, "rankings and shares of decisions are compared")
-        validation, notes = _validation_sample(subject, most)
+        validation, notes = _validation(subject)
         model, retention = subject.model, None
         if not tuned:
             retention = retention_term(subject)
@@ -108,22 +107,16 @@ class OwnValues:
         return stability * self.subject.config.stability_weight
 
 
-def _validation_sample(subject: Subject, most: int) -> tuple[list[Example], list[str]]:
-    """Validation rows that are used, at most ``most``, and what is to be said of them."""
+def _validation(subject: Subject) -> tuple[list[Example], list[str]]:
+    """Validation rows that are used, and what is to be said of them."""
     usable = [row for row in subject.validation if row.response_tokens]
-    if len(usable) < FEWEST_ROWS:
+    if len(usable) < _FEWEST_ROWS:
         raise DataError(
-            f"at least {FEWEST_ROWS} validation rows are needed",
+            f"at least {_FEWEST_ROWS} validation rows are needed",
             got=f"{len(usable)} with a response",
             why="rows are drawn again from themselves; fewer say nothing of each other",
             remedy="give more validation rows",
         )
-    if len(usable) > most:
-        chosen = sorted(np.random.default_rng(subject.seed).permutation(len(usable))[:most])
-        said = (
-            f"{most} of {len(usable)} validation rows were drawn, and stand for a run with {most}."
-        )
-        return [usable[place] for place in chosen], [said]
     if len(usable) < 16:
         return usable, [
             f"Only {len(usable)} validation rows: a bootstrap of so few understates the noise."

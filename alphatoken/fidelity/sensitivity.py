@@ -26,7 +26,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
+from alphatoken.fidelity.own_values import OwnValues
 from alphatoken.fidelity.readings import WINDOWED, depths_of, windows_of
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
@@ -63,9 +63,6 @@ class Options(CheckedOptions):
         above=-math.inf,
         below=math.inf,
     )
-    validation_rows: int = option(
-        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
-    )
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -76,7 +73,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             has no validation side.
     """
     options = options or Options()
-    own = OwnValues.of(subject, options.validation_rows, tuned=True)
+    own = OwnValues.of(subject, tuned=True)
     found = {
         setting: _sweep(own, setting, tried) for setting, tried in _tried(own, options).items()
     }

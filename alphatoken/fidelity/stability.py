@@ -17,7 +17,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.own_values import FEWEST_ROWS, OwnValues
+from alphatoken.fidelity.own_values import OwnValues
 from alphatoken.fidelity.per_row import row_columns
 from alphatoken.fidelity.resampling import DECISIONS, NOISE, UNCERTAIN, classify, keep_shares
 from alphatoken.fidelity.result import conclude
@@ -34,12 +34,9 @@ _NARROW = 1e-1
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
-    """How often rows are drawn, and how many there are."""
+    """How often rows are drawn."""
 
     resamples: int = option(500, "bootstrap resamples of the validation rows", least=50)
-    validation_rows: int = option(
-        64, "most validation rows; of more, so many are drawn", least=FEWEST_ROWS
-    )
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -50,7 +47,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             has no validation side.
     """
     options = options or Options()
-    base = OwnValues.of(subject, options.validation_rows)
+    base = OwnValues.of(subject)
     columns = row_columns(subject, base.scorer, base.rows, base.validation)
     rows = len(base.validation)
     shares = {

@@ -33,7 +33,6 @@ class Panel:
     """One colouring of a response.
 
     Attributes:
-        key: of the values.
         title: over the panel.
         values: (n,) one a response token.
         kept: (n,) True where the selection keeps the token.
@@ -41,7 +40,6 @@ class Panel:
             paper's do, instead of telling signs.
     """
 
-    key: str
     title: str
     values: Numbers
     kept: NDArray[np.bool_]

@@ -62,11 +62,6 @@ class Options(CheckedOptions):
         "Steps of size 0 that fill the optimizer's state at the model's own weights.",
         least=0,
     )
-    validation_tokens: int = option(
-        1500,
-        "Most validation response tokens at which the loss is evaluated again and again.",
-        least=1,
-    )
     draws: int = option(200, "Bootstrap samples of each interval.", least=1)
 
     def __post_init__(self) -> None:
@@ -150,13 +145,11 @@ class _Bench:
 def _bench(subject: Subject, options: Options) -> _Bench:
     rows = subject.sample()[: subject.batch_size]
     subject.require_tokens(rows, 2 * FEWEST, "statistics over fewer tokens are noise")
-    # The same draw as of training rows.
-    judged = replace(subject, train=subject.validation).sample(most=options.validation_tokens)
     size = sum(p.numel() for p in subject.model.parameters())
     stepper = Stepper(
         subject.model,
         options.optimizer,
-        subject.batches(judged),
+        subject.batches(subject.validation),
         dtype=torch.float64 if size <= _FLOAT64 else None,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,

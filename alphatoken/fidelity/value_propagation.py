@@ -117,20 +117,6 @@ def training_records(collected: CollectedPairs) -> list[dict[str, Any]]:
 # --- answer ------------------------------------------------------------------------------------
 
 
-def _risk_table(pairs: PairCounts, collected: CollectedPairs | None) -> Table:
-    """Share of the pairs at or above each level: of the model's own, and of a whole run's."""
-    own = {"the model": pairs}
-    found = own if collected is None else own | {"training": collected.total()}
-    records = [
-        {"pairs_of": name, "alpha_times_deviation": level, "pairs": one.pairs,
-         "share_above": one.share_above(level)}
-        for name, one in found.items()
-        for level in LEVELS
-    ]  # fmt: skip
-    note = "Counts over all layers and heads, without an interval."
-    return Table.of("risk", "Pairs above each contour", records, note)
-
-
 def _conclusion(shares: Table) -> str:
     """What Value-Propagation sees over all layers together."""
     whole = [i for i, record in enumerate(shares.records()) if record["layer"] == "all"]
@@ -226,7 +212,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     tables = [
         Table.of("shares", "Parts of the exact causal value", shares),
         Table.of("agreement", "Approximations of it", agreement),
-        _risk_table(pairs, collected),
     ]
     figures = [density_figure("density", pairs, "The causal-window pairs")]
     notes = _notes(subject, pairs, looked_at, others, layers, set(layers) - set(clear))

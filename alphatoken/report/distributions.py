@@ -27,12 +27,6 @@ class Histogram:
     counts: NDArray[np.int64]
     beyond: int
 
-    @property
-    def csv(self) -> str:
-        """One bar a line."""
-        bars = zip(self.edges, self.edges[1:], self.counts, strict=False)
-        return "from,to,count\n" + "".join(f"{a:.6g},{b:.6g},{n}\n" for a, b, n in bars)
-
 
 def histogram(values: NDArray[np.float64]) -> Histogram | None:
     """Counts over the central 98 % of the values and zero; what lies beyond is counted apart.
@@ -98,5 +92,4 @@ def _distribution(component: Component, found: Histogram, said: ComponentSummary
         f"{number(said.maximum, signed=True)}{beyond}.",
         svg,
         alt=f"Histogram of {component.name}: {positive}",
-        csv=found.csv,
     )

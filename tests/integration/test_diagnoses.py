@@ -41,7 +41,7 @@ SUBJECTS: dict[str, partial[Subject]] = {
 }  # fmt: skip
 QUICK: dict[str, dict[str, Any]] = {
     "estimators": {"layers": (1, 3), "draws": 30},
-    "utility": {"validation_tokens": 300, "warmup": 6, "draws": 30},
+    "utility": {"warmup": 6, "draws": 30},
     "value-propagation": {"pairs": 600, "draws": 20},
     "fisher": {"rows": 2, "max_new_tokens": 6, "draws": 10},
     "heatmap": {"examples": 2},

@@ -118,14 +118,13 @@ def test_clouds_are_by_series_with_ellipses_or_by_who_keeps_them(
 ) -> None:
     points = np.random.default_rng(0).normal(size=(20, 2))
     records = [
-        {"x": float(x), "y": float(y), "model": "ab"[i % 2], "loss": 1.0, "kept": i < 5}
+        {"x": float(x), "y": float(y), "model": "ab"[i % 2], "kept": i < 5}
         for i, (x, y) in enumerate(points)
     ]
     (axes,) = drawn(figure("cloud", records, x="x", y="y", series="model"), monkeypatch)
     assert len(axes.lines) == 4  # points and an ellipse each
-    parts = figure("cloud", records, x="x", y="y", facets=("kept",), colour="loss")
-    loss, kept, _ = drawn(parts, monkeypatch)
-    assert (loss.get_title(), kept.get_title()) == ("loss", "kept")
+    (kept,) = drawn(figure("cloud", records, x="x", y="y", facets=("kept",)), monkeypatch)
+    assert kept.get_title() == "kept"
     assert [len(line.get_xdata()) for line in kept.lines] == [15, 5]
 
 

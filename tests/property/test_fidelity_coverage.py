@@ -143,12 +143,9 @@ def test_the_jackknife_leaves_out_rows_and_widens_with_what_they_share():
     assert by_row.high - by_row.low > 2 * (by_token.high - by_token.low)
 
 
-def test_the_jackknife_refuses_few_and_cuts_at_the_ends():
+def test_the_jackknife_refuses_few():
     assert not jackknife(lambda kept: 1.0, 7).defined
-    assert "7 probes" in str(jackknife(lambda kept: 1.0, 7, what="probes"))
     assert not jackknife(lambda kept: math.nan, 9).defined
-    values = np.array([0.0] * 11 + [1.0])
-    assert jackknife(lambda kept: values[kept].mean(), 12, ends=(0.0, 1.0)).low == 0.0
 
 
 def test_too_few_rows_fall_back_to_groups_of_tokens():

@@ -62,9 +62,9 @@ def valued_text(tokens: tuple[str, ...] = HOSTILE, prompt: str = "a <b> $\n") ->
     shown = [visible(token) for token in (prompt, *tokens)]
     response = np.array([False, *[True] * size])
     panels = (
-        Panel("total", "Total <1>", values, kept),
-        Panel("adaptation", "Adaptation", -values, kept),
-        Panel("stability", "Stability", np.zeros(size), kept),
+        Panel("Total <1>", values, kept),
+        Panel("Adaptation", -values, kept),
+        Panel("Stability", np.zeros(size), kept),
     )
     return ValuedText(3, "rows <x>, line 4", shown, response, panels)
 
@@ -83,7 +83,7 @@ def test_normalisation_is_exact_and_keeps_signs_and_zeros():
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20))
 def test_relative_colours_are_darker_the_higher_the_value(values: list[float]):
     """From white, the lowest of the response, to full colour, its highest; whatever the signs."""
-    panel = Panel("total", "T", np.array(values), np.zeros(len(values), bool), relative=True)
+    panel = Panel("T", np.array(values), np.zeros(len(values), bool), relative=True)
     light = [sum(colour_of(colour)) for colour in panel.colours]
     for a, one in zip(values, light, strict=True):
         for b, other in zip(values, light, strict=True):
@@ -162,7 +162,7 @@ def test_a_figure_of_hostile_text_shows_both_colours():
 @pytest.mark.pictures
 def test_the_first_token_is_coloured_by_its_own_value():
     for value, colour, other in ((2.0, PLUS, MINUS), (-2.0, MINUS, PLUS)):
-        panel = Panel("total", "T", np.array([value, 1e-9]), np.array([False, False]))
+        panel = Panel("T", np.array([value, 1e-9]), np.array([False, False]))
         text = ValuedText(0, "row", ["    ", " b"], np.array([True, True]), (panel,))
         svg = heatmap_figure(text, Table("k", "t", ("a",), ())).svg
         assert fills(svg, colour) == 1
@@ -224,13 +224,12 @@ def test_kinds_of_tokens(text: str, kind: str):
     assert kind_of(text) == kind
 
 
-def test_kinds_are_normalised_within_their_response():
-    total = np.concatenate([np.full(20, 100.0), np.full(20, -1e-3)])
-    found = heatmap.kinds_of(planted(columns={"total": total}), ["a"] * 20 + ["7"] * 20)
+def test_kinds_are_kept_as_their_tokens_are():
+    found = heatmap.kinds_of(planted(), ["a"] * 20 + ["7"] * 20)
     by_kind = {record["kind"]: record for record in found}
-    assert by_kind["inside a word"]["normalised_value"].value == 1.0
-    assert by_kind["number"]["normalised_value"].value == -1.0
     assert by_kind["number"]["kept"].value == 1.0
+    assert by_kind["inside a word"]["kept"].value == 0.0
+    assert by_kind["number"]["tokens"] == 20
 
 
 def test_the_parts_add_up_to_the_total_with_lambda():

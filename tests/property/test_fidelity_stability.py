@@ -236,7 +236,7 @@ def test_classes_and_words() -> None:
 
 
 def dependence(subject: Subject) -> list[str]:
-    return stability._dependence(OwnValues.of(subject, 64))
+    return stability._dependence(OwnValues.of(subject))
 
 
 @pytest.mark.parametrize("config", [PLAIN, TRANSPOSED, LEARNED], ids=["plain", "fused", "learned"])

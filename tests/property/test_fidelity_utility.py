@@ -81,7 +81,7 @@ def test_leaving_one_out_is_the_oracles(optimizer: str) -> None:
     subject = subject_of(decoder_of(tied_embeddings=True))
     options = replace(
         QUICK, optimizer=optimizer, learning_rate=1e-2,
-        weight_decay=0.1 if optimizer != "sgd" else 0.0, validation_tokens=1000,
+        weight_decay=0.1 if optimizer != "sgd" else 0.0,
     )  # fmt: skip
     bench = diagnostic._bench(subject, options)
     tokens = diagnostic._tokens(bench)
