@@ -128,23 +128,19 @@ class Subject:
         """The model's structure."""
         return find_adapter(self.model)
 
-    def sample(self, *, most: int | None = None) -> list[Example]:
-        """Training rows drawn at random, until ``most`` response tokens; in their own order.
+    def sample(self) -> list[Example]:
+        """Training rows drawn at random, until ``tokens`` response tokens; in their own order.
 
         A row that alone has more is taken if it comes first, so that there is always one.
         """
-        return self._draw(self.train, self.tokens if most is None else most)
-
-    def _draw(self, rows: Sequence[Example], most: int) -> list[Example]:
-        order = np.random.default_rng(self.seed).permutation(len(rows))
         taken: list[int] = []
         count = 0
-        for place in order:
-            size = rows[place].response_tokens
-            if size and (not taken or count + size <= most):
+        for place in np.random.default_rng(self.seed).permutation(len(self.train)):
+            size = self.train[place].response_tokens
+            if size and (not taken or count + size <= self.tokens):
                 taken.append(int(place))
                 count += size
-        return [rows[place] for place in sorted(taken)]
+        return [self.train[place] for place in sorted(taken)]
 
     def resized(self, **sizes: Any) -> Subject:
         """The same subject with other sizes; what is fitted or fine-tuned is shared with it.

@@ -48,17 +48,17 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
     return replace(config, **changes)
 
 
-def retention_term(subject: Subject, *, moved: bool = False) -> FisherDrift | None:
+def retention_term(subject: Subject) -> FisherDrift | None:
     """The retention term of the subject's values; None where it would be zero for every token.
 
     ``V = F o (W - W_ref)`` is zero at the reference: without a Fisher or a reference model given
-    there is nothing to fit one for, unless the scored model has been ``moved`` away from it.
+    there is nothing to fit one for.
     """
     if subject.config.objective == "adaptation":
         return None
     if subject.fisher is not None:
         return subject.fisher
-    if subject.reference is not None or moved:
+    if subject.reference is not None:
         return subject.fitted_fisher()
     return None
 

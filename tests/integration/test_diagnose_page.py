@@ -182,25 +182,6 @@ def test_an_estimate_is_one_cell_with_its_interval() -> None:
     ]
 
 
-def test_intervals_have_the_decimals_that_their_width_gives_meaning() -> None:
-    rows = shown([{"x": Estimate(12.0, 7.0, 19.5, 40)}, {"x": Estimate(3e-9, 1e-9, 5e-9, 1234)}])
-    assert rows == [["x"], ["12 [7, 20]"], ["3.00e-09 [1.00e-09, 5.00e-09]"]]
-    assert shown([{"x": Estimate(0.5, 0.5, 0.5, 9)}])[1] == ["0.500 [0.500, 0.500]"]
-    assert shown([{"x": Estimate(math.inf, 1.0, math.inf, 9)}])[1] == ["∞ [1, ∞]"]
-
-
-def test_cells_are_short_and_say_what_is_missing() -> None:
-    rows = shown(
-        [
-            {"a": True, "b": 1234567, "c": 0.00012345, "d": -1.5e-7, "e": math.inf, "f": 2.0},
-            {"a": False, "b": -3, "c": 0.123456, "d": 123456.7, "e": -math.inf, "f": "</td>"},
-        ]
-    )
-    assert rows[1] == ["yes", "1,234,567", "1.23e-04", "−1.50e-07", "∞", "2"]
-    assert shown([{"token": " "}, {"token": ""}, {"token": " a"}])[1:] == [["␣"], [""], [" a"]]
-    assert rows[2] == ["no", "−3", "0.123", "123,457", "−∞", "</td>"]
-
-
 def test_a_long_table_is_cut_on_the_page_and_whole_in_its_file() -> None:
     records = [{"row": row} for row in range(MOST_ROWS + 7)]
     text = page_of(diagnosis(figures=(), tables=(Table.of("t", "T", records),)))
@@ -264,11 +245,6 @@ def test_page_is_self_contained_and_names_are_unique() -> None:
     within = [link["href"][1:] for link in page.links if link["href"].startswith("#")]
     assert set(within) <= set(page.ids)
     assert {"estimators", "fisher", "contents", "main", "settings"} <= set(within)
-
-
-def test_the_page_says_that_intervals_of_few_rows_are_not_over_rows() -> None:
-    text = page_of(diagnosis())
-    assert "with few rows it is over single tokens and too narrow, as a note says" in text
 
 
 def test_contents_say_each_question_and_its_answer() -> None:

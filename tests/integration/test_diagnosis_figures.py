@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from alphatoken.fidelity import figures
 from alphatoken.fidelity.diagnosis import Drawing, Table
 from alphatoken.fidelity.figures import Figure, Guide, draw
 from alphatoken.fidelity.intervals import Estimate
-from alphatoken.fidelity.options import CheckedOptions, option
 
 pytestmark = pytest.mark.pictures
 
@@ -135,30 +133,3 @@ def test_a_picture_says_what_it_shows_to_those_who_do_not_see_it() -> None:
     assert found.svg.startswith("<svg")
     with pytest.raises(ConfigError, match="kind of a figure"):
         draw(figure("pie", records))
-
-
-@dataclass(frozen=True)
-class Made(CheckedOptions):
-    share: float = option(0.5, "a share", above=0, most=1)
-    sizes: tuple[int, ...] = option((1, 2), "sizes", least=1, below=10)
-    names: tuple[str, ...] = option(("a",), "names", choices=("a", "b"))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"share": 0.0}, "share must be above 0 and at most 1"),
-        ({"share": 1.1}, "share must be above 0 and at most 1"),
-        ({"share": math.nan}, "share must be above 0 and at most 1"),
-        ({"sizes": (3, 0)}, "sizes must be at least 1 and below 10"),
-        ({"sizes": (10,)}, "sizes must be at least 1 and below 10"),
-        ({"names": ("a", "c")}, "names must be one of a, b"),
-    ],
-)
-def test_options_beyond_their_limits_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Made(**wrong)
-
-
-def test_options_within_their_limits_are_kept() -> None:
-    assert Made(share=1.0, sizes=(), names=("b",)).sizes == ()

@@ -12,11 +12,10 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import DataError
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import drawing
 from alphatoken.fidelity.intervals import Estimate
-from alphatoken.fidelity.registry import DIAGNOSTICS, find
 from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, canvas
 
 pytestmark = pytest.mark.pictures
@@ -123,20 +122,3 @@ def test_records_may_lack_columns() -> None:
     assert table.columns == ("a", "b")
     assert table.csv() == "a,b\n1,\n,2\n,\n"
     assert table.records()[1] == {"a": None, "b": 2.0}
-
-
-def test_nine_names_in_order() -> None:
-    assert [entry.name for entry in DIAGNOSTICS] == [
-        "estimators",
-        "utility",
-        "value-propagation",
-        "fisher",
-        "heatmap",
-        "coverage",
-        "drift",
-        "sensitivity",
-        "stability",
-    ]
-    assert find("fisher").question.endswith("?")
-    with pytest.raises(ConfigError, match="sensitivity"):
-        find("fischer")

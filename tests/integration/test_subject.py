@@ -28,8 +28,8 @@ def test_rows_are_drawn_up_to_a_number_of_tokens() -> None:
     indices = [row.row.index for row in drawn]
     assert indices == sorted(indices)
     assert [row.row.index for row in subject(tokens=300, seed=5).sample()] != indices
-    assert found.sample(most=10**9) == list(found.train)
-    assert len(found.sample(most=1)) == 1  # a row is never cut
+    assert found.resized(tokens=10**9).sample() == list(found.train)
+    assert len(found.resized(tokens=1).sample()) == 1  # a row is never cut
 
 
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])
