@@ -131,18 +131,6 @@ def test_the_jackknife_of_a_mean_is_its_standard_error():
     assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half))
 
 
-def test_the_jackknife_leaves_out_rows_and_widens_with_what_they_share():
-    generator = np.random.default_rng(5)
-    rows = np.repeat(np.arange(12), 10)
-    values = np.repeat(generator.standard_normal(12), 10) + 0.1 * generator.standard_normal(120)
-
-    def mean(kept: np.ndarray) -> float:
-        return float(values[kept].mean())
-
-    by_row, by_token = jackknife(mean, 120, groups=rows), jackknife(mean, 120)
-    assert by_row.high - by_row.low > 2 * (by_token.high - by_token.low)
-
-
 def test_the_jackknife_refuses_few():
     assert not jackknife(lambda kept: 1.0, 7).defined
     assert not jackknife(lambda kept: math.nan, 9).defined

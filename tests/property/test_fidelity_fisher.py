@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.linalg import hadamard
-from torch import Tensor, nn
+from torch import Tensor
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher
+from alphatoken import FisherDrift, ScorerConfig, fit_fisher
 from alphatoken.data import Example, Row
 from alphatoken.direction.sampling import sample_responses
 from alphatoken.errors import DataError, InputError
@@ -22,7 +21,6 @@ from alphatoken.fidelity import retention_scores
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import values_along
 from alphatoken.oracle.retention import (
     exact_fisher,
     hessian,
@@ -255,25 +253,6 @@ def test_the_notes_say_which_rows_the_fishers_are_of(found: Diagnosis) -> None:
     assert not any("neither tuned on" in note for note in held.notes)  # this nobody told it
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
-def test_a_given_fisher_that_equals_the_hessian_is_used(structure: str) -> None:
-    fisher = exact()
-    drift = drift_of(fisher)
-    if structure == "kronecker":  # rank 1 as a table of (o, z): s_o^2 times a_z^2 / contexts
-        factors = {}
-        for name, table in fisher.items():
-            column, row = table[:, 0], table[-1]
-            corner = table[-1, 0] if float(table[-1, 0]) else torch.tensor(1.0).double()
-            factors[name] = (torch.diag(column / corner), torch.diag(row))
-        drift = FisherDrift.from_kronecker(factors, drift.reference)
-        rebuilt = torch.outer(*(f.diagonal() for f in drift.factors[DOWN]))
-        close(rebuilt, fisher[DOWN], fisher[DOWN].max(), MODEL)
-    found = diagnostic.diagnose(planted(fisher=drift), TINY)
-    assert spearman_of(found, structure) >= 0.999
-    assert any(f"The {structure} Fisher is the one given" in note for note in found.notes)
-
-
 def test_a_permuted_fisher_does_not_rank_as_the_oracle() -> None:
     """The same numbers at other weights: the largest where the smallest were."""
     fisher = exact()
@@ -310,53 +289,6 @@ def test_another_kind_of_reference_is_refused() -> None:
 
 
 # --- pieces -------------------------------------------------------------------------------------
-
-
-def ordinary(seed: int, **changes: Any) -> ReferenceDecoder:
-    config = DecoderConfig(
-        **{"vocabulary": 5, "layers": 2, "hidden": 4, "heads": 2, "kv_heads": 1, "head_dim": 2,
-           "mlp_width": 3} | changes
-    )  # fmt: skip
-    return ReferenceDecoder(config, seed)
-
-
-def nudged(model: nn.Module, size: float) -> nn.Module:
-    moved = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter += size * noise
-    return moved
-
-
-def some_rows(count: int, length: int, vocabulary: int = 5) -> list[Example]:
-    generator = torch.Generator().manual_seed(2)
-    return [
-        example(torch.randint(vocabulary, (length,), generator=generator).tolist(), 2)
-        for _ in range(count)
-    ]
-
-
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
-def test_scores_along_a_direction_are_the_scorers_stability(estimator: str) -> None:
-    before = ordinary(0)
-    model = nudged(before, 0.02)
-    config = ScorerConfig(estimator=estimator, layers="all", causal_position="label")
-    subject = Subject(model, some_rows(5, 7), some_rows(2, 7), config=config, batch_size=2,
-                      reference=before, fisher_samples=6)  # fmt: skip
-    drift = subject.fitted_fisher()
-    batches = subject.batches(some_rows(3, 6))
-    scorer = retention_scores.TunedModel(subject, model, batches)
-    directions = {"fisher": scorer.along(drift), "data": scorer.along(batches)}
-    found = values_along(subject, scorer.scorer, subject.train, list(directions.values()))
-    for place, retention in enumerate((drift, batches)):
-        wanted = subject.score(
-            Scorer(model, None, retention, replace(config, objective="stability")), subject.train
-        )
-        expected = torch.as_tensor(wanted["stability"])
-        column = torch.as_tensor(found[:, place])
-        close(column, expected, expected.abs().max(), 1e-10, name=f"{estimator} {place}")
 
 
 def test_a_random_choice_overlaps_as_counted() -> None:

@@ -23,7 +23,6 @@ from alphatoken.fidelity.token_text import (
     MISSING,
     Panel,
     ValuedText,
-    kind_of,
     laid_out,
     normalised,
     printable,
@@ -202,26 +201,6 @@ def test_shares_are_of_summed_magnitudes():
     found = heatmap.shares_of(planted())
     assert found["adaptation_direct"].value == pytest.approx(0.75)
     assert found["stability_direct"].value == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        (" cat", "start of a word"),
-        ("ing", "inside a word"),
-        (" 12", "number"),
-        ("x2", "number"),
-        (" $", "punctuation or sign"),
-        ("<<", "punctuation or sign"),
-        ("\n", "space"),
-        ("</s>", "other"),
-        ("<0x0A>", "other"),
-        ("", "other"),
-        ("\u05e9", "inside a word"),
-    ],
-)
-def test_kinds_of_tokens(text: str, kind: str):
-    assert kind_of(text) == kind
 
 
 def test_kinds_are_kept_as_their_tokens_are():

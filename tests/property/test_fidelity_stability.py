@@ -120,16 +120,6 @@ def test_values_along_a_direction_are_the_scorers(estimator: str) -> None:
     close(torch.from_numpy(found), torch.from_numpy(total), np.abs(total).max(), 1e-12)
 
 
-@pytest.mark.parametrize("part", ["direct", "causal"])
-@pytest.mark.parametrize("position", ["label", "context"])
-def test_parts_and_positions_are_the_scorers(part: str, position: str) -> None:
-    subject = small(config=ScorerConfig(layers=2, part=part, causal_position=position))
-    scorer = scorer_of(subject)
-    columns = row_columns(subject, scorer, subject.train, subject.validation)
-    total = subject.score(scorer, subject.train)["total"]
-    close(torch.from_numpy(columns.whole), torch.from_numpy(total), np.abs(total).max(), 1e-11)
-
-
 def test_the_scorer_gets_its_validation_rows_back_and_chunks_do_not_matter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,7 +21,6 @@ from alphatoken.fidelity.readings import full_gradient
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.utility import relative_error, slope
-from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.oracle import utility as oracle
 from alphatoken.oracle.evaluate import displaced
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
@@ -153,18 +152,6 @@ def test_clipping_is_torchs() -> None:
     for (name, p), clipped in zip(stepper.parameters.items(), loose, strict=True):
         assert clipped.grad is not None
         close(p.detach() - after[name], clipped.grad, 0.05, 1e-10, name=name)
-
-
-def test_the_objective_is_the_mean_over_tokens_not_rows() -> None:
-    subject = subject_of(decoder_of())
-    stepper = stepped(subject)
-    losses = []
-    for batch in subject.batches(subject.validation, 1):
-        checked = read_batch(batch)
-        with torch.no_grad():
-            found = token_losses(subject.adapter.forward(checked.inputs), checked.labels)
-        losses += found[checked.mask].tolist()
-    assert stepper.objective() == pytest.approx(sum(losses) / len(losses), rel=1e-13)
 
 
 def test_a_step_into_nowhere_is_reported() -> None:
