@@ -4,8 +4,6 @@
     sign_agreement   share of the tokens on whose sign both agree
     overlap          share of the tokens kept by the one that the other keeps too; by chance the
                      ratio
-    flips            share of all tokens whose decision is another one; by chance
-                     ``2 ratio (1 - ratio)``
 
 Kept are the first ``ceil(ratio n)`` of all tokens in one pool.
 """
@@ -44,5 +42,4 @@ def agreement(
         "spearman": estimate(spearman, values, truth),
         "sign_agreement": estimate(sign_agreement, values, truth),
         "overlap": estimate(overlap, ours, theirs),
-        "flips": estimate(np.mean, ours != theirs),
     }

@@ -169,9 +169,7 @@ def test_the_run_agrees_with_itself_and_others_less() -> None:
     assert own == [
         ("estimator", "alphatoken"), ("K", "3"), ("W", "32"), ("lambda", "1.5"),
     ]  # fmt: skip
-    assert all(found[key]["overlap"] == 1 and found[key]["flips"] == 0 for key in own)
-    for record in found.values():  # at a half, every token that comes in sends one out
-        assert record["flips"] == pytest.approx(1 - record["overlap"], abs=0.01)
+    assert all(found[key]["overlap"] == 1 for key in own)
     assert found["estimator", "label"]["overlap"] < 0.97
 
 

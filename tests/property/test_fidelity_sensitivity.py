@@ -63,7 +63,6 @@ def test_a_diagnosis_of_planted_settings() -> None:
     by = {(r["setting"], r["value"]): r for r in records}
     longest = max(len(row.input_ids) for row in subject.train)
     assert by["W", f"all ({longest})"]["overlap"] == 1
-    assert by["W", f"all ({longest})"]["flips"] == 0
     assert by["W", "0"]["overlap"] == by["estimator", "direct"]["overlap"]
     assert by["K", "2"]["default"] is True
     assert {t.key for t in diagnosis.tables} == {"settings", "numbers"}
