@@ -1,4 +1,4 @@
-"""For every test: no network, one thread, shapes checked at run time, the tolerance table."""
+"""For every test: no network, one thread, shapes checked at run time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import torch
 
 from tests import pictures, shapes
 from tests.places import data_folder, models_folder
-from tests.property import tolerance
 
 # Read when huggingface_hub is imported, which nothing above does.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -172,28 +171,5 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    tolerance.begin()
     shapes.begin()
-    try:
-        return (yield)
-    finally:
-        records = tolerance.finish()
-        if records:
-            item.user_properties.append((tolerance.PROPERTY, records))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    # Read from the reports, which reach this process from every worker.
-    records = [
-        (report.nodeid, *record)
-        for outcome in ("passed", "failed")
-        for report in terminalreporter.getreports(outcome)
-        if report.when == "call"
-        for key, found in report.user_properties
-        if key == tolerance.PROPERTY
-        for record in found
-    ]
-    if records:
-        terminalreporter.section("worst error over tolerance")
-        for line in tolerance.summary(records):
-            terminalreporter.line(line)
+    return (yield)

@@ -32,7 +32,7 @@ from tests.property import (
 )
 from tests.property.mutants_train import TRAINERS
 from tests.property.mutation import Claim, Mutant, Words, claim, mutant
-from tests.property.properties import Setup, setups
+from tests.property.setups import Setup, setups
 from tests.property.strategies import configs, contractions
 
 # --- cases with the structure that a mutant needs -----------------------------------------------

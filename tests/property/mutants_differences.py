@@ -9,7 +9,7 @@ from tests.property import test_differences as moved
 from tests.property import test_sharded as sharded
 from tests.property.mutants import small
 from tests.property.mutation import claim, mutant
-from tests.property.properties import Setup
+from tests.property.setups import Setup
 
 CENTRAL, ONE_SIDED = (
     claim(moved.test_differences_are_the_label_values, setup=small(), form=form)

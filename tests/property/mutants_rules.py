@@ -238,8 +238,6 @@ MUTANTS = (
         "prompt-loses-its-end",
         "a long prompt keeps its beginning, and the question goes",
         ("train.datasets.cut_pair", "[-max_prompt:]", "[:max_prompt]"),
-        claim(
-            test_paper_gaps.test_gap_17_prompt_and_response_are_cut_apart, examples=1, needs=NEEDS
-        ),
+        claim(test_paper_gaps.test_prompt_and_response_are_cut_apart, examples=1, needs=NEEDS),
     ),
 )

@@ -380,8 +380,8 @@ TRAINERS = (
         "G and V are used for one step more than was asked for",
         (
             "train.valuation.Valuation.begin",
-            "step - self._built < options.direction_steps",
-            "step - self._built <= options.direction_steps",
+            "age < self._lasts",
+            "age <= self._lasts",
         ),
         PAPER,
         OLD,
@@ -391,7 +391,7 @@ TRAINERS = (
         "G and V are built anew at every step although they should last for two",
         (
             "train.valuation.Valuation.begin",
-            "step - self._built < options.direction_steps",
+            "(self._lasts is None or age < self._lasts)",
             "False",
         ),
         OLD,

@@ -6,7 +6,7 @@ from functools import partial
 
 from tests.property import test_walk as walks
 from tests.property.mutation import claim, mutant
-from tests.property.properties import Setup
+from tests.property.setups import Setup
 
 COPY = claim(
     walks.test_walk_values_are_those_of_a_trained_copy,

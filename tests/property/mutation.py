@@ -39,7 +39,6 @@ from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate import proofs
 from tests.property import profiles  # noqa: F401  (loaded before anything is drawn)
 from tests.property.sources import Definition, definition, place, source_of
-from tests.property.tolerance import unrecorded
 
 WHOLE_MODEL, ONE_CALL = 6, 20
 """Examples of a property that runs the scorer, and of one that calls a single function."""
@@ -357,7 +356,7 @@ def _try(
 ) -> Kill | None:
     of_proofs = mutant.of_proofs if mutant else claim.name.startswith("test_proof")
     unproved = nullcontext() if of_proofs else without_proofs()
-    with applied(mutant) as calls, unproved, without_shapes(), unrecorded():
+    with applied(mutant) as calls, unproved, without_shapes():
         try:
             claim.check(*arguments)
             return None
@@ -385,8 +384,7 @@ def _require_clean(claim: Claim, arguments: tuple[Any, ...]) -> None:
     if known and (claim.check, arguments) in _clean:
         return
     try:
-        with unrecorded():
-            claim.check(*arguments)
+        claim.check(*arguments)
     except AssertionError as error:
         raise RuntimeError(f"{claim.name} fails without any mutant: {arguments!r}") from error
     if known:
@@ -413,7 +411,7 @@ def _is_the_propertys_own(error: AssertionError) -> bool:
 
 def _refusal(mutant: Mutant, claim: Claim, arguments: tuple[Any, ...]) -> str | None:
     """The error of the library's own proofs on this example, if they notice."""
-    with applied(mutant), without_shapes(), unrecorded():
+    with applied(mutant), without_shapes():
         try:
             claim.check(*arguments)
         except (CoverageError, ModelError, UnsupportedError) as error:

@@ -21,7 +21,7 @@ from alphatoken.model.protocol import AttentionCall
 from alphatoken.model.switch import BackwardSwitch
 from tests.property.decoder import dense_mask, explicit_attention
 from tests.property.profiles import budget
-from tests.property.properties import CONTRACTION
+from tests.property.setups import CONTRACTION
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
@@ -234,11 +234,6 @@ def tangents_of(case: AttentionCase) -> dict[str, Tensor]:
     return found
 
 
-def displaced_call(call: AttentionCall, tangents: dict[str, Tensor], step: float) -> AttentionCall:
-    moved = {n: getattr(call, n).detach() + step * t for n, t in tangents.items()}
-    return replace(call, **moved)
-
-
 def dual_attention(
     case: AttentionCase, call: AttentionCall, tangents: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -336,19 +331,6 @@ def test_ordinary_backward_is_the_kernels(case: AttentionCase) -> None:
 
 
 @given(attention_cases())
-@example(HARD)
-@budget(0.5)
-def test_self_and_cross_add_up(case: AttentionCase) -> None:
-    """self + cross = ordinary."""
-    call, error = case.call(), case.error()
-    with blocks_of(case.chunk):
-        parts = [switched(call, error, mode)[1] for mode in ("self", "cross", "ordinary")]
-    scales = gradient_scales(call, error)
-    for name, one, two, whole, scale in zip(("dq", "dk", "dv"), *parts, scales, strict=True):
-        close(one + two, whole, scale, CONTRACTION, name=f"self + cross, {name}")
-
-
-@given(attention_cases())
 @budget(0.25)
 def test_the_mode_is_read_at_backward_time(case: AttentionCase) -> None:
     """One forward: self-only, then ordinary, then self-only again, each as if it were alone."""
@@ -438,25 +420,6 @@ def test_forward_mode_is_the_jvp(case: AttentionCase, moving: frozenset[str]) ->
     close(tangent, expected[1], output * speed + alpha, CONTRACTION, name="forward mode, tangent")
 
 
-@given(attention_cases(mask=st.sampled_from([m for m in ALL if m != "additive"])))
-@example(HARD)
-@budget(0.5)
-def test_forward_mode_by_finite_differences(case: AttentionCase) -> None:
-    """The tangent against a central difference of explicit attention (h = 1e-5, error ~ 1e-9)."""
-    call, tangents = case.call(), tangents_of(case)
-    _, tangent = dual_attention(case, call, tangents)
-    step = 1e-5
-    sides = []
-    for sign in (1, -1):
-        moved = displaced_call(call, tangents, sign * step)
-        sides.append(explicit_attention(moved, moved.query, moved.key, moved.value))
-    difference = (sides[0] - sides[1]) / (2 * step)
-    alpha, output, speed = _forward_scale(call, tangents)
-    # Truncation grows with the third power of the logits' speed.
-    scale = 1.0 + alpha + output * (speed + speed**3) + alpha * speed**2
-    close(tangent, difference, scale, 1e-8, name="forward mode, finite differences")
-
-
 @pytest.mark.parametrize("mask", ["none", "window", "left"])
 @pytest.mark.parametrize("window", [None, 16])
 def test_no_square_of_the_length(mask: str, window: int | None) -> None:
@@ -489,15 +452,6 @@ def test_no_square_of_the_length(mask: str, window: int | None) -> None:
     with Shapes(case.t, hidden) as seen:
         dual_attention(case, call, tangents)
     assert not seen.large, f"T x T in forward mode: {sorted(seen.large)}"
-
-
-def test_the_recorder_of_shapes_sees_a_square() -> None:
-    """The test above can fail: explicit attention is caught."""
-    case = AttentionCase(t=40, chunk=8)
-    call = case.call()
-    with Shapes(case.t) as seen:
-        native_of(call)(call.query, call.key, call.value)
-    assert seen.large
 
 
 def test_the_switch_falls_back_to_ordinary_after_an_exception() -> None:

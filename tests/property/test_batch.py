@@ -157,11 +157,3 @@ def test_preference_pairs_are_checked_once() -> None:
         PreferenceBatch(data, data, two, three)
     with pytest.raises(InputError, match="must be one of tokens, pairs"):
         PreferenceBatch(data, data, two, two, normalization="mean")
-
-
-def test_one_or_several_batches() -> None:
-    data = {"input_ids": IDS, "labels": IDS}
-    pairs = PreferenceBatch(data, data, torch.zeros(2), torch.zeros(2))
-    assert list(batch.as_batches(data)) == [data]
-    assert list(batch.as_batches(pairs)) == [pairs]
-    assert list(batch.as_batches(iter([data, pairs]))) == [data, pairs]

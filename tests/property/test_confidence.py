@@ -17,7 +17,7 @@ from alphatoken.oracle import gradients
 from alphatoken.select import confidence as confidence_module
 from alphatoken.select.confidence import select_harmless
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     LAMBDA,
     MODEL,
     Setup,
@@ -143,7 +143,7 @@ def test_standard_errors(setup: Setup, estimator: str, scaled: bool) -> None:
         close(found.standard_error(), oracle, size, MODEL, name="standard error, oracle")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 def test_errors_are_unbiased(seed: int) -> None:
     """Over many draws of clusters, the mean squared error is the variance of the ratio (-2 to 8 %).
 
@@ -195,18 +195,6 @@ def test_one_validation_batch_has_no_errors() -> None:
     values = Scorer(model, CASE.validation, config=ScorerConfig(layers=1)).score(CASE.batch)
     with pytest.raises(ConfigError, match="ScorerConfig\\(standard_errors=True\\)"):
         values.standard_error()
-
-
-def test_equal_batches_leave_no_doubt() -> None:
-    """Validation batches that say the same: the error is 0, and the sign of the value decides."""
-    model = CASE.model()
-    config = ScorerConfig(estimator="label", layers=2, standard_errors=True)
-    scorer = Scorer(model, [CASE.validation[0]] * 3, config=config)
-    values = scorer.score(CASE.batch)
-    size = values.total.abs().max()
-    torch.testing.assert_close(
-        values.standard_error() / size, torch.zeros_like(values.total), atol=1e-12, rtol=0
-    )
 
 
 def test_bad_input_of_the_rule() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from alphatoken.estimate import contraction
 from benchmarks.gram import contract_gram
 from tests.property.profiles import budget
-from tests.property.properties import CONTRACTION
+from tests.property.setups import CONTRACTION
 from tests.property.strategies import ContractionCase, contractions
 from tests.property.tolerance import close
 
@@ -120,10 +120,3 @@ def test_narrow_inputs_are_widened(case: ContractionCase) -> None:
     gram = contract_gram(*narrow[:2], *validation)
     assert gram.dtype == torch.float32
     assert torch.equal(gram.double(), loop_gram(case, True)[0])
-
-
-def test_summing_before_the_outer_product_is_right_for_one_example_only() -> None:
-    one, two = (ContractionCase(b, 1, 3, 4, 1).factors(integers=True) for b in (1, 2))
-    for factors, equal in ((one, True), (two, False)):
-        swapped = torch.einsum("o,i->oi", factors.delta.sum((0, 1)), factors.x.sum((0, 1)))
-        assert torch.equal(contraction.outer_sum(factors.delta, factors.x), swapped) == equal

@@ -34,7 +34,7 @@ from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.select.threshold import top_threshold
 from tests.property.decoder import ReferenceAdapter
 from tests.property.profiles import budget
-from tests.property.properties import Setup, setups
+from tests.property.setups import Setup, setups
 from tests.property.strategies import make_case
 
 NUMBERS = st.one_of(

@@ -23,7 +23,7 @@ from alphatoken.model.modes import draws
 from alphatoken.oracle import gradients
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import Setup, forward_of, label_truth, quiet, setups
+from tests.property.setups import Setup, forward_of, label_truth, quiet, setups
 from tests.property.strategies import Case, make_case
 from tests.property.tolerance import close
 

@@ -29,7 +29,7 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence, preference
 from tests.property.decoder import ReferenceAdapter
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     CONTRACTION,
     EVERY,
     MODEL,
@@ -125,21 +125,6 @@ def test_diagonal_drift(case: DirectionCase) -> None:
 
 
 @given(direction_cases())
-def test_kronecker_drift(case: DirectionCase) -> None:
-    """V = S (W - W_ref) A; as a flat map it is S (x) A acting on the drift, row by row."""
-    s, a = case.tensor(case.o, case.o, salt=0), case.tensor(case.i, case.i, salt=1)
-    s, a = s @ s.T, a @ a.T
-    weight, reference = (case.tensor(case.o, case.i, salt=n) for n in (2, 3))
-    found = direction.kronecker_drift(s, a, weight, reference)
-    drift = (weight - reference).flatten()
-    matrix = torch.kron(s, a)
-    expected = (matrix @ drift).view(case.o, case.i)
-    scale = (matrix.abs() @ drift.abs()).view(case.o, case.i)
-    close(found, expected, scale, CONTRACTION, name="Kronecker drift")
-    assert not bool(direction.kronecker_drift(s, a, weight, weight).any())
-
-
-@given(direction_cases())
 def test_direction_algebra(case: DirectionCase) -> None:
     """M = P o G + lambda P o V; P = 1 where it is not given; balance = ||lambda V|| / ||G||."""
     names = ("a", "b")
@@ -178,36 +163,6 @@ def test_validation_gradient(setup: Setup) -> None:
         close(found.adaptation[name], g, size[name], MODEL, name="G")
         v = keep[name]
         close(found.stability[name], v, v.abs() + size[name], CONTRACTION, name="V")
-
-
-@given(setups())
-@budget(0.1)
-def test_kronecker_retention(setup: Setup) -> None:
-    """V = S (W - W_ref) A of each scored weight, stored either way round."""
-    setup = Setup(setup.case, setup.layers)
-    model = setup.case.model()
-    adapter = ReferenceAdapter(model)
-    parameters = parameters_of(setup, adapter)
-    transposed = list(parameters) if setup.case.config.transposed else []
-    _, reference = drift_of(setup, model)
-    factors, v = {}, {}
-    for index, (name, weight) in enumerate(parameters.items()):
-        rows, columns = weight.T.shape if transposed else weight.shape
-        generator = torch.Generator().manual_seed(setup.case.direction_seed + index)
-        s, a = (
-            torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (rows, columns)
-        )
-        s, a = s @ s.T, a @ a.T
-        factors[name] = (s, a)
-        drift = (weight.detach() - reference[name]).T if transposed else (
-            weight.detach() - reference[name]
-        )  # fmt: skip
-        v[name] = (s @ drift @ a).T if transposed else s @ drift @ a
-    kept = FisherDrift.from_kronecker(factors, reference, transposed=transposed)
-    config = ScorerConfig(estimator="path", layers=setup.layers, max_relative_drift=None)
-    scorer = Scorer(model, setup.case.validation, kept, config)
-    values = quiet_score(scorer, setup.case.batch)
-    compare_path(setup, model, values, v, "stability, Kronecker")
 
 
 @given(setups())

@@ -14,7 +14,7 @@ from torch import Tensor
 from alphatoken import FisherDrift
 from alphatoken.direction.drift import check_distance
 from tests.property.profiles import budget
-from tests.property.properties import refusal
+from tests.property.setups import refusal
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 

@@ -24,7 +24,7 @@ from alphatoken import (
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     EVERY,
     LAMBDA,
     MODEL,
@@ -43,18 +43,12 @@ from tests.property.properties import (
     scored,
     seen_attention,
     setups,
-    summed_gradient,
     summed_loss,
     truth,
     zeros,
 )
 from tests.property.strategies import SEEDS, Case, make_case
 from tests.property.tolerance import close
-
-
-def _rows(matrix: Tensor) -> Tensor:
-    return matrix.sum(2)
-
 
 Document = tuple[Tensor, Tensor]
 """(ids, labels) of one document, its first token never labelled."""
@@ -226,43 +220,6 @@ def test_path_is_the_column_sums(setup: Setup) -> None:
     compare_values(values, setup, readout(setup, influence.column_sums), None, name="path")
 
 
-@given(setups())
-@example(FULL)
-@budget(0.1)
-def test_totals_are_the_gradient_along_m(setup: Setup) -> None:
-    """path and label: total + unassigned = <grad L, M>, by one ordinary backward of the oracle."""
-    t = truth(setup)
-    found = summed_gradient(setup, setup.case.model())
-    for estimator in ("path", "label"):
-        scorer = make_scorer(setup, estimator)
-        values = quiet_score(scorer, setup.case.batch)
-        m = scorer.direction.total()
-        expected = torch.stack([(g * m[n]).sum() for n, g in found.items()])
-        scale = torch.stack([i.absolute_scale.sum() for i in t.influences])
-        close(
-            values.total.sum() + values.unassigned.sum(),
-            expected.sum(),
-            scale[0] + abs(values.stability_weight) * scale[1],
-            MODEL,
-            name=f"{estimator}, <grad L, M>",
-        )
-
-
-@given(setups(max_length=2, max_rows=2))
-@budget(0.05, least=3)
-def test_one_label_position_makes_all_coincide(setup: Setup) -> None:
-    """T = 1: every estimator gives the same values, and no causal part."""
-    reference = quiet_score(make_scorer(setup, "label"), setup.case.batch).total
-    scale = sum(c.scale * w for c, w in zip(readout(setup, _rows), (1.0, 1.5), strict=True))
-    scale = influence.to_token_index(torch.as_tensor(scale))
-    for estimator in ("direct", "path", "alphatoken", "same_layer_hop", "paper_literal"):
-        values = quiet_score(make_scorer(setup, estimator), setup.case.batch)
-        close(values.total, reference, scale, MODEL, name=f"T = 1, {estimator}")
-        if values.adaptation_causal is not None:
-            nothing = torch.zeros_like(reference)
-            close(values.adaptation_causal, nothing, scale, MODEL, name="T = 1, no causal part")
-
-
 @given(setups(repeated_block=False))
 @example(FULL)
 @budget(0.15)
@@ -301,26 +258,6 @@ def test_same_layer_hop_is_one_hop_within_the_layer(setup: Setup) -> None:
         readout(setup, influence.diagonal),
         (columns[0], columns[1]),
         name="same_layer_hop",
-    )
-
-
-@given(setups(last=True, repeated_block=False))
-@example(FUSED)
-@budget(0.15)
-def test_same_layer_hop_of_the_last_layer_is_path(setup: Setup) -> None:
-    """K = 1: direct part the diagonal, causal part all of the rest of the column.
-
-    The library gets the hop as the kernel's backward minus its k = t terms, so rounding is relative
-    to the whole column, diagonal included.
-    """
-    rest = zip(readout(setup, influence.causal), readout(setup, influence.column_sums), strict=True)
-    first, second = (Columns(part.value, column.scale) for part, column in rest)
-    compare_values(
-        quiet_score(make_scorer(setup, "same_layer_hop"), setup.case.batch),
-        setup,
-        readout(setup, influence.diagonal),
-        (first, second),
-        name="same_layer_hop, K = 1",
     )
 
 
@@ -392,7 +329,7 @@ def test_frozen_linears_are_out_of_scope(setup: Setup) -> None:
     st.sampled_from(EVERY),
     st.integers(0, 2),
 )
-@budget(0.24, least=16)
+@budget(0.24, least=8)
 def test_layout_does_not_matter(setup: Setup, estimator: str, extra: int) -> None:
     """A document's values: the same padded left or right, alone, among others, or packed."""
     model = setup.case.model()
@@ -435,7 +372,7 @@ PADDED_LABELS = make_case(("..rrpr", "pprrr."), ((".rpr", "rr.."), ("..rr",)))
 @example(Setup(PADDED_LABELS), "alphatoken", 1)
 @example(Setup(PADDED_LABELS), "label", 2)
 @example(Setup(PADDED_LABELS, 1), "path", 1)
-@budget(0.3, least=8)
+@budget(0.3)
 def test_padding_holds_nothing(setup: Setup, estimator: str, shift: int) -> None:
     """Values and G are the same, bit for bit, whatever token stands in the padding."""
     model, case = setup.case.model(), setup.case
@@ -451,7 +388,7 @@ def test_padding_holds_nothing(setup: Setup, estimator: str, shift: int) -> None
 
 
 @given(setups(), st.sampled_from(EVERY))
-@budget(0.12, least=8)
+@budget(0.12)
 def test_observed_equals_scored(setup: Setup, estimator: str) -> None:
     """observe() on a pass without dropout = score(); the training gradient is a fresh run's."""
     batch = setup.case.batch
@@ -573,14 +510,12 @@ def test_a_hidden_use_is_caught_by_the_coverage_proof(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", CAPTURED)
-@pytest.mark.parametrize("mlp", ["plain", "gated"])
-def test_a_use_below_the_scored_layers_is_caught(estimator: str, mlp: str) -> None:
+def test_a_use_below_the_scored_layers_is_caught(estimator: str) -> None:
     """One weight in the up projections of all layers: K = 1 does not capture the lower uses."""
     case = make_case(("pprrr",), (("pprr",),), mlp="plain", tied_linears=True, layers=3)
-    if mlp == "plain":
-        with pytest.raises(CoverageError, match=r"mlp\.up_proj\.weight.*label"):
-            score(case, estimator)
-        score(case, estimator, layers="all")  # there all of them are in scope
+    with pytest.raises(CoverageError, match=r"mlp\.up_proj\.weight.*label"):
+        score(case, estimator)
+    score(case, estimator, layers="all")  # there all of them are in scope
 
 
 @pytest.mark.parametrize("estimator", CAPTURED)
@@ -655,11 +590,6 @@ def test_label_is_the_row_sums_along(case: Case) -> None:
     close(values.total, expected, torch.as_tensor(scale), MODEL, name="label, own parameters")
 
 
-def test_label_covers_a_loose_parameter() -> None:
-    config = ScorerConfig("label", layers=1)
-    assert "layers.1.mlp.loose" in Scorer(LOOSE.model(), LOOSE.validation, config=config).parameters
-
-
 def test_the_coverage_report_says_what_was_proved() -> None:
     case = FULL.case
     scorer = make_scorer(FULL, "alphatoken")
@@ -689,7 +619,7 @@ def test_negative_layer_indices_count_from_the_end() -> None:
         assert torch.equal(score(PLAIN, "direct", layers=one), score(PLAIN, "direct", layers=two))
 
 
-@pytest.mark.parametrize("estimator", EVERY)
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_nan_weights_are_an_error_that_names_the_token(estimator: str) -> None:
     model = PLAIN.model()
     with torch.no_grad():
@@ -701,9 +631,7 @@ def test_nan_weights_are_an_error_that_names_the_token(estimator: str) -> None:
     assert snapshot(model)["random"] == before
 
 
-@pytest.mark.parametrize("estimator", EVERY)
-def test_no_trainable_linear_is_refused(estimator: str) -> None:
-    model = PLAIN.model()
-    model.requires_grad_(False)
+def test_no_trainable_linear_is_refused() -> None:
+    model = PLAIN.model().requires_grad_(False)
     with pytest.raises(ConfigError, match="no trainable linear"):
-        Scorer(model, PLAIN.validation, config=ScorerConfig(estimator, layers=1))
+        Scorer(model, PLAIN.validation, config=ScorerConfig("path", layers=1))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +26,14 @@ from alphatoken.errors import (
     UnsupportedError,
 )
 from alphatoken.oracle.enumeration import enumerate_responses, enumerated_log_probabilities
-from alphatoken.oracle.retention import exact_fisher, exact_token_fisher
+from alphatoken.oracle.retention import exact_fisher
 from alphatoken.support.progress import Progress
-from alphatoken.support.storage import read_tensors
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.strategies import configs
 from tests.property.tolerance import close
 
 PROMPTS = [torch.tensor([1]), torch.tensor([0, 2, 1]), torch.tensor([2, 2])]
-SMALL = DecoderConfig(vocabulary=3, layers=1, hidden=4, head_dim=2, mlp_width=3, end_token=0)
 DEEP = DecoderConfig(vocabulary=5, layers=3, hidden=4, head_dim=2, mlp_width=3, end_token=None)
 
 
@@ -227,26 +222,6 @@ def slow_factors(
     return S / len(pairs), A / uses
 
 
-@pytest.mark.parametrize("length", [5, 17])
-def test_kronecker_traces_are_at_the_scale_of_the_diagonal(length: int) -> None:
-    """Where errors of different positions are uncorrelated and inputs have one norm, they agree.
-
-    The last layer's up projection is such a case: behind it every error is that of its own
-    token, and an RMS norm without gain is before it. A token mean in both factors would be
-    ``length - 1`` times too small.
-    """
-    config = DecoderConfig(vocabulary=5, layers=1, mlp="plain", end_token=None)
-    model = ReferenceDecoder(config, 1)
-    nn.init.ones_(model.layers[0].mlp_norm.weight)
-    given = torch.randint(5, (3, length), generator=torch.Generator().manual_seed(2))
-    name = "layers.0.mlp.up_proj.weight"
-    arguments: dict[str, Any] = {"samples": 120, "layers": 1, "labels": "token", "seed": 4}
-    diagonal = fit_fisher(model, list(given), **arguments)
-    S, A = fit_fisher(model, list(given), structure="kronecker", **arguments).factors[name]
-    ratio = float(S.trace() * A.trace() / diagonal.fisher[name].sum())
-    assert 0.9 < ratio < 1.1, ratio
-
-
 # --- unbiased ----------------------------------------------------------------------------------
 
 
@@ -291,100 +266,6 @@ def compare_expected_fisher(model: ReferenceDecoder, length: int) -> None:
     )
     for name, expected in exact.items():
         close(found[name], expected, expected.max() + 1e-18, 1e-10, name="expected Fisher")
-
-
-def z_scores(
-    found: Mapping[str, Tensor], mean: Mapping[str, Tensor], covariance: Tensor, samples: int
-) -> Tensor:
-    """Standardised errors along the trace of each parameter and along fixed random directions."""
-    error = torch.cat([(found[n] - mean[n]).flatten() for n in mean])
-    generator = torch.Generator().manual_seed(0)
-    along = torch.randn(8, len(error), generator=generator, dtype=torch.float64)
-    sizes = [m.numel() for m in mean.values()]
-    traces = torch.block_diag(*[torch.ones(1, size) for size in sizes]).double()
-    U = torch.cat([along, traces])
-    return (U @ error) / torch.einsum("si,ij,sj->s", U, covariance / samples, U).sqrt()
-
-
-def covariance_of_squares(log_p: list[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
-    """Covariance of g o g over one prompt's outcomes, given the log-probability of each."""
-    rows = []
-    for one in log_p:
-        g = torch.autograd.grad(one, list(weights.values()), retain_graph=True)
-        rows.append(torch.cat([x.flatten() ** 2 for x in g]))
-    p, squares = torch.stack(log_p).detach().exp(), torch.stack(rows)
-    assert abs(float(p.sum()) - 1) < 1e-9
-    centred = squares - p @ squares
-    return centred.T @ (p.unsqueeze(1) * centred)
-
-
-def test_the_monte_carlo_diagonal_is_unbiased_and_its_mutants_are_not() -> None:
-    """z-test at a fixed n against the exact Fisher, with exact variances."""
-    samples, length, seed = 600, 3, 7
-    model = ReferenceDecoder(SMALL, 2)
-    fisher = fit_fisher(
-        model, PROMPTS, samples=samples, layers=1, max_new_tokens=length, seed=seed, batch_size=500
-    )
-    weights = parameters_of(model, fisher.names)
-
-    def forward(batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["input_ids"])
-
-    mean = exact_fisher(model, forward, PROMPTS, length, weights, 3, eos=0, diagonal=True)
-    outcomes = [list(enumerated_log_probabilities(forward, x, length, 3, eos=0)) for x in PROMPTS]
-    # Samples go round the prompts, so only the variance within each prompt counts.
-    covariance = sum(covariance_of_squares(one, weights) for one in outcomes) / len(PROMPTS)
-    z = z_scores(fisher.fisher, mean, covariance, samples)
-    assert float(z.abs().max()) < 4.5, z
-    assert float(z.square().mean()) > 0.1, z  # the variance is not overstated
-
-    pairs = sampled(model, PROMPTS, 300, length, seed)
-    gradients = [slow_gradient(model, *pair, fisher.names) for pair in pairs]
-    written = [torch.cat([x, torch.tensor([1, 1, 1])]) for x in PROMPTS]  # by someone else
-    fixed = [
-        slow_gradient(model, ids, list(range(len(ids) - 3, len(ids))), fisher.names)
-        for ids in written
-    ]
-    lengths = [len(places) for _, places in pairs]
-    mutants: dict[str, dict[str, Tensor]] = {}
-    for n in mean:
-        g = torch.stack([gradient[n] for gradient in gradients])
-        batches = g.unflatten(0, (-1, 6)).mean(1)
-        shorter = g / torch.tensor(lengths).view(-1, *[1] * (g.dim() - 1))
-        mutants.setdefault("square of the batch gradient", {})[n] = batches.square().mean(0)
-        mutants.setdefault("mean over the response", {})[n] = shorter.square().mean(0)
-        observed = torch.stack([gradient[n] for gradient in fixed])
-        mutants.setdefault("observed labels", {})[n] = observed.square().mean(0)
-    for name, mutant in mutants.items():
-        assert float(z_scores(mutant, mean, covariance, 300).abs().max()) > 8, name
-
-
-def test_token_labels_are_unbiased_on_the_given_prefixes() -> None:
-    """The summed gradient of resampled labels squares to the exact token Fisher."""
-    samples = 600
-    model = ReferenceDecoder(SMALL, 5)
-    batch = {
-        "input_ids": torch.tensor([[1, 2, 0, 1], [2, 1, 0, 0]]),
-        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
-        "labels": torch.tensor([[-100, 2, -100, 1], [-100, -100, 0, -100]]),
-    }
-    fisher = fit_fisher(model, batch, samples=samples, layers=1, labels="token", seed=3)
-    weights = parameters_of(model, fisher.names)
-    exact = exact_token_fisher(
-        model, lambda b: model(b["input_ids"], b["attention_mask"]), batch, weights
-    ).diagonal()
-    split = exact.split([w.numel() for w in weights.values()])
-    mean = {n: part.view_as(fisher.fisher[n]) for n, part in zip(weights, split, strict=True)}
-    first, second = model(batch["input_ids"], batch["attention_mask"]).log_softmax(-1)
-    outcomes = [[a + b for a in first[0] for b in first[2]], list(second[1])]
-    covariance = sum(covariance_of_squares(one, weights) for one in outcomes) / 2
-    z = z_scores(fisher.fisher, mean, covariance, samples)
-    assert float(z.abs().max()) < 4.5, z
-    assert float(z.square().mean()) > 0.1, z  # the variance is not overstated
-    assert fisher.metadata["response_tokens"] == 3 * samples // 2
-    ignored = fit_fisher(model, batch, samples=20, layers=1, labels="token", max_new_tokens=1)
-    again = fit_fisher(model, batch, samples=20, layers=1, labels="token", max_new_tokens=9)
-    assert all(torch.equal(ignored.fisher[n], again.fisher[n]) for n in weights)
 
 
 # --- V -----------------------------------------------------------------------------------------
@@ -570,53 +451,6 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(
     assert os.listdir(path.parent) == []
 
 
-def test_a_resumed_fit_draws_the_same_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row's rounding depends on its batch, and may once in 10^7 tokens decide which is drawn."""
-    batches: list[list[str]] = []
-
-    def spy(*arguments: Any) -> list[Tensor]:
-        batches.append([name.split()[1] for name in arguments[-1]])
-        return sample_responses(*arguments)
-
-    monkeypatch.setattr("alphatoken.direction.fisher.sample_responses", spy)
-    arguments = {**ARGUMENTS, "checkpoint": tmp_path / "sums", "checkpoint_every": 1}
-    model = ReferenceDecoder(DEEP, 0)
-    with pytest.raises(Interrupt):
-        fit_fisher(model, PROMPTS, progress=stop_at(6), **arguments)
-    fit_fisher(model, PROMPTS, **arguments)
-    second, third = ["4", "5", "6", "7"], ["8", "9", "10"]
-    assert batches == [["0", "1", "2", "3"], second, second, third]
-
-
-KILLED = """
-import os, signal, sys, torch
-from alphatoken.direction.fisher import fit_fisher
-from tests.property.test_fisher import ARGUMENTS, DEEP, PROMPTS, ReferenceDecoder
-torch.set_num_threads(1)
-def kill(progress):
-    if progress.done == 8:
-        os.kill(os.getpid(), signal.SIGKILL)
-fit_fisher(ReferenceDecoder(DEEP, 0), PROMPTS, **ARGUMENTS,
-           checkpoint=sys.argv[1], checkpoint_every=3, progress=kill)
-"""
-
-
-def test_a_killed_process_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
-    path = tmp_path / "sums.safetensors"
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(path)], cwd=root, env=environment, capture_output=True
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert read_tensors(path)[1]["done"] == "6"
-    model = ReferenceDecoder(DEEP, 0)
-    resumed = fit_fisher(model, PROMPTS, **ARGUMENTS, checkpoint=path, checkpoint_every=3)
-    assert same(resumed, fit_fisher(model, PROMPTS, **ARGUMENTS))
-
-
 OTHERS: dict[str, Any] = {
     "samples": 12, "layers": 2, "max_new_tokens": 4, "batch_size": 5, "seed": 6,
     "labels": "token", "structure": "kronecker", "parameters": "all",
@@ -713,26 +547,6 @@ def test_it_runs_inside_no_grad_and_inference_mode() -> None:
         inside = fitted(model)
     assert same(inside, expected)
     assert not inside.fisher[inside.names[0]].is_inference()
-
-
-def test_layers_below_the_first_scored_one_leave_no_graph() -> None:
-    model = ReferenceDecoder(DEEP, 0)
-    graphs: list[tuple[int, bool]] = []
-    for i, layer in enumerate(model.layers):
-        layer.register_forward_hook(lambda m, a, out, i=i: graphs.append((i, out.requires_grad)))
-    fit_fisher(model, PROMPTS[1:], samples=1, layers=1, labels="token")
-    assert graphs == [(0, False), (1, False), (2, True)]
-
-
-def test_samples_go_round_the_prompts_and_fewer_take_the_first() -> None:
-    model = ReferenceDecoder(DEEP, 0)
-    first = fitted(model, samples=2)
-    assert same(first, fit_fisher(model, PROMPTS[:2], samples=2, layers=2, max_new_tokens=2))
-    assert first.metadata["prompts"] == 2
-    round_again = fitted(model, samples=7)
-    repeated = fit_fisher(model, (PROMPTS * 3)[:7], samples=7, layers=2, max_new_tokens=2)
-    assert all(torch.equal(round_again.fisher[n], repeated.fisher[n]) for n in first.names)
-    assert round_again.metadata["prompts"] == 3
 
 
 def test_responses_are_cut_to_the_models_limit_and_this_is_counted() -> None:
@@ -852,19 +666,6 @@ def test_progress_counts_every_sample_and_prints_when_asked(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_gets_one_line_that_is_rewritten(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    fitted(ReferenceDecoder(DEEP, 0), samples=2)
-    text = capsys.readouterr().err
-    assert text.startswith("\rFisher: 0/2 (0%)")
-    assert "\rFisher: 2/2 (100%)" in text
-    assert text.count("\n") == 1
-    assert text.count("\n") == 1
-    assert text.endswith("left\n")
-
-
 # --- transformers ------------------------------------------------------------------------------
 
 
@@ -917,17 +718,3 @@ def test_under_lora_the_fisher_of_a_is_exactly_zero_and_nothing_is_divided_by_it
     for name, V in fisher.direction(weights).items():
         assert bool(torch.isfinite(V).all())
         assert bool(V.any()) == ("lora_B" in name)
-
-
-def test_conv1d_weights_are_covered_in_their_own_layout() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=7, n_positions=12, n_embd=8, n_layer=2, n_head=2, eos_token_id=4, bos_token_id=0
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    fisher = fitted(model, structure="kronecker", score_bias=True)
-    left, right = fisher.factors["transformer.h.1.mlp.c_fc.weight"]
-    assert (left.shape, right.shape) == ((8, 8), (32, 32))
-    moved = {n: w + 0.1 for n, w in parameters_of(model, fisher.names).items()}
-    assert all(V.shape == moved[n].shape for n, V in fisher.direction(moved).items())

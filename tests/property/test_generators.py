@@ -1,42 +1,21 @@
-"""The generators in themselves: every hard structure is reached, and a failure shrinks to little.
+"""Every hard structure is reached by the generator of cases.
 
-A property that never meets a grouped head proves nothing about grouped heads. For each hard case
-``find`` must produce a witness within few examples, and shrink it to a small one.
+A property that never meets a grouped head proves nothing about grouped heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
-from hypothesis import Phase, example, find, given, settings
-from hypothesis import strategies as st
+from hypothesis import find
 
-from alphatoken.oracle.gradients import known_labels, response_tokens
-from tests.property.decoder import DecoderConfig
 from tests.property.profiles import REACH
 from tests.property.strategies import (
-    MODES,
     Case,
     cases,
-    configs,
-    make_batch,
-    make_case,
-    rows,
 )
-
-SHRINK = settings(REACH, phases=[Phase.generate, Phase.shrink])
-
-
-def witness(
-    strategy: st.SearchStrategy[Any],
-    predicate: Callable[[Any], bool],
-    how: settings = SHRINK,
-    seed: int = 0,
-) -> Any:
-    return find(strategy, predicate, settings=how, random=Random(seed))
 
 
 def lengths(case: Case) -> list[int]:
@@ -155,163 +134,6 @@ HARD: dict[str, Callable[[Case], bool]] = {
 }
 
 
-def size(case: Case) -> int:
-    """How much there is to read in a case: columns, rows and options that are not the simplest."""
-    simplest = {
-        "layers": 1, "hidden": 4, "heads": 1, "kv_heads": 1, "head_dim": 2, "mlp": "plain",
-        "mlp_width": 3, "norm": "none", "positions": "none", "vocabulary": 3,
-    }  # fmt: skip
-    options = sum(
-        getattr(case.config, name) != simplest.get(name, field.default)
-        for name, field in DecoderConfig.__dataclass_fields__.items()
-    )
-    batches = (case.train, *case.validations)
-    return options + sum(len(lines) * (width(lines) - 1) for lines in batches)
-
-
-SMALLEST = size(
-    make_case(
-        ("pr",), (("pr",),), vocabulary=3, layers=1, hidden=4, heads=1, kv_heads=1, head_dim=2,
-        mlp="plain", mlp_width=3, norm="none", positions="none",
-    )
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("name", HARD)
 def test_a_hard_case_is_reached(name: str) -> None:
-    assert HARD[name](witness(cases(), HARD[name], REACH))
-
-
-def test_without_a_demand_the_smallest_case_is_found() -> None:
-    found = witness(cases(), lambda case: True)
-    assert size(found) == SMALLEST == 2
-    assert (found.seed, found.direction_seed) == (0, 0)
-
-
-def test_a_failure_that_needs_two_things_shrinks_to_these_two() -> None:
-    found = witness(cases(), lambda c: c.config.sinks and c.config.layers > 1 and len(c.train) > 1)
-    # Sinks, a second layer, its window entry, a second row of one more column than needed at most.
-    assert size(found) <= SMALLEST + 5, found
-    assert len(found.train) == 2
-    assert found.config.layers == 2
-
-
-@given(case=cases())
-@example(case=make_case())
-def test_the_repr_rebuilds_the_case(case: Case) -> None:
-    assert eval(repr(case), {"make_case": make_case}) == case
-
-
-@given(case=cases())
-def test_batches_are_what_their_rows_say(case: Case) -> None:
-    for lines, batch in zip(
-        (case.train, *case.validations), (case.batch, *case.validation), strict=True
-    ):
-        plain = [line.replace("|", "") for line in lines]
-        assert batch["input_ids"].shape == (len(plain), len(plain[0]))
-        assert int(batch["input_ids"].max()) < case.config.vocabulary
-        for n, line in enumerate(plain):
-            labels = batch["labels"][n].tolist()
-            assert [label != -100 for label in labels] == [char == "r" for char in line]
-            assert all(
-                label in (-100, token)
-                for label, token in zip(labels, batch["input_ids"][n].tolist(), strict=True)
-            )
-            if "attention_mask" in batch:
-                assert batch["attention_mask"][n].tolist() == [int(char != ".") for char in line]
-            else:
-                assert "." not in line
-        assert response_tokens(known_labels(batch))
-        if "position_ids" in batch:
-            assert batch["position_ids"].shape == batch["input_ids"].shape
-
-
-def test_position_ids_restart_in_documents_and_start_after_padding() -> None:
-    packed = make_batch(("pr|ppr", "p|pr|pr"), vocabulary=5, seed=0)
-    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 0, 1]]
-    assert "attention_mask" not in packed
-    padded = make_batch(("..ppr", "pr..."), vocabulary=5, seed=0, explicit_positions=True)
-    assert padded["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 1, 1, 1]]
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ("ppr", "pr"),
-        ("p|r",),
-        (".r",),
-        ("pp",),
-        ("rp",),
-        ("p.r",),
-        ("pr|pr", ".pppr"[:4]),
-        ("xpr",),
-        ("|pr",),
-    ],
-)
-def test_rows_that_mean_nothing_are_refused(lines: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="row|response|width|padding"):
-        make_case(lines)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_layout_keeps_to_its_limits(mode: str) -> None:
-    @settings(max_examples=50, database=None, derandomize=True)
-    @given(lines=rows(mode, 5, 2))
-    def check(lines: tuple[str, ...]) -> None:
-        make_batch(lines, vocabulary=3, seed=0)
-        assert 2 <= width(lines) <= 5
-        assert 1 <= len(lines) <= 2
-        assert mode == "packed" or "|" not in "".join(lines)
-        assert mode in ("left", "right", "ragged") or "." not in "".join(lines)
-        if mode == "left":
-            assert all(line.lstrip(".").count(".") == 0 for line in lines)
-        if mode == "right":
-            assert all(line.rstrip(".").count(".") == 0 for line in lines)
-
-    check()
-
-
-PINS: dict[str, Any] = {
-    "layers": 1,
-    "heads": 6,
-    "kv_heads": 1,
-    "norm": "layernorm",
-    "mlp": "gated",
-    "positions": "rotary",
-    "windows": (2, None),
-    "repeated_block": True,
-    "additive_mask": True,
-    "blind_rows": True,
-    "qk_norm": True,
-    "conv_mixer": True,
-    "hidden_mixer": True,
-    "hidden_use": True,
-    "loose_parameter": True,
-    "tied_linears": True,
-    "attention_dropout": 0.5,
-    "end_token": None,
-}
-
-
-@pytest.mark.parametrize("name", PINS)
-def test_a_pinned_option_holds_whatever_else_is_drawn(name: str) -> None:
-    extra = {"layers": 3} if name == "tied_linears" else {}
-
-    @settings(max_examples=30, database=None, derandomize=True, deadline=None)
-    @given(case=cases(**{name: PINS[name]}, **extra), config=configs(**{name: PINS[name]}, **extra))
-    def check(case: Case, config: DecoderConfig) -> None:
-        assert getattr(case.config, name) == getattr(config, name) == PINS[name]
-
-    check()
-
-
-def test_pins_may_be_strategies_and_unknown_ones_are_refused() -> None:
-    found = witness(
-        cases(layers=st.sampled_from([2, 3]), mode=st.sampled_from(["left", "packed"])),
-        lambda c: c.config.layers == 3 and "|" in "".join(c.train),
-    )
-    assert found.config.layers == 3
-    fixed = witness(cases(train=("ppr",), validations=(("pr",), ("ppr",))), lambda c: True)
-    assert (fixed.train, fixed.validations) == (("ppr",), (("pr",), ("ppr",)))
-    with pytest.raises(TypeError, match="wdith"):
-        witness(cases(wdith=3), lambda c: True)
+    assert HARD[name](find(cases(), HARD[name], settings=REACH, random=Random(0)))

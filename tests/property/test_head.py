@@ -20,13 +20,13 @@ from alphatoken import InputError, Scorer, ScorerConfig
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model import head
 from alphatoken.model import response_losses as response_losses_module
-from alphatoken.model.batch import predicted_labels, read_batch, token_losses
+from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.head import is_plain_head, watched_head
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.oracle import gradients
-from tests.property.architectures import ARCHITECTURES, BY_NAME, VOCABULARY
-from tests.property.properties import CONTRACTION
+from tests.property.architectures import ARCHITECTURES, BY_NAME
+from tests.property.setups import CONTRACTION
 from tests.property.strategies import SEEDS, make_batch
 from tests.property.tolerance import close
 
@@ -217,16 +217,6 @@ def test_head_tangents(case: HeadCase, moved: tuple[bool, bool, bool]) -> None:
     close(tangent, wanted, size, CONTRACTION, name="tangents")
 
 
-def test_no_prediction_at_all() -> None:
-    hidden = torch.randn(0, 3, requires_grad=True)
-    weight = torch.randn(5, 3, requires_grad=True)
-    losses = head.head_losses(hidden, weight, None, torch.zeros(0, dtype=torch.long))
-    losses.sum().backward()
-    assert losses.shape == (0,)
-    assert weight.grad is not None
-    assert not weight.grad.any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_sum_in_float32(dtype: torch.dtype) -> None:
     """The error of a long sum over the vocabulary is that of its terms, and does not grow."""
@@ -324,25 +314,6 @@ def test_scores_of_another_forward(name: str) -> None:
             except InputError:
                 refused = True
             assert refused, "logits of another forward were valued"
-
-
-def test_padding_on_the_left() -> None:
-    adapter = find_adapter(BY_NAME["llama"].build(1))
-    batch = make_batch(("..pprrprr", "....rrrrr"), vocabulary=VOCABULARY, seed=2)
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
-    real = batch["attention_mask"]
-    labels = predicted_labels(batch["labels"], real)
-    whole, found = (
-        token_losses(adapter.forward(inputs), labels),
-        response_losses(adapter, inputs, labels),
-    )
-    close(found, whole.detach(), whole.detach().sum(), 1e-12, name="left padding")
-
-
-def test_some_architectures_of_either_kind_are_tried() -> None:
-    capped = [name for name in BY_NAME if caps(built(name))]
-    assert capped
-    assert len(capped) < len(BY_NAME) / 2
 
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:

@@ -28,7 +28,7 @@ from alphatoken.select import masks as selection
 from tests.property.architectures import plain_forward
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder, TransposedLinear
 from tests.property.profiles import budget
-from tests.property.properties import MODEL, Setup, forward_of, response_mask, scored, setups
+from tests.property.setups import MODEL, Setup, forward_of, response_mask, scored, setups
 from tests.property.strategies import SEEDS, make_case
 from tests.property.tolerance import close
 

@@ -17,7 +17,7 @@ from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients, influence
 from tests.property.decoder import ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     MODEL,
     Setup,
     compare_values,

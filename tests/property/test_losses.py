@@ -14,11 +14,11 @@ from torch.autograd import forward_ad
 
 from alphatoken import InputError
 from alphatoken.model import batch, vocabulary
-from alphatoken.oracle import gradients, preference
+from alphatoken.oracle import preference
 from alphatoken.select import losses
 from tests.property.profiles import budget
-from tests.property.properties import CONTRACTION, MODEL, forward_of
-from tests.property.strategies import SEEDS, Case, cases, make_case
+from tests.property.setups import CONTRACTION
+from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
 
@@ -289,36 +289,6 @@ def test_dpo_coefficient(case: PairCase) -> None:
 ROWS = st.lists(st.sampled_from(["pprr..", "prrrr.", "..pprr", "pprrrr"]), min_size=2, max_size=2)
 
 
-@given(cases(train=ROWS.map(tuple), validations=ROWS.map(lambda r: (tuple(r),))), st.booleans())
-@budget(0.1)
-def test_dpo_through_a_model(case: Case, masked: bool) -> None:
-    """Gradient of the surrogate by parameter: the oracle's, token by token."""
-    model = case.model()
-    chosen, rejected = case.batch, case.validation[0]
-    reference = torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
-    pairs = preference.PreferencePairs(chosen, rejected, *reference)
-    parameters = {n: p for n, p in model.named_parameters() if n.startswith("layers")}
-    keep = []
-    for n, labels in enumerate((chosen["labels"], rejected["labels"])):
-        generator = torch.Generator().manual_seed(case.seed + n)
-        random = torch.rand(labels.shape, generator=generator) < 0.5
-        keep.append(random if masked else torch.ones_like(random))
-    expected = preference.masked_dpo_gradient(model, forward_of(model), pairs, parameters, *keep)
-    if not masked:
-        whole = preference.dpo_gradient(model, forward_of(model), pairs, parameters)
-        for name, g in whole.items():
-            close(g, expected[name], g.abs().max() + 1e-3, MODEL, name="DPO oracles")
-    each = []
-    for one in (chosen, rejected):
-        inputs = {k: v for k, v in one.items() if k != "labels"}
-        each.append(batch.token_losses(model(**inputs), gradients.known_labels(one)))
-    loss = losses.masked_dpo_loss(*each, *reference, *keep, beta=0.1)
-    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
-    for wanted, got in zip(expected.values(), found, strict=True):
-        # A gradient is a sum over tokens of both signs; 1e-3 covers what cancelled altogether.
-        close(got, wanted, wanted.abs().max() + 1e-3, MODEL, name="DPO through a model")
-
-
 def test_num_tokens_replaces_the_batchs_own_count() -> None:
     case = LossCase(2, 5, 4, 0)
     logits, labels, keep = case.logits(), case.labels(), case.keep()
@@ -329,18 +299,6 @@ def test_num_tokens_replaces_the_batchs_own_count() -> None:
                 logits, labels, keep, normalization=normalization, num_tokens=count
             )
             close(found, total / 7, total.abs(), CONTRACTION, name="num_tokens")
-
-
-def test_accumulated_steps_with_a_global_count_equal_one_batch() -> None:
-    case = LossCase(4, 6, 5, 1)
-    logits, labels, keep = case.logits(), case.labels(), case.keep()
-    count = int((labels[:, 1:] != -100).sum())
-    whole = losses.masked_sft_loss(logits, labels, keep)
-    parts = [
-        losses.masked_sft_loss(logits[rows], labels[rows], keep[rows], num_tokens=count)
-        for rows in (slice(0, 1), slice(1, 4))
-    ]
-    close(parts[0] + parts[1], whole, whole.abs(), CONTRACTION, name="accumulation")
 
 
 def test_float_weights_are_constants() -> None:
@@ -378,13 +336,3 @@ def test_low_precision_logits_are_scored_in_float32() -> None:
     found = batch.token_losses(narrow, labels)
     assert found.dtype == torch.float32
     assert torch.equal(found, batch.token_losses(narrow.float(), labels))
-
-
-def test_model_losses_are_the_oracles() -> None:
-    case = make_case(("pprrr", "..prr", "prpr."), (("pprr",),))
-    model, data = case.model(), case.batch
-    inputs = {k: v for k, v in data.items() if k != "labels"}
-    logits = model(**inputs)
-    expected = gradients.token_losses(logits, data["labels"])
-    found = batch.token_losses(logits, data["labels"])
-    close(found, expected, 1.0 + expected.abs(), CONTRACTION, name="losses of a model")

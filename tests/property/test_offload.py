@@ -24,7 +24,7 @@ from alphatoken.estimate.matrices import Formed
 from alphatoken.support.storage import TensorFile, read_tensors, write_tensors
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     EVERY,
     LAMBDA,
     Setup,

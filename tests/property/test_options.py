@@ -13,13 +13,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
+from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError
 from alphatoken.model.batch_slice import LENGTH, ROWS
 from alphatoken.oracle import gradients, influence, utility
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     BETAS,
     CONTRACTION,
     EPS,
@@ -248,17 +248,6 @@ def test_objective_and_part(setup: Setup, choice: tuple[str, str, str]) -> None:
     close(values.total, together, together.abs(), MODEL, name="sum of the components")
 
 
-@given(setups())
-@budget(0.1)
-def test_direct_only_is_the_direct_estimator(setup: Setup) -> None:
-    """part="direct" of the paper's estimator is "direct", bit by bit: nothing else is computed."""
-    expected = quiet_score(make_scorer(setup, "direct"), setup.case.batch)
-    for estimator in ("alphatoken", "same_layer_hop"):
-        found = quiet_score(make_scorer(setup, estimator, part="direct"), setup.case.batch)
-        assert torch.equal(found.total, expected.total)
-        assert torch.equal(found.unassigned, expected.unassigned)
-
-
 # --- the full preconditioner ----------------------------------------------------------------------
 
 KINDS = ("Adam", "Adam, L2", "AdamW")
@@ -385,29 +374,6 @@ def test_full_scales_the_direction_of_captured_estimators(
         close(found, expected, scale, MODEL, name="path, full")
 
 
-@given(setups())
-@budget(0.1)
-def test_full_waits_for_the_optimizer(setup: Setup) -> None:
-    """Before ``precondition_after`` steps P = 1: the values of no preconditioner, bit by bit."""
-    model, optimizer = stepped(setup, 1, "Adam")
-    scorer = full_scorer(setup, model, optimizer, "path")
-    patient = Scorer(
-        model,
-        setup.case.validation,
-        [setup.case.batch],
-        replace(scorer.config, precondition_after=2),
-        optimizer=optimizer,
-    )
-    plain = Scorer(
-        model,
-        setup.case.validation,
-        [setup.case.batch],
-        replace(scorer.config, preconditioner=None),
-    )
-    early, expected = (quiet_score(s, setup.case.batch).total for s in (patient, plain))
-    assert torch.equal(early, expected)
-
-
 def test_full_needs_the_steps_weights_where_values_have_their_own() -> None:
     model, optimizer = stepped(SETUP, 2, "Adam")
     scorer = full_scorer(SETUP, model, optimizer, "path")
@@ -495,28 +461,6 @@ def test_errors_streamed_are_the_errors_kept(setup: Setup, cut: bool) -> None:
         assert torch.equal(apart.total, alone.total)
 
 
-@pytest.mark.parametrize("setup", [SETUP])
-@pytest.mark.parametrize("objective", ["adaptation", "stability"])
-@pytest.mark.parametrize("estimator", EVERY)
-def test_total_alone_of_one_side(setup: Setup, estimator: str, objective: str) -> None:
-    """With one side there is nothing to add: the same bits."""
-    scorer = make_scorer(setup, estimator, objective=objective)
-    with quiet():
-        alone, apart = (scorer.score(setup.case.batch, components=c) for c in (False, True))
-    assert alone.adaptation is None
-    assert torch.equal(alone.total, apart.total)
-    assert torch.equal(alone.unassigned, apart.unassigned)
-
-
-def test_components_follow_values() -> None:
-    scorer = Scorer(CASE.model(), CASE.validation, None, ScorerConfig("path", layers=2))
-    with (
-        scorer.observe() as observed,
-        pytest.raises(ModelError, match=r"components\(\) follows values\(\)"),
-    ):
-        observed.components()
-
-
 # --- what changes over a run ----------------------------------------------------------------------
 
 
@@ -592,6 +536,25 @@ def test_pinned_direction(setup: Setup, estimator: str) -> None:
     assert torch.equal(quiet_score(scorer, setup.case.batch).total, found.total)
 
 
+@given(setups(), st.sampled_from(EVERY), st.booleans())
+@budget(0.2)
+def test_interaction(setup: Setup, estimator: str, weighted: bool) -> None:
+    """G_kl = <g_k, g_l>, g_k made token by token of one loss's errors at its own position."""
+    model = setup.case.model()
+    batch = setup.case.batch
+    weights = random_weights(setup) if weighted else None
+    scorer = make_scorer(setup, estimator, model=model)
+    with quiet(), scorer.observe(interaction=True) as observed:
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+        observed.values(logits, batch["labels"], token_weights=weights)
+        found = observed.interaction()
+    rows = direct_gradients(setup, model, batch)
+    if weights is not None:
+        tokens = gradients.response_tokens(gradients.known_labels(batch))
+        rows = torch.stack([weights[place] for place in tokens])[:, None] * rows
+    close(found, rows @ rows.T, rows.abs() @ rows.abs().T, MODEL, name=f"interaction, {estimator}")
+
+
 @given(setups(), st.sampled_from(EVERY))
 @budget(0.2)
 def test_reduced_gradient(setup: Setup, estimator: str) -> None:
@@ -621,25 +584,6 @@ def test_reduced_gradient(setup: Setup, estimator: str) -> None:
     for part in ("adaptation", "stability", "total"):
         one, two = getattr(found, part), getattr(expected, part)
         close(one, two, size, MODEL, name=f"reduced {part}, {estimator}")
-
-
-@given(setups(), st.sampled_from(EVERY), st.booleans())
-@budget(0.2)
-def test_interaction(setup: Setup, estimator: str, weighted: bool) -> None:
-    """G_kl = <g_k, g_l>, g_k made token by token of one loss's errors at its own position."""
-    model = setup.case.model()
-    batch = setup.case.batch
-    weights = random_weights(setup) if weighted else None
-    scorer = make_scorer(setup, estimator, model=model)
-    with quiet(), scorer.observe(interaction=True) as observed:
-        logits = model(**{k: v for k, v in batch.items() if k != "labels"})
-        observed.values(logits, batch["labels"], token_weights=weights)
-        found = observed.interaction()
-    rows = direct_gradients(setup, model, batch)
-    if weights is not None:
-        tokens = gradients.response_tokens(gradients.known_labels(batch))
-        rows = torch.stack([weights[place] for place in tokens])[:, None] * rows
-    close(found, rows @ rows.T, rows.abs() @ rows.abs().T, MODEL, name=f"interaction, {estimator}")
 
 
 @given(setups())
@@ -675,24 +619,6 @@ def test_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
 
 
 # --- refusals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["label", "path"])
-@pytest.mark.parametrize("part", ["direct", "causal"])
-def test_no_part_of_an_undivided_value(estimator: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=r"Remedy: estimator one of alphatoken, direct"):
-        ScorerConfig(estimator=estimator, part=part)
-
-
-def test_no_causal_part_of_direct() -> None:
-    with pytest.raises(ConfigError, match="every value would be zero"):
-        ScorerConfig(estimator="direct", part="causal")
-
-
-@pytest.mark.parametrize("option", ["objective", "part"])
-def test_unknown_choices(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option} must be one of both"):
-        ScorerConfig(**{option: "neither"})
 
 
 def test_stability_needs_a_retention_term_and_adaptation_a_validation_set() -> None:
@@ -769,30 +695,3 @@ def test_what_is_wrong_with_a_token_is_said_by_its_place_in_the_batch(fault: str
     with pytest.raises((InputError, NumericalError), match=message):
         scorer.score(CASE.batch)
     assert scorer.coverage.relative_error is None
-
-
-def test_preference_pairs_run_the_trunk_once_a_branch() -> None:
-    """The pass that is sent back starts where the pass for omega stood."""
-    model = CASE.model()
-    calls: list[int] = []
-    model.layers[0].attention.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[union-attr]
-    zeros = torch.zeros(1, dtype=torch.float64)
-    pairs = PreferenceBatch(CASE.validation[0], CASE.validation[0], zeros, zeros)
-    scorer = Scorer(model, pairs, None, ScorerConfig("path", layers=2))
-    quiet_score(scorer, CASE.batch)
-    # Causality by both kinds of arguments, coverage; both branches', the batch's.
-    assert len(calls) == 3 + 2 + 1
-    calls.clear()
-    scorer.refresh()
-    quiet_score(scorer, CASE.batch)
-    assert len(calls) == 2 + 1  # nothing is proved again
-
-
-@pytest.mark.parametrize("estimator", ["label", "path", "alphatoken"])
-def test_the_certificate_holds_for_full_values(estimator: str) -> None:
-    model, optimizer = stepped(SETUP, 2, "AdamW")
-    scorer = full_scorer(SETUP, model, optimizer, estimator)
-    with quiet():
-        found = scorer.verify(CASE.batch)
-    assert found.passed
-    assert estimator != "label" or found.spearman > 1 - 1e-9

@@ -117,24 +117,6 @@ def test_closed_form_is_the_autograd_jacobian(layer: tuple[AttentionSpec, Tensor
     assert bool((parts.total[:, ~allowed] == 0).all())
 
 
-@settings(deadline=None)
-@given(layer=layers)
-def test_autograd_jacobian_is_the_finite_difference(layer: tuple[AttentionSpec, Tensor]) -> None:
-    spec, x = layer
-    by_autograd = jacobian.jacobian_by_autograd(spec, x)
-    step = 1e-6
-    for t in range(len(x)):
-        for m in range(WIDTH):
-            moved = torch.zeros_like(x)
-            moved[t, m] = step
-            ahead = jacobian.attend(spec, x + moved).output
-            behind = jacobian.attend(spec, x - moved).output
-            difference = (ahead - behind) / (2 * step)
-            difference[:, t] = 0  # at t = k the query moves too
-            scale = by_autograd.abs().max() + 1.0
-            assert_within(by_autograd[:, :, t, :, m], difference, scale, 1e-7)
-
-
 def test_the_layer_is_the_textbook_one() -> None:
     """Against torch's own attention, with grouped heads in its order, causal."""
     spec, x = make(heads=4, groups=2, rotated=0)
@@ -147,44 +129,6 @@ def test_the_layer_is_the_textbook_one() -> None:
         q[None], k[None], v[None], is_causal=True, enable_gqa=True
     )[0]
     assert_within(state.output, expected, 1.0, EXACT)
-
-
-def test_sinks_take_weight_and_give_no_value() -> None:
-    spec, x = make(sinks=True, window=2)
-    with_sinks, without = (jacobian.attend(s, x) for s in (spec, replace(spec, sinks=None)))
-    share = with_sinks.alpha.sum(-1)
-    assert bool((share < 1).all())
-    assert bool((share > 0).all())
-    assert_within(with_sinks.alpha, without.alpha * share[..., None], 1.0, EXACT)
-
-
-@pytest.mark.parametrize(("rotated", "factor"), [(4, 1.0), (2, 1.0), (4, 1.3)])
-def test_rotary_matrix_rotates_halves(rotated: int, factor: float) -> None:
-    cos, sin = tables(6, rotated, factor)
-    matrix = jacobian.rotary_matrix(cos, sin, HEAD)
-    u = random(torch.Generator().manual_seed(1), 6, HEAD)
-    front, rest = u[:, :rotated], u[:, rotated:]
-    half = rotated // 2
-    turned = torch.cat([-front[:, half:], front[:, :half]], -1)
-    expected = torch.cat([front * cos + turned * sin, rest], -1)
-    assert_within(torch.einsum("tij,tj->ti", matrix, u), expected, 1.0, EXACT)
-    squared = matrix.mT @ matrix
-    diagonal = torch.ones(HEAD, dtype=torch.float64)
-    diagonal[:rotated] = factor**2
-    assert_within(squared, torch.diag(diagonal).expand_as(squared), 2.0, EXACT)
-
-
-@settings(deadline=None)
-@given(seed=st.integers(0, 2**16), width=st.integers(1, 6))
-def test_norm_jacobian_is_autograds(seed: int, width: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    u, weight = random(generator, width), random(generator, width)
-    by_autograd = torch.autograd.functional.jacobian(
-        lambda v: jacobian.rms_norm(v, weight, 1e-6), u
-    )
-    closed = jacobian.rms_norm_jacobian(u, weight, 1e-6)
-    scale = 2 * weight.abs().max() / u.square().mean().sqrt()
-    assert_within(closed, by_autograd, scale, EXACT)
 
 
 # --- the bound ------------------------------------------------------------------------------------
@@ -282,59 +226,6 @@ def test_both_bounds_hold_after_the_output_projection(
     slack = EXACT * float(scale)
     assert bool((norm <= by_head + slack).all())
     assert bool((norm <= stacked + slack).all())
-
-
-def test_neither_output_bound_is_always_the_smaller() -> None:
-    spec, x = make(heads=2, groups=2)
-    bound = jacobian.value_path_bound(spec, x)
-    generator = torch.Generator().manual_seed(3)
-    orthonormal = torch.linalg.qr(random(generator, 8, 2 * VALUE))[0]
-    by_head, stacked = jacobian.output_bounds(orthonormal, bound)
-    active = bound.sum(0) > 0
-    assert bool((stacked[active] < by_head[active]).all())
-    lopsided = orthonormal.clone()
-    lopsided[:, :VALUE] *= 1e-3
-    by_head, stacked = jacobian.output_bounds(lopsided, bound)
-    assert bool((by_head < stacked)[active].any())
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-def test_equal_heads_attain_both_output_bounds(heads: int) -> None:
-    """Orthogonal blocks of W_O attain the stacked bound, equal blocks the sum over heads."""
-    spec, x = orthonormal_keys()
-    spec = replace(
-        spec,
-        heads=heads,
-        groups=1,
-        w_q=spec.w_q[:HEAD].repeat(heads, 1),
-        w_k=spec.w_k[:HEAD],
-        w_v=spec.w_v[:VALUE],
-        sinks=None,
-    )
-    parts, bound = jacobian.cross_position_jacobian(spec, x), jacobian.value_path_bound(spec, x)
-    generator = torch.Generator().manual_seed(3)
-    orthogonal = torch.linalg.qr(random(generator, 12, heads * VALUE))[0]
-    equal = torch.linalg.qr(random(generator, 12, VALUE))[0].repeat(1, heads)
-    for w_o, attained in ((orthogonal, 1), (equal, 0)):
-        residual = jacobian.residual_after_output(w_o, parts.score_path)
-        norm = torch.linalg.matrix_norm(residual, ord=2)
-        assert_within(jacobian.output_bounds(w_o, bound)[attained], norm, norm.max(), 1e-11)
-
-
-def test_the_residual_vanishes_at_both_ends_of_saturation() -> None:
-    """alpha -> 0 and alpha -> 1, with the query's norm held: two keys, one shifted away."""
-    spec, x = make(length=2, heads=1, groups=1, rotated=0)
-    residuals, weights = [], []
-    for sink in (-40.0, 0.0, 40.0):  # the sink sends alpha of every key to 0
-        layer = replace(spec, sinks=torch.tensor([sink], dtype=torch.float64))
-        residuals.append(float(jacobian.score_residual_norm(layer, x)[0, 1, 0]))
-        weights.append(float(jacobian.attend(layer, x).alpha[0, 1, 0]))
-    assert weights[2] < 1e-10 < weights[0]
-    assert residuals[2] < 1e-10 * residuals[0]
-    only = torch.tensor([[True, False], [True, False]])  # one key left: alpha = 1, o = v
-    assert float(jacobian.attend(replace(spec, mask=only), x).alpha[0, 1, 0]) == 1.0
-    saturated = jacobian.score_residual_norm(replace(spec, mask=only), x)[0, 1, 0]
-    assert float(saturated) < 1e-12 * max(residuals)
 
 
 # --- the estimator's error, without a decoder ----------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError, NumericalError
-from alphatoken.oracle.evaluate import displaced, flatten, unflatten
+from alphatoken.oracle.evaluate import flatten
 from alphatoken.oracle.preference import (
     PreferencePairs,
     branch_log_probabilities,
@@ -116,24 +116,6 @@ def test_surrogate_with_all_masks_one_has_the_gradient_of_dpo(seed, shape, pad_l
     close(flatten(surrogate), flatten(full), 1e-12, beta)
 
 
-@cases
-def test_gradient_agrees_with_finite_differences(seed, shape, pad_left, beta):
-    model, forward, parameters, pairs, _ = setting(seed, shape, pad_left)
-    gradient = flatten(dpo_gradient(model, forward, pairs, parameters, beta))
-    generator = torch.Generator().manual_seed(seed)
-    unit = torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
-    unit = unit / unit.norm()
-    start, step = flatten(parameters).detach(), 1e-5
-
-    def loss_at(by):
-        with displaced(parameters, unflatten(start + by * unit, parameters)), torch.no_grad():
-            return float(dpo_loss(*logits_of(forward, pairs), pairs, beta))
-
-    difference = (loss_at(step) - loss_at(-step)) / (2 * step)
-    # Central differences: step^2 times third derivatives, which reach 1e4 here, and rounding/step.
-    assert difference == pytest.approx(float(gradient @ unit), abs=1e-5 * (1 + beta))
-
-
 @given(seed=st.integers(0, 2**20), shape=st.integers(0, 2), drop=st.integers(0, 20))
 def test_masks_drop_single_tokens_and_leave_omega_alone(seed, shape, drop):
     model, forward, parameters, pairs, _ = setting(seed, shape)
@@ -184,19 +166,6 @@ def test_preference_objective_divides_by_tokens_or_pairs():
     gradient = torch.autograd.grad(per_pair, list(parameters.values()))
     flat = torch.cat([part.reshape(-1) for part in gradient])
     close(flat, flatten(dpo_gradient(model, forward, pairs, parameters, 0.5)), 1e-12)
-
-
-def test_policy_equal_to_reference_gives_log_two_and_half_beta():
-    _, forward, _, pairs, _ = setting(4)
-    with torch.no_grad():
-        logits = logits_of(forward, pairs)
-        own = [
-            branch_log_probabilities(x, batch["labels"])
-            for x, batch in zip(logits, (pairs.chosen, pairs.rejected), strict=True)
-        ]
-    at_start = PreferencePairs(pairs.chosen, pairs.rejected, *own)
-    assert float(dpo_loss(*logits, at_start, 0.1)) == pytest.approx(math.log(2), rel=1e-14)
-    assert dpo_omega(dpo_margin(*logits, at_start, 0.1), 0.1).tolist() == [0.05, 0.05]
 
 
 def test_saturated_margins_stay_finite():

@@ -4,9 +4,7 @@ The decoder is small enough for dense Hessians and for listing every response.
 """
 
 from __future__ import annotations
-import __future__
 
-import inspect
 import itertools
 import math
 from collections.abc import Mapping
@@ -39,11 +37,9 @@ from alphatoken.oracle.retention import (
     retention_gradient,
     retention_loss,
     third_derivative_along,
-    third_derivative_norm,
 )
 from alphatoken.oracle.transfer import prompt_fishers, wasserstein
 from tests.property import tolerance
-from tests.property.mutation import body
 from tests.property.profiles import budget
 from tests.property.tiny import SCORED, close, labelled, tiny
 
@@ -61,57 +57,6 @@ def pick(parameters, names=SCORED):
 
 
 # --- Layout and state ------------------------------------------------------------------------
-
-
-def test_flat_layout_is_the_mappings_order_row_by_row():
-    parts = {"b": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a": torch.tensor([5.0])}
-    flat = flatten(parts)
-    assert flat.tolist() == [1, 2, 3, 4, 5]
-    back = unflatten(flat, parts)
-    assert list(back) == ["b", "a"]
-    assert torch.equal(back["b"], parts["b"])
-    with pytest.raises(InputError, match="5 entries for 4"):
-        unflatten(flat, {"b": parts["b"]})
-
-
-def test_model_is_left_as_found_also_after_an_exception():
-    model, forward, parameters = tiny(0)
-    model.train()
-    model.mlp.eval()
-    model.embed.weight.requires_grad_(False)
-    modes = [module.training for module in model.modules()]
-    pointers = [(p.data_ptr(), p._version, p.requires_grad) for p in model.parameters()]
-    copies = [p.detach().clone() for p in model.parameters()]
-    generator_state = torch.get_rng_state()
-
-    def unchanged():
-        assert [module.training for module in model.modules()] == modes
-        now = [(p.data_ptr(), p._version, p.requires_grad) for p in model.parameters()]
-        assert now == pointers
-        pairs = zip(copies, model.parameters(), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-        assert all(p.grad is None for p in model.parameters())
-        assert torch.equal(torch.get_rng_state(), generator_state)
-
-    monte_carlo_fisher(model, forward, some_prompts(0, 1), 2, parameters, samples=3, seed=1)
-    unchanged()
-    values = {name: p.detach() + 1.0 for name, p in parameters.items()}
-
-    def interrupted():
-        with undisturbed(model, parameters), displaced(parameters, values):
-            assert torch.equal(model.head.weight, values["head.weight"])
-            assert not model.dropout.training
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        interrupted()
-    unchanged()
-    with (
-        pytest.raises(InputError, match="another shape"),
-        displaced(parameters, {"head.weight": torch.zeros(3, 2), "mlp.weight": torch.zeros(1)}),
-    ):
-        pass
-    unchanged()
 
 
 def test_foreign_and_doubly_named_parameters_are_refused():
@@ -167,29 +112,6 @@ def test_retention_gradient_is_the_mean_of_single_sequences(seed, pad_left, rows
     close(flatten(per_token), wanted / tokens, 1e-12, scale / tokens)
 
 
-def test_a_label_on_the_first_token_counts_nowhere():
-    model, forward, parameters = tiny(1)
-    batch = labelled([([0, 2], [1, 1]), ([1, 1, 1], [])], pad_left=False)
-    first = {**batch, "labels": batch["labels"].clone()}
-    first["labels"][:, 0] = first["input_ids"][:, 0]
-    for normalisation in ("sequence", "token"):
-        with_label = retention_gradient(model, forward, first, parameters, normalisation)
-        without = retention_gradient(model, forward, batch, parameters, normalisation)
-        assert torch.equal(flatten(with_label), flatten(without))
-
-
-def test_hessian_of_a_quadratic_and_a_cubic_is_exact():
-    x = {"u": torch.tensor([1.0, 2.0], requires_grad=True), "w": torch.tensor(3.0).requires_grad_()}
-    quadratic = lambda: (x["u"][0] * x["w"] + 5 * x["u"][1] ** 2) * torch.ones(())  # noqa: E731
-    assert hessian(quadratic, x).tolist() == [[0, 0, 1], [0, 10, 0], [1, 0, 0]]
-    along = {"u": torch.tensor([1.0, 0.0]), "w": torch.tensor(0.0)}
-    assert not third_derivative_along(quadratic, x, along).any()
-    assert not hessian(lambda: 2 * x["w"], x).any()
-    cubic = lambda: x["u"][0] ** 3 + x["u"][0] * x["u"][1] * x["w"]  # noqa: E731
-    assert third_derivative_along(cubic, x, along).tolist() == [[6, 0, 0], [0, 0, 1], [0, 1, 0]]
-    assert float(third_derivative_norm(lambda: x["w"] ** 3, x)) == pytest.approx(6.0)
-
-
 @budget(0.3)
 @given(seed=st.integers(0, 2**20))
 def test_hessian_and_third_derivative_agree_with_differences(seed):
@@ -221,19 +143,6 @@ def test_hessian_and_third_derivative_agree_with_differences(seed):
 
 
 # --- Fisher ----------------------------------------------------------------------------------
-
-
-@given(vocabulary=st.integers(1, 4), length=st.integers(1, 3), eos=st.sampled_from([None, 0, 1]))
-def test_enumeration_lists_each_response_once(vocabulary, length, eos):
-    responses = enumerate_responses(length, vocabulary, eos)
-    assert len(set(responses)) == len(responses)
-    assert all(eos not in response[:-1] for response in responses)
-    assert all(len(r) == length or r[-1] == eos for r in responses)
-    if eos is None or eos >= vocabulary:
-        assert len(responses) == vocabulary**length
-    else:
-        keep = vocabulary - 1
-        assert len(responses) == sum(keep**i for i in range(length)) + keep**length
 
 
 @budget(0.5)
@@ -304,22 +213,6 @@ def test_monte_carlo_fisher_is_unbiased():
                     g = torch.autograd.grad(term, list(parameters.values()), retain_graph=True)
                     per_token += p * torch.cat([part.reshape(-1) for part in g]) ** 2 / len(xs)
     close(per_token, wanted, 1e-12)
-
-
-def test_sampled_responses_follow_the_models_distribution_and_stop_at_eos():
-    from alphatoken.oracle.enumeration import _sample
-
-    model, forward, _ = tiny(8)
-    prompt, n = torch.tensor([0, 2]), 1200
-    model.eval()
-    log_p = enumerated_log_probabilities(forward, prompt, 2, 3, eos=1)
-    responses = sorted(enumerate_responses(2, 3, eos=1), key=len)
-    generator = torch.Generator().manual_seed(5)
-    drawn = [_sample(forward, prompt, 2, 1, generator) for _ in range(n)]
-    assert set(drawn) <= set(responses)
-    for response, p in zip(responses, log_p.exp().tolist(), strict=True):
-        deviation = (drawn.count(response) - n * p) / math.sqrt(n * p * (1 - p))
-        assert abs(deviation) < 4
 
 
 # --- Proxy bound -----------------------------------------------------------------------------
@@ -400,7 +293,7 @@ def terms_by_hand(loss, moving, arguments) -> dict[str, float]:
     }
 
 
-@budget(0.1, least=8)
+@budget(0.1)
 @given(
     seed=st.integers(0, 2**20),
     others=st.booleans(),
@@ -487,51 +380,6 @@ def test_no_term_of_the_bound_can_be_smaller(name: str) -> None:
         assert not bound.holds_without_cross
 
 
-WRONG_BOUNDS = {
-    "the remainder's Hessian at theta_ref forgotten": (
-        "taylor_remainder", "curved(u) - at_start", "curved(u)"),
-    "half of the segment": ("taylor_remainder", "        1.0,\n", "        0.5,\n"),
-    "a remainder from 21 nodes": ("taylor_remainder", "epsrel=1e-9", "epsrel=1e9"),
-    "Taylor's 1/2 in the remainder": ("taylor_remainder", "first @ step", "first @ step / 2"),
-    "sign of the proxy": ("proxy_bound", "ideal - f_ref", "ideal + f_ref"),
-    "gradient at theta_ref for the ideal": (
-        "proxy_bound", "with displaced(ordered, end)", "with displaced(ordered, start)"),
-    "Hessian at theta": (
-        "proxy_bound", "        with displaced(ordered, start):\n            r_0",
-        "        with displaced(ordered, end):\n            r_0"),
-    "diagonal left in D_off": ("proxy_bound", "own - torch.diag(own.diagonal())", "own"),
-    "D_cal against F_ref": ("proxy_bound", "own.diagonal() - f_dagger", "own.diagonal() - f_ref"),
-    "D_transfer without F_ref": ("proxy_bound", "(f_dagger - f_ref)", "(f_dagger)"),
-    "Frobenius for the operator norm": ("_norm", "tensor, ord=2)", "tensor)"),
-    "cross term forgotten": ("proxy_bound", "_norm(cross) if cross.numel() else 0.0", "0.0"),
-    "M_3 only where the step starts": (
-        "_third_along_segment", "torch.linspace(0, 1, points)", "torch.linspace(0, 0, points)"),
-    "M_3 along the whole drift": (
-        "_third_along_segment", "parameters, unit)[", "parameters, whole)["),
-}  # fmt: skip
-
-
-def edited(module, name: str, old: str, new: str):
-    """A function of a module with some of its words replaced."""
-    source = inspect.getsource(getattr(module, name))
-    assert source.count(old) == 1, f"{name}: {old!r} occurs {source.count(old)} times"
-    flags = __future__.annotations.compiler_flag
-    names: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), "<edited>", "exec", flags=flags), vars(module), names)
-    return names[name]
-
-
-@pytest.mark.parametrize("error", WRONG_BOUNDS)
-def test_an_error_in_the_bound_is_seen(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, old, new = WRONG_BOUNDS[error]
-    monkeypatch.setattr(retention, name, edited(retention, name, old, new))
-    with pytest.raises(AssertionError), tolerance.unrecorded():  # noqa: PT012
-        body(test_the_bound_holds_and_each_term_is_what_its_name_says)(1, True, False, 0.5)
-        body(test_the_bound_holds_and_each_term_is_what_its_name_says)(808972, True, False, 0.5)
-        for term in ATTAINED:
-            test_no_term_of_the_bound_can_be_smaller(term)
-
-
 def test_the_unfolding_is_above_the_directional_third_derivative():
     model, loss, moving, _, arguments = bound_setting(4, False, False, 0.1)
     directional, above = (
@@ -540,59 +388,6 @@ def test_the_unfolding_is_above_the_directional_third_derivative():
     )
     assert directional.third_derivative <= above.third_derivative
     assert above.holds
-
-
-def test_the_remainder_shrinks_quadratically():
-    model, loss, moving, drift, arguments = bound_setting(6, True, False, 0.2)
-    start = arguments["reference"]
-
-    def at(factor):
-        current = {name: start[name] + factor * drift[name] for name in moving}
-        return retention.proxy_bound(
-            model, loss, moving, **{**arguments, "current": current}, points=3
-        )
-
-    bounds = [at(factor) for factor in (1.0, 1e-2, 5e-3)]
-    assert bounds[1].remainder / bounds[2].remainder == pytest.approx(4, rel=0.02)
-    assert bounds[1].cubic / bounds[2].cubic == pytest.approx(4, rel=0.02)
-
-    # A third form: int_0^1 (1 - u) T(start + u drift)[drift, drift] du, rows in S.
-    nodes, weights = np.polynomial.legendre.leggauss(24)
-    ordered = {name: moving[name] for name in [*SCORED, *(set(moving) - set(SCORED))]}
-    size = sum(moving[name].numel() for name in SCORED)
-    step = flatten({name: drift[name] for name in ordered})
-    total = torch.zeros(size, dtype=torch.float64)
-    with undisturbed(model, moving):
-        for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
-            here = {name: start[name] + float(node) * drift[name] for name in moving}
-            with displaced(moving, here):
-                t = third_derivative_along(loss, ordered, drift)[:size]
-            total += float(weight) * (1 - float(node)) * (t @ step)
-    # Gauss-Legendre with 24 nodes leaves about 1e-9 on this segment.
-    assert bounds[0].remainder == pytest.approx(float(total.norm()), rel=1e-7)
-
-
-def test_without_drift_only_the_residual_is_left():
-    model, loss, moving, _, arguments = bound_setting(2, True, False, 0.0)
-    bound = retention.proxy_bound(model, loss, moving, **arguments)
-    assert bound.left == bound.residual == bound.right
-    assert bound.remainder == 0
-    assert bound.holds
-
-
-def test_model_own_data_have_no_calibration_gap_but_a_sample_of_them_has():
-    model, loss, moving, _, arguments = bound_setting(9, False, True, 0.1)
-    expected = retention.proxy_bound(model, loss, moving, **arguments)
-    assert expected.calibration <= 1e-12 * expected.off_diagonal + 1e-14
-    xs = some_prompts(9, 2)
-    rows = [(x.tolist(), list(enumerate_responses(2, 3, None)[i])) for i, x in enumerate(xs)]
-    batch = labelled(rows, pad_left=False)
-    model_forward = lambda b: model(b["input_ids"], b["attention_mask"])  # noqa: E731
-    sample = retention.proxy_bound(
-        model, lambda: retention_loss(model_forward, batch), moving, **arguments
-    )
-    assert sample.calibration > 1e-3
-    assert sample.holds
 
 
 def test_paper_bound_fails_when_weights_outside_the_proxy_move():
@@ -707,99 +502,6 @@ def test_transfer_is_below_lipschitz_times_wasserstein(
     # The last pair attains it: no smaller constant is one of this map.
     tolerance.close(bound.transfer, bound.right, L, 1e-12, name="the steepest pair")
     assert not replace(bound, lipschitz=L / 2).holds
-
-
-class Scale(torch.nn.Module):
-    """One weight w, token x has the logits (w x, 0, 0, ...): at w = 0 its Fisher is c x^2.
-
-    ``c = (1 / V) (1 - 1 / V)``, the variance of [y = 0] under the uniform distribution.
-    """
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.vocabulary = vocabulary
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        first = self.w * batch["input_ids"].double()
-        others = torch.zeros(*first.shape, self.vocabulary - 1, dtype=torch.float64)
-        return torch.cat([first[..., None], others], dim=-1)
-
-
-@given(
-    vocabulary=st.integers(3, 7),
-    left=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    right=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-)
-@example(vocabulary=7, left=[6], right=[5])
-def test_transfer_of_a_fisher_in_closed_form(vocabulary, left, right):
-    """F(x) = c x^2: L_g = c (2 V - 3), W from sorted quantiles, nothing from the oracle."""
-    left, right = ([min(x, vocabulary - 1) for x in xs] for xs in (left, right))
-    model, c = Scale(vocabulary), (1 - 1 / vocabulary) / vocabulary
-    bound = transfer.transfer_bound(
-        model,
-        model.forward,
-        [torch.tensor([x]) for x in left],
-        [torch.tensor([x]) for x in right],
-        1,
-        dict(model.named_parameters()),
-        vocabulary,
-        lambda a, b: float((a - b).abs().sum()),
-        lipschitz=c * (2 * vocabulary - 3),
-    )
-    square = lambda xs: sum(x**2 for x in xs) / len(xs)  # noqa: E731
-    largest = c * vocabulary**2
-    tolerance.close(bound.transfer, c * abs(square(left) - square(right)), largest, 1e-12)
-    quantiles = [np.repeat(sorted(xs), 12 // len(xs)) for xs in (left, right)]
-    for power in (1, 2):
-        wanted = float((np.abs(quantiles[0] - quantiles[1]) ** power).mean() ** (1 / power))
-        tolerance.close(getattr(bound, f"wasserstein_{power}"), wanted, vocabulary, 1e-12)
-    assert bound.holds
-    if (left, right) == ([vocabulary - 1], [vocabulary - 2]):
-        assert bound.transfer == pytest.approx(bound.right, rel=1e-12)
-
-
-def test_a_lipschitz_constant_of_another_part_of_the_prompts_is_none():
-    """L_g must be of the whole space: the flat part's constant is broken on the steep one."""
-    model = Scale(7)
-    prompts = [torch.tensor([x]) for x in range(7)]
-    distance = lambda a, b: float((a - b).abs().sum())  # noqa: E731
-    named = dict(model.named_parameters())
-    images = prompt_fishers(model, model.forward, prompts, 1, named, 7)
-    whole = transfer.lipschitz_constant(prompts, images, distance)
-    flat = transfer.lipschitz_constant(prompts[:3], images[:3], distance)
-    assert flat == pytest.approx(whole * 3 / 11)
-    steep = transfer.transfer_bound(
-        model, model.forward, prompts[4:], prompts[3:5], 1, named, 7, distance, lipschitz=whole
-    )
-    assert steep.holds
-    assert not replace(steep, lipschitz=flat).holds
-
-
-WRONG_TRANSFERS = {
-    "half of L_g": ("lipschitz_constant", "gap / distance", "gap / distance / 2"),
-    "L_g of the first prompts": (
-        "lipschitz_constant", "zip(prompts, images, strict=True)", "zip(prompts[:3], images)"),
-    "mean slope for the steepest": (
-        "lipschitz_constant", "max(steepest, gap / distance)", "(steepest + gap / distance) / 2"),
-    "Euclidean for the operator norm": ("lipschitz_constant", ".abs().max()", ".norm()"),
-    "W_2 without its root": ("wasserstein", "1.0 / power", "1.0"),
-    "W_1 for W_2": ("wasserstein", "metric(a, b) ** power", "metric(a, b)"),
-    "no transport": ("wasserstein", "costs[rows, columns].mean()", "costs.mean()"),
-    "the dearest transport": (
-        "wasserstein", "linear_sum_assignment(costs)", "linear_sum_assignment(-costs)"),
-    "one Fisher against nothing": ("transfer_bound", "(f_retention - f_reference)", "f_retention"),
-    "both of the same prompts": (
-        "transfer_bound", "(retention_prompts, reference_prompts)\n", "(retention_prompts,) * 2\n"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("error", WRONG_TRANSFERS)
-def test_an_error_in_the_transfer_bound_is_seen(error, monkeypatch: pytest.MonkeyPatch):
-    name, old, new = WRONG_TRANSFERS[error]
-    monkeypatch.setattr(transfer, name, edited(transfer, name, old, new))
-    with pytest.raises(AssertionError), tolerance.unrecorded():
-        body(test_transfer_is_below_lipschitz_times_wasserstein)(3, [0, 4, 7, 9], [1, 11])
 
 
 def test_a_metric_that_does_not_separate_prompts_is_refused():

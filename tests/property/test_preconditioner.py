@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -22,7 +21,7 @@ from tests.property import optimizer_steps as steps
 from tests.property.decoder import ReferenceAdapter
 from tests.property.optimizer_steps import Case, Kind
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     CONTRACTION,
     LAMBDA,
     MODEL,
@@ -95,7 +94,6 @@ DOUBLE = tuple(kind for kind in steps.INSTALLED if not kind.single)
 SINGLE = tuple(kind for kind in steps.INSTALLED if kind.single)
 ADAMS = tuple(k for k in steps.TORCH if k.name.startswith("Adam") and "amsgrad" not in k.name)
 ADAMS = tuple(k for k in ADAMS if k.name not in ("Adamax", "Adadelta"))
-HELD = tuple(k for k in DOUBLE if k.name in ("Adam", "AdamW", "NAdam", "RAdam", "Yogi"))
 
 
 def cases(kinds: tuple[Kind, ...] = DOUBLE, least: int = 1) -> st.SearchStrategy[Case]:
@@ -288,99 +286,10 @@ def test_adam_of_torch_is_the_oracles(case: Case) -> None:
     close(full(case), expected, scale.abs() + expected.abs() + 1, 1e-11, name="Adam's oracle")
 
 
-@given(cases(HELD, least=6))
-@budget(0.5)
-def test_frozen_is_full_where_the_denominator_stays(case: Case) -> None:
-    """With g = 0 the denominator moves by decay alone, and its slope in g is 0: one term is left.
-
-    frozen / full is then the known ratio of the two roots.
-    """
-    parameter, optimizer = case.run()
-    update = optimizers.read_update(optimizer, parameter, torch.zeros_like(parameter))
-    assert update is not None
-    u, _ = update
-    zero = {"w": torch.zeros_like(parameter)}
-    found = optimizers.frozen_preconditioners(optimizer, {"w": parameter})
-    whole = optimizers.full_preconditioners(optimizer, {"w": parameter}, zero)
-    assert found is not None
-    assert whole is not None
-    ratio = (torch.as_tensor(u.rest).sqrt() + u.eps) / (u.before.sqrt() + u.eps)
-    close(found["w"], whole["w"] * ratio, found["w"].abs(), 1e-10, name="frozen at g = 0")
-
-
 # --- where P is approximate: the error is stated --------------------------------------------------
 
 
 LAMB = Kind("Lamb", steps.other("Lamb"), {"lr": 0.1, "weight_decay": 0.1})
-ADAMP = Kind("AdamP", steps.other("AdamP"), {"lr": 0.1, "delta": 9.0})
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape", "least", "most"),
-    [
-        # Without the trust ratio's own derivative: one direction of many, so less in more entries.
-        (LAMB, (4, 4), 0.01, 0.5),
-        (LAMB, (32, 32), 1e-4, 0.05),
-        # Without the projection: one direction a row.
-        (ADAMP, (4, 4), 0.05, 0.9),
-        (ADAMP, (32, 32), 0.01, 0.3),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_error_of_tensorwide_factors(
-    kind: Kind, shape: tuple[int, int], least: float, most: float, seed: int
-) -> None:
-    case = Case(kind, 20, seed, shape)
-    error = relative_error(full(case), case.derivative())
-    assert least < error < most
-
-
-@pytest.mark.parametrize("kind", HELD, ids=str)
-def test_frozen_nears_the_derivative_with_the_steps(kind: Kind) -> None:
-    errors = {}
-    for taken in (7, 100):
-        case = Case(kind, taken, 3, (16, 16))
-        errors[taken] = relative_error(frozen(case), case.derivative())
-    assert errors[100] < 0.1 < errors[7]
-
-
-def test_the_full_form_is_a_negative_scaling_where_more_gradient_shortens_the_step() -> None:
-    """Early on, an entry whose momentum opposes ... has du/dg < 0; frozen P is always positive."""
-    case = Case(steps.TORCH[0], 1, 7, (16, 16))
-    one = case.token.abs()
-    assert bool((full(case) * case.token.sign() / one < 0).any())
-    assert bool((frozen(case) * case.token.sign() / one > 0).all())
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_one_update_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch, frozen: bool) -> None:
-    """An update has three tensors of its parameter's size: of all parameters, three models."""
-    parameters = {str(i): torch.nn.Parameter(torch.randn(4, 4)) for i in range(5)}
-    adam = torch.optim.Adam(parameters.values())
-    for parameter in parameters.values():
-        parameter.grad = torch.randn(4, 4)
-    adam.step()
-    live: weakref.WeakSet[Any] = weakref.WeakSet()
-    most = 0
-    read = optimizers.read_update
-
-    def counting(*arguments: Any) -> Any:
-        nonlocal most
-        update, gradient = read(*arguments)  # type: ignore[misc] # every parameter has stepped
-        live.add(update.before)
-        most = max(most, len(live))
-        return update, gradient
-
-    monkeypatch.setattr(optimizers, "read_update", counting)
-    gradients = {name: torch.randn(4, 4) for name in parameters}
-    if frozen:
-        found = optimizers.frozen_preconditioners(adam, parameters)
-    else:
-        found = optimizers.full_preconditioners(adam, parameters, gradients)
-    assert found is not None
-    assert list(found) == list(parameters)
-    assert most <= 2  # the one before lives until its successor is read
 
 
 @pytest.mark.parametrize("kind", [*steps.TORCH, *steps.OTHERS], ids=str)

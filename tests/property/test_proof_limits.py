@@ -23,7 +23,7 @@ from alphatoken.model.batch import documents_in_rows, read_batch
 from alphatoken.model.modes import draws
 from tests.property.architectures import BY_NAME
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
-from tests.property.properties import refusal
+from tests.property.setups import refusal
 from tests.property.strategies import Case, make_batch, make_case
 from tests.property.test_proofs import PLAIN
 
@@ -95,14 +95,6 @@ def test_a_thousandth_of_the_next_token_is_seen(size: float) -> None:
     error = refusal(lambda: prove_causality(ReferenceAdapter(leaking(case, size)), batch))
     assert isinstance(error, ModelError), "a model that looks ahead passed"
     assert prove_causality(ReferenceAdapter(case.model()), batch)
-
-
-def test_the_row_that_looks_ahead_is_named() -> None:
-    """Rows without a response are passed over, and do not move the count."""
-    batch = read_batch(make_batch(("ppppp", "prrrr", "pprrr"), vocabulary=11, seed=1))
-    adapter = ReferenceAdapter(leaking(CASE, 1.0, slice(2, 3)))
-    with pytest.raises(ModelError, match=r"row 2: the loss of token 2"):
-        prove_causality(adapter, batch)
 
 
 def test_a_model_that_was_refused_is_refused_again() -> None:

@@ -33,7 +33,7 @@ from alphatoken.oracle import gradients
 from alphatoken.support.precision import full_precision
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import forward_of, refusal
+from tests.property.setups import forward_of, refusal
 from tests.property.strategies import SEEDS, Case, make_batch, make_case, rows
 
 PLAIN = (("pprrr",), (("pprr",),))
@@ -430,7 +430,7 @@ def test_a_gradient_file_is_of_its_pairs(beta: float) -> None:
 
 @pytest.mark.parametrize("layout", list(LONG))
 @pytest.mark.parametrize("name", HIDDEN)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 def test_a_slice_shows_what_its_batch_shows(name: str, layout: str, seed: int) -> None:
     """A fault that the whole batch gives away is given away by its slice, with the same words.
 

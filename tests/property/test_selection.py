@@ -132,20 +132,6 @@ def test_response_values(case: SelectionCase, percent: int) -> None:
         assert bool(keep[b][places[:count]].all())
 
 
-def test_response_values_by_hand() -> None:
-    values = torch.tensor([[9.0, 1.0, 3.0, 9.0], [4.0, 5.0, 0.0, -1.0], [7.0, 7.0, 7.0, 7.0]])
-    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
-    found = selection.response_values(values, mask)
-    assert found.tolist() == [[0, 2, 2, 0], [2, 2, 2, 2], [0, 0, 0, 0]]
-    other = torch.tensor([[9.0, 1.0, 3.5, 9.0], [4.0, 5.0, 0.0, -1.0], [0.0] * 4])
-    keep = selection.select_top(selection.response_values(other, mask), mask, 0.5)
-    assert keep.tolist() == [
-        [False, True, True, False], [True, False, False, False], [False] * 4
-    ]  # fmt: skip
-    with pytest.raises(NumericalError, match="row 0, token 1"):
-        selection.response_values(torch.full((3, 4), float("nan")), mask)
-
-
 @given(selection_cases(), PERCENT)
 def test_padding_never_ranks(case: SelectionCase, percent: int) -> None:
     """Whatever stands outside the mask, NaN included, changes nothing."""

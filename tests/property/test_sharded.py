@@ -19,7 +19,7 @@ from alphatoken.model.sharding import Sharding
 from alphatoken.oracle import gradients, walk
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     BETAS,
     LAMBDA,
     MODEL,

@@ -20,11 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.places import nightly
 from tests.property.profiles import budget
 from tests.property.reference_step import (
     Asked,
@@ -35,7 +34,7 @@ from tests.property.reference_step import (
     plain_attention,
     scored,
 )
-from tests.property.tolerance import close, unrecorded
+from tests.property.tolerance import close
 
 MODEL = 1e-10
 """Float64, through a whole model and up to three optimizer steps, relative to the sum of absolute
@@ -685,13 +684,9 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "the paper's, SFT": (Asked(estimator="alphatoken", layers=2), moved),
     "the paper's, DPO": (Asked("dpo", estimator="alphatoken", layers=2, seed=1), unequal),
     "LoRA": (Asked(lora=True, estimator="alphatoken", seed=1), moved),
-    "LoRA from B = 0": (Asked(lora=True, preconditioner="frozen", seed=2), moved),
     "LoRA, DPO": (Asked("dpo", lora=True, seed=1), unequal),
     "clipping, full preconditioner": (
         Asked(preconditioner="full", max_grad_norm=0.1), clipped
-    ),
-    "clipping, frozen preconditioner": (
-        Asked(preconditioner="frozen", max_grad_norm=0.1, seed=5), clipped
     ),
     "full preconditioner of a sum": (
         Asked(preconditioner="full", kept_normalization="sum", max_grad_norm=1e9), moved
@@ -700,16 +695,9 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
         Asked("dpo", preconditioner="full", shared_threshold=True, max_grad_norm=0.02), clipped
     ),
     "all but the harmful": (Asked(policy="harmless", confidence=0.7), some_dropped),
-    "all but the harmful, full preconditioner": (
-        Asked(policy="harmless", confidence=0.6, preconditioner="full", estimator="alphatoken"),
-        some_dropped,
-    ),
     "all but harmful responses, LoRA": (
         Asked(policy="harmless", value_unit="response", confidence=0.8, lora=True, rows=3),
         some_dropped,
-    ),
-    "all but the harmful, DPO": (
-        Asked("dpo", policy="harmless", confidence=0.6, preconditioner="frozen"), some_dropped
     ),
     "kept normalisation": (Asked(kept_normalization="kept", max_grad_norm=1e9, seed=4), uneven),
     "kept normalisation, DPO": (Asked("dpo", kept_normalization="kept", max_grad_norm=1e9), uneven),
@@ -736,10 +724,6 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "retention by pairs": (Asked("dpo", retention="data"), unequal),
     "lambda in units of the balance": (
         Asked(stability_units="balance", stability_weight=0.4, estimator="alphatoken"), moved
-    ),
-    "lambda in units of the balance, full preconditioner, DPO": (
-        Asked("dpo", stability_units="balance", preconditioner="full", retention="kronecker"),
-        moved,
     ),
     "whole responses, the worst": (Asked(value_unit="response", policy="bottom"), moved),
     "transformers' own trainer": (Asked("lm", kept_normalization="sum", lora=True), moved),
@@ -821,7 +805,7 @@ def runs(draw: st.DrawFn) -> Asked:
 
 
 @pytest.mark.filterwarnings("ignore:validation rows label")  # of rows drawn at random, a few
-@settings(budget(0.4, least=10), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(budget(0.2), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(asked=runs())
 def test_the_trainer_is_the_reference(asked: Asked) -> None:
     """Values, weights, the gradient handed to the optimizer, the update, the ledger and the logs
@@ -872,70 +856,3 @@ def test_every_step_is_weighed(asked: Asked) -> None:
     except UnsupportedError:
         return
     raise AssertionError("a step was taken with a loss that no weigher made")
-
-
-HARD: dict[str, Callable[[Asked], bool]] = {
-    "full preconditioner under accumulation, clipped, DPO with LoRA": lambda a: (
-        a.preconditioner == "full"
-        and a.family == "dpo"
-        and a.lora
-        and a.accumulation > 1
-        and a.max_grad_norm < 1
-    ),
-    "packing over a global threshold, divided by the kept": lambda a: (
-        a.packing and a.keep_scope == "global" and a.kept_normalization == "kept"
-    ),
-    "pool and an old direction": lambda a: a.validation_mode == "pool" and a.direction_steps > 1,
-    "harmless responses under the full preconditioner, by LoRA": lambda a: (
-        a.policy == "harmless"
-        and a.value_unit == "response"
-        and a.preconditioner == "full"
-        and a.lora
-    ),
-    "masked logit, one threshold, divided by the kept": lambda a: (
-        a.masked_logit and a.shared_threshold and a.kept_normalization == "kept"
-    ),
-}
-
-
-@pytest.mark.slow  # about the generator of runs
-@nightly
-@pytest.mark.parametrize("name", HARD)
-def test_the_hard_combinations_are_drawn(name: str) -> None:
-    found = find(runs(), HARD[name], settings=settings(max_examples=5000, database=None))
-    assert HARD[name](found)
-
-
-SLIGHT = 1 + 1e-6
-ALTERED = {
-    "values": lambda seen: seen.values[1][0]["total"].mul_(SLIGHT),
-    "weights": lambda seen: seen.weights[2][1].copy_(1 - seen.weights[2][1]),
-    "gradient": lambda seen: seen.gradients[1].mul_(SLIGHT),
-    "parameters": lambda seen: seen.parameters[2].mul_(SLIGHT),
-    "ledger": lambda seen: next(iter(seen.ledger.values()))[:, 0].mul_(SLIGHT),
-    "visits": lambda seen: seen.visits.update({next(iter(seen.visits)): 9}),
-    "drift": lambda seen: seen.logs[1].update({"alpha/drift": 2 * seen.logs[1]["alpha/drift"]}),
-    "an unlogged value": lambda seen: seen.logs[2].pop("alpha/total_mean"),
-    "NaN": lambda seen: seen.gradients[0].fill_(torch.nan),
-}
-
-
-@pytest.mark.parametrize("name", ALTERED)
-def test_the_comparison_has_teeth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A millionth of any part of what was recorded, or one thing missing, is noticed."""
-    asked = Asked()
-    seen = trained_once(asked)
-    altered = copy.deepcopy(seen)
-    ALTERED[name](altered)
-    monkeypatch.setitem(globals(), "trained", lambda _: altered)
-    with unrecorded(), pytest.raises(AssertionError):
-        compared(asked)
-
-
-_seen: dict[Asked, Seen] = {}
-
-
-def trained_once(asked: Asked) -> Seen:
-    if asked not in _seen:
-        _seen[asked] = trained(asked)
-    return _seen[asked]

@@ -8,17 +8,15 @@ in transformers itself; such rows (left padding) are drawn in float32 there.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -34,14 +32,12 @@ from tests.property.architectures import (
     ARCHITECTURES,
     BY_NAME,
     MIXTURES,
-    ROPES,
-    SOFTMAX,
     VOCABULARY,
     Architecture,
     plain_forward,
 )
-from tests.property.profiles import REACH, budget
-from tests.property.strategies import DEVICES, MODES, SEEDS, ContractionCase, Rows, make_batch, rows
+from tests.property.profiles import budget
+from tests.property.strategies import DEVICES, MODES, SEEDS, Rows, make_batch, rows
 from tests.property.tolerance import allowed, close
 
 # torch's forward mode compiles some rules with torch.jit at first use, which torch deprecated.
@@ -175,7 +171,7 @@ def _answer(draw: st.DrawFn, mode: str, width: int, row: int) -> str:
 
 
 @st.composite
-def setups(draw: st.DrawFn, name: str, mode: str | None = None) -> Setup:
+def setups(draw: st.DrawFn, name: str) -> Setup:
     """One model of an architecture, options and all, and two training batches of two layouts."""
     family = BY_NAME[name]
     options = {option: draw(st.sampled_from(v)) for option, v in sorted(family.choices.items())}
@@ -184,7 +180,7 @@ def setups(draw: st.DrawFn, name: str, mode: str | None = None) -> Setup:
     pool = [draw(st.booleans()) for _ in range(depth)]
     some = tuple(i for i in range(depth) if pool[i]) or (depth - 1,)
     layouts = [m for m in MODES if name not in LEAKING or m != "packed"]
-    first, other = mode or draw(st.sampled_from(layouts)), draw(st.sampled_from(layouts))
+    first, other = draw(st.sampled_from(layouts)), draw(st.sampled_from(layouts))
     return Setup(
         name,
         draw(answers(first)),
@@ -302,16 +298,6 @@ def exact_weights(setup: Setup) -> tuple[Tensor, list[Tensor]]:
     with torch.no_grad():
         output = model(**inputs, attention_mask=masks, use_cache=False, output_attentions=True)
     return output.logits, list(output.attentions)
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What autograd says about one direction, by position."""
-
-    psi: Tensor
-    scale: Tensor
-    value_propagation: Tensor
-    literal: Tensor
 
 
 class Oracle:
@@ -508,26 +494,23 @@ def expectations(
 RAGGED = ("..pprrpr", "prprr...")
 
 
-def pinned(name: str, layers: tuple[int, ...] | None = None, **options: Any) -> Setup:
-    """Ragged rows on a family's own implementation; all layers unless some are named."""
+def pinned(name: str, **options: Any) -> Setup:
+    """Ragged rows on a family's own implementation, all layers."""
     family = BY_NAME[name]
-    layers = tuple(range(family.depth)) if layers is None else layers
+    layers = tuple(range(family.depth))
     default = {"implementation": family.implementations[0], "seed": 1, "score_bias": True}
     return Setup(name, RAGGED, ("ppprr", "..prr"), layers, **{**default, **options})
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
 @given(data=st.data())
-@budget(0.02, least=1)
-def test_values_equal_per_token_autograd(name: str, mode: str, data: st.DataObject) -> None:
-    """A drawn model for each layout (two in CI), two batches each; both sides of M, all parts.
-
-    So each architecture meets ten batches, twenty in CI.
+@budget(0.2, least=2)
+def test_values_equal_per_token_autograd(name: str, data: st.DataObject) -> None:
+    """Two drawn models (ten in CI), two batches each, of any layout; both sides of M, all parts.
 
     ``same_layer_hop`` takes part where the scope is the last layer, and equals ``path`` there.
     """
-    setup = data.draw(setups(name, mode))
+    setup = data.draw(setups(name))
     apart = name not in LEAKING or (name, setup.implementation) == ("gpt_oss", "flash")
     if "|" in "".join(setup.train) and not apart:
         for estimator in ("label", "path"):
@@ -537,153 +520,15 @@ def test_values_equal_per_token_autograd(name: str, mode: str, data: st.DataObje
         compare_captured(setup)
 
 
-def lines_of(setup: Setup) -> Rows:
-    """All training rows, of every batch."""
-    return tuple(itertools.chain(setup.train, *setup.more))
-
-
 def option(setup: Setup, name: str) -> Any:
     return setup.architecture.options.get(name, setup.architecture.choices.get(name, (None,))[0])
 
 
-def grouped(setup: Setup) -> bool:
-    return 1 < setup.architecture.groups < setup.architecture.heads
-
-
-KEY_NORMED = tuple(a.name for a in ARCHITECTURES if a.key_norm and "rope" in a.choices)
-SCALED = tuple(rope for rope in ROPES if rope != "plain")
-HARD: dict[str, tuple[Sequence[str], Callable[[Setup], bool]]] = {
-    **{
-        f"key norm with {rope} rotary": (KEY_NORMED, lambda s, rope=rope: option(s, "rope") == rope)
-        for rope in SCALED
-    },
-    "key norm, scaled rotary, grouped heads, a short window and left padding": (
-        ("gemma3",),
-        lambda s: option(s, "rope") in SCALED and grouped(s) and s.train[0].startswith(".."),
-    ),
-    "key norm, scaled rotary and packed documents": (
-        KEY_NORMED,
-        lambda s: option(s, "rope") in SCALED and any("|" in line for line in lines_of(s)),
-    ),
-    "one key head for all, biases and every layer": (
-        ("llama", "qwen3", "olmo2"),
-        lambda s: (
-            s.architecture.groups == 1
-            and option(s, "attention_bias")
-            and s.score_bias
-            and len(s.layers) == s.architecture.depth
-        ),
-    ),
-    "a soft cap, grouped heads and left padding": (
-        ("gemma2",),
-        lambda s: (
-            option(s, "attn_logit_softcapping") == 0.7 and grouped(s) and s.train[0][0] == "."
-        ),
-    ),
-    "sinks, a window of two and left padding": (
-        ("gpt_oss",),
-        lambda s: option(s, "sliding_window") == 2 and s.train[0].startswith("."),
-    ),
-    "a fused projection, grouped heads and a window": (
-        ("phi3",),
-        lambda s: grouped(s) and option(s, "sliding_window") == 3,
-    ),
-    "a transposed projection, its bias and packed documents": (
-        ("gpt2",),
-        lambda s: s.score_bias and any("|" in line for line in lines_of(s)),
-    ),
-    "dense and sparse layers": (
-        ("qwen3_moe",),
-        lambda s: option(s, "decoder_sparse_step") == 2,
-    ),
-    "one expert a token": (("mixtral", "gpt_oss"), lambda s: option(s, "num_experts_per_tok") == 1),
-    "linear attention below the scope, and inside it": (
-        ("qwen3_5",),
-        lambda s: "linear_attention" in option(s, "layer_types")[min(s.layers) :],
-    ),
-}
-EVERYWHERE: dict[str, Callable[[Setup], bool]] = {
-    "the last layer alone": lambda s: s.layers == (s.architecture.depth - 1,),
-    "the last two layers": lambda s: s.layers == tuple(range(s.architecture.depth))[-2:],
-    "every layer": lambda s: len(s.layers) == s.architecture.depth,
-    "float32": lambda s: s.dtype == torch.float32,
-    "float64": lambda s: s.dtype == torch.float64,
-}
-ROWS: dict[str, Callable[[Setup], bool]] = {
-    "five response tokens in a row": lambda s: any(line.count("r") >= 5 for line in lines_of(s)),
-    "a row with one response token": lambda s: any(line.count("r") == 1 for line in lines_of(s)),
-    "a row without one": lambda s: "r" not in s.train[-1],
-    "a row of padding": lambda s: set(s.train[-1]) == {"."},
-    "two layouts": lambda s: s.train[0][0] == "." and s.more[0][0][0] != ".",
-    "packed documents": lambda s: any("|" in line for line in lines_of(s)),
-}
-WITNESSES = [
-    *((name, family, test) for name, (families, test) in HARD.items() for family in families),
-    *((name, "llama", test) for name, test in EVERYWHERE.items()),
-    *((name, "gpt2", test) for name, test in ROWS.items()),
-]
-
-
-@pytest.mark.slow  # about the generator of models
-@pytest.mark.parametrize(
-    ("family", "demand"), [pytest.param(f, d, id=f"{f}-{n}") for n, f, d in WITNESSES]
-)
-def test_a_hard_model_is_drawn(family: str, demand: Callable[[Setup], bool]) -> None:
-    """A pair that no drawn model has is a pair that is never compared."""
-    assert demand(find(setups(family), demand, settings=REACH, random=Random(0)))
-
-
-@pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
-def test_the_numbers_of_a_model_follow_from_its_seed(name: str) -> None:
-    """Also those that transformers draws from torch's global generator."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        one = BY_NAME[name].build(3).state_dict()
-        torch.manual_seed(2)
-        other = BY_NAME[name].build(3).state_dict()
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_rows_hold_three_response_tokens_unless_they_are_special() -> None:
-    counts: Counter[int] = Counter()
-
-    @settings(max_examples=200, database=None, derandomize=True, deadline=None)
-    @given(lines=st.sampled_from(MODES).flatmap(answers))
-    def look(lines: Rows) -> None:
-        make_batch(lines, vocabulary=VOCABULARY, seed=0)
-        assert 6 <= len(lines[0].replace("|", "")) <= LENGTH
-        counts.update(line.count("r") for line in lines)
-
-    look()
-    assert sum(n for count, n in counts.items() if count >= 3) > 0.7 * counts.total()
-    assert counts[2] == 0
-    assert counts[0]
-    assert counts[1]
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
-def test_values_on_ragged_rows_in_either_precision(name: str, double: bool, device: str) -> None:
-    """Every layer in float64 (where eager attention has it), the last one in float32."""
-    layers = None if double else (BY_NAME[name].depth - 1,)
-    compare_captured(pinned(name, layers, double=double, device=device))
-
-
-def test_model_and_batches_lie_on_the_device_that_is_asked_for() -> None:
-    """The meta device stands in for one that is not here."""
-    setup = replace(pinned("llama"), device="meta")
-    placed = [*setup.build().state_dict().values(), *setup.batch.values()]
-    placed += [tensor for batch in setup.validations for tensor in batch.values()]
-    placed += [explicit_mask(setup.batch, 2), *ContractionCase(1, 2, 3, 4, 5, 0, "meta").factors()]
-    assert {tensor.device.type for tensor in placed} == {"meta"}
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", [n for n in SOFTMAX if "sdpa" in BY_NAME[n].implementations])
-def test_both_implementations_of_attention(name: str, implementation: str) -> None:
-    compare_captured(Setup(name, ("prprrr..", "pprrrprr"), ("pprr.",), (1,), implementation, 2))
+def test_values_on_ragged_rows(name: str, device: str) -> None:
+    """Every layer; in float64, where eager attention has it."""
+    compare_captured(pinned(name, device=device))
 
 
 @pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
@@ -691,18 +536,17 @@ def test_recording_changes_no_bit_of_the_forward(name: str) -> None:
     """Logits inside the recording context are the plain model's own, bit for bit."""
     architecture = BY_NAME[name]
     for implementation in architecture.implementations:
-        for lines in (("pprrprrr", "prprprrr"), ("prrrr...", "pprprrrr")):
-            setup = Setup(name, lines, implementation=implementation, seed=4)
-            model = setup.build()
-            inputs = {k: v for k, v in setup.batch.items() if k != "labels"}
-            plain = model(**inputs, use_cache=False).logits
-            adapter = find_adapter(model)
-            scope = find_scope(adapter, "all")
-            with record(adapter, scope, attention=True) as recorder:
-                recorded = model(**inputs, use_cache=False).logits
-                assert len(recorder.linears) == len(scope.linears)
-            assert torch.equal(plain, recorded)
-            assert torch.equal(plain, model(**inputs, use_cache=False).logits)
+        setup = Setup(name, ("prrrr...", "pprprrrr"), implementation=implementation, seed=4)
+        model = setup.build()
+        inputs = {k: v for k, v in setup.batch.items() if k != "labels"}
+        plain = model(**inputs, use_cache=False).logits
+        adapter = find_adapter(model)
+        scope = find_scope(adapter, "all")
+        with record(adapter, scope, attention=True) as recorder:
+            recorded = model(**inputs, use_cache=False).logits
+            assert len(recorder.linears) == len(scope.linears)
+        assert torch.equal(plain, recorded)
+        assert torch.equal(plain, model(**inputs, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
@@ -734,18 +578,7 @@ def test_label_values_over_all_parameters(name: str) -> None:
 # --- tied weights and packing -------------------------------------------------------------------
 
 
-def test_the_tied_architectures_are_tied() -> None:
-    """What the property above says about tied heads is about tied heads."""
-    tied = {
-        a.name
-        for a in ARCHITECTURES
-        if (m := a.build()).get_output_embeddings().weight is m.get_input_embeddings().weight
-    }
-    assert {"gemma3", "gemma2", "gpt2"} <= tied
-    assert "llama" not in tied
-
-
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path", "label", "same_layer_hop"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_packed_documents_have_the_values_of_separate_ones(name: str, estimator: str) -> None:
     architecture = BY_NAME[name]
@@ -794,9 +627,9 @@ def test_packing_is_refused_where_the_model_leaks_by_itself(estimator: str) -> N
 # --- mixtures of experts ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_are_refused_or_skipped_by_name(name: str, estimator: str) -> None:
+def test_experts_are_refused_or_skipped_by_name(name: str) -> None:
+    estimator = "direct"
     setup = Setup(name, implementation=BY_NAME[name].implementations[0], seed=11)
     model = setup.build()
     with pytest.raises(CoverageError) as caught:

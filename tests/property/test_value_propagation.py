@@ -12,7 +12,7 @@ from alphatoken.model.protocol import AttentionCall
 from alphatoken.oracle import influence
 from tests.property.decoder import ReferenceAdapter
 from tests.property.profiles import budget
-from tests.property.properties import (
+from tests.property.setups import (
     CONTRACTION,
     MODEL,
     Columns,

@@ -20,7 +20,7 @@ from alphatoken.errors import ConfigError, InputError, NumericalError, Unsupport
 from alphatoken.oracle import composite, gradients
 from alphatoken.oracle import walk as oracle
 from tests.property.profiles import budget
-from tests.property.properties import Setup, forward_of, label_truth, quiet, setups
+from tests.property.setups import Setup, forward_of, label_truth, quiet, setups
 from tests.property.strategies import make_case
 from tests.property.tolerance import close
 

@@ -1,20 +1,13 @@
-"""Comparison relative to the sum of absolute terms, and a record of how close it came.
+"""Comparison relative to the sum of absolute terms.
 
 A result may cancel, so an error is measured against the size of what was added up, never against
-the result. Every comparison reports its worst error over tolerance; conftest prints the table.
+the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-PROPERTY = "worst_error_over_tolerance"
-"""Key under which a test's records travel in ``user_properties`` (also between processes)."""
 
 TABLE: dict[str, dict[torch.dtype, float]] = {
     # A sum of products, relative to the sum of absolute terms. Worst seen 4e-3 of it.
@@ -41,19 +34,6 @@ def allowed(kind: str, dtype: torch.dtype) -> float:
     return TABLE[kind][dtype]
 
 
-@dataclass(frozen=True)
-class Record:
-    """The worst comparison of one name within one test."""
-
-    ratio: float
-    error: float
-    tolerance: float
-
-
-_current: dict[str, Record] = {}
-_keep = True
-
-
 def close(
     actual: Tensor | float,
     expected: Tensor | float,
@@ -70,7 +50,7 @@ def close(
         scale: sum of absolute terms, one number or broadcastable to the shape. Where it is 0
             the two must be equal.
         tol: relative tolerance, 1e-12 for contractions, 1e-10 through whole models.
-        name: what is compared, for the table and the message.
+        name: what is compared, for the message.
 
     Raises:
         AssertionError: an element is farther off, or NaN or Inf on any of the three sides, or
@@ -91,44 +71,10 @@ def close(
     error, allowed = (a - e).abs(), (tol * s).expand(a.shape)
     ratio = torch.where(error == 0, 0.0, error / allowed).flatten()
     worst = int(ratio.argmax())
-    record = Record(float(ratio[worst]), float(error.flatten()[worst]), tol)
-    if _keep and (label not in _current or record.ratio > _current[label].ratio):
-        _current[label] = record
-    assert record.ratio <= 1, (
-        f"{label}: off by {record.error:.3e}, allowed {float(allowed.flatten()[worst]):.3e} "
-        f"(tolerance {tol:g} of scale), ratio {record.ratio:.3g}, element {worst} of "
+    assert float(ratio[worst]) <= 1, (
+        f"{label}: off by {float(error.flatten()[worst]):.3e}, allowed "
+        f"{float(allowed.flatten()[worst]):.3e} (tolerance {tol:g} of scale), ratio "
+        f"{float(ratio[worst]):.3g}, element {worst} of "
         f"{tuple(a.shape)}: actual {float(a.flatten()[worst])!r}, "
         f"expected {float(e.flatten()[worst])!r}"
     )
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Inside, comparisons leave no record: for failures that are provoked (teeth, mutants)."""
-    global _keep
-    before, _keep = _keep, False
-    try:
-        yield
-    finally:
-        _keep = before
-
-
-def begin() -> None:
-    """Forget the records of the test before."""
-    _current.clear()
-
-
-def finish() -> list[tuple[str, float, float, float]]:
-    """Records of this test as plain values, which survive the way to another process."""
-    return [(name, r.ratio, r.error, r.tolerance) for name, r in _current.items()]
-
-
-def summary(records: list[tuple[str, str, float, float, float]], top: int = 20) -> list[str]:
-    """Lines of the table: (test, name, ratio, error, tolerance), the worst first."""
-    ordered = sorted(records, key=lambda r: -r[2])
-    lines = [f"{'error/tolerance':>15}  {'error':>9}  {'tolerance':>9}  comparison"]
-    for test, name, ratio, error, tolerance in ordered[:top]:
-        lines.append(f"{ratio:>15.2e}  {error:>9.1e}  {tolerance:>9.0e}  {test} [{name}]")
-    if len(ordered) > top:
-        lines.append(f"... and {len(ordered) - top} closer comparisons")
-    return lines

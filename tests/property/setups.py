@@ -241,14 +241,6 @@ def truth(setup: Setup) -> Truth:
     )
 
 
-def summed_gradient(setup: Setup, model: ReferenceDecoder) -> dict[str, Tensor]:
-    """Gradient of the summed loss by name, by one ordinary backward."""
-    parameters = parameters_of(setup, ReferenceAdapter(model))
-    losses = gradients.run_losses(forward_of(model), setup.case.batch)
-    found = torch.autograd.grad(torch.stack(list(losses.values())).sum(), list(parameters.values()))
-    return dict(zip(parameters, found, strict=True))
-
-
 def label_truth(
     setup: Setup, model: ReferenceDecoder, parameters: Mapping[str, Tensor], m: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
