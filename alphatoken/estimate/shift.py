@@ -43,7 +43,7 @@ class _TrainedEmbedding(TorchFunctionMode):
     does, and under ``scale_grad_by_freq`` divides by how often the batch holds a token.
     """
 
-    def __init__(self, find: Callable[[int], _Unmoved | None]) -> None:
+    def __init__(self, find: Callable[[Tensor], _Unmoved | None]) -> None:
         super().__init__()
         self.find = find
 
@@ -51,7 +51,7 @@ class _TrainedEmbedding(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.embedding and self.find(id(args[1])) is not None:
+        if func is F.embedding and self.find(args[1]) is not None:
             return self._rows(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -66,7 +66,7 @@ class _TrainedEmbedding(TorchFunctionMode):
         sparse: bool = False,
     ) -> Tensor:
         rows = F.embedding(ids, weight, padding_idx, max_norm, norm_type)
-        before = self.find(id(weight))
+        before = self.find(weight)
         assert before is not None
         if scale_grad_by_freq:
             if before.whole is None:
@@ -84,6 +84,11 @@ class _TrainedEmbedding(TorchFunctionMode):
             padding = (ids == padding_idx % len(weight)).unsqueeze(-1)
             rows = torch.where(padding, row.to(rows), rows)
         return rows
+
+
+def _own(weight: Tensor, known: Mapping[int, Any]) -> Tensor | None:
+    """The moved weight itself: PEFT's LoRA on an embedding looks rows up in a transposed view."""
+    return weight if id(weight) in known else weight._base
 
 
 class Moved:
@@ -231,21 +236,30 @@ class Shift(Moved):
     @contextmanager
     def _embeddings(self) -> Iterator[None]:
         if self._sharding is None:
-            by_identity = {
-                id(p): _Unmoved(before)
-                for p, before in zip(self._parameters.values(), self._before, strict=True)
-            }
-            with _TrainedEmbedding(by_identity.get):
+            moved = zip(self._parameters.values(), self._before, strict=True)
+            by_identity = {id(p): (p, before) for p, before in moved}
+
+            def find(weight: Tensor) -> _Unmoved | None:
+                known = by_identity.get(id(_own(weight, by_identity)))
+                if known is None:
+                    return None
+                p, before = known
+                if weight is not p:
+                    at = weight.storage_offset() - p.storage_offset()
+                    before = before.as_strided(weight.shape, weight.stride(), at)
+                return _Unmoved(before)
+
+            with _TrainedEmbedding(find):
                 yield
             return
         kept = self._padding_rows(self._sharding)
         with objects_in_use(self._model, self._parameters) as in_use:
 
-            def find(identity: int) -> _Unmoved | None:
-                name, _ = in_use.get(identity, ("", None))
+            def find_part(weight: Tensor) -> _Unmoved | None:
+                name, _ = in_use.get(id(_own(weight, in_use)), ("", None))
                 return _Unmoved(None, kept.get(name)) if name else None
 
-            with _TrainedEmbedding(find):
+            with _TrainedEmbedding(find_part):
                 yield
 
     def _padding_rows(self, sharding: Sharding) -> dict[str, Tensor]:
@@ -253,8 +267,12 @@ class Shift(Moved):
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         found = {}
         for module in self._model.modules():
-            padding = getattr(module, "padding_idx", None)
-            name = names.get(id(getattr(module, "weight", None)))
-            if padding is not None and name is not None:
-                found[name] = sharding.full(name, self._parameters[name])[padding].clone()
+            # PEFT looks up its first factor, (rank, tokens), with the padding of what it adapts.
+            table = getattr(module, "base_layer", module)
+            padding, rows = (getattr(table, n, None) for n in ("padding_idx", "num_embeddings"))
+            of_table = () if padding is None or rows is None else module.parameters()
+            for name in (names[id(p)] for p in of_table if id(p) in names):
+                full = sharding.full(name, self._parameters[name])
+                if rows in full.shape:
+                    found[name] = (full if len(full) == rows else full.mT)[padding].clone()
         return found

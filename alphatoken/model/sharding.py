@@ -129,13 +129,21 @@ def objects_in_use(
     found: dict[int, tuple[str, Tensor]] = {}
 
     def enter(module: nn.Module, _: object) -> None:
-        for local, name in places[module]:
-            held = module._parameters[local]
+        for holder, local, name in places[module]:
+            held = holder._parameters[local]
             assert held is not None
             found[id(held)] = (name, held)
 
+    # Nobody calls a ParameterDict, as PEFT keeps its factors of embeddings in: what is in it is in
+    # use where the module around it runs.
+    containers = (nn.ParameterDict, nn.ParameterList)
     places = {
-        module: [(n, known[id(p)]) for n, p in module._parameters.items() if id(p) in known]
+        module: [
+            (holder, n, known[id(p)])
+            for holder in (module, *(c for c in module.children() if isinstance(c, containers)))
+            for n, p in holder._parameters.items()
+            if id(p) in known
+        ]
         for module in model.modules()
     }
     handles = [m.register_forward_pre_hook(enter) for m, inside in places.items() if inside]

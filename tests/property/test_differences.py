@@ -25,6 +25,7 @@ from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import Setup, forward_of, label_truth, quiet, setups
 from tests.property.strategies import Case, make_case
+from tests.property.test_sharded import FlatSharding
 from tests.property.tolerance import close
 
 CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2, seed=5)
@@ -215,6 +216,30 @@ def test_weighted_rows_and_both_sides_of_m() -> None:
         one, other = getattr(values, name), getattr(exact, name)
         close(one, other, other.abs().max(), 1e-7, name=name)
     assert exact.error == 0.0 < values.error < 1e-6
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_lora_on_an_embedding_leaves_its_padding_row(sharded: bool) -> None:
+    """Its factor is looked up in a transposed view, and held by a module that nobody calls."""
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(
+        r=2, target_modules=["embed_tokens", "q_proj"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(llama(pad_token_id=1).double(), options).eval()
+    ids = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids[:, 3:9:2] = 1
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    def forward(given: Mapping[str, Tensor]) -> Tensor:
+        logits: Tensor = model(**given).logits
+        return logits
+
+    m = gradients.validation_gradient(model, forward, [batch])
+    expected = gradients.label_values(model, forward, batch, m)
+    sharding = FlatSharding(model) if sharded else None
+    scorer = Scorer(model, [batch], config=config("central"), sharding=sharding)
+    scorer.pin("these weights")
+    assert off(scorer.score(batch).total, expected) < 5e-3  # Llama's norms are in float32
 
 
 def test_a_direction_of_zeros_gives_zeros() -> None:
