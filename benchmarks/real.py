@@ -23,6 +23,7 @@ from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.demo import models
+from alphatoken.estimate.differences import FORMS
 from alphatoken.estimate.estimators import ESTIMATORS
 from benchmarks.cases import scoring_floor
 from benchmarks.floors import Shape
@@ -97,12 +98,14 @@ class Side:
         what: of its size.
         work: run once a round.
         floor: FLOPs that it cannot do without, of a shape.
+        beside: what runs inside it too, and is taken off round by round: "step", or a row.
     """
 
     row: str
     what: str
     work: Callable[[], Any]
     floor: Callable[[Shape], float]
+    beside: str = ""
 
 
 def rows_of(run: Run, real: Real) -> Iterator[Row]:
@@ -126,11 +129,9 @@ def _of_batch(
     counted = {name: flops(side.work) for name, side in sides.items()}
     repeats = run.pairs(2)
     seconds = in_turn({name: side.work for name, side in sides.items()}, repeats=repeats)
-    # G is a row of its own; what the first use takes beside it is the difference, round by round.
-    for name in [name for name, side in sides.items() if side.row == "first_use"]:
-        built = f"validation {sides[name].what}"
-        counted[name] -= counted[built]
-        seconds[name] = [a - b for a, b in zip(seconds[name], seconds[built], strict=True)]
+    for name, inside in [(n, side.beside) for n, side in sides.items() if side.beside]:
+        counted[name] -= counted[inside]
+        seconds[name] = [a - b for a, b in zip(seconds[name], seconds[inside], strict=True)]
     shape = Shape.of(model, *size)
     responses, held = (int((x["labels"][:, 1:] != -100).sum()) for x in (batch, validation))
     text = f"{size[0]} x {size[1]} tokens of {source()}, {responses} of them response"
@@ -156,6 +157,8 @@ def _floors(side: Side, shape: Shape, responses: int) -> Row:
     floor = side.floor(shape if side.row == "forward" else read)
     if side.row == "observe_k3":  # the loop's own forward has logits of all positions
         floor += shape.head - read.head
+    if side.row == "label_one_sided":  # the step beside it forms the head's errors where it is read
+        floor -= 2 * (shape.head - read.head)
     floor /= shape.step
     return {"floor": floor, **({"target": 1.05 * floor} if side.row == "observe_k3" else {})}
 
@@ -183,7 +186,8 @@ def _sides(
             continue
         yield Side("validation", what, partial(_build, scorer), _gradient)
         first = partial(_first_use, model, batch, validation, estimator)
-        yield Side("first_use", what, first, partial(_scored, estimator))
+        floor = partial(_scored, estimator)  # G is a row of its own
+        yield Side("first_use", what, first, floor, beside=f"validation {what}")
     for row, parameters, floor in (
         ("label_linears", "linears", lambda shape: shape.dual_forward(depth)),
         ("label_all", "all", lambda shape: shape.dual_forward_all),
@@ -194,6 +198,33 @@ def _sides(
         scorer = Scorer(model, validation, None, config)
         scorer.score(batch)
         yield Side(row, f"label, {parameters}", partial(scorer.score, batch), floor)
+    yield from _by_differences(model, batch, validation)
+
+
+def _by_differences(
+    model: Any, batch: dict[str, Tensor], validation: dict[str, Tensor]
+) -> Iterator[Side]:
+    """Label values over all parameters by forwards: alone, and beside a training step."""
+    for form in FORMS:
+        config = ScorerConfig("label", layers="all", parameters="all", derivative=form)
+        scorer = Scorer(model, validation, None, config)
+        step = partial(observed_step, scorer, model, batch, components=True)
+        work = step if form == "one_sided" else partial(scorer.score, batch)
+        # The error is looked at on the first batch and the 2nd, 4th, 8th, 16th: two forwards more,
+        # on each 32nd in a longer run. None of the timed ones is such a batch.
+        for _ in range(_LOOKED):
+            work()
+        beside = "step" if form == "one_sided" else ""
+        forwards = 1 if form == "one_sided" else 2
+        yield Side(f"label_{form}", f"label, {form}", work, partial(_forwards, forwards), beside)
+
+
+_LOOKED = 8
+
+
+def _forwards(count: int, shape: Shape) -> float:
+    """Forwards with a head at the positions that a loss reads."""
+    return count * shape.forward
 
 
 def _forward(model: Any, batch: dict[str, Tensor]) -> None:

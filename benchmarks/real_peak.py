@@ -3,7 +3,8 @@
     python -m benchmarks.real_peak smollm2 label 4 160
 
 ``step`` is a plain training step, an estimator the same with observed values at K = 3, G built in
-it, ``label_all`` label values over all parameters, scored by themselves.
+it, ``label_all`` label values over all parameters, scored by themselves, ``central`` the same by
+differences, ``one_sided`` a step with them observed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.estimate.differences import FORMS
 from alphatoken.estimate.estimators import ESTIMATORS
 from benchmarks.measure import Run
 from benchmarks.peak import LAYERS, fresh_mib, observed_step, plain_step, print_peak
@@ -50,6 +52,30 @@ def real_memory(run: Run) -> Iterator[dict[str, Any]]:
                     "unit": "MiB",
                     "note": "MiB of the whole process, G built in it, against a plain step's",
                 }
+            copy = _weights_mib(real)
+            for form in FORMS:
+                ours = _peak(real, form, size, run.device)
+                yield {
+                    "name": f"{real.key}_differences_peak",
+                    "size": f"label over all parameters, {form}; {size[0]} x {size[1]} tokens of "
+                    f"{source()}",
+                    "ours": ours,
+                    "other": plain,
+                    "ratio": ours / plain,
+                    "floor": 1.0,
+                    "target": (plain + copy) / plain,
+                    "unit": "MiB",
+                    "note": f"MiB, as the others; a copy of the weights is {copy:.0f}",
+                }
+
+
+def _weights_mib(real: Real) -> float:
+    """Of one float32 copy of all parameters, a tied one once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real.folder))
+    return sum(4 * p.numel() for p in model.parameters()) / 2**20
 
 
 def _peak(real: Real, what: str, size: tuple[int, int], device: torch.device) -> float:
@@ -67,6 +93,13 @@ def work(real: Real, what: str, size: tuple[int, int], device: torch.device) -> 
     elif what == "label_all":
         config = ScorerConfig("label", layers="all", parameters="all", derivative="forward_mode")
         Scorer(model, validation, None, config).score(batch)
+    elif what in FORMS:
+        config = ScorerConfig("label", layers="all", parameters="all", derivative=what)
+        scorer = Scorer(model, validation, None, config)
+        if what == "central":
+            scorer.score(batch)
+        else:
+            observed_step(scorer, model, batch, components=True)
     else:
         scorer = Scorer(model, validation, None, ScorerConfig(estimator=what, layers=LAYERS))
         observed_step(scorer, model, batch, components=True)
@@ -76,7 +109,7 @@ def main() -> None:
     """Do one thing and print the peak."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=list(MODELS))
-    parser.add_argument("what", choices=["step", *ESTIMATORS, "label_all"])
+    parser.add_argument("what", choices=["step", *ESTIMATORS, "label_all", *FORMS])
     parser.add_argument("rows", type=int)
     parser.add_argument("length", type=int)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +23,12 @@ import torch
 
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
+from benchmarks.frontier.differences import differences, records_of
 from benchmarks.frontier.draws import MODELS, Model, draw_rows, formats_of
 from benchmarks.frontier.figures import collect, save
 from benchmarks.frontier.measure import measure, trained
 from benchmarks.frontier.pictures import draw
+from benchmarks.frontier.tables import Draws
 from benchmarks.pages import load
 
 
@@ -89,6 +91,24 @@ def run(work: Path, model: Model, draws: int, adam: int) -> None:
         gc.collect()
 
 
+def measure_differences(out: Path, model: Model, draws: int) -> None:
+    """Figures of label values by differences, beside those that are there."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model.folder()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names = [(name, number) for number in range(draws) for name in formats_of(tokenizer)]
+    tracker = Tracker(f"{model.name}, differences", len(names), True)
+    shares = []
+    for place, (name, number) in enumerate(names, 1):
+        shares.append(differences(loaded.eval(), draw_rows(name, number, tokenizer)))
+        tracker.report(place)
+    labels = tuple(f"{name}-{number}" for name, number in names)
+    found = {"draws": list(labels), "records": records_of(Draws(labels, tuple(shares), loaded))}
+    _write(out, model, {"name": model.name, "differences": found})
+
+
 def publish(work: Path, out: Path, model: Model) -> None:
     """Figures of this model's draws, and the picture of all models' figures."""
     from transformers import AutoConfig
@@ -97,10 +117,16 @@ def publish(work: Path, out: Path, model: Model) -> None:
     figures = collect(model, work / model.key, sizes)
     if figures is None:
         return
-    kept = load(out / "frontier.json") | {model.key: figures}
+    _write(out, model, figures)
+
+
+def _write(out: Path, model: Model, figures: Mapping[str, Any]) -> None:
+    kept = load(out / "frontier.json")
+    kept[model.key] = kept.get(model.key, {}) | figures
     models = {key: kept[key] for key in MODELS if key in kept}
     save(models, out / "frontier.json")
-    draw(models, out / "frontier" / "frontier.svg")
+    if ranked := {key: one for key, one in models.items() if "records" in one}:
+        draw(ranked, out / "frontier" / "frontier.svg")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -118,9 +144,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--page", action="store_true", help="measure nothing: figures of the draws that are there"
     )
+    parser.add_argument(
+        "--differences",
+        action="store_true",
+        help="measure label values by differences, beside the figures that are there (minutes)",
+    )
     options = parser.parse_args(words)
     try:
         for key in options.models:
+            if options.differences:
+                measure_differences(options.out, MODELS[key], options.draws)
+                continue
             if not options.page:
                 run(options.work, MODELS[key], options.draws, options.adam)
             publish(options.work, options.out, MODELS[key])

@@ -15,7 +15,7 @@ from benchmarks.frontier.price import Scope
 from benchmarks.frontier.settings import Setting, plain
 from benchmarks.frontier.tables import Draws, measured, records
 
-__all__ = ["collect", "save", "worth"]
+__all__ = ["collect", "save", "with_differences", "worth"]
 
 _OF_ADAM = {
     "frozen": "label, all parameters, frozen denominator",
@@ -80,6 +80,11 @@ def worth(found: Sequence[Mapping[str, Any]], gain: float = 0.02) -> list[Mappin
             if not chosen or score >= chosen[-1]["spearman"][0] + gain:
                 chosen.append(one)
     return chosen
+
+
+def with_differences(one: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The records of a model, with label values by differences where they were measured."""
+    return [*one["records"], *one.get("differences", {"records": []})["records"]]
 
 
 def save(models: Mapping[str, Any], path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from benchmarks.frontier.figures import worth
+from benchmarks.frontier.figures import with_differences, worth
 from benchmarks.pages import DOCS, load, number, span, table
 
 __all__ = ["tables"]
@@ -26,19 +26,19 @@ _KINDS = (
 
 
 def tables(kind: str, *words: str) -> str:
-    """``worth MODEL [adam]``, ``layers MODEL``, ``formats MODEL`` or ``parts``."""
+    """``parts``, ``worth MODEL [adam]``, or ``layers``, ``formats``, ``differences`` of a MODEL."""
     models = load(DOCS / "frontier.json")
     if kind == "parts":
         return _parts(models)
     one = models[words[0]]
     if kind == "worth":
         return _worth(one, adam="adam" in words)
-    return _layers(one) if kind == "layers" else _formats(one)
+    return {"layers": _layers, "formats": _formats, "differences": _differences}[kind](one)
 
 
 def _worth(one: Record, *, adam: bool) -> str:
     """By rising price, what the scorer's options can name and ranks better than all cheaper."""
-    records = one["adam"]["records"] if adam else one["records"]
+    records = one["adam"]["records"] if adam else with_differences(one)
     usable = [r for r in records if r["usable"] and r["family"] != "without the exact P"]
     rows = [
         (
@@ -72,6 +72,21 @@ def _layers(one: Record) -> str:
     rows.append(("all", *(cell(name) for _, name in columns)))
     head = (f"{one['name']}: K", *(name.format("K") for name, _ in columns))
     return table(head, rows)
+
+
+def _differences(one: Record) -> str:
+    """Error and rank by the norm of h M; the row without a norm is the library's own h."""
+    found = one["differences"]["records"]
+    forms = list(dict.fromkeys(r["name"] for r in found))
+    rows = []
+    for length in dict.fromkeys(r["length"] for r in found):
+        own = [next(r for r in found if (r["name"], r["length"]) == (f, length)) for f in forms]
+        stated = ", ".join(f"{r['stated']:.0e}" for r in own if r["stated"] is not None)
+        cells = [f"{r['error']:.1e}, {number(r['spearman'][0], 4)}" for r in own]
+        rows.append((f"found (said: {stated})" if length is None else f"{length:g}", *cells))
+    prices = [next(r["price"] for r in found if r["name"] == form) for form in forms]
+    heads = (f"{form} ({number(p)} of a step)" for form, p in zip(forms, prices, strict=True))
+    return table((f"{one['name']}: norm of h M", *heads), rows)
 
 
 def _parts(models: Mapping[str, Any]) -> str:

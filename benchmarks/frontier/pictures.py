@@ -11,7 +11,7 @@ from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.figures import draw as drawn
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.support.storage import write_text
-from benchmarks.frontier.figures import worth
+from benchmarks.frontier.figures import with_differences, worth
 
 __all__ = ["draw"]
 
@@ -47,7 +47,8 @@ def _frontier(models: Figures) -> Figure:
     records: list[dict[str, Any]] = []
     for one in models.values():
         by_name = {record["name"]: record for record in one["records"]}
-        found = [("best of all measured", record) for record in worth(one["records"], gain=0.0)]
+        measured = [r for r in with_differences(one) if r.get("length") is None]
+        found = [("best of all measured", record) for record in worth(measured, gain=0.0)]
         for family, label in _CURVES.items():
             own = [r for r in one["records"] if r["family"] == family] + [by_name[_ENDS[family]]]
             found += [(label, record) for record in sorted(own, key=lambda r: float(r["price"]))]

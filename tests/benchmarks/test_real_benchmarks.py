@@ -48,7 +48,8 @@ def test_every_side_is_measured_and_none_goes_below_its_floor(small: real.Real) 
     found = list(real.rows_of(QUICK, small))
     names = {row["name"].removeprefix("smollm2_") for row in found}
     assert names == {
-        "forward", "score_k3", "observe_k3", "validation", "first_use", "label_linears", "label_all"
+        "forward", "score_k3", "observe_k3", "validation", "first_use", "label_linears",
+        "label_all", "label_central", "label_one_sided",
     }  # fmt: skip
     for row in found:
         counted = row["flops"] / row["flops_other"]
@@ -64,6 +65,9 @@ def test_every_side_is_measured_and_none_goes_below_its_floor(small: real.Real) 
     observed = next(row for row in found if row["name"].endswith("observe_k3"))
     assert judged(observed)["target"] == pytest.approx(1.05 * observed["floor"])
     assert judged(next(r for r in found if r["name"].endswith("label_all")))["target"] == 1.1
+    for name in ("label_central", "label_one_sided"):  # no look at the error among the timed
+        row = next(row for row in found if row["name"].endswith(name))
+        assert row["flops"] / row["flops_other"] <= 1.01 * row["floor"], name
 
 
 def test_no_side_leaves_work_to_another(small: real.Real) -> None:

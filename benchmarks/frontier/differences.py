@@ -1,0 +1,117 @@
+"""Label values over all parameters by differences: their error by length of the shift, and price.
+
+What they are compared with is forward mode of the same model in float64. Counted in forwards: two
+for central differences; one beside a training step, whose forward is the other side, for one-sided
+ones. Copying and moving the weights is no product, and is seen in ``benchmarks.run`` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from alphatoken.estimate.differences import FORMS, Differences
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.shift import Shift
+from alphatoken.fidelity.readings import full_gradient
+from alphatoken.fidelity.subject import Subject, places_of
+from alphatoken.model.batch import read_batch
+from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.protocol import find_adapter
+from alphatoken.model.response_losses import response_losses
+from benchmarks.floors import Shape
+from benchmarks.frontier.draws import VALUED, Draw
+from benchmarks.frontier.measure import Numbers, Shares
+from benchmarks.frontier.price import Scope
+from benchmarks.frontier.settings import Setting
+from benchmarks.frontier.tables import Draws, measured
+
+__all__ = ["LENGTHS", "differences", "records_of"]
+
+LENGTHS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.0)
+"""Norms of h M over all parameters; ``None`` beside them is the library's own h."""
+
+_FORWARDS = {"central": 2, "one_sided": 1}
+
+
+def differences(model: Any, draw: Draw) -> Shares:
+    """One draw's values: ``total`` in float64, each form at the library's own h and at ``LENGTHS``.
+
+    Facts hold the stated error of each form beside the sizes of the batches.
+    """
+    subject = Subject(model, draw.valued, draw.validation, batch_size=VALUED)
+    adapter, along = subject.adapter, full_gradient(subject)
+    batches = [read_batch(batch) for batch in subject.batches(draw.valued)]
+    double = find_adapter(copy.deepcopy(model).double())
+    exact = {name: m.double() for name, m in along.items()}
+    columns = {"total": [label_values(double, batch, exact)[batch.mask] for batch in batches]}
+    del double, exact
+    facts: dict[str, Any] = {}
+    for form in FORMS:
+        taken = Differences(adapter)
+        found = [taken.values(batch, along, form) for batch in batches]
+        columns[form] = [v[batch.mask] for batch, (v, _) in zip(batches, found, strict=True)]
+        facts[form] = max(error for _, error in found)
+    shift = Shift(model, along)
+    norm = shift.length()
+    with torch.no_grad(), evaluation_mode(model), shift.open():
+        for length in LENGTHS:
+            columns |= {f"{form} {length:g}": [] for form in FORMS}
+            h = length / norm
+            for batch in batches:
+                losses = {}
+                for side in (h, -h, 0.0):
+                    shift.to(side)
+                    losses[side] = response_losses(adapter, batch.inputs, batch.labels)[batch.mask]
+                columns[f"central {length:g}"].append((losses[h] - losses[-h]) / (2 * h))
+                columns[f"one_sided {length:g}"].append((losses[0.0] - losses[-h]) / h)
+    values = {name: torch.cat(found).double().numpy() for name, found in columns.items()}
+    values["row"] = places_of(draw.valued)[:, 0].astype(np.float64)
+    sizes = [[*batch.labels.shape, int(batch.mask.sum())] for batch in batches]
+    return Shares(values, facts | {"batches": sizes})
+
+
+def records_of(draws: Draws) -> list[dict[str, Any]]:
+    """As records of other settings, with ``length``, ``error`` and ``stated`` (None at a length).
+
+    Errors are relative, in norm over a draw's tokens, of the draw in which they are largest.
+    """
+    every = tuple(range(draws.depth))
+    whole = Scope("label", every, every, embedding=True, final=True, head=True)
+    found = []
+    for form in FORMS:
+        price = _FORWARDS[form] * _forward(draws)
+        name = f"label, all parameters, {form.replace('_', '-')}"
+        name += " beside a step" if form == "one_sided" else ""
+        for length in (None, *LENGTHS):
+            column = form if length is None else f"{form} {length:g}"
+            values = [shares.columns[column] for shares in draws.shares]
+            record = measured(draws, Setting(name, "label, differences", whole), values)
+            found.append(
+                replace(record, price=price).as_dict()
+                | {
+                    "usable": length is None,
+                    "length": length,
+                    "error": _error(values, draws),
+                    "stated": max(s.facts[form] for s in draws.shares) if length is None else None,
+                }
+            )
+    return found
+
+
+def _forward(draws: Draws) -> float:
+    """A forward of all batches in their training steps."""
+    batches = [batch for shares in draws.shares for batch in shares.facts["batches"]]
+    shapes = [Shape.of(draws.model, rows, t).with_responses(count) for rows, t, count in batches]
+    return sum(shape.forward for shape in shapes) / sum(shape.step for shape in shapes)
+
+
+def _error(values: Sequence[Numbers], draws: Draws) -> float:
+    truths = [shares.columns["total"] for shares in draws.shares]
+    norm = np.linalg.norm
+    return max(float(norm(v - t) / norm(t)) for v, t in zip(values, truths, strict=True))
