@@ -225,7 +225,7 @@ def _train(arguments: Any, kind: type[Any]) -> None:
 
 def told_results(results: Path) -> str | None:
     """What a run left in its folder of results, in a line; None if nothing."""
-    from alphatoken.train.report import REPORT
+    from alphatoken.train.results import REPORT
 
     values, report = (results / "values").is_dir(), (results / Path(REPORT).name).is_file()
     found = " and ".join(["values"] * values + ["report"] * report)

@@ -148,7 +148,7 @@ class CollectedPairs:
             raise DataError(
                 "the file holds no collected pairs",
                 got=f"{path}: {metadata.get('kind', 'another kind of file')}",
-                remedy="the file that --collect_value_propagation N of a training run writes",
+                remedy="the file that the callback watch_pairs of the lab writes",
             )
         found = cls(json.loads(metadata["about"]))
         for name in (one for one in tensors if one.endswith("/joint")):

@@ -3,7 +3,7 @@
 *Shares*: what part of every token's exact causal value Value-Propagation carries, and where the
 rest flows. *Pairs*: attention weight and value-output deviation of the causal-window pairs, whose
 product bounds what is left out (the paper's diagnostic). The pairs that a training run collected
-(``--collect_value_propagation N``) are drawn beside those of the model, as in the paper, whose
+(by the lab's callback ``watch_pairs``) are drawn beside those of the model, as in the paper, whose
 figure is of pairs during training.
 """
 
@@ -67,8 +67,7 @@ class Options(CheckedOptions):
             raise ConfigError(
                 "there is no file of collected pairs",
                 got=self.collected,
-                remedy="output_dir/_alphatoken/value-propagation.safetensors of a run with "
-                "--collect_value_propagation N",
+                remedy="what the callback watch_pairs of the lab writes",
             )
 
 

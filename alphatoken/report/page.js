@@ -146,54 +146,6 @@
     paint();
   }
 
-  // --- curves: the numbers of one step ---------------------------------------------------------
-
-  function readable(figure) {
-    const drawing = figure.querySelector(".drawing"), out = figure.querySelector(".reading");
-    const frame = figure.querySelector(".picture"), cursor = element("div", { class: "cursor" });
-    const keys = figure.dataset.keys.split("|"), names = figure.dataset.names.split("|");
-    const [first, last] = figure.dataset.steps.split(" ").map(Number);
-    const [left, right, top, bottom] = figure.dataset.box.split(" ").map(Number);
-    const entries = data.history.filter((entry) => keys.some((key) => key in entry));
-    cursor.style.top = 100 * top + "%";
-    cursor.style.height = 100 * (bottom - top) + "%";
-    let at = entries.length - 1;
-
-    function show(index) {
-      at = index;
-      const entry = entries[at];
-      const share = (entry.step - first) / (last - first);
-      cursor.style.left = 100 * (left + share * (right - left)) + "%";
-      drawing.append(cursor);
-      out.textContent = "step " + entry.step + ": " + keys
-        .map((key, i) => key in entry ? names[i] + " " + number(entry[key], 4) : "")
-        .filter(Boolean).join(", ");
-    }
-
-    function hide() {
-      cursor.remove();
-      out.textContent = "";
-    }
-
-    drawing.addEventListener("pointermove", function (event) {
-      const box = drawing.getBoundingClientRect();
-      const share = ((event.clientX - box.left) / box.width - left) / (right - left);
-      const step = first + share * (last - first);
-      let best = 0;
-      entries.forEach(function (entry, index) {
-        if (Math.abs(entry.step - step) < Math.abs(entries[best].step - step)) best = index;
-      });
-      show(best);
-    });
-    drawing.addEventListener("pointerleave", hide);
-    frame.addEventListener("focus", () => show(at));
-    frame.addEventListener("blur", hide);
-    frame.addEventListener("keydown", function (event) {
-      const place = moved(event, at, entries.length);
-      if (place !== null) show(place);
-    });
-  }
-
   document.getElementById("download").addEventListener("click", function () {
     const link = element("a", { download: "alphatoken-report-data.json",
       href: URL.createObjectURL(new Blob([source], { type: "application/json" })) });
@@ -202,5 +154,4 @@
   });
   const list = document.getElementById("examples");
   if (list) heatmaps(list);
-  document.querySelectorAll("figure[data-keys]").forEach(readable);
 })();

@@ -48,7 +48,7 @@ class Picture:
     """An SVG document, with its heading, what to look for, and what it shows in words.
 
     The page shows it as an image: nothing in it runs, or refers to a place outside itself.
-    ``csv`` holds what was drawn, to be downloaded; ``data`` is what the page's script reads of it.
+    ``csv`` holds what was drawn, to be downloaded.
     """
 
     anchor: str
@@ -57,7 +57,6 @@ class Picture:
     svg: str
     alt: str
     csv: str = ""
-    data: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def width(self) -> int:

@@ -16,8 +16,8 @@ response tokens, the room is read from a step of training:
 4. :mod:`~alphatoken.train.gradient_weights`: weights act on the update and not on the loss that
    is reported.
 5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` and
-   ``statistics`` for logs, ``ledger`` and ``documents`` for values over the run, ``value_export``
-   and ``report`` for what is left at the end.
+   ``statistics`` for logs, ``ledger`` and ``documents`` for values over the run, ``results`` for
+   what is left at the end.
 6. :mod:`~alphatoken.train.checkpoint`: checkpoints that are whole or not there (``manifest``), and
    runs that go on from them to the same bits (``identity``).
 

@@ -16,7 +16,6 @@ from torch import nn
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
-from alphatoken.fidelity.pairs import softmax_layers
 from alphatoken.model.layer_choice import layers_within, read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -34,7 +33,6 @@ __all__ = [
     "check_pool",
     "check_rows_left",
     "check_run",
-    "check_watch",
     "chooses_rows",
     "chosen_from_packed",
     "has_pass",
@@ -143,27 +141,6 @@ def check_rows_left(args: Any, rows: int) -> None:
     """
     if args.needs_values and args.objective != "stability":
         check_pool(args, rows, args.world_size)
-
-
-def check_watch(model: nn.Module, accelerator: Any, args: Any) -> None:
-    """Refuse to collect Value-Propagation's pairs where that cannot be done.
-
-    Raises:
-        UnsupportedError: sharded weights, or no scored layer with softmax attention.
-        ConfigError: layers that the model does not have.
-    """
-    if not args.collect_value_propagation:
-        return
-    kind = layout(accelerator)
-    if kind in SHARDED:
-        raise UnsupportedError(
-            "Value-Propagation's pairs cannot be collected on sharded weights",
-            got=f"collect_value_propagation={args.collect_value_propagation}, layout {kind}",
-            why="one process looks, and a forward there needs all of them",
-            remedy="collect_value_propagation=0, or DDP, ZeRO-1 or 2",
-        )
-    layers = read_layers(args.score_layers)
-    softmax_layers(find_adapter(model), layers, "collect_value_propagation=0")
 
 
 def refuse_scope(scope: Scope, args: Any) -> None:

@@ -25,11 +25,10 @@ from alphatoken.errors import (
 )
 from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
-from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_preference_rows, cut_pair
 from alphatoken.train.fields import PairFields, check_fields
-from alphatoken.train.given import choose_bf16, model_name
-from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form, uses_template
+from alphatoken.train.given import choose_bf16
+from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
@@ -174,31 +173,26 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     the chosen, rejected among the rejected, by values of their omega-scaled errors. The reported
     loss, margins and metrics are TRL's own.
 
-    Its arguments are those of TRL's ``DPOTrainer``, where ``args`` may be an ``AlphaDPOConfig``, a
-    ``DPOConfig``, ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``,
-    ``fisher``, ``fisher_dataset``, ``policy`` and ``policy_reference`` of
-    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are preference pairs: the
+    Its arguments are those of TRL's ``DPOTrainer``, where ``args`` are an ``AlphaDPOConfig``;
+    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``,
+    ``policy`` and ``policy_reference`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
+    Data sets are preference pairs: the
     validation objective is DPO's own gradient on them, and the Fisher is of the warm-started model.
 
     Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
     """
 
-    BASE, CONFIG, BASE_CONFIG = DPOTrainer, AlphaDPOConfig, DPOConfig
+    BASE, CONFIG = DPOTrainer, AlphaDPOConfig
     HOOKS = (
         "_is_vision_dataset", "_metrics", "_precompute_ref_logps", "_prepare_dataset",
         "aux_loss_enabled", "compute_ref_log_probs", "precompute_ref_logps",
     )  # fmt: skip
-    _tag_names = [*DPOTrainer._tag_names, TAG]  # noqa: RUF012  (as TRL declares it)
-
-    @staticmethod
-    def default_folder(given: Mapping[str, Any]) -> str:
-        """As TRL names it: by the model."""
-        return f"{model_name(given['model'])}-DPO"
+    _tag_names = [*DPOTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod
     def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Lists, and pairs in columns of other names, as TRL has them."""
-        return pairs_in_trl_form(as_dataset(rows, name), name, lambda: uses_template(given), given)
+        """Lists as data sets; pairs of which TRL would lose something are refused."""
+        return pairs_in_trl_form(as_dataset(rows, name), name, given)
 
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:

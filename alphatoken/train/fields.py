@@ -419,15 +419,6 @@ class AlphaFields:
         "They quote the training rows; push_to_hub leaves them out.",
         when="false where no file may quote training rows",
     )
-    collect_value_propagation: int = option(
-        0,
-        "Optimizer steps between two looks at attention weights and value-output deviations of a "
-        "fixed probe, the first training rows; written to output_dir/_alphatoken and drawn by "
-        "`alphatoken diagnose value-propagation --collected`. 0 never looks.",
-        least=0,
-        when="to see where Value-Propagation holds while a model trains",
-        source="fig. app:vp_fidelity",
-    )
     value_seed: int = option(
         0,
         "Seed of pool order and random policy.",

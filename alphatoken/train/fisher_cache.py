@@ -21,7 +21,7 @@ from torch import nn
 
 from alphatoken.direction.drift import FisherDrift, library_version
 from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import ConfigError, FisherError, warn_caller
+from alphatoken.errors import ConfigError, FisherError
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import weights_digest
@@ -134,8 +134,8 @@ def fitted_fisher(
 
     Raises:
         ConfigError: the weights are sharded already.
-        FisherError: nothing can be written to ``folder``; and what :func:`alphatoken.fit_fisher`
-            raises.
+        FisherError: nothing can be written to ``folder``; a file there cannot be read, and is to be
+            removed; and what :func:`alphatoken.fit_fisher` raises.
     """
     if spread := spread_name(model):
         raise ConfigError(
@@ -162,13 +162,11 @@ def fitted_fisher(
         return FisherDrift.load(path).to(next(model.parameters()).device)
 
     if path.exists():
-        try:
-            return read()
-        except FisherError as problem:
-            warn_caller(f"the cached Fisher '{path}' is fitted again: {problem}")
+        return read()
     _announce(settings, folder)
     with on_accelerator(model, device or torch.device("cpu")):
-        fitted = _fit(model, prompts, settings, path.with_suffix(".partial"), progress)
+        partial = path.with_suffix(".partial")
+        fitted = fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
     replace(fitted, metadata={**fitted.metadata, "cache_key": path.stem}).save(path)
     return read()
 
@@ -184,21 +182,3 @@ def _announce(settings: Mapping[str, Any], folder: Path) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _fit(
-    model: nn.Module,
-    prompts: Any,
-    settings: dict[str, Any],
-    partial: Path,
-    progress: bool | ProgressSink | None,
-) -> FisherDrift:
-    """Fit, going on from an interrupted one; one that cannot be read is started again."""
-    try:
-        return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
-    except FisherError as problem:
-        if not partial.exists() or "could not be written" in problem.what:
-            raise
-        warn_caller(f"the interrupted fit is started again: {problem}")
-        partial.unlink(missing_ok=True)
-    return fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)

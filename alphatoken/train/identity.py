@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _WATCHING = (
-    "collect_", "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache",
+    "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache",
     "greater_is_better", "hub_", "include_", "load_best_model", "log_", "logging_",
     "metric_for_best", "on_empty", "output_dir",
     "policy_cache", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",

@@ -13,7 +13,7 @@ from alphatoken.data import Row, Turn, leak_keys, pair_of
 from alphatoken.data.rows import turn_of
 from alphatoken.errors import AlphaTokenWarning, DataError, warn_caller
 
-__all__ = ["leaking_rows", "warn_of_leaks", "without_leaks"]
+__all__ = ["leaking_rows", "warn_of_leaks"]
 
 
 def leaking_rows(train: Any, held: Any, *, text_field: str = "text") -> list[int]:
@@ -34,12 +34,6 @@ def leaking_rows(train: Any, held: Any, *, text_field: str = "text") -> list[int
     return [number for number, row in found if not keys.isdisjoint(_keys(row, text_field))]
 
 
-def without_leaks(train: Any, held: Any, *, text_field: str = "text") -> Any:
-    """The training rows, a ``datasets.Dataset``, without those of :func:`leaking_rows`."""
-    leaks = set(leaking_rows(train, held, text_field=text_field))
-    return train.select([number for number in range(len(train)) if number not in leaks])
-
-
 def warn_of_leaks(train: Any, held: Mapping[str, Any], *, text_field: str = "text") -> None:
     """Warn, once for each set, where training rows repeat its rows.
 
@@ -57,8 +51,7 @@ def warn_of_leaks(train: Any, held: Mapping[str, Any], *, text_field: str = "tex
             warn_caller(
                 f"{len(leaks)} of {len(train)} training rows repeat a {name} row or its prompt "
                 f"(row {numbers}). What is measured on it then rewards learning by heart. "
-                "alphatoken.train.leaks.without_leaks(train_dataset, "
-                f"{name}_dataset) leaves them out.",
+                f"alphatoken.train.leaks.leaking_rows(train_dataset, {name}_dataset) names all.",
                 AlphaTokenWarning,
             )
 

@@ -36,7 +36,7 @@ class MicroBatchValues:
 
     Args:
         trainer: whose run it is.
-        records: says which components logs and ledger want.
+        records: says whether the ledger wants components.
         build: makes the valuation, at the first step that needs one.
 
     In checkpoints are the norm of the step's gradient, which the next step's values need under a
@@ -118,8 +118,6 @@ class MicroBatchValues:
             labels = _with_one_label(labels, batch.inputs)
             mask = label_mask(labels)
         assert gate.log_probs is not None
-        logs_components = self._records.monitor.wants_components
-        keeps_components = self._records.keeps_values
         # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
         below = self.valuation.scorer.scored.first is not None
         with errors_only(gate.log_probs) if below else nullcontext():
@@ -128,11 +126,8 @@ class MicroBatchValues:
                 labels,
                 token_weights=self._trainer.value_weights(coefficients, mask, batch.num_items),
                 step_weights=self._step_weights(coefficients, batch),
-                components=keeps_components,
-                keep_errors=logs_components and not keeps_components,
+                components=self._records.keeps_values,
             )
-            if logs_components:  # the totals keep their bits: no log moves a mask
-                values = observed.components()
         if empty:
             return Scored(torch.zeros_like(values.total))
         gram = observed.interaction() if self._interacts else None

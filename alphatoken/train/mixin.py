@@ -3,7 +3,7 @@
 ``AlphaTrainerMixin`` goes before a trainer in the bases. It overrides these of its hooks::
 
     __init__            the configuration as one of ours, then the parts of the run
-    train               afterwards, values and a page about the run are written
+    train               afterwards, values and their page are written
     get_batch_samples   lets the weigher plan the step, and puts the plan into each micro-batch
     training_step       takes the plan out of the micro-batch
     compute_loss        hands both to the weigher, whose loss the trainer descends
@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from alphatoken import __version__
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
-from alphatoken.train.card import add_section, card_section
 from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.checks import (
     Given,
@@ -38,12 +37,10 @@ from alphatoken.train.checks import (
     check_model,
     check_rows_left,
     check_run,
-    check_watch,
 )
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.given import by_name, own_config
-from alphatoken.train.given_rows import tokenizer_of
 from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
 from alphatoken.train.layouts import (
     check_same_weights,
@@ -53,12 +50,11 @@ from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.micro_batch_values import walk_and_rest
-from alphatoken.train.monitor import CURVES, TrainMonitor
-from alphatoken.train.pair_watch import pair_watch
+from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
-from alphatoken.train.prepared import check_prepared, refusals_named
+from alphatoken.train.prepared import check_prepared
 from alphatoken.train.records import RunRecords
 from alphatoken.train.reference import check_reference
 from alphatoken.train.run_rows import RunRows, build_valuation, prepare_run_rows
@@ -77,6 +73,10 @@ __all__ = ["AlphaTrainerMixin"]
 
 _NO_INPUTS = ("labels", "completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 """Parts of TRL's batches that it hands to no model, or not where logits are wanted."""
+_PAPER = (
+    "AlphaToken: Decoupling Adaptation and Stability for Path-Aware Response Token Valuation in "
+    "LLM Post-Training"
+)
 _SAID = {"train": "training", "fisher": "Fisher"}
 """What messages call a data set, where that is not its name."""
 
@@ -85,8 +85,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     """Token valuation and selection for a trainer; see the module's text.
 
     Args:
-        *args: as for the trainer below in the bases. Its ``args`` may be a configuration of ours,
-            or whatever that trainer takes there; our options then have their defaults.
+        *args: as for the trainer below in the bases. Its ``args`` are a configuration of ours.
         validation_dataset: rows that training should serve.
         retention_dataset: rows for ``retention="data"``.
         fisher: of the reference model; None fits one and caches it.
@@ -118,8 +117,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
     """Our configuration of that trainer."""
-    BASE_CONFIG: ClassVar[type[Any]]
-    """The configuration that the trainer itself takes."""
 
     def __init__(
         self,
@@ -133,8 +130,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         **kwargs: Any,
     ) -> None:
         given = by_name(self.BASE, args, kwargs)
-        folder = partial(self.default_folder, given)
-        given["args"] = own_config(given.get("args"), self.CONFIG, self.BASE_CONFIG, folder=folder)
+        given["args"] = own_config(given.get("args"), self.CONFIG)
         options = given["args"]
         self._policy = chosen_policy(
             options, policy, options.FAMILY, second_model=policy_reference is not None
@@ -162,8 +158,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             check_model(options, given.get("model"))
         check_reference(given)
         self.own_collator = given.get("data_collator")
-        with refusals_named(given.get("train_dataset"), partial(tokenizer_of, given)):
-            super().__init__(**given)
+        super().__init__(**given)
         check_prepared(
             given.get("train_dataset"), self.train_dataset, self.model, self.processing_class,
             self.args,
@@ -173,16 +168,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         self.records = RunRecords(self)
         self.add_callback(self.records)
         self.add_callback(self.records.monitor)
-        check_watch(self.model, self.accelerator, options)
-        if options.collect_value_propagation:
-            self.add_callback(pair_watch(self))
         self.weigher: ValueWeigher | PolicyWeigher | None = None
         # A Fisher that was handed over is part of what the run is, also where nothing reads it.
         self.rows = RunRows(fisher=fisher)
         # What the micro-batch that is in ``training_step`` just now came with; None outside it.
         self._carried: Carried | None = None
-        # Optimizer step of the last direct call of ``compute_loss``, and its number in that step.
-        self._direct_calls = (-1, 0)
         self.step_guard = StepGuard(self)
         if plain:
             return
@@ -247,11 +237,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             )
 
     # --- what a kind of trainer says of itself ----------------------------------------------------
-
-    @staticmethod
-    def default_folder(given: Mapping[str, Any]) -> str:
-        """``output_dir`` where no configuration is given, as the trainer below names it."""
-        return "tmp_trainer"
 
     @staticmethod
     def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
@@ -394,10 +379,10 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     # --- the trainer's hooks ----------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the checkpointing trainer; at the end, values and a page about the run are written.
+        """As in the checkpointing trainer; at the end, values and their page are written.
 
-        ``output_dir/_alphatoken`` holds them: ``values`` one record a training token,
-        ``alphatoken-report.html`` the curves and the most and least valuable tokens (needs
+        ``output_dir/_alphatoken`` holds them: ``values`` one record a training sequence,
+        ``alphatoken-report.html`` the most and least valuable tokens (needs
         ``alphatoken[report]``). Both quote training rows; ``push_to_hub`` uploads neither.
         """
         result = super().train(*args, **kwargs)
@@ -451,28 +436,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             plan=carried.plan,
         )
 
-    def _without_step(self) -> Carried:
-        """For a micro-batch that came without its step, from a training loop of the caller's own.
-
-        Such micro-batches are counted from the last optimizer step on, so that no two share their
-        random draws.
-
-        Raises:
-            UnsupportedError: tokens are to be ranked over a step that nobody knows.
-        """
-        if self.args.keep_scope == "global":
-            raise UnsupportedError(
-                "a batch without its step cannot be ranked over the step",
-                got="keep_scope='global', and a batch that get_batch_samples did not make",
-                why="its tokens would be ranked in their micro-batch, as under keep_scope='batch'",
-                remedy="keep_scope='batch'; or an override of get_batch_samples and training_step "
-                "that calls super() and keeps the entry 'alphatoken_carried' of each batch",
-            )
-        step, count = self._direct_calls
-        count = count + 1 if step == self.state.global_step else 0
-        self._direct_calls = self.state.global_step, count
-        return Carried(count)
-
     def compute_loss(
         self,
         model: Any,
@@ -486,13 +449,21 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
         Raises:
             NumericalError: the loss is not finite; the last checkpoint is as it was.
+            UnsupportedError: the batch is of a training loop of the caller's own.
         """
         if self.weigher is None or not self.model.training:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        carried = self._carried or self._without_step()
-        batch = self.read_micro_batch(inputs, carried, num_items_in_batch)
+        if self._carried is None:
+            raise UnsupportedError(
+                "a batch without its step cannot be weighed",
+                got="a batch that get_batch_samples did not make",
+                why="its place in the step, and what was decided of it ahead, are not known",
+                remedy="an override of get_batch_samples and training_step that calls super() and "
+                "keeps the entry 'alphatoken_carried' of each batch",
+            )
+        batch = self.read_micro_batch(inputs, self._carried, num_items_in_batch)
         seen = KeptOutputs(model)
         loss = self.weigher.loss(seen if return_outputs else model, batch)
         self.step_guard.expect_gradient(loss)
@@ -506,25 +477,26 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The trainer's log, with the run's value statistics beside the loss.
-
-        Ten of them go to the console and to trackers. The state of the trainer keeps all: the page
-        of the run and the model card are made of it.
-        """
-        if "loss" not in logs or self.weigher is None:
-            super().log(logs, start_time)
-            return
-        found = self.monitor.logs()
-        shown = {k: found[k] for k in CURVES if k in found}
-        super().log({**logs, **shown}, start_time)
-        self.state.log_history[-1].update(found)
+        """The trainer's log, with the run's value statistics beside the loss."""
+        if "loss" in logs and self.weigher is not None:
+            logs = {**logs, **self.monitor.logs()}
+        super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card of the trainer below, with a section on token values."""
+        """The card of the trainer below, with a paragraph on token values; it quotes no row."""
         super().create_model_card(*args, **kwargs)
-        if self.weigher is not None and self.is_world_process_zero():
-            section = card_section(self.args, self.state.log_history)
-            add_section(Path(self.args.output_dir) / "README.md", section)
+        card = Path(self.args.output_dir) / "README.md"
+        if self.weigher is None or not self.is_world_process_zero() or not card.is_file():
+            return
+        text, said = card.read_text(encoding="utf-8"), f"with AlphaToken {__version__} (policy"
+        if said not in text:
+            share = "" if self._policy is not None else f", keep_ratio {self.args.keep_ratio:g}"
+            policy = self.args.policy if self._policy is None else self._policy.name
+            card.write_text(
+                f"{text.rstrip()}\n\nResponse tokens were weighted {said} {policy}{share}), after "
+                f"*{_PAPER}*.\n",
+                encoding="utf-8",
+            )
 
     # --- the checkpoint's part --------------------------------------------------------------------
 

@@ -21,16 +21,7 @@ from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
 
-__all__ = ["CURVES", "TrainMonitor", "weight_drift"]
-
-CURVES = tuple(
-    f"alpha/{name}"
-    for name in (
-        "kept_share", "weight_share", "total_mean", "total_std", "balance", "drift",
-        "validation_held_out", "validation_gap", "validation_alarm", "tokens_per_second",
-    )
-)  # fmt: skip
-"""The ten statistics that are logged; the state of the trainer keeps the others too."""
+__all__ = ["TrainMonitor", "weight_drift"]
 
 
 @torch.no_grad()
@@ -89,7 +80,6 @@ class TrainMonitor(TrainerCallback):
         self._balance: dict[str, float] = {}
         self._looks: list[dict[str, float]] = []
         self._scoring = self._direction = 0.0
-        self._split: int | None = None  # step of the components, where logs cannot be foreseen
         self._earlier = 0.0  # seconds since the last log that an interrupted run spent
         self._since = time.monotonic()
 
@@ -137,23 +127,6 @@ class TrainMonitor(TrainerCallback):
         """Step of the last look, or None."""
         return int(self._looks[-1]["step"]) if self._looks else None
 
-    @property
-    def wants_components(self) -> bool:
-        """Whether this step's values are to come with their components, which cost extra.
-
-        Those of the step that will be logged; where that is not known beforehand, of the first
-        one since the last log. A function of the step, so that all processes agree.
-        """
-        state, args = self._trainer.state, self._trainer.args
-        if args.logging_strategy == "no":
-            return False
-        if args.logging_strategy == "steps":
-            first = args.logging_first_step and state.global_step == 0
-            return bool(first or (state.global_step + 1) % state.logging_steps == 0)
-        if self._split is None:
-            self._split = state.global_step
-        return bool(self._split == state.global_step)
-
     # --- what is logged ---------------------------------------------------------------------
 
     def logs(self) -> dict[str, float]:
@@ -178,7 +151,6 @@ class TrainMonitor(TrainerCallback):
         if self.drift is not None:
             statistics |= self.drift()
         self._sums.clear()
-        self._split = None
         self._since, self._earlier = now, 0.0
         self._scoring = self._direction = 0.0
         return {f"alpha/{name}": float(value) for name, value in statistics.items()}
@@ -207,7 +179,6 @@ class TrainMonitor(TrainerCallback):
         """What has gathered since the last log, as plain JSON values."""
         return {
             "sums": self._sums.state(),
-            "split": self._split,
             "balance": self._balance,
             "looks": self._looks,
             "seconds": time.monotonic() - self._since + self._earlier,
@@ -218,7 +189,6 @@ class TrainMonitor(TrainerCallback):
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_values` gave."""
         self._sums.load(values["sums"])
-        self._split = values["split"]
         self._balance, self._looks = dict(values["balance"]), list(values["looks"])
         self._earlier, self._scoring = float(values["seconds"]), float(values["scoring"])
         self._direction = float(values["direction"])

@@ -14,7 +14,7 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, ScoredLinear, find_adapter
 from alphatoken.model.scope import Scope
-from alphatoken.train.checks import Given, check_run, check_watch
+from alphatoken.train.checks import Given, check_run
 from alphatoken.train.layouts import needs_own_forward
 from alphatoken.train.policies import chosen_policy
 
@@ -135,7 +135,7 @@ def make_plan(
 
     Raises:
         ConfigError, CoverageError, UnsupportedError: what the run itself would refuse, see
-            :func:`alphatoken.train.checks.check_run` and ``check_watch``.
+            :func:`alphatoken.train.checks.check_run`.
     """
     adapter = find_adapter(model)
     scope = ParameterChoice.read(args.value_parameters).scope(
@@ -144,7 +144,6 @@ def make_plan(
     if args.policy != "all" or args.needs_values:
         policy = chosen_policy(args, None, args.FAMILY)
         check_run(model, layout.accelerator(), args, policy, given or Given())
-    check_watch(model, layout.accelerator(), args)
     length = args.max_length or adapter.max_positions() or 1024
     own_forward = needs_own_forward(layout.accelerator(), args)
     batch = _batch(args, layout, command, length)

@@ -1,60 +1,26 @@
 """What the trainer below makes of the training rows, looked at before the first step.
 
 TRL cuts rows at ``max_length``, drops those of which no response token is left without a word,
-hands ids to the model as they come, and lets the error of a chat template pass without the row.
+and hands ids to the model as they come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from alphatoken.data.rows import THOUGHTS
-from alphatoken.errors import (
-    AlphaTokenError,
-    AlphaTokenWarning,
-    InputError,
-    quoted,
-    warn_caller,
-)
+from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.datasets import plain_rows
 
-__all__ = ["check_prepared", "check_tokens", "refusals_named", "require_thoughts"]
+__all__ = ["check_prepared", "check_tokens", "require_thoughts"]
 
 _IDS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")
-
-
-@contextmanager
-def refusals_named(
-    rows: Any, tokenizer: Callable[[], Any], name: str = "training"
-) -> Iterator[None]:
-    """What a chat template says against a row, inside, becomes an error that names the row.
-
-    Args:
-        rows: that the trainer prepares inside.
-        tokenizer: gives what it prepares them with; asked where something went wrong.
-        name: of the data set.
-
-    Raises:
-        InputError: the template refuses a row.
-    """
-    try:
-        yield
-    except AlphaTokenError:
-        raise
-    except Exception:  # templates raise whatever their author wrote
-        own = tokenizer()
-        if getattr(own, "chat_template", None) is not None and hasattr(rows, "__len__"):
-            for number, row in enumerate(rows):
-                for messages in _conversations(row):
-                    _require_written(messages, own, f"{name} row", number)
-        raise
 
 
 def require_thoughts(rows: Iterable[Any], tokenizer: Callable[[], Any], name: str) -> None:
@@ -77,7 +43,7 @@ def require_thoughts(rows: Iterable[Any], tokenizer: Callable[[], Any], name: st
             bare = [{k: v for k, v in one.items() if k not in THOUGHTS} for one in messages]
             try:
                 texts = [own.apply_chat_template(some, tokenize=False) for some in (messages, bare)]
-            except Exception:  # named where the trainer below writes the row
+            except Exception:  # raised where the trainer below writes the row
                 continue
             if texts[0] == texts[1]:
                 raise InputError(
@@ -97,18 +63,6 @@ def _conversations(row: Any) -> Iterator[Any]:
     for name in ("messages", "completion", "chosen", "rejected"):
         if isinstance(row.get(name), list):
             yield [*before, *row[name]]
-
-
-def _require_written(messages: Any, tokenizer: Any, what: str, number: int) -> None:
-    try:
-        tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:
-        raise InputError(
-            f"the chat template refuses a {what}",
-            got=f"row {number}: {quoted(error)}",
-            why="a row that cannot be written cannot be trained on",
-            remedy="mend it (order of roles?) or drop it, or give another chat template",
-        ) from None
 
 
 def check_prepared(

@@ -21,8 +21,7 @@ from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor, weight_drift
-from alphatoken.train.report import VALUES, write_run_report
-from alphatoken.train.value_export import export_values
+from alphatoken.train.results import VALUES, export_values, write_run_report
 
 if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
@@ -109,9 +108,7 @@ class RunRecords(TrainerCallback):
                 * undivided(batch, self._trainer.args.kept_normalization),
                 step=self._trainer.state.global_step,
             )
-            scaled = getattr(self._trainer.accelerator, "scaler", None) is not None
-            # In a loop of the caller's own nobody says when a step is over.
-            if scaled and getattr(self._trainer, "is_in_train", False):
+            if getattr(self._trainer.accelerator, "scaler", None) is not None:
                 self._pending.append(add)
             else:
                 add()
@@ -135,18 +132,18 @@ class RunRecords(TrainerCallback):
         )
 
     def write_results(self) -> None:
-        """Values and a page about the run, into ``output_dir/_alphatoken``."""
+        """Values and their page, into ``output_dir/_alphatoken``."""
         trainer = self._trainer
         args = trainer.args
         whole = self._all_ledgers() if args.export_values else None
         if not args.should_save:
             return
         trainer.save_state()
-        folder = Path(str(args.output_dir))
-        if whole is not None and len(whole):
-            data = trainer.train_dataset
-            rows = plain_rows(data) if hasattr(data, "__len__") else None
-            export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
+        if whole is None or not len(whole):
+            return
+        folder, data = Path(str(args.output_dir)), trainer.train_dataset
+        rows = plain_rows(data) if hasattr(data, "__len__") else None
+        export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
         missing = missing_libraries()
         if missing:
             warn_caller(f"no page about this run was written: it needs {' and '.join(missing)}")

@@ -8,11 +8,10 @@ training step, when model and optimizer are wrapped.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from alphatoken.direction.drift import FisherDrift
@@ -21,17 +20,14 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import resolve_layers
-from alphatoken.scorer import Scorer
 from alphatoken.train.checks import check_lengths, check_pool
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
-from alphatoken.train.layouts import layout, needs_own_forward, sharding_of
+from alphatoken.train.layouts import sharding_of
 from alphatoken.train.masters import masters_of
-from alphatoken.train.placement import on_accelerator
-from alphatoken.train.policy_stage import kept_random_state
 from alphatoken.train.pool import ValidationPool
-from alphatoken.train.prepared import check_tokens, refusals_named
+from alphatoken.train.prepared import check_tokens
 from alphatoken.train.valuation import Batches, Valuation
 
 if TYPE_CHECKING:
@@ -83,58 +79,22 @@ def prepare_run_rows(
         check_lengths(adapter, plain_rows(trainer.train_dataset), "training", trainer.row_length)
     validation_rows: list[dict[str, Any]] = []
     if options.objective != "stability":
-        with refusals_named(validation, lambda: trainer.processing_class, "validation"):
-            validation_rows = trainer.prepare_rows(validation, "validation")
+        validation_rows = trainer.prepare_rows(validation, "validation")
         check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
         check_lengths(adapter, validation_rows, "validation", trainer.row_length)
         check_tokens(validation_rows, trainer.model, trainer.processing_class, "validation")
     retention_rows: list[dict[str, Any]] = []
     if options.retention == "data" and options.objective != "adaptation":
-        with refusals_named(retention, lambda: trainer.processing_class, "retention"):
-            retention_rows = trainer.prepare_rows(retention, "retention")
+        retention_rows = trainer.prepare_rows(retention, "retention")
         check_tokens(retention_rows, trainer.model, trainer.processing_class, "retention")
     if options.reads_fisher:
         if fisher is None:
-            if validation_rows:
-                _value_one_row(trainer, validation_rows[0])
             fisher = fit_or_load_fisher(trainer, fisher_dataset)
         if reference:  # no weights under ZeRO-3, which has cut them up already
             limit = options.max_relative_drift
             fisher.check(adapter, list(reference), max_relative_drift=limit)
         reference = fisher.reference
     return RunRows(validation_rows, retention_rows, fisher, reference)
-
-
-def _value_one_row(trainer: AlphaTrainerMixin, row: dict[str, Any]) -> None:
-    """Value one row as a step would, so that what refuses a step refuses before a Fisher is fitted.
-
-    Only where each process has whole weights and the training forward is the scored one.
-
-    Raises:
-        UnsupportedError, CoverageError, ConfigError: what the first step would raise.
-    """
-    options, model = trainer.args, trainer.model
-    if layout(trainer.accelerator) not in ("single", "ddp"):
-        return
-    config = replace(
-        options.scorer_config(),
-        objective="adaptation", preconditioner=None, standard_errors=False,
-    )  # fmt: skip
-    with kept_random_state(), on_accelerator(model, trainer.accelerator.device):
-        batch = trainer.fisher_sequences([row], 1)
-        scorer = Scorer(model, batch, None, config)
-        scorer.pin("one row")  # as a run pins its steps
-        if needs_own_forward(trainer.accelerator, options):
-            scorer.score(batch)
-            return
-        training = model.training
-        model.train()
-        try:
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            with torch.enable_grad(), scorer.observe() as observed:
-                observed.values(model(**inputs, use_cache=False).logits, batch["labels"])
-        finally:
-            model.train(training)
 
 
 def _scored_weights(trainer: AlphaTrainerMixin) -> dict[str, Tensor]:

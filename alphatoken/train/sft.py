@@ -19,9 +19,8 @@ from alphatoken.errors import (
     warn_caller,
 )
 from alphatoken.model.batch import IGNORE, label_mask
-from alphatoken.train.card import TAG
 from alphatoken.train.datasets import check_sft_rows, plain_rows
-from alphatoken.train.given import choose_bf16, model_name
+from alphatoken.train.given import choose_bf16
 from alphatoken.train.given_rows import as_dataset, rows_in_trl_form
 from alphatoken.train.gradient_weights import by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
@@ -185,33 +184,27 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     The reported loss is TRL's own over all response tokens. With ``keep_ratio=1`` (or
     ``policy="all"``) every step equals TRL's, bit for bit.
 
-    Its arguments are those of TRL's ``SFTTrainer``, where ``args`` may be an ``AlphaSFTConfig``, an
-    ``SFTConfig``, ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``,
-    ``fisher``, ``fisher_dataset``, ``policy`` and ``policy_reference`` of
-    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets come in any form that TRL takes,
-    as lists of records or texts, or with the columns that the command line knows (``question`` and
-    ``answer``, ``instruction`` and ``output``). Training rows that repeat a validation or retention
+    Its arguments are those of TRL's ``SFTTrainer``, where ``args`` are an ``AlphaSFTConfig``;
+    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``,
+    ``policy`` and ``policy_reference`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
+    Data sets come in any form that TRL takes,
+    or as lists of records or texts. Training rows that repeat a validation or retention
     row are counted in a warning.
 
     Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
     """
 
-    BASE, CONFIG, BASE_CONFIG = SFTTrainer, AlphaSFTConfig, SFTConfig
+    BASE, CONFIG = SFTTrainer, AlphaSFTConfig
     HOOKS = (
         "_formatting_func", "_get_collator_with_removed_columns", "_is_vision_dataset",
         "_metrics", "_prepare_dataset", "_skip_prepare_dataset", "_total_train_tokens",
         "aux_loss_enabled",
     )  # fmt: skip
-    _tag_names = [*SFTTrainer._tag_names, TAG]  # noqa: RUF012  (as TRL declares it)
-
-    @staticmethod
-    def default_folder(given: Mapping[str, Any]) -> str:
-        """As TRL names it: by the model."""
-        return f"{model_name(given['model'])}-SFT"
+    _tag_names = [*SFTTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod
     def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Lists, and rows of which TRL would lose something, as TRL has them."""
+        """Lists as data sets; rows of which TRL would lose something are refused."""
         return rows_in_trl_form(as_dataset(rows, name), name, given)
 
     @staticmethod

@@ -16,15 +16,14 @@ _COUNTS = ("tokens", "response", "kept", "weight", "square")
 
 
 class ValueSums:
-    """Counts, first and second moments, and summed magnitudes.
+    """Counts, and of the values tokens, sum and squares.
 
-    Micro-batches may come with components or without: each name counts its own tokens.
     Adding a micro-batch reads nothing from the device; :meth:`state` does.
     """
 
     def __init__(self) -> None:
         self._counts: Tensor | None = None
-        self._moments: dict[str, Tensor] = {}  # name -> (4,): tokens, sum, squares, magnitudes
+        self._moments: Tensor | None = None  # (3,): tokens, sum, squares of the totals
 
     @torch.no_grad()
     def add(
@@ -54,41 +53,27 @@ class ValueSums:
         ]
         counts = torch.stack([count.to(mask.device, wide) for count in columns])
         self._counts = counts if self._counts is None else self._counts.to(counts) + counts
-        if values is not None:
-            self._add_values(values, wide)
-
-    def _add_values(self, values: TokenValues, wide: torch.dtype) -> None:
-        parts = {"total": values.total, **values.components()}
-        zero = torch.zeros((), device=values.mask.device)
-        table = torch.stack(
-            [torch.where(values.mask, part.detach(), zero) for part in parts.values()]
-        )
-        rows = table.flatten(1).to(wide)
-        count = values.mask.sum().to(wide).expand(len(rows))
-        moments = torch.stack([count, rows.sum(1), rows.square().sum(1), rows.abs().sum(1)], 1)
-        for name, moment in zip(parts, moments, strict=True):
-            before = self._moments.get(name)
-            self._moments[name] = moment if before is None else before.to(moment) + moment
+        if values is None:
+            return
+        total = torch.where(values.mask, values.total.detach(), 0.0).to(wide)
+        moments = torch.stack([values.mask.sum().to(wide), total.sum(), total.square().sum()])
+        self._moments = moments if self._moments is None else self._moments.to(moments) + moments
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain JSON values; floats come back bit for bit."""
-        moments = torch.stack([*self._moments.values()]).tolist() if self._moments else []
         return {
             "counts": [0.0] * len(_COUNTS) if self._counts is None else self._counts.tolist(),
-            "moments": dict(zip(self._moments, moments, strict=True)),
+            "moments": [0.0] * 3 if self._moments is None else self._moments.tolist(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state` gave."""
         self._counts = torch.tensor(state["counts"], dtype=torch.float64)
-        self._moments = {
-            name: torch.tensor(moments, dtype=torch.float64)
-            for name, moments in state["moments"].items()
-        }
+        self._moments = torch.tensor(state["moments"], dtype=torch.float64)
 
     def clear(self) -> None:
         """Start the next interval."""
-        self._counts, self._moments = None, {}
+        self._counts = self._moments = None
 
 
 def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -97,9 +82,7 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     ``kept_share``: kept tokens over response tokens. ``weight_share``: summed weights over
     response tokens (the same for masks). ``effective_share``: effective sample size of the
     weights, ``(sum w)^2 / sum w^2``, over response tokens (the same for masks).
-    ``{component}_share``: its part of the summed magnitudes of all components, as they enter the
-    total. Means and deviations are over valued tokens, those of a component over the tokens that
-    came with it.
+    ``total_mean`` and ``total_std`` are over valued tokens.
     """
     sums = torch.tensor([state["counts"] for state in states], dtype=torch.float64).sum(0)
     counts = dict(zip(_COUNTS, sums.tolist(), strict=True))
@@ -110,25 +93,13 @@ def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if counts["square"]:
             effective = counts["weight"] ** 2 / counts["square"]
             statistics["effective_share"] = effective / counts["response"]
-    moments: dict[str, Tensor] = {}
-    for name, part in (item for state in states for item in state["moments"].items()):
-        moments[name] = moments.get(name, 0) + torch.tensor(part, dtype=torch.float64)
-    statistics |= _by_component({name: part.tolist() for name, part in moments.items()})
+    moments = torch.tensor([state["moments"] for state in states], dtype=torch.float64).sum(0)
+    valued, total, square = moments.tolist()
+    if valued:
+        mean = total / valued
+        statistics["total_mean"] = mean
+        statistics["total_std"] = max(square / valued - mean * mean, 0.0) ** 0.5
     return {"tokens": counts["tokens"], **statistics}
-
-
-def _by_component(moments: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    statistics: dict[str, float] = {}
-    whole = sum(part[3] for name, part in moments.items() if name != "total")
-    for name, (count, total, square, size) in moments.items():
-        if not count:
-            continue
-        mean = total / count
-        statistics[f"{name}_mean"] = mean
-        statistics[f"{name}_std"] = max(square / count - mean * mean, 0.0) ** 0.5
-        if name != "total":
-            statistics[f"{name}_share"] = size / whole if whole > 0 else 0.0
-    return statistics
 
 
 def _wide(device: torch.device) -> torch.dtype:

@@ -39,14 +39,14 @@ class AlphaTrainer(LabelledRows, Trainer):
     routers' loss of mixtures of experts where the model gives it. At the first step it is compared
     with the model's own.
 
-    Its arguments are those of ``Trainer``, where ``args`` may be an ``AlphaConfig``,
-    ``TrainingArguments`` or None; and ``validation_dataset``, ``retention_dataset``, ``fisher``,
-    ``fisher_dataset``, ``policy`` and ``policy_reference`` of
-    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are tokenised rows with
+    Its arguments are those of ``Trainer``, where ``args`` are an ``AlphaConfig``;
+    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``,
+    ``policy`` and ``policy_reference`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
+    Data sets are tokenised rows with
     ``input_ids``, and with ``labels`` unless the collator makes them.
     """
 
-    BASE, CONFIG, BASE_CONFIG = Trainer, AlphaConfig, TrainingArguments
+    BASE, CONFIG = Trainer, AlphaConfig
     HOOKS = ("_get_collator_with_removed_columns", "model_accepts_loss_kwargs")
     _loss_seen = False
     """Whether the model's own loss has been seen to be the one that is built here."""

@@ -50,7 +50,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "options": {"direction_steps": 2, "policy": "bottom", "max_relative_drift": 1.0},
     },
     "dpo": {"kind": "dpo", "options": {"max_relative_drift": None}},
-    # Totals alone, components for the logs: of the first step since the last one.
     "totals": {"kind": "sft", "options": {"export_values": False, "logging_steps": 5}},
 }
 
@@ -148,7 +147,7 @@ if NIGHTLY:
                 Moment("on_train_end", 8),  # complete
             ],
         ),
-        ("totals", [Moment("on_step_begin", 4)]),  # the logs' components are in the checkpoint
+        ("totals", [Moment("on_step_begin", 4)]),
     ]
     MOMENTS += [(name, [Moment("write", n)]) for name in RUNS for n in range(1, WRITES + 1)]
 

@@ -37,8 +37,8 @@ from alphatoken.train.datasets import (
     check_sft_rows,
 )
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
+from alphatoken.train.manifest import RUN
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.report import read_run
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.small_world import saved_model
 from tests.places import nightly
@@ -691,7 +691,9 @@ def test_a_run_in_this_process(
     assert list((tmp_path / "out" / "_alphatoken" / "values").glob("part-*"))
     assert "values and report, which quote training rows: " in said.out
     asked = AlphaOptions.held_out_steps
-    assert read_run(tmp_path / "out").options["held_out_steps"] == asked, "not whether it is any"
+    assert json.loads((tmp_path / "out" / RUN).read_text())["options"]["held_out_steps"] == asked, (
+        "not whether it is any"
+    )
     parts = [*(tmp_path / "out").rglob("*.safetensors"), *(tmp_path / "out").rglob("*.parquet")]
     before = {path: path.read_bytes() for path in parts}
     again = in_process(*words, "--resume")

@@ -42,10 +42,6 @@ CASES: dict[str, tuple[str, list[str], str]] = {
         "sft", ["--gradient_checkpointing", "true",
                 "--gradient_checkpointing_kwargs", '{"use_reentrant": true}'], "reentrant",
     ),
-    "pairs of no such layer": (
-        "sft", ["--policy", "all", "--no_export_values", "--collect_value_propagation", "1",
-                "--score_layers", "9"], "within the model",
-    ),
     "no such layer": ("sft", ["--score_layers", "9"], "within the model"),
     "no second model": ("sft", ["--policy", "rho-1"], "needs a reference model"),
     "a second model for nothing": (

@@ -1,19 +1,16 @@
-"""What the trainers take as ``args``: everything that TRL takes, and nothing of it is lost."""
+"""What the trainers take as ``args``: a configuration of ours, however it was made."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
-from trl import DPOConfig, KTOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.errors import ConfigError
@@ -21,7 +18,6 @@ from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
     AlphaDPOTrainer,
-    AlphaOptions,
     AlphaSFTConfig,
     AlphaSFTTrainer,
     AlphaTrainer,
@@ -32,34 +28,6 @@ from tests.integration.tiny_training import (
     sft_rows,
     tokenizer,
 )
-
-OURS = {field.name: field.default for field in dataclasses.fields(AlphaOptions)}
-
-
-@dataclass
-class HouseSFTConfig(SFTConfig):
-    """What a user may have made of TRL's configuration."""
-
-    house: str = "brick"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.counted = getattr(self, "counted", 0) + 1
-
-    @property
-    def colour(self) -> str:
-        return f"red {self.house}"
-
-
-@dataclass
-class HouseDPOConfig(DPOConfig):
-    house: str = "brick"
-
-
-@dataclass
-class HouseArguments(TrainingArguments):
-    house: str = "brick"
-
 
 FEW = {"bf16": False, "use_cpu": True, "report_to": [], "max_steps": 2, "save_strategy": "no",
        "per_device_train_batch_size": 4, "disable_tqdm": True, "learning_rate": 1e-2,
@@ -109,135 +77,27 @@ def plain(args: Any, **more: Any) -> AlphaTrainer:
     return AlphaTrainer(args=args, **given)
 
 
-def lost(given: Any, taken: Any) -> dict[str, Any]:
-    """Attributes that are not what was given, derived ones too."""
-    return {
-        name: (value, getattr(taken, name, "missing"))
-        for name, value in vars(given).items()
-        if getattr(taken, name, "missing") is not value
-    }
-
-
-CASES = [
-    (sft, SFTConfig, AlphaSFTConfig),
-    (sft, HouseSFTConfig, AlphaSFTConfig),
-    (dpo, DPOConfig, AlphaDPOConfig),
-    (dpo, HouseDPOConfig, AlphaDPOConfig),
-    (plain, TrainingArguments, AlphaConfig),
-    (plain, HouseArguments, AlphaConfig),
-]
-
-
-@pytest.mark.parametrize(("make", "theirs", "ours"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_a_configuration_of_trl_is_taken_whole(
-    tmp_path: Path, make: Any, theirs: Any, ours: Any
-) -> None:
-    """Every attribute as given, our options at their defaults; the given one is not touched."""
-    folder = tmp_path / "run"
-    given = theirs(output_dir=str(folder), **FEW)
-    before = dict(vars(given))
-    trainer = make(given)
-    assert isinstance(trainer.args, ours)
-    assert isinstance(trainer.args, theirs)
-    assert lost(given, trainer.args) == {}
-    assert {name: getattr(trainer.args, name) for name in OURS} == OURS
-    assert vars(given) == before
-    if theirs is HouseSFTConfig:
-        assert trainer.args.colour == "red brick"
-        assert trainer.args.counted == 1  # its checks ran once, when the user made it
-    result = trainer.train()
-    assert result.global_step == 2
-    assert trainer.state.log_history[0]["alpha/kept_share"] == pytest.approx(0.5, abs=0.1)
-    trainer.save_model(str(folder))
-    saved = torch.load(folder / "training_args.bin", weights_only=False)
-    assert type(saved) is type(trainer.args)
-    assert saved.to_dict() == trainer.args.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("make", "ours", "folder"),
-    [(sft, AlphaSFTConfig, "-SFT"), (dpo, AlphaDPOConfig, "-DPO"),
-     (plain, AlphaConfig, "tmp_trainer")],
-    ids=["sft", "dpo", "plain"],
-)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")  # torch, without a GPU
-def test_no_arguments_are_trls_defaults_and_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, ours: Any, folder: str
-) -> None:
+def test_no_arguments_are_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    expected = ours(output_dir=folder, bf16=torch.cuda.is_available() and ours.bf16 is None)
-    trainer = make(None)
-    for field in dataclasses.fields(ours):
-        if field.name not in ("logging_dir", "accelerator_config", "train_sampling_strategy"):
-            assert getattr(trainer.args, field.name) == getattr(expected, field.name), field.name
-    trainer.train()
-    assert trainer.state.global_step == 3  # three epochs of eight rows
-
-
-def test_a_model_by_name_and_arguments_by_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model().save_pretrained(tmp_path / "house" / "small-model")
-    tokenizer().save_pretrained(tmp_path / "house" / "small-model")
-    rows = {"validation_dataset": sft_rows(8, seed=5)}
-    named = AlphaSFTTrainer("house/small-model", train_dataset=sft_rows(8), **rows)
-    assert named.args.output_dir == "small-model-SFT"
-    given = SFTConfig(output_dir=str(tmp_path / "run"), dataset_text_field="said", **FEW)
-    second = AlphaSFTTrainer("house/small-model", given, None, sft_rows(8), **rows)
-    assert second.args.dataset_text_field == "said"
-    pairs = {"validation_dataset": preference_rows(8, seed=5)}
-    third = AlphaDPOTrainer("house/small-model", None, None, None, preference_rows(8), **pairs)
-    assert third.args.output_dir == "small-model-DPO"
+    trainer = sft(None)
+    assert trainer.args == AlphaSFTConfig()
     with pytest.raises(TypeError, match="each once"):
-        AlphaSFTTrainer("house/small-model", given, args=given, train_dataset=sft_rows(8))
+        AlphaSFTTrainer(model(), trainer.args, args=trainer.args, train_dataset=sft_rows(8))
 
 
-@pytest.mark.parametrize("theirs", [TrainingArguments, HouseArguments])
-def test_arguments_of_transformers_in_a_trainer_of_trl(tmp_path: Path, theirs: Any) -> None:
-    """As TRL takes them: what it adds has its defaults; secrets that ``to_dict`` masks survive."""
-    given = theirs(output_dir=str(tmp_path), weight_decay=0.25, hub_token="secret", **FEW)
-    taken = sft(given).args
-    assert isinstance(taken, AlphaSFTConfig)
-    assert taken.to_dict() | given.to_dict() == taken.to_dict()
-    assert taken.hub_token == "secret"
-    assert taken.max_length == SFTConfig.max_length
-    if theirs is HouseArguments:
-        assert vars(taken)["house"] == "brick"
+def test_arguments_of_another_trainer_are_refused(tmp_path: Path) -> None:
+    """TRL's own too: the message says which class has their fields."""
 
-
-def test_what_belongs_to_another_trainer_is_refused(tmp_path: Path) -> None:
     def of(kind: type) -> Any:
         return kind(output_dir=str(tmp_path), **FEW)
 
     for make, wrong in (
-        (sft, of(DPOConfig)), (sft, of(AlphaDPOConfig)), (sft, {"max_steps": 2}),
-        (sft, of(KTOConfig)), (sft, of(AlphaConfig)), (dpo, of(SFTConfig)),
-        (dpo, of(AlphaSFTConfig)), (plain, of(AlphaDPOConfig)), (plain, "out"),
+        (sft, of(SFTConfig)), (sft, of(AlphaDPOConfig)), (sft, {"max_steps": 2}),
+        (sft, of(TrainingArguments)), (dpo, of(AlphaSFTConfig)), (plain, of(AlphaDPOConfig)),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match="args"):
+        with pytest.raises(ConfigError, match="args must be an Alpha"):
             make(wrong)
-
-
-def test_an_option_of_ours_in_the_users_class_counts(tmp_path: Path) -> None:
-    @dataclass
-    class Ratio(SFTConfig):
-        keep_ratio: float = 0.25
-
-    assert sft(Ratio(output_dir=str(tmp_path), **FEW)).args.keep_ratio == 0.25
-    with pytest.raises(ConfigError, match="keep_ratio"):
-        sft(Ratio(output_dir=str(tmp_path), keep_ratio=0.0, **FEW))
-
-
-def test_joined_arguments_can_be_written_and_read(tmp_path: Path) -> None:
-    taken = sft(HouseSFTConfig(output_dir=str(tmp_path), house="straw", **FEW)).args
-    place = io.BytesIO()
-    torch.save(taken, place)
-    place.seek(0)
-    again = torch.load(place, weights_only=False)
-    assert (again.house, again.colour, again.keep_ratio) == ("straw", "red straw", 0.5)
-    changed = dataclasses.replace(again, house="wood", keep_ratio=0.3)
-    assert (changed.colour, changed.keep_ratio, type(changed)) == ("red wood", 0.3, type(taken))
 
 
 # --- parsers of command lines -------------------------------------------------------------------

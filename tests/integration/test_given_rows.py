@@ -1,4 +1,4 @@
-"""Rows given from Python are read as the command line reads them, and compared before any work."""
+"""Rows given from Python: TRL's forms, of which nothing is lost; compared before any work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from datasets import Dataset
 
 from alphatoken import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.data import encode_row, row_of
-from alphatoken.errors import DataError
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -22,8 +21,7 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
-from alphatoken.train.given_rows import pairs_in_trl_form
-from alphatoken.train.leaks import leaking_rows, without_leaks
+from alphatoken.train.leaks import leaking_rows
 from tests.integration import tiny_training as tiny
 
 SUMS, HELD = tiny.sums(24), tiny.sums(10, seed=5)
@@ -44,10 +42,6 @@ def _said(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def named(rows: list[dict[str, str]], prompt: str, response: str) -> Dataset:
-    return Dataset.from_list([{prompt: r["prompt"], response: r["completion"]} for r in rows])
-
-
 def same(one: Any, other: Any, *columns: str) -> bool:
     """Whether two data sets hold the same tokens; pytest would take minutes to show how not."""
     names = columns or ("input_ids", "labels")
@@ -58,22 +52,46 @@ def same(one: Any, other: Any, *columns: str) -> bool:
 # --- columns and lists ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "columns", [("question", "answer"), ("instruction", "output"), ("prompt", "response")]
-)
-def test_columns_of_the_command_line_are_read_in_python(
-    tmp_path: Path, columns: tuple[str, str]
-) -> None:
-    ended = [[{**row, "prompt": row["prompt"] + "\n"} for row in rows] for rows in (SUMS, HELD)]
-    expected = sft(tmp_path, *map(Dataset.from_list, ended))  # plain text: a line end after prompts
-    found = sft(tmp_path, named(SUMS, *columns), named(HELD, *columns))
-    assert same(found.train_dataset, expected.train_dataset)
-    assert same(found.rows.validation, expected.rows.validation)
+CHATS = [
+    {"messages": [_said("user", r["prompt"]), _said("assistant", r["completion"])]} for r in SUMS
+]
+MARKED = [_said("user", "1+1"), {**_said("assistant", "3"), "weight": 0}, _said("user", "sure?"),
+          {**_said("assistant", "2"), "weight": 1}]  # fmt: skip
+
+LOST = {
+    "a column that changes the row": ([{**r, "system": "brief"} for r in SUMS], "column 'system'"),
+    "a null": ([*SUMS[:12], {"prompt": "1+1", "completion": None}], "row 12: 'completion' is null"),
+    "another prompt beside a chat": ([{**r, "prompt": "1+1"} for r in CHATS], "column 'prompt'"),
+    "a filled template": ([{"text": "all", "question": "1+1", "answer": "2"}], "column 'answer'"),
+    "a marked turn": ([*CHATS[:3], {"messages": MARKED}], "row 3: a turn that is marked"),
+    "roles": ([{"messages": [_said("User", "1+1"), _said("Assistant", "2")]}], "roles Assistant"),
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_rows_of_which_trl_would_lose_something_are_refused(tmp_path: Path, kind: str) -> None:
+    rows, said = LOST[kind]
+    with pytest.raises(InputError, match=f"otherwise than it is meant.*{said}.*encode_row"):
+        sft(tmp_path, rows, HELD, template=CHAT)
+
+
+def test_the_tokens_of_such_rows_are_taken(tmp_path: Path) -> None:
+    """As the message says: those of ``encode_row``."""
+    rows = [{"question": r["prompt"], "answer": r["completion"], "system": "be"} for r in SUMS]
+    read = [encode_row(row_of(row, i, ""), tiny.tokenizer()) for i, row in enumerate(rows)]
+    found = sft(tmp_path, [{"input_ids": ids, "labels": labels} for ids, labels in read], HELD)
+    assert (
+        list(found.train_dataset[0]["input_ids"])
+        == read[0][0][: len(found.train_dataset[0]["input_ids"])]
+    )
 
 
 def test_validation_rows_of_another_form_are_labelled_as_training_rows(tmp_path: Path) -> None:
-    """Training rows come with labels of ours, and TRL would label the others' prompts too."""
-    trainer = sft(tmp_path, named(SUMS, "question", "answer"), HELD, retention="none")
+    """Training rows come with labels of their own; TRL would label the others' prompts too."""
+    rows = [{"question": r["prompt"], "answer": r["completion"]} for r in SUMS]
+    read = [encode_row(row_of(row, i, ""), tiny.tokenizer()) for i, row in enumerate(rows)]
+    own = [{"input_ids": ids, "labels": labels} for ids, labels in read]
+    trainer = sft(tmp_path, own, HELD, retention="none")
     for row in trainer.rows.validation:
         ids, labels = list(row["input_ids"]), trainer.labels_of(row).tolist()
         assert labels[0] == -100
@@ -81,122 +99,18 @@ def test_validation_rows_of_another_form_are_labelled_as_training_rows(tmp_path:
         assert kept == list(range(kept[0], len(ids)))
 
 
-def test_with_a_template_they_become_chats_as_on_the_command_line(tmp_path: Path) -> None:
-    plain = sft(tmp_path, named(SUMS, "question", "answer"), named(HELD, "question", "answer"))
-    chat = sft(tmp_path, named(SUMS, "question", "answer"), HELD, template=CHAT)
-    text = tiny.tokenizer().decode(chat.train_dataset[0]["input_ids"])
-    assert text.startswith("user?")
-    assert "assistant?" in text
-    assert "user?" not in tiny.tokenizer().decode(plain.train_dataset[0]["input_ids"])
-    # Rows in a form of TRL's stay as they are, with a template too.
-    kept = sft(tmp_path, SUMS, HELD, template=CHAT).train_dataset[0]["input_ids"]
-    assert "user?" not in tiny.tokenizer().decode(kept)
-
-
-def labelled(trainer: Any) -> set[str]:
-    """What the trainer learns of each row, as text."""
-    found = set()
-    for row in trainer.train_dataset:
-        ids = [token for token in row["labels"] if token != -100]
-        found.add(trainer.processing_class.decode(ids).strip())
-    return found
-
-
-ASKED = [{"instruction": "add", "input": r["prompt"], "output": r["completion"]} for r in SUMS]
-
-
-@pytest.mark.parametrize(
-    ("more", "line"),
-    [
-        ({"text": "the whole filled template"}, "not read: text"),
-        ({"weight": 0.0, "loss_weights": [0.0]}, "not read: weight, loss_weights"),
-        ({"system": "brief"}, "system = system"),
-    ],
-)
-def test_forms_of_the_command_line_beside_other_columns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, more: dict[str, Any], line: str
+def test_columns_that_nothing_reads_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The row is read as ``read_rows`` reads it, and the line says so."""
     logging.getLogger("alphatoken.data").propagate = True
-    with caplog.at_level("INFO", logger="alphatoken.data"):
-        found = sft(tmp_path, [{**row, **more} for row in ASKED], HELD)
-    assert "prompt = instruction + input" in caplog.text
-    assert line in caplog.text
-    row, tokenizer = row_of({**ASKED[0], **more}, 0, "here"), tiny.tokenizer()
-    assert list(found.train_dataset[0]["input_ids"]) == encode_row(row, tokenizer)[0]
-
-
-def chats(**last: Any) -> list[dict[str, Any]]:
-    return [
-        {"messages": [_said("user", r["prompt"]),
-                      {**_said("assistant", "wrong"), "weight": None, **last},
-                      _said("user", "sure?"),
-                      {**_said("assistant", r["completion"]), "weight": 1}]}
-        for r in SUMS
-    ]  # fmt: skip
-
-
-def test_marked_turns_and_a_prompt_beside_messages_are_read_as_on_the_command_line(
-    tmp_path: Path,
-) -> None:
-    right = {row["completion"].strip() for row in SUMS}
-    marked = labelled(sft(tmp_path, chats(weight=0), HELD, template=CHAT))
-    assert marked  # some are cut by max_length
-    assert all(any(whole.startswith(found) for whole in right) for found in marked)
-    beside = [{"prompt": r["prompt"], "messages": [_said("user", r["prompt"]),
-               _said("assistant", r["completion"])]} for r in SUMS]  # fmt: skip
-    assert labelled(sft(tmp_path, beside, HELD, template=CHAT)) == right
-    pairs = tiny.preference_rows(4).map(lambda row: {"system": "brief"})
-    assert pairs_in_trl_form(pairs, "training", lambda: False)[0]["prompt"].startswith("brief\n")
-
-
-def test_rows_with_nulls_are_read_row_by_row(tmp_path: Path) -> None:
-    names = ("prompt", "completion", "question", "answer")
-    union = [
-        dict.fromkeys(names) | ({"question": r["prompt"], "answer": r["completion"]}
-                                if i % 2 else r)
-        for i, r in enumerate(SUMS)
-    ]  # fmt: skip
-    expected = sft(tmp_path, named(SUMS, "question", "answer"), HELD)
-    assert same(sft(tmp_path, union, HELD).train_dataset, expected.train_dataset)
-
-
-def test_records_of_other_columns_than_the_first_are_read(tmp_path: Path) -> None:
-    """``Dataset.from_list`` alone would lose what the first record has not."""
-    rows = [{"question": r["prompt"], "answer": r["completion"]} for r in SUMS]
-    rows[1] = {**rows[1], "system": "brief"}
-    rows[2] = {"instruction": SUMS[2]["prompt"], "output": SUMS[2]["completion"]}
-    found = sft(tmp_path, rows, HELD).train_dataset
-    for i, row in enumerate(rows[:3]):
-        assert (
-            list(found[i]["input_ids"]) == encode_row(row_of(row, i, "here"), tiny.tokenizer())[0]
-        )
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        sft(tmp_path, [{**row, "loss_weights": [0.0]} for row in SUMS], HELD)
+    assert "training rows: completion, prompt; not read: loss_weights" in caplog.text
 
 
 def thinking(field: str) -> list[dict[str, Any]]:
     answer = {"role": "assistant", "content": "2", field: "one more"}
     return [{"messages": [_said("user", "1+1"), answer]} for _ in range(8)]
-
-
-NO_ROWS = {
-    "half of a character": ([*SUMS[:12], {"prompt": "1+\ud83d", "completion": "2"}], DataError,
-                            r"half of a character.*training row 12"),
-    "half of a character in a text": (["ab cd", "a \ud83d"], DataError,
-                                      r"half of a character.*training row 1.*character 2"),
-    "several kinds": ([*SUMS[:12], {"prompt": [_said("user", "1")], "completion": "2"}], DataError,
-                      "values of several kinds"),
-    "roles": ([{"messages": [_said("User", "1+1"), _said("Assistant", "2")]}], DataError,
-              r"unknown role.*training row 0: 'User'.*assistant"),
-    "nulls": ([*named(SUMS[:12], "question", "answer"), {"question": None, "answer": "2"}],
-              DataError, "training row 12"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", NO_ROWS)
-def test_records_that_cannot_be_read_are_named(tmp_path: Path, kind: str) -> None:
-    rows, error, said = NO_ROWS[kind]
-    with pytest.raises(error, match=said):
-        sft(tmp_path, rows, HELD, template=CHAT)
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
@@ -225,10 +139,10 @@ def test_lists_of_records_and_of_texts_are_data_sets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "validation data set is no set of rows. Got: list of nothing.*load_dataset"),
+        ([], "validation data set is no set of rows. Got: list:.*load_dataset"),
         ("rows.jsonl", "no set of rows. Got: str: 'rows.jsonl'.*load_dataset"),
         ({"prompt": ["a"], "completion": ["b"]}, "no set of rows. Got: dict"),
-        ([["a", "b"]], "no set of rows. Got: list of list"),
+        ([["a", "b"]], "no set of rows. Got: list"),
         ([{"title": "a", "body": "b"}], "validation data set has none of the columns"),
         ([{"prompt": "a", "completion": " "}], "1 of 1 validation rows cannot be trained on"),
     ],
@@ -240,17 +154,9 @@ def test_what_is_no_set_of_rows_is_refused_by_name(tmp_path: Path, rows: Any, me
 
 def test_a_prompt_of_pairs_under_another_name_is_no_common_beginning(tmp_path: Path) -> None:
     """TRL would drop the column, and take what the responses begin with for the prompt."""
-    pairs = tiny.preference_rows(16)
-    asked = pairs.rename_column("prompt", "question")
-
-    def trained(rows: Any) -> Any:
-        held = tiny.preference_rows(10, seed=4)
-        more = {"ref_model": tiny.model(), "validation_dataset": held}
-        return tiny.dpo(tmp_path, train_dataset=rows, **more).train_dataset
-
-    expected = trained(pairs.map(lambda row: {"prompt": row["prompt"] + "\n"}))
-    for rows in (asked, list(asked)):
-        assert same(trained(rows), expected, "prompt_ids", "chosen_ids", "rejected_ids")
+    asked = tiny.preference_rows(16).rename_column("prompt", "question")
+    with pytest.raises(InputError, match="otherwise than it is meant.*column 'question'"):
+        tiny.dpo(tmp_path, train_dataset=asked, ref_model=tiny.model())
 
 
 def test_texts_are_no_rows_of_the_plain_trainer(tmp_path: Path) -> None:
@@ -267,11 +173,10 @@ def test_texts_are_no_rows_of_the_plain_trainer(tmp_path: Path) -> None:
 def test_training_rows_that_repeat_validation_rows_are_counted(tmp_path: Path) -> None:
     leaked = [SUMS[3], {**SUMS[7], "completion": " another answer."}, *HELD]
     with pytest.warns(
-        AlphaTokenWarning, match=r"2 of 24 training rows.*\(row 3, 7\).*without_leaks"
+        AlphaTokenWarning, match=r"2 of 24 training rows.*\(row 3, 7\).*leaking_rows"
     ):
         sft(tmp_path, SUMS, leaked)
-    train = Dataset.from_list(SUMS)
-    left = without_leaks(train, leaked)
+    left = [row for i, row in enumerate(SUMS) if i not in leaking_rows(SUMS, leaked)]
     assert len(left) == 22
     with warnings.catch_warnings():
         warnings.simplefilter("error", AlphaTokenWarning)

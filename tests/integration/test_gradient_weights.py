@@ -1,4 +1,4 @@
-"""What a step leaves undone: the head's gradient while scoring, components that nobody reads."""
+"""What a step leaves undone: the head's gradient while scoring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.model.head import head_losses, watched_head
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients
-from alphatoken.scorer import Observed, Scorer
+from alphatoken.scorer import Scorer
 from alphatoken.train import fused_head
 from alphatoken.train.fused_head import (
     errors_only,
@@ -28,9 +28,8 @@ from alphatoken.train.fused_head import (
     top_entropy,
 )
 from alphatoken.train.gradient_weights import GradientWeightedModel
-from tests.integration import tiny_training as tiny
 from tests.integration.snapshot import bits
-from tests.integration.test_trainers import dpo, sft
+from tests.integration.test_trainers import sft
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 
@@ -284,85 +283,6 @@ def test_heads_that_change_their_logits_share_nothing(name: str) -> None:
     assert shared_log_probs(gate.log_probs, BATCH["labels"][:, 1:] != -100) is None
     gate.share_head(BATCH["labels"])
     assert gate.scores is gate.log_probs
-
-
-# --- components on logged steps only ------------------------------------------------------------
-
-
-def _trained(make: Any, folder: Path, **more: Any) -> Any:
-    trainer = make(folder, max_steps=6, export_values=False, **more)
-    trainer.train()
-    return trainer
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """One entry a call of ``Observed.components``, which still does its work."""
-    calls: list[bool] = []
-    real = Observed.components
-
-    def counted(self: Observed) -> Any:
-        found = real(self)
-        calls.append(found.adaptation is not None)
-        return found
-
-    monkeypatch.setattr(Observed, "components", counted)
-    return calls
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "extra"),
-    [
-        ("sft", {"gradient_accumulation_steps": 2, "scoring_forward": "own"}),
-        ("dpo", {}),
-    ],
-    ids=["own forward, accumulation", "dpo"],
-)
-def test_no_log_moves_a_weight(
-    tmp_path: Path, asked: list[bool], kind: str, extra: dict[str, Any]
-) -> None:
-    """Bit for bit the same weights, whenever and whether the components are looked at."""
-    make = {"sft": sft, "dpo": dpo}[kind]
-    parts = 2 if "gradient_accumulation_steps" in extra else 1
-    logging = {
-        "never": ({"logging_strategy": "no"}, 0),
-        "every": ({"logging_steps": 1}, 6 * parts),
-        "first too": ({"logging_steps": 4, "logging_first_step": True}, 2 * parts),
-    }
-    found = {}
-    for name, (options, times) in logging.items():
-        asked.clear()
-        trainer = _trained(make, tmp_path / name, **options, **extra)
-        assert len(asked) == times, name
-        assert all(asked)
-        found[name] = tiny.weights(trainer.model)
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert all("alpha/total_mean" in entry for entry in logs)
-        shares = [
-            [v for k, v in entry.items() if k.startswith(("alpha/adapt", "alpha/stab"))]
-            for entry in logs
-        ]
-        assert all(shares), f"{name}: a log without components"
-    start = tiny.weights(make(tmp_path / "start").model)
-    assert any(not torch.equal(p, start[n]) for n, p in found["never"].items())
-    for name, weights in found.items():
-        for place, weight in weights.items():
-            assert bits(weight) == bits(found["never"][place]), f"{name}: {place}"
-
-
-def test_a_log_an_epoch_has_components_of_its_first_step(tmp_path: Path, asked: list[bool]) -> None:
-    trainer = sft(
-        tmp_path, train_dataset=tiny.sft_rows(8), max_steps=4, export_values=False,
-        logging_strategy="epoch",
-    )  # fmt: skip
-    trainer.train()
-    assert len(asked) == 2
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logs) == 2
-    assert all("alpha/stability_direct_share" in entry for entry in logs)
-    assert logs[0]["alpha/stability_direct_share"] == 0, "nothing has moved at the first step"
-    assert logs[1]["alpha/stability_direct_share"] > 0
 
 
 def test_exported_runs_add_up_components_at_every_step(tmp_path: Path) -> None:

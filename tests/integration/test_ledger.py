@@ -26,7 +26,7 @@ from alphatoken.model.batch import label_mask
 from alphatoken.report import ScoredExample, Visits, read_values
 from alphatoken.train.documents import row_documents
 from alphatoken.train.ledger import COMPONENTS, ValueLedger
-from alphatoken.train.value_export import export_values
+from alphatoken.train.results import export_values
 from tests.property.profiles import budget
 from tests.unhooked import unhooked
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerCallback
 
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
-from alphatoken.train.report import REPORT, VALUES
+from alphatoken.train.results import REPORT, VALUES
 from tests.integration.tiny_training import model, options, sft_rows, tokenizer
 
 BOUNDS = {"sgd": (1e-3, 0.99, 1.01), "adamw_torch": (1e-5, 5.0, 100.0)}

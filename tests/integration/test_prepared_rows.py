@@ -159,28 +159,3 @@ def test_validation_rows_have_no_such_token_either(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a token of a validation row has no row"):
         trainer("sft", tmp_path, ["1+2=", "3+4="], processing_class=tokenizer, policy="top",
                 validation_dataset=held)  # fmt: skip
-
-
-STRICT = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('turns must alternate') }}{% endif %}{{ m.role + ' ' + m.content + ' ' }}"
-    "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
-)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_the_template_refuses_is_named(kind: str, tmp_path: Path) -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = STRICT
-    good, bad = [{"role": "user", "content": "1+2="}], [{"role": "system", "content": "add"}]
-    answer = [{"role": "assistant", "content": "3."}]
-    other = [{"role": "assistant", "content": "4."}]
-    sides = {"completion": answer} if kind == "sft" else {"chosen": answer, "rejected": other}
-    data = Dataset.from_list([{"prompt": chat, **sides} for chat in (good, good, bad, good)])
-    trained, config = KINDS[kind]
-    args = config(**tiny.options(tmp_path), policy="random", retention="none")
-    reference = {"ref_model": tiny.model()} if kind == "dpo" else {}
-    with pytest.raises(InputError, match="template refuses a training row") as caught:
-        trained(model=tiny.model(), args=args, train_dataset=data, processing_class=tokenizer,
-                **reference)  # fmt: skip
-    assert "row 2: TemplateError: turns must alternate" in caught.value.got

@@ -15,7 +15,6 @@ from datasets import Dataset
 
 from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTConfig
-from alphatoken.train.card import card_section, kept_share
 from tests.integration.tiny_training import options, sft, tokenizer
 from tests.places import nightly
 
@@ -133,31 +132,10 @@ def test_checkpoints_are_not_pushed(tmp_path: Path) -> None:
             AlphaSFTConfig(**options(tmp_path), push_to_hub=True, hub_strategy=strategy)
 
 
-def test_the_card_names_library_paper_settings_and_the_share_kept(tmp_path: Path, hub: Hub) -> None:
-    trainer = trained(tmp_path / "run", "every_save", keep_ratio=0.4)
+def test_the_card_names_library_paper_policy_and_share(tmp_path: Path, hub: Hub) -> None:
+    trained(tmp_path / "run", "every_save", keep_ratio=0.4)
     card = (tmp_path / "run" / "README.md").read_text("utf-8")
     assert "alphatoken" in card.partition("---\n")[2].partition("---\n")[0]  # a tag of the hub
-    assert card.count("## Token values") == 1  # written again and again, by each push
-    history = trainer.state.log_history
-    logs = [log for log in history if "alpha/kept_share" in log]
-    tokens = [log["alpha/response_tokens"] for log in logs]
-    kept = sum(n * log["alpha/kept_share"] for n, log in zip(tokens, logs, strict=True))
-    assert f"{kept / sum(tokens):.1%} of the response tokens" in card
-    for said in ("Liu, Ou Wu", "Path-Aware", "| `keep_ratio` | `0.4` |", "| `policy` | `top` |",
-                 "| `fisher_samples` | `4` |"):  # fmt: skip
-        assert said in card
-    assert "| `window`" not in card, "the default, and none of those that are always named"
-    assert kept_share([{"loss": 1.0}]) is None
-
-
-def test_the_card_names_no_place_on_the_machine(tmp_path: Path) -> None:
-    place = tmp_path / "secret" / "model"
-    more: dict[str, Any] = {"policy": "rho-1", "policy_reference": str(place)}
-    args = AlphaSFTConfig(**options(tmp_path), **more, policy_cache=str(place))
-    args.policy_options = {"teacher": [str(place)], "ratio": 0.5}  # of a method of one's own
-    card = card_section(args, [])
-    assert "secret" not in card
-    assert "| `policy_reference` | `a local file or folder` |" in card
-    assert "'ratio': 0.5" in card
-    named = AlphaSFTConfig(**options(tmp_path), policy="rho-1", policy_reference="org/model")
-    assert "| `policy_reference` | `org/model` |" in card_section(named, [])
+    assert card.count("with AlphaToken") == 1  # written again and again, by each push
+    assert "(policy top, keep_ratio 0.4)" in card
+    assert "Path-Aware" in card

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from alphatoken.errors import AlphaTokenError, ConfigError, UnsupportedError
-from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer, run_rows
+from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.tiny_training import (
     ALPHA,
     furthest,
-    mixture,
     model,
     options,
     sft,
@@ -107,40 +106,6 @@ def test_what_the_model_lacks_is_said_before_its_weights_are_loaded(
     monkeypatch.setattr(SFTTrainer, "__init__", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(ConfigError, match=said):
         sft(tmp_path, model=str(place) if named else model(), **more)
-
-
-def gpt2() -> GPT2LMHeadModel:
-    """Its attention drops by default."""
-    torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=model().config.vocab_size, **sizes))
-
-
-@pytest.mark.parametrize(
-    ("start", "more", "error"),
-    [
-        (gpt2, {}, UnsupportedError),
-        (mixture, {"estimator": "label"}, AlphaTokenError),
-    ],
-    ids=["attention dropout", "mixture"],
-)
-def test_what_refuses_a_step_refuses_before_the_fisher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any, more: Any, error: Any
-) -> None:
-    monkeypatch.setattr(run_rows, "fitted_fisher", lambda *_, **__: pytest.fail("work was done"))
-    with pytest.raises(error):
-        sft(tmp_path, model=start(), **more)
-
-
-def test_the_look_ahead_leaves_no_trace(tmp_path: Path) -> None:
-    """Random state, mode and gradients are as they were: the run is the one without it."""
-    start = model(dropout=0.0).eval()
-    trainer = sft(tmp_path, model=start, retention="none")
-    before = torch.get_rng_state()
-    run_rows._value_one_row(trainer, trainer.rows.validation[0])
-    assert torch.equal(before, torch.get_rng_state())
-    assert not start.training
-    assert all(parameter.grad is None for parameter in start.parameters())
 
 
 # --- documents one after the other ----------------------------------------------------------------

@@ -112,23 +112,6 @@ def test_labels_may_be_made_when_inputs_are_prepared(tmp_path: Path, scope: str)
     assert [int(mask.sum()) for mask in masks] == [32, 32]
 
 
-def test_direct_calls_draw_anew(tmp_path: Path) -> None:
-    """In a loop that calls ``compute_loss`` itself, no two micro-batches share their draws."""
-    trainer = sft(AlphaSFTTrainer, tmp_path, policy="random")
-    chosen: list[Tensor] = []
-    record = trainer.monitor.record
-
-    def listen(**kwargs: Any) -> None:
-        chosen.append(kwargs["weights"])
-        record(**kwargs)
-
-    trainer.monitor.record = listen
-    batch = dict(next(iter(trainer.get_train_dataloader())))
-    for _ in range(2):
-        trainer.compute_loss(trainer.model.train(), dict(batch))
-    assert not torch.equal(*chosen)
-
-
 def test_one_trainer_that_trains_again_from_its_checkpoint(tmp_path: Path) -> None:
     """What the first call left in the trainer is not taken for the checkpoint's state."""
     more = {"preconditioner": "frozen", "precondition_after": 1, "export_values": False}
@@ -297,8 +280,8 @@ def test_each_micro_batch_of_each_step_must_be_weighed() -> None:
         guard.on_pre_optimizer_step()
 
 
-def test_a_batch_without_its_step_is_not_ranked_over_a_step(tmp_path: Path) -> None:
-    trainer = sft(AlphaSFTTrainer, tmp_path, policy="random", keep_scope="global")
+def test_a_batch_without_its_step_is_not_weighed(tmp_path: Path) -> None:
+    trainer = sft(AlphaSFTTrainer, tmp_path, policy="random")
     batch = dict(next(iter(trainer.get_train_dataloader())))
-    with pytest.raises(UnsupportedError, match="keep_scope='batch'"):
+    with pytest.raises(UnsupportedError, match="a batch without its step"):
         trainer.compute_loss(trainer.model.train(), batch)

@@ -512,7 +512,7 @@ TRAINERS = (
     _of(
         "deviation-around-zero",
         "the logged deviation is the root mean square",
-        ("train.statistics._by_component", "square / count - mean * mean", "square / count"),
+        ("train.statistics.summary", "square / valued - mean * mean", "square / valued"),
         PAPER,
     ),
     _of(

@@ -821,14 +821,9 @@ class Replay:
             self.seen += sum(len(d.ids) for micro in self.told.micro[step] for d in micro)
             found["num_tokens"] = float(self.seen)
         if out.values:
-            table = {n: torch.cat([v[n] for v in out.values]) for n in out.values[0]}
-            sizes = {n: float(v.abs().sum()) for n, v in table.items() if n != "total"}
-            whole = sum(sizes.values())
-            for name, value in table.items():
-                found[f"alpha/{name}_mean"] = float(value.mean())
-                found[f"alpha/{name}_std"] = float(value.std(correction=0))
-                if name != "total":
-                    found[f"alpha/{name}_share"] = sizes[name] / whole if whole else 0.0
+            total = torch.cat([v["total"] for v in out.values])
+            found["alpha/total_mean"] = float(total.mean())
+            found["alpha/total_std"] = float(total.std(correction=0))
         return found | (self.drifted() if out.values else {})
 
     def drifted(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ class ValidationFirst(Standard):
     micro-batch a step, at least 24 steps where the rows allow. It takes over the run's other
     options, its collator and the kind and settings of its optimizer; callbacks, trackers,
     evaluation and overrides of a trainer's subclass have no part in it. A line announces it, and
-    the run's page draws its loss. A budget has no meaning here: mode "budget" keeps all too. The
+    ``policy.json`` holds its loss. A budget has no meaning here: mode "budget" keeps all too. The
     validation loss in the logs is then that of rows that were trained on.
 
     Args:

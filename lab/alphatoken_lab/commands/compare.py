@@ -349,12 +349,16 @@ def _cell(path: Path, code_container: str | None) -> int:
 def _trainer(path: Path, command: str, options: Mapping[str, Any]) -> Any:
     """The trainer that ``alphatoken sft --config CELL/recipe.yaml`` would make."""
     from alphatoken.cli.training import build_trainer, check_files, trainer_of
+    from alphatoken_lab.commands.paper_figures import COLLECTED
+    from alphatoken_lab.compare.pair_watch import OPTION, watch_pairs
 
     arguments = _arguments(path, command, options)
     check_files(arguments)
     trainer, notes = build_trainer(arguments, trainer_of(command)[1])
     for note in notes:
         print(f"note: {note}")
+    if options.get(OPTION):
+        trainer.add_callback(watch_pairs(trainer, path / COLLECTED, int(options[OPTION])))
     return trainer
 
 
@@ -392,6 +396,7 @@ def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training import trainer_of
     from alphatoken.support.storage import write_text
+    from alphatoken_lab.compare.pair_watch import OPTION
 
     shared = path.parent.parent
     own = {
@@ -400,6 +405,7 @@ def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
         **_for_processes(options, int(os.environ.get("WORLD_SIZE", "1"))),
         "output_dir": str(path / "run"),
     }
+    own.pop(OPTION, None)  # a callback's, none of the trainer's
     recipe = path / "recipe.yaml"
     write_text(recipe, yaml.safe_dump(own, sort_keys=False))  # by each process, the same
     return read_arguments(command, ["--config", str(recipe)], trainer_of(command)[0])

@@ -250,6 +250,7 @@ def _plan(work: Work, cell: Cell) -> Plan:
     """
     recipe = work.recipe_of(cell)
     own = {**cell.options, "model_name_or_path": work.backbone_of(cell), "command": cell.command}
+    own.pop("collect_value_propagation", None)  # a callback's, none of the trainer's
     if recipe is not None:
         own |= {"model_shape": recipe.model_shape, "expected_rows": recipe.expected_rows}
     return _plan_of(cell.command, json.dumps(own))

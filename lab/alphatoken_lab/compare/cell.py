@@ -98,8 +98,6 @@ def run_cell(
     asked = {key: value for key, value in spec.items() if key != "resolved"}
     result = {**own, "status": "done", **found, "seconds": seconds, "spec": asked}
     write_json(path / "result.json", result)
-    for file in (path / "run" / "_alphatoken").glob("*.safetensors"):
-        file.replace(path / file.name)  # what the run collected, for a figure
     for name in ("run", "counts"):  # checkpoints of a cell that is done, and what they counted
         shutil.rmtree(path / name, ignore_errors=True)
     return result

@@ -6,10 +6,10 @@ value-output deviation of its causal-window pairs are counted
 (:mod:`alphatoken.fidelity.collected_pairs`). Nothing of the model or of the run's random state
 changes: a run with the callback ends with the bits of one without.
 
-    trainer.add_callback(PairWatch(batch, "pairs.safetensors", every=50))
+    trainer.add_callback(watch_pairs(trainer, "pairs.safetensors", every=50))
 
-``collect_value_propagation=N`` of our trainers does the same on the first training rows. The file
-is drawn by ``alphatoken diagnose value-propagation --collected FILE``.
+A method of a grid asks for it by ``collect_value_propagation: 50``. The file is drawn by
+``alphatoken diagnose value-propagation --collected FILE``.
 """
 
 from __future__ import annotations
@@ -20,29 +20,25 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import UnsupportedError
 from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
-from alphatoken.fidelity.pairs import (
-    choose_positions,
-    see_calls,
-    softmax_layers,
-    weigh_pairs,
-)
+from alphatoken.fidelity.pairs import choose_positions, see_calls, softmax_layers, weigh_pairs
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
-from alphatoken.train.manifest import RESULTS
+from alphatoken.train.layouts import SHARDED, layout
 
-__all__ = ["FILE", "PROBE", "PairWatch", "pair_watch"]
+__all__ = ["OPTION", "PROBE", "PairWatch", "watch_pairs"]
 
-FILE = "value-propagation.safetensors"
-"""Where our trainers write it, in ``output_dir/_alphatoken``."""
+OPTION = "collect_value_propagation"
+"""The option of a method of a grid: optimizer steps between two looks."""
 PROBE = 8
-"""Training rows that our trainers look at: the first ones."""
+"""Training rows that are looked at: the first ones."""
+_PAIRS, _SEED = 20_000, 0
+"""Most pairs looked at in each layer and head, and the seed of which."""
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -55,8 +51,7 @@ class PairWatch(TrainerCallback):
     For any transformers trainer. Only the process that writes looks. A resumed run takes back what
     came after its checkpoint, so that no step is there twice; a new run begins a new file.
     Exactness: counts are exact to the width of a cell (16 a power of ten), weights and deviations
-    to rounding. Memory: 150 KB a step and layer, whatever the probe; of more pairs than ``pairs`` a
-    layer, positions are drawn once, with a fixed seed.
+    to rounding. Memory: 150 KB a step and layer, whatever the probe.
 
     Args:
         batch: the probe: ``input_ids``, ``labels`` (unshifted, -100 off the response) and what else
@@ -65,8 +60,6 @@ class PairWatch(TrainerCallback):
         every: optimizer steps between two looks.
         layers: that are looked at: the last K, "all", or indices.
         window: W; None for no limit.
-        pairs: most pairs looked at in each layer and head.
-        seed: of the draw of positions.
         context: a context for the forward (autocast), where the model needs one.
 
     Raises:
@@ -83,24 +76,22 @@ class PairWatch(TrainerCallback):
         every: int = 50,
         layers: int | str | Sequence[int] = 3,
         window: int | None = 32,
-        pairs: int = 20_000,
-        seed: int = 0,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         copied = {n: x.detach().clone() if isinstance(x, Tensor) else x for n, x in batch.items()}
         self._batch = read_batch(copied, role="probe")
         self._used = to_label_position(self._batch.mask)
-        (self._chosen,) = choose_positions([self._used], window, pairs, seed)
+        (self._chosen,) = choose_positions([self._used], window, _PAIRS, _SEED)
         self._path, self._every, self._layers, self._window = Path(path), every, layers, window
         self._context = context
-        ids = self._batch.inputs["input_ids"].cpu()
+        parts = (self._batch.inputs["input_ids"], self._batch.labels)
         self._about = {
-            "rows": len(ids),
-            "probe": hashlib.sha256(ids.numpy().tobytes() + _labels(self._batch)).hexdigest(),
+            "rows": len(parts[0]),
+            "probe": hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in parts)).hexdigest(),
             "response_tokens": int(self._batch.mask.sum()),
             "window": window,
-            "pairs": pairs,
-            "seed": seed,
+            "pairs": _PAIRS,
+            "seed": _SEED,
         }
         self.collected = CollectedPairs(self._about)
 
@@ -124,11 +115,9 @@ class PairWatch(TrainerCallback):
             self._look(kwargs["model"], state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at the model that training ends with."""
+        """Look at the end, if that was not just done."""
         if state.is_world_process_zero and state.global_step not in self.collected.steps:
             self._look(kwargs["model"], state.global_step)
-
-    # --- one look ---------------------------------------------------------------------------------
 
     def _look(self, model: nn.Module, step: int) -> None:
         self.collected.steps[step] = self.counts(model)
@@ -139,11 +128,13 @@ class PairWatch(TrainerCallback):
         """Counts of the probe's pairs under the model as it is, by layer."""
         adapter = find_adapter(model)
         device = next(model.parameters()).device
-        inputs = {n: _on(x, device) for n, x in self._batch.inputs.items()}
+        inputs = {
+            n: x.to(device) if isinstance(x, Tensor) else x for n, x in self._batch.inputs.items()
+        }
         batch = LabelledBatch(inputs, self._batch.labels.to(device), self._batch.mask.to(device))
         used, chosen = self._used.to(device), self._chosen.to(device)
         found: dict[int, PairCounts] = {}
-        layers, _ = softmax_layers(adapter, self._layers, "collect_value_propagation=0")
+        layers, _ = softmax_layers(adapter, self._layers, f"{OPTION}=0")
         with self._context():
             calls = see_calls(adapter, layers, batch)
         for seen in calls:
@@ -152,37 +143,30 @@ class PairWatch(TrainerCallback):
         return found
 
 
-def pair_watch(trainer: Any) -> PairWatch:
-    """The callback of a trainer of ours, by its options: the first training rows are the probe.
+def watch_pairs(trainer: Any, path: str | Path, every: int) -> PairWatch:
+    """The callback of a trainer of ours: the first training rows are the probe.
 
     Raises:
-        ConfigError: the training rows are a stream, or there are none.
+        UnsupportedError: sharded weights, or no scored layer with softmax attention.
     """
-    options = trainer.args
-    if not hasattr(trainer.train_dataset, "__len__") or not len(trainer.train_dataset):
-        raise ConfigError(
-            "there are no first training rows to collect Value-Propagation's pairs on",
-            got=type(trainer.train_dataset).__name__,
-            why="the probe is the same at every step, and in every part of a resumed run",
-            remedy="collect_value_propagation=0, and trainer.add_callback(PairWatch(batch, path))",
+    kind, options = layout(trainer.accelerator), trainer.args
+    if kind in SHARDED:
+        raise UnsupportedError(
+            "Value-Propagation's pairs cannot be collected on sharded weights",
+            got=f"{OPTION}={every}, layout {kind}",
+            why="one process looks, and a forward there needs all of them",
+            remedy=f"{OPTION}=0, or DDP, ZeRO-1 or 2",
         )
+    layers = read_layers(options.score_layers)
+    softmax_layers(find_adapter(trainer.model), layers, f"{OPTION}=0")
     rows = [trainer.train_dataset[i] for i in range(min(PROBE, len(trainer.train_dataset)))]
     batch = trainer.data_collator(rows)
     inputs = {name: batch[name] for name in _INPUTS if batch.get(name) is not None}
     return PairWatch(
         {**inputs, "labels": trainer.response_labels(batch)},
-        Path(str(options.output_dir)) / RESULTS / FILE,
-        every=options.collect_value_propagation,
-        layers=read_layers(options.score_layers),
+        path,
+        every=every,
+        layers=layers,
         window=options.window,
         context=trainer.compute_loss_context_manager,
     )
-
-
-def _labels(batch: LabelledBatch) -> bytes:
-    labels: bytes = batch.labels.cpu().numpy().tobytes()
-    return labels
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value

@@ -1,21 +1,37 @@
-"""Accumulated values as value files: the ledger's documents as scored sequences, and a summary."""
+"""What a run leaves in ``output_dir/_alphatoken``: accumulated values as Parquet, and their page.
+
+The files and the page are those of ``alphatoken score``, with the visits of each document. The
+loss, and what else was logged, is where the trainer's own logs are.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alphatoken.report import ScoredExample, Visits, write_values
+from alphatoken.report import (
+    ScoredExample,
+    Visits,
+    read_values,
+    summarise,
+    write_report,
+    write_values,
+)
 from alphatoken.report.examples import IGNORE
-from alphatoken.support.storage import write_json
+from alphatoken.support.storage import read_json, write_json
 from alphatoken.train.documents import BRANCHES, row_documents
 from alphatoken.train.ledger import COMPONENTS, UNIT, DocumentValues, ValueLedger
+from alphatoken.train.manifest import RESULTS, RUN
 
-__all__ = ["export_values"]
+__all__ = ["REPORT", "VALUES", "export_values", "write_run_report"]
+
+REPORT = f"{RESULTS}/alphatoken-report.html"
+VALUES = f"{RESULTS}/values"
+"""The page, and the folder of value files, in a run's folder."""
 
 Holders = dict[bytes, list[int]]
 """Key of a document -> rows of the data set that hold it."""
@@ -120,3 +136,40 @@ def _summary(ledger: ValueLedger) -> dict[str, Any]:
         "negative_share": float((sums[:, 0] < 0).mean()) if len(sums) else None,
         "kept_share": float(sums[:, -1].sum() / visits) if visits else None,
     }
+
+
+def write_run_report(
+    folder: str | Path, texts: Callable[[Sequence[int]], list[str]] | None = None
+) -> Path:
+    """Write the page of a run's values, whole or not at all, and return its path.
+
+    It quotes training rows; ``push_to_hub`` does not upload it.
+
+    Args:
+        folder: the run's ``output_dir``, with the files of :func:`export_values` in ``VALUES``.
+        texts: token ids -> the text of each; without it tokens are shown by their numbers.
+
+    Raises:
+        ConfigError: jinja2 or matplotlib is not installed.
+        DataError: a value file cannot be read, or the page could not be written.
+    """
+    folder = Path(folder)
+    told = read_json(folder / VALUES / "summary.json") or {}
+    notes = [f"Values are {UNIT}; stability counts with its lambda."]
+    if "rows_seen" in told:
+        notes.append(
+            f"{told['rows_seen']:,} of {told['rows_seen'] + told['rows_not_seen']:,} training rows "
+            "were seen. A row number counts the training rows from 0, without those that were left "
+            "out or held out: it is no line of the file."
+        )
+    return write_report(
+        folder / REPORT,
+        summarise(read_values(folder / VALUES), texts=texts or _numbers),
+        title=f"Run {folder.resolve().name}",
+        settings=(read_json(folder / RUN) or {}).get("options", {}),
+        notes=notes,
+    )
+
+
+def _numbers(ids: Sequence[int]) -> list[str]:
+    return [f" #{token}" for token in ids]
