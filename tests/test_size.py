@@ -26,15 +26,15 @@ ROOMS = {
     "scoring": 1_051,
     "select": 877,
     "support": 557,
-    "train": 10_683,
+    "train": 10_604,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_538,
-    "compare": 4_245,
-    "methods": 4_736,
+    "commands": 2_537,
+    "compare": 4_248,
+    "methods": 4_755,
     "paper": 814,
 }
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_927), ("tests", 60_462)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_927), ("tests", 60_402)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

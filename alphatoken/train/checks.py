@@ -47,12 +47,10 @@ class Given:
     Attributes:
         validation: whether it has validation rows.
         retention: whether it has retention rows.
-        second_model: whether a policy's second model was handed over.
     """
 
     validation: bool = True
     retention: bool = True
-    second_model: bool = False
 
 
 def check_run(
@@ -102,7 +100,7 @@ def check_model(args: Any, model: Any) -> None:
 
 
 def check_given(args: Any, policy: TokenPolicy | None, given: Given) -> None:
-    """Refuse a run that lacks rows or a second model; known before any model is loaded.
+    """Refuse a run that lacks rows; known before any model is loaded.
 
     Args:
         args: the trainer's configuration.
@@ -114,7 +112,7 @@ def check_given(args: Any, policy: TokenPolicy | None, given: Given) -> None:
     """
     if policy is not None:
         if has_pass(policy):
-            _check_policy_given(policy, args, given)
+            _check_policy_given(policy, given)
         return
     if not args.needs_values:
         return
@@ -258,20 +256,13 @@ def chosen_from_packed(policy: TokenPolicy) -> ConfigError:
     )
 
 
-def _check_policy_given(policy: TokenPolicy, args: Any, given: Given) -> None:
+def _check_policy_given(policy: TokenPolicy, given: Given) -> None:
     if policy.needs.validation and not given.validation:
         raise ConfigError(
             f"policy '{policy.name}' needs a validation dataset",
             got="validation_dataset=None",
             why="it chooses what serves those rows",
             remedy="pass validation_dataset=..., or validation_file on the command line",
-        )
-    if policy.needs.scorer_model and not given.second_model and args.policy_reference is None:
-        raise ConfigError(
-            f"policy '{policy.name}' needs a reference model",
-            got="policy_reference is not set",
-            why="it scores tokens by what that model makes of them",
-            remedy="policy_reference: a folder or hub name, of a model with the same tokenizer",
         )
 
 

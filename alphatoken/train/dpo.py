@@ -174,8 +174,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     loss, margins and metrics are TRL's own.
 
     Its arguments are those of TRL's ``DPOTrainer``, where ``args`` are an ``AlphaDPOConfig``;
-    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``,
-    ``policy`` and ``policy_reference`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
+    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``
+    and ``policy`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
     Data sets are preference pairs: the
     validation objective is DPO's own gradient on them, and the Fisher is of the warm-started model.
 

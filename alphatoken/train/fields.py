@@ -122,13 +122,6 @@ class AlphaFields:
         when="set what the method's page names",
         source="each method's paper",
     )
-    policy_reference: str | None = option(
-        None,
-        "Folder or hub name of the second model that some methods score with.",
-        within="a folder or hub name with the same tokenizer",
-        when="needed by rho-1, token-cleaning and sepo",
-        source="each method's paper",
-    )
     policy_cache: str | None = option(
         None,
         "Folder for what methods compute before training; null for 'policies' beside output_dir.",

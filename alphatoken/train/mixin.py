@@ -92,8 +92,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         fisher_dataset: rows on whose prompts it is fitted; they should be trained on nowhere. None
             takes the training rows.
         policy: a ``TokenPolicy``, or its class, in place of the one that the options name.
-        policy_reference: second model for policies that score with one, in place of
-            ``policy_reference`` of the options.
         **kwargs: as for the trainer below in the bases.
 
     Raises:
@@ -126,20 +124,16 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         fisher: FisherDrift | None = None,
         fisher_dataset: Any = None,
         policy: TokenPolicy | type[TokenPolicy] | None = None,
-        policy_reference: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         given = by_name(self.BASE, args, kwargs)
         given["args"] = own_config(given.get("args"), self.CONFIG)
         options = given["args"]
-        self._policy = chosen_policy(
-            options, policy, options.FAMILY, second_model=policy_reference is not None
-        )
+        self._policy = chosen_policy(options, policy, options.FAMILY)
         plain = self._policy is None and not options.weighs
         handed_over = Given(
             validation=validation_dataset is not None,
             retention=retention_dataset is not None,
-            second_model=policy_reference is not None,
         )
         check_fisher_rows(options, fisher, fisher_dataset)
         if not plain:
@@ -182,9 +176,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         check_same_weights(self.accelerator, self.model)
         self.add_callback(self.step_guard)
         if self._policy is not None:
-            self.weigher = PolicyWeigher(
-                self, self.records, self._policy, validation_dataset, policy_reference
-            )
+            self.weigher = PolicyWeigher(self, self.records, self._policy, validation_dataset)
             return
         if options.needs_values:
             self.say_objective()

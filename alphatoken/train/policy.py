@@ -53,7 +53,6 @@ class Needs:
         entropy: how open the next token was in the training forward.
         model: the model itself, for a pass of the policy's own.
         validation: the validation rows, in ``prepare``.
-        scorer_model: a second model, in ``prepare`` (``PolicyStage.reference_model``).
     """
 
     columns: tuple[str, ...] = ()
@@ -62,7 +61,6 @@ class Needs:
     entropy: bool = False
     model: bool = False
     validation: bool = False
-    scorer_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,6 @@ class PolicyStage:
             rejected_ids}.
         validation: tokenised validation rows, {input_ids, labels}; empty if none were given.
         row_batch: rows to one padded batch on the model's device.
-        reference_model: the second model that was named, or None; without gradients.
         folder: where caches go.
         batch_size: rows of one forward.
         progress: as for ``alphatoken.support.progress``; None for automatic.
@@ -153,7 +150,6 @@ class PolicyStage:
     rows: Sequence[Mapping[str, Any]]
     validation: Sequence[Mapping[str, Any]]
     row_batch: Callable[[Sequence[Mapping[str, Any]]], Any]
-    reference_model: Any
     folder: Path
     batch_size: int = 8
     progress: bool | None = None

@@ -1,4 +1,4 @@
-"""What a policy finds before training: the rows, a second model, a way to train a reference."""
+"""What a policy finds before training: the rows, and a way to train a reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from alphatoken.train.identity import run_options
 from alphatoken.train.layouts import layout
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import PolicyStage, TokenPolicy
-from alphatoken.train.reference import load_reference
 
 __all__ = [
     "TrainingRows",
@@ -117,19 +116,16 @@ def kept_random_state() -> Iterator[None]:
             np.random.set_state(numbers)  # noqa: NPY002
 
 
-def make_stage(
-    trainer: Any, policy: TokenPolicy, validation: Any, reference: nn.Module | None
-) -> PolicyStage:
+def make_stage(trainer: Any, policy: TokenPolicy, validation: Any) -> PolicyStage:
     """The stage of a run whose trainer is built and not yet wrapped.
 
     Args:
         trainer: AlphaSFTTrainer or another of ours.
         policy: of the run; says what it needs.
         validation: validation data set as it was handed over, or None.
-        reference: second model that was handed over; None loads ``policy_reference``.
 
     Raises:
-        ConfigError: a stream; a second model with another vocabulary.
+        ConfigError: a stream.
     """
     options = trainer.args
     asks_for_validation = policy.needs.validation
@@ -143,7 +139,6 @@ def make_stage(
         ),
         validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),
         row_batch=trainer.row_batch,
-        reference_model=_second_model(trainer, reference),
         folder=cache_folder(options),
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
@@ -162,30 +157,6 @@ def cache_folder(options: Any) -> Path:
     if options.policy_cache is not None:
         return Path(options.policy_cache)
     return Path(str(options.output_dir)).absolute().parent / "policies"
-
-
-def _second_model(trainer: Any, given: nn.Module | None) -> nn.Module | None:
-    """The model handed over, or the one that the options name, without gradients."""
-    options = trainer.args
-    if given is None and options.policy_reference is None:
-        return None
-    if given is None:
-        loaded: nn.Module = load_reference(
-            options.policy_reference,
-            tokenizer=_tokenizer(trainer),
-            device=options.device,
-            dtype=next(trainer.model.parameters()).dtype,
-        )
-        return loaded
-    own, other = (model.get_input_embeddings().weight.shape[0] for model in (trainer.model, given))  # type: ignore[operator]
-    if own != other:
-        raise ConfigError(
-            "the reference model has another vocabulary",
-            got=f"{other} tokens, the trained model {own}",
-            why="its probabilities would be of other tokens",
-            remedy="a reference model with the same tokenizer",
-        )
-    return given.to(options.device).eval().requires_grad_(False)
 
 
 def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
@@ -243,7 +214,7 @@ def _train_copy(
         print(f"by {kind.__name__}: {type(trainer).__name__} has no part in it", file=sys.stderr)
     own_folder = cache_folder(trainer.args) / f"run-{secrets.token_hex(4)}"
     plain: dict[str, Any] = {
-        "policy": "all", "policy_options": None, "policy_reference": None, "policy_mode": "native",
+        "policy": "all", "policy_options": None, "policy_mode": "native",
         "export_values": False, "report_to": [],
         "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
         "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
@@ -73,7 +73,6 @@ class PolicyWeigher:
         records: where each micro-batch is written down.
         policy: the one that is carried out.
         validation: validation data set as it was handed over, or None.
-        reference: second model that was handed over, or None.
 
     Raises:
         ConfigError: something that the policy needs is missing; a streamed data set.
@@ -86,12 +85,11 @@ class PolicyWeigher:
         records: RunRecords,
         policy: TokenPolicy,
         validation: Any,
-        reference: nn.Module | None,
     ) -> None:
         self._trainer, self._records, self.policy = trainer, records, policy
         self._columns: Columns | None = None
         trainer.args.check_policy(policy)
-        self._prepare(validation, reference)
+        self._prepare(validation)
         self._write()
 
     # --- before training --------------------------------------------------------------------------
@@ -112,7 +110,7 @@ class PolicyWeigher:
         write_json(folder / "policy.json", record)
 
     @selecting()
-    def _prepare(self, validation: Any, reference: Any) -> None:
+    def _prepare(self, validation: Any) -> None:
         """Let the policy choose rows and run its static pass, where it has them."""
         policy = self.policy
         if not has_pass(policy):
@@ -124,14 +122,14 @@ class PolicyWeigher:
             return
         device = self._trainer.accelerator.device
         with kept_random_state(), on_accelerator(self._trainer.model, device):
-            stage = make_stage(self._trainer, policy, validation, reference)
+            stage = make_stage(self._trainer, policy, validation)
             if chooses_rows(policy):
                 rows = policy.choose_rows(stage)
                 # Processes that chose differently would train on different data sets.
                 rows = Ranks(self._trainer.accelerator).broadcast_object(rows)
                 if rows is not None:
                     self._train_on_rows(rows)
-                    stage = make_stage(self._trainer, policy, validation, stage.reference_model)
+                    stage = make_stage(self._trainer, policy, validation)
             self._columns = policy.prepare(stage)
         missing = set(policy.needs.columns) - set(self._columns.columns if self._columns else ())
         if missing:

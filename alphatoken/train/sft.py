@@ -185,8 +185,8 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     ``policy="all"``) every step equals TRL's, bit for bit.
 
     Its arguments are those of TRL's ``SFTTrainer``, where ``args`` are an ``AlphaSFTConfig``;
-    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``,
-    ``policy`` and ``policy_reference`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
+    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``
+    and ``policy`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
     Data sets come in any form that TRL takes,
     or as lists of records or texts. Training rows that repeat a validation or retention
     row are counted in a warning.

@@ -40,8 +40,8 @@ class AlphaTrainer(LabelledRows, Trainer):
     with the model's own.
 
     Its arguments are those of ``Trainer``, where ``args`` are an ``AlphaConfig``;
-    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``,
-    ``policy`` and ``policy_reference`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
+    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``
+    and ``policy`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
     Data sets are tokenised rows with
     ``input_ids``, and with ``labels`` unless the collator makes them.
     """

@@ -43,10 +43,6 @@ CASES: dict[str, tuple[str, list[str], str]] = {
                 "--gradient_checkpointing_kwargs", '{"use_reentrant": true}'], "reentrant",
     ),
     "no such layer": ("sft", ["--score_layers", "9"], "within the model"),
-    "no second model": ("sft", ["--policy", "rho-1"], "needs a reference model"),
-    "a second model for nothing": (
-        "sft", ["--policy_reference", "model"], "scores with no second model",
-    ),
     "a policy without validation": (
         "sft", ["--policy", "less", "--validation_rows", "0"], "needs a validation dataset",
     ),

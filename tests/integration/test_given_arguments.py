@@ -144,9 +144,9 @@ def test_a_recipe_goes_through_trls_parser(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"output_dir: {tmp_path}\npolicy: eaft\npolicy_options: {{k: 7}}\n"
-        "policy_reference: null\nuse_cpu: true\nbf16: false\n"
+        "policy_cache: null\nuse_cpu: true\nbf16: false\n"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         found = TrlParser((AlphaSFTConfig,)).parse_args_and_config(["--config", str(recipe)])[0]
-    assert (found.policy_options, found.policy_reference) == ({"k": 7}, None)
+    assert (found.policy_options, found.policy_cache) == ({"k": 7}, None)

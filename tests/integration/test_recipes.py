@@ -206,7 +206,7 @@ def test_the_command_line_overrides_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("words", "share"),
     [
-        (["--policy", "token-cleaning", "--policy_reference", "x"], 0.6),
+        (["--policy", "token-cleaning"], 0.6),
         (["--policy", "stm"], None),
         (["--policy", "stm", "--policy_mode", "budget"], 0.5),
         (["--policy", "all"], 1.0),

@@ -76,7 +76,6 @@ def test_standard_is_trls_trainer_with_what_weights_would_refuse(tmp_path: Path)
         ({"validation_mode": "pool"}, 3, "too small"),
         ({"retention": "data"}, 12, "needs a retention dataset"),
         ({"policy": "less"}, 0, "needs a validation dataset"),
-        ({"policy": "rho-1"}, 0, "needs a reference model"),
     ],
     ids=str,
 )

@@ -69,7 +69,6 @@ def run(kind: str, folder: Path, given: Mapping[str, Any]) -> None:
         "retention_dataset": rows(6, seed=7) if made.pop("kept", False) else None,
         "fisher_dataset": rows(4, seed=8) if made.pop("prompts", False) else None,
         "peft_config": made.pop("peft", None),
-        "policy_reference": made.pop("second", None),
     }
     own = {**tiny.ALPHA, "retention": "none", "max_steps": 2, **made}
     if kind == "dpo":
@@ -178,14 +177,6 @@ SFT: Cases = {
     "an optimizer without full state": (
         {"preconditioner": "full", "precondition_after": 1, "optim": "adafactor"},
         {"preconditioner=None": {"preconditioner": None}},
-    ),
-    "a second model that is not there": (
-        {"policy": "rho-1"},
-        {"policy_reference": {"second": tiny.model}},
-    ),
-    "a second model that nobody reads": (
-        {"policy": "random", "second": tiny.model},
-        {"leave it out": {"second": None}},
     ),
 }  # fmt: skip
 

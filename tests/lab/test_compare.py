@@ -398,7 +398,7 @@ def test_every_policy_has_its_cells() -> None:
     assert all(c.options["keep_ratio"] == 0.5 for c in stm)
     rho = next(c for c in cells if c.policy == "rho-1")
     assert rho.needs == ("references/curated",)
-    assert rho.options["policy_reference"] == "@curated"
+    assert rho.options["policy_options"] == {"reference": "@curated"}
     standard = next(c for c in cells if c.policy == "standard")
     assert standard.keep_model
     assert standard.name in next(c for c in cells if c.policy == "wise-ft").needs

@@ -167,7 +167,6 @@ def stage(folder: Path) -> PolicyStage:
         rows=rows,
         validation=(),
         row_batch=lambda chosen: padded_batch(chosen, 0, "cpu"),
-        reference_model=None,
         folder=folder,
         batch_size=3,
         progress=False,

@@ -21,7 +21,7 @@ from tests.property.test_policies_validation_first import (
 )
 
 
-def run(folder: Path, policy: Rho1, reference: Any = None, **more: Any) -> AlphaSFTTrainer:
+def run(folder: Path, policy: Rho1, **more: Any) -> AlphaSFTTrainer:
     """Trained on 16 rows, 8 others for validation."""
     torch.manual_seed(11)
     rows = tiny.sft_rows(24)
@@ -29,10 +29,9 @@ def run(folder: Path, policy: Rho1, reference: Any = None, **more: Any) -> Alpha
         model=tiny.model(layers=2),
         args=AlphaSFTConfig(**tiny.options(folder, **{**OPTIONS, **more})),
         train_dataset=rows.select(range(16)),
-        validation_dataset=None if reference is not None else rows.select(range(16, 24)),
+        validation_dataset=rows.select(range(16, 24)) if policy.needs.validation else None,
         processing_class=tiny.tokenizer(),
         policy=policy,
-        policy_reference=reference,
     )
     trainer.train()
     return trainer
@@ -45,8 +44,8 @@ def test_rho_1_trains_its_reference(tmp_path: Path) -> None:
     """The run is that with a reference which TRL trained on the same validation rows."""
     own = run(tmp_path / "own" / "run", Rho1(**POLICY))
     reference = reference_by_hand(tmp_path)
-    given = run(tmp_path / "given" / "run", Rho1(), reference=reference)
-    untrained = run(tmp_path / "other" / "run", Rho1(), reference=tiny.model(layers=2))
+    given = run(tmp_path / "given" / "run", Rho1(reference=reference))
+    untrained = run(tmp_path / "other" / "run", Rho1(reference=tiny.model(layers=2)))
     ends = [tiny.weights(trainer.model) for trainer in (own, given, untrained)]
     assert furthest(ends[0], ends[1]) < 1e-6
     assert furthest(ends[0], ends[2]) > 1e-3, "the reference matters"
@@ -75,33 +74,18 @@ def test_a_reference_is_trained_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "more", "match"),
+    ("policy", "match"),
     [
-        (lambda: Rho1(reference_epochs=0.0), {}, "above 0"),
-        (lambda: Rho1(reference_epochs=1.0, reference_learning_rate=-1.0), {}, "above 0"),
-        (lambda: Rho1(reference_learning_rate=1.0), {}, "no reference model is trained"),
-        (lambda: Rho1(reference_epochs=1.0), {"reference": True}, "needs a validation dataset"),
+        (lambda: Rho1(reference_epochs=0.0), "above 0"),
+        (lambda: Rho1(reference_epochs=1.0, reference_learning_rate=-1.0), "above 0"),
+        (lambda: Rho1(reference_learning_rate=1.0), "no reference model is trained"),
+        (lambda: Rho1(reference_epochs=1.0, reference="x"), "leave one of the two out"),
+        (Rho1, "needs a reference model"),
     ],
 )
-def test_bad_input(tmp_path: Path, policy: Any, more: dict[str, Any], match: str) -> None:
-    if more:
-        more = {"reference": tiny.model(1, layers=2)}
+def test_bad_input(tmp_path: Path, policy: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        run(tmp_path / "run", policy(), **more)
-
-
-def test_two_references_are_refused(tmp_path: Path) -> None:
-    rows = tiny.sft_rows(12)
-    with pytest.raises(ConfigError, match="leave one of the two out"):
-        AlphaSFTTrainer(
-            model=tiny.model(layers=2),
-            args=AlphaSFTConfig(**tiny.options(tmp_path / "run")),
-            train_dataset=rows.select(range(8)),
-            validation_dataset=rows.select(range(8, 12)),
-            processing_class=tiny.tokenizer(),
-            policy=Rho1(reference_epochs=1.0),
-            policy_reference=tiny.model(1, layers=2),
-        )
+        run(tmp_path / "run", policy())
 
 
 @pytest.mark.parametrize("what", ["rows", "model", "kind"])
@@ -111,7 +95,7 @@ def test_a_reference_of_something_else_is_trained_anew(tmp_path: Path, what: str
 
     stage = PolicyStage(
         model=torch.nn.Linear(1, 1), rows=[], validation=(), row_batch=lambda _: {},
-        reference_model=None, folder=tmp_path, batch_size=1, run={"seed": 1},
+        folder=tmp_path, batch_size=1, run={"seed": 1},
     )  # fmt: skip
     one = {"kind": "rho-1", "model": "m", "data": "d"}
     other = {**one, {"rows": "data", "model": "model", "kind": "kind"}[what]: "x"}

@@ -94,7 +94,7 @@ def model(seed: int = 0, *, layers: int = 2) -> LlamaForCausalLM:
 def stage(folder: Path, given: Sequence[Row] | None = None, **changes: Any) -> PolicyStage:
     fields: dict[str, Any] = {
         "model": model(), "rows": rows() if given is None else given, "validation": (),
-        "row_batch": right_padded, "reference_model": None, "folder": folder, "batch_size": 3,
+        "row_batch": right_padded, "folder": folder, "batch_size": 3,
         "progress": False,
     }  # fmt: skip
     return PolicyStage(**fields | changes)
@@ -469,8 +469,8 @@ def test_token_cleaning_takes_what_the_reference_learned(tmp_path: Path) -> None
         optimizer.zero_grad()
         reference.eval()(**batch).loss.backward()
         optimizer.step()
-    policy = TokenCleaning(ratio=0.5)
-    found = policy.prepare(stage(tmp_path, given, reference_model=reference))
+    policy = TokenCleaning(ratio=0.5, reference=reference)
+    found = policy.prepare(stage(tmp_path, given))
     learned, other = found.means(found.columns["score"]).tolist()
     assert learned > max(0.0, other)
     kept, left = found.sums(found.columns["keep"]).tolist()
@@ -483,8 +483,8 @@ def test_token_cleaning_needs_a_reference(tmp_path: Path) -> None:
         TokenCleaning().prepare(stage(tmp_path))
     with pytest.raises(ConfigError, match="cannot train a reference"):
         TokenCleaning(warmup_share=0.5).prepare(stage(tmp_path))
-    assert TokenCleaning().needs.scorer_model
-    assert not TokenCleaning(warmup_share=0.5).needs.scorer_model
+    assert TokenCleaning().lacks == "reference"
+    assert TokenCleaning(warmup_share=0.5).lacks is None
     for share in (0.0, 1.1):
         with pytest.raises(ConfigError, match="lies in"):
             TokenCleaning(warmup_share=share)

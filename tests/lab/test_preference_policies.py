@@ -24,9 +24,11 @@ from trl import DPOConfig, DPOTrainer
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.model.batch import label_mask
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
+from alphatoken.train.micro_batch import Carried
 from alphatoken.train.policy import PolicyBatch
 from alphatoken_lab.methods.attribution import gradient_attribution
 from alphatoken_lab.methods.preference import PreferencePolicy
+from alphatoken_lab.methods.sepo import SePO
 from tests.integration.tiny_training import (
     furthest,
     lora,
@@ -56,7 +58,7 @@ class Uniform(PreferencePolicy):
 
 def trained(folder: Path, peft: bool = False, **more: Any) -> AlphaDPOTrainer:
     """Three steps, if not told otherwise; policy objects go to the trainer itself."""
-    own = {name: more.pop(name) for name in ("policy_reference",) if name in more}
+    own = {}
     if not isinstance(more.get("policy", ""), str):
         own["policy"] = more.pop("policy")
     args = AlphaDPOConfig(**options(folder, **{**STEPS, **more}))
@@ -138,6 +140,7 @@ def test_uniform_weights_are_trls_simpo(tmp_path: Path) -> None:
     expected.backward()
     ours.model.train()
     ours.model.zero_grad()
+    ours._carried = Carried(0)
     found = ours.compute_loss(ours.model, dict(batch))
     found.backward()
     assert found.item() == pytest.approx(expected.item(), abs=1e-6)
@@ -153,6 +156,7 @@ def test_simpo_costs_no_reference_forward(tmp_path: Path) -> None:
     calls: list[int] = []
     trainer.ref_model.register_forward_hook(lambda *_: calls.append(1))
     trainer.model.train()
+    trainer._carried = Carried(0)
     trainer.compute_loss(trainer.model, dict(next(iter(trainer.get_train_dataloader()))))
     assert not calls
 
@@ -162,9 +166,7 @@ def test_simpo_costs_no_reference_forward(tmp_path: Path) -> None:
 RUNS: dict[str, dict[str, Any]] = {
     "confpo": {"policy": "confpo"},
     "sepo on dpo": {
-        "policy": "sepo",
-        "policy_reference": model(seed=4),
-        "policy_options": {"loss": "dpo", "k": 0.5, "skip_first": True},
+        "policy": SePO(oracle=model(seed=4), loss="dpo", k=0.5, skip_first=True),
     },
     "ti-dpo with its code's term": {
         "policy": "ti-dpo",
@@ -202,7 +204,7 @@ def batch_of(trainer: AlphaDPOTrainer) -> tuple[dict[str, Any], Tensor]:
 def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
     """Columns against a plain forward; the reference is the trained model before training."""
     oracle, reference = model(seed=4), model()
-    trainer = trained(tmp_path, policy="sepo", policy_reference=oracle)
+    trainer = trained(tmp_path, policy=SePO(oracle=oracle))
     batch, mask = batch_of(trainer)
     found = trainer.weigher._columns.columns_of(batch, mask)
     for name, scorer in (("oracle_losses", oracle), ("reference_losses", reference)):
@@ -290,7 +292,7 @@ def test_attribution_is_the_gradient_at_given_embeddings(name: str) -> None:
     [
         ({"policy": "confpo", "policy_options": {"loss": "ipo"}}, "base loss"),
         ({"policy": "confpo", "policy_options": {"threshold": 1}}, "these arguments"),
-        ({"policy": "sepo"}, "SePO needs an oracle|second model|policy_reference"),
+        ({"policy": "sepo"}, "needs a reference model"),
         ({"policy": "sepo", "policy_options": {"oracle": "/nowhere"}}, "cannot be loaded"),
         ({"policy": "ti-dpo", "precompute_ref_log_probs": True}, "sum over a response"),
         ({"policy": "confpo", "beta": 0.3}, "a beta of its own"),

@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle import token_losses
-from alphatoken.train import AlphaDPOConfig, AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policy import PolicySettings
 from alphatoken_lab.methods import self_evolving
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
@@ -39,7 +39,6 @@ def run(
         processing_class=tiny.tokenizer(),
         peft_config=tiny.lora() if peft else None,
         policy=policy,
-        policy_reference=reference,
     )
     trainer.train()
     return trainer
@@ -166,21 +165,9 @@ def test_budget(tmp_path: Path) -> None:
         (lambda: TokenCleaning(rounds=2, warmup_share=0.5), {}, "no warm-up"),
         (lambda: TokenCleaning(rounds=2), {"packing": True}, "packed rows"),
         (lambda: TokenCleaning(rounds=ROWS + 1), {}, "a row for each"),
-        (lambda: TokenCleaning(rounds=2), {"reference": tiny.model(1, layers=2)}, "no reference"),
+        (lambda: TokenCleaning(rounds=2, reference="x"), {}, "no reference"),
     ],
 )
 def test_bad_input(tmp_path: Path, policy: Any, more: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         run(tmp_path / "run", policy(), **more)
-
-
-def test_a_second_model_that_nobody_reads(tmp_path: Path) -> None:
-    """Options or arguments that would be ignored are refused."""
-    for name in ("stm", "all", "random"):
-        with pytest.raises(ConfigError, match="scores with no second model"):
-            AlphaSFTConfig(**tiny.options(tmp_path, policy=name, policy_reference="somewhere"))
-    with pytest.raises(ConfigError, match="scores with no second model"):
-        AlphaDPOConfig(**tiny.options(tmp_path, policy="confpo", policy_reference="somewhere"))
-    with pytest.raises(ConfigError, match="scores with no second model"):
-        run(tmp_path / "run", reference=tiny.model(1, layers=2), policy=None)
-    AlphaDPOConfig(**tiny.options(tmp_path, policy="sepo", policy_reference="somewhere"))

@@ -60,7 +60,7 @@ def right_padded(rows: Any) -> Any:
 
 
 def stage(folder: Path, rows: Any, model: Any, **changes: Any) -> PolicyStage:
-    fields: dict[str, Any] = {"progress": False, "batch_size": 4, "reference_model": None}
+    fields: dict[str, Any] = {"progress": False, "batch_size": 4}
     return PolicyStage(model, rows, (), right_padded, folder=folder, **fields | changes)
 
 

@@ -220,8 +220,6 @@ def chosen_policy(
     options: Any,
     given: TokenPolicy | type[TokenPolicy] | None,
     family: str,
-    *,
-    second_model: bool = False,
 ) -> TokenPolicy | None:
     """The policy of a run; None where the trainer's own one is meant.
 
@@ -229,15 +227,11 @@ def chosen_policy(
         options: ``AlphaOptions``; a name that stands for options has been replaced by them.
         given: policy or class that was handed over; goes before the name in the options.
         family: "sft" or "preference", the trainer's.
-        second_model: whether one was handed over, beside what the options name.
 
     Raises:
         ConfigError: unknown, made for the other kind of trainer, or options that contradict it.
     """
-    second_model = second_model or options.policy_reference is not None
     if given is None and options.policy in TRAINER_POLICIES:
-        if second_model:
-            raise _unread_reference(options.policy)
         return None
     settings: PolicySettings = options.policy_settings()
     arguments = read_policy_options(options.policy_options)
@@ -246,9 +240,6 @@ def chosen_policy(
         chosen.bind(settings)
     else:
         chosen = policy(options.policy if given is None else given, settings, **arguments)
-    # With other options it may score with a second model.
-    if second_model and not (chosen.needs.scorer_model or type(chosen).needs.scorer_model):
-        raise _unread_reference(chosen.name)
     _refuse(chosen, options, family)
     return chosen
 
@@ -269,17 +260,6 @@ def _refuse_divisor(chosen: TokenPolicy, asked: str) -> None:
     )
 
 
-def _unread_reference(name: str) -> ConfigError:
-    """A second model was named, and the policy would not look at it."""
-    return ConfigError(
-        f"policy '{name}' scores with no second model",
-        got="policy_reference",
-        why="it would be loaded for nothing, and the run is not what its options say",
-        remedy="leave it out; a policy of your own that reads it says "
-        "needs = Needs(scorer_model=True)",
-    )
-
-
 def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
     if chosen.family not in (family, "both"):
         place = {"sft": "supervised fine-tuning", "preference": "preference pairs"}
@@ -294,7 +274,7 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
         raise ConfigError(
             f"policy '{chosen.name}' asks for reference log-probabilities",
             got="a trainer without a reference model",
-            remedy="a column of prepare(), made with policy_reference",
+            remedy="a column of prepare(), made with a model of its own",
         )
     _refuse_divisor(chosen, options.kept_normalization)
     for name, neutral in _ONLY_VALUES.items():

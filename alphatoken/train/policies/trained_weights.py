@@ -167,7 +167,7 @@ def trained_copy(
             "this trainer cannot train a reference model first",
             got=asked,
             why="only supervised fine-tuning in one process can",
-            remedy="train one with 'alphatoken sft --policy all' and name it with policy_reference",
+            remedy="train one with 'alphatoken sft --policy all' and name its folder",
         )
     rows = [{name: row[name] for name in _ROW if row.get(name) is not None} for row in rows]
     # What an option is in the run itself does not matter where this training sets it.

@@ -19,7 +19,6 @@ _NEEDS = {
     "entropy": "entropy of the next token",
     "model": "passes of its own",
     "validation": "validation rows",
-    "scorer_model": "policy_reference",
 }
 
 

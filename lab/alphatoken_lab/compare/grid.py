@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.train.policies import unread_options
+from alphatoken.train.policies import read_policy_options, unread_options
 from alphatoken_lab.compare.measures import Measures
-from alphatoken_lab.compare.methods import PLAIN, Method, reference_option
+from alphatoken_lab.compare.methods import PLAIN, Method, lacking_model
 
 __all__ = ["ON_ALL", "Cell", "Grid", "Reference", "TaskSpec", "all_cells", "resolved"]
 
@@ -304,8 +304,10 @@ def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> C
         # What the task's recipe says of its own policy gives way to another method's rule.
         neutral = unread_options(options, _FAMILY[task.command])
         options |= {k: v for k, v in neutral.items() if k in task.options and k not in own}
-        if "policy_reference" not in options and reference_option(method):
-            options["policy_reference"] = _second_model(grid, method, task.command)
+        if lacks := lacking_model(method):
+            given = read_policy_options(options.get("policy_options"))
+            second = _second_model(grid, method, task.command)
+            options["policy_options"] = {**given, lacks: second}
     else:
         loading = {name: task.options[name] for name in _LOADING if name in task.options}
         options = {**loading, **method.options, "model_name_or_path": model}
@@ -341,8 +343,8 @@ def _second_model(grid: Grid, method: Method, command: str) -> str:
         raise ConfigError(
             "a method needs a second model, and the grid trains none",
             got=method.name,
-            remedy=f"a reference named {name} in the grid's file, or policy_reference in the "
-            "method's options, or --policies without it",
+            remedy=f"a reference named {name} in the grid's file, or one in the "
+            "method's policy_options, or --policies without it",
         )
     return f"@{name}"
 

@@ -28,7 +28,7 @@ __all__ = [
     "Method",
     "custom_method",
     "known_methods",
-    "reference_option",
+    "lacking_model",
 ]
 
 KINDS = ("train", "start", "merge")
@@ -145,10 +145,11 @@ def custom_method(name: str, given: Mapping[str, Any]) -> Method:
     return Method(name, "merge" if merge else "train", family, tuple(modes), options, merges)
 
 
-def reference_option(method: Method) -> bool:
-    """Whether a method asks for a second model (``policy_reference``)."""
+def lacking_model(method: Method) -> str | None:
+    """The argument by which a method is to name a second model; None if it needs none."""
     name = method.options.get("policy")
     if method.kind != "train" or name is None or name in (*TRAINER_POLICIES, *STANDS_FOR):
-        return False
+        return None
     own = read_policy_options(method.options.get("policy_options"))
-    return bool(policy(name, PolicySettings(), **own).needs.scorer_model)
+    lacks: str | None = getattr(policy(name, PolicySettings(), **own), "lacks", None)
+    return lacks

@@ -6,13 +6,14 @@ import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.select.masks import response_values
 from alphatoken.train.policies.trained_weights import trained_copy, validation_schedule
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken_lab.methods.static import model_losses
+from alphatoken_lab.methods.static_mask import second_model
 from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["Rho1"]
@@ -28,7 +29,7 @@ class Rho1(TokenPolicy):
         keep the ceil(k N) tokens of the batch with the largest s;  L = mean of l over them
 
     Signed, a hard mask, ranked anew at every step with the current model. The reference is the
-    same base model after training on good rows: a model that was named (``policy_reference``), or
+    same base model after training on good rows: a model that was named (``reference``), or
     one that is trained first on the validation rows. Its losses are computed once. Published for
     pre-training; on response tokens it is the analogue for fine-tuning.
 
@@ -42,6 +43,8 @@ class Rho1(TokenPolicy):
             rows; the paper's]
         unit: "token", or "response". ["token" or "response"; "response" where whole rows are wrong;
             ours; the paper ranks tokens]
+        reference: the reference model. [null, or a folder or hub name; where there is one with the
+            same tokenizer; the paper trains one]
         reference_epochs: where no reference model was named: train one for so many epochs of the
             validation rows, with the trainer's own options. None asks for a reference model. [null,
             or above 0; where there is no second model; ours; the paper trains one for 3]
@@ -57,7 +60,7 @@ class Rho1(TokenPolicy):
     """
 
     name: ClassVar[str] = "rho-1"
-    needs: ClassVar[Needs] = Needs(columns=(_COLUMN,), scorer_model=True)
+    needs: ClassVar[Needs] = Needs(columns=(_COLUMN,))
     scope: ClassVar[str] = "batch"
     rounding: ClassVar[str] = "ceil"
     denominator: ClassVar[str] = "kept"
@@ -70,6 +73,7 @@ class Rho1(TokenPolicy):
         *,
         ratio: float = 0.6,
         unit: str = "token",
+        reference: str | nn.Module | None = None,
         reference_epochs: float | None = None,
         reference_learning_rate: float | None = None,
     ) -> None:
@@ -78,7 +82,7 @@ class Rho1(TokenPolicy):
             raise ConfigError("ratio must lie in (0, 1]", got=repr(ratio))
         require_choice("unit of Rho-1", unit, UNITS)
         self.native_ratio = ratio
-        self.unit = unit
+        self.unit, self.reference = unit, reference
         self.reference_epochs = reference_epochs
         self.reference_learning_rate = reference_learning_rate
         if reference_epochs is None:
@@ -93,7 +97,18 @@ class Rho1(TokenPolicy):
             given = getattr(self, name)
             if given is not None and not 0 < given < math.inf:
                 raise ConfigError(f"{name} of Rho-1 lies above 0", got=repr(given))
-        self.needs = replace(type(self).needs, scorer_model=False, validation=True)  # type: ignore[misc]
+        if reference is not None:
+            raise ConfigError(
+                "a reference model was named, and one is to be trained",
+                got=f"reference, reference_epochs={reference_epochs}",
+                remedy="leave one of the two out",
+            )
+        self.needs = replace(type(self).needs, validation=True)  # type: ignore[misc]
+
+    @property
+    def lacks(self) -> str | None:
+        """The argument that is to name its second model; None if it needs none."""
+        return "reference" if self.reference is None and self.reference_epochs is None else None
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """Losses of all response tokens under the reference model."""
@@ -101,14 +116,8 @@ class Rho1(TokenPolicy):
 
     def _reference(self, stage: PolicyStage) -> Any:
         if self.reference_epochs is None:
-            return stage.reference_model
+            return second_model(stage, self.reference, self.name)
         asked = f"reference_epochs={self.reference_epochs}"
-        if stage.reference_model is not None:
-            raise ConfigError(
-                "a reference model was named, and one is to be trained",
-                got=f"policy_reference, {asked}",
-                remedy="leave one of the two out",
-            )
         options = validation_schedule(stage, self.reference_epochs, self.reference_learning_rate)
         kind = "rho-1-reference"
         return trained_copy(stage, stage.validation, options, kind=kind, asked=asked).model

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage
-from alphatoken.train.reference import load_reference
 from alphatoken_lab.methods.preference import PreferencePolicy
-from alphatoken_lab.methods.static import device_of, model_losses
+from alphatoken_lab.methods.static import model_losses
+from alphatoken_lab.methods.static_mask import second_model
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
 
 __all__ = ["SePO", "without_first"]
@@ -41,9 +41,8 @@ class SePO(PreferencePolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        oracle: path of the aligned model; None for the second model that the trainer was given.
-            [null, or a folder or hub name; where policy_reference is not used; the paper trains one
-            by DPO]
+        oracle: the aligned model; it must be given. [null, or a folder or hub name; always; the
+            paper trains one by DPO]
         reference: path of the model that it was aligned from; None for the trained model as it is
             before training. [null, or a folder or hub name; where the oracle is no offspring of the
             trained model; the paper's]
@@ -64,7 +63,7 @@ class SePO(PreferencePolicy):
     name: ClassVar[str] = "sepo"
     published_loss: ClassVar[str] = "simpo"
     losses: ClassVar[Mapping[str, tuple[float, float]]] = {"simpo": (1.0, 0.0), "dpo": (0.1, 0.0)}
-    needs: ClassVar[Needs] = Needs(columns=(_ORACLE, _REFERENCE), scorer_model=True)
+    needs: ClassVar[Needs] = Needs(columns=(_ORACLE, _REFERENCE))
     scope: ClassVar[str] = "sequence"
     rounding: ClassVar[str] = "floor"
     denominator: ClassVar[str] = "kept"
@@ -76,8 +75,8 @@ class SePO(PreferencePolicy):
         self,
         settings: PolicySettings | None = None,
         *,
-        oracle: str | None = None,
-        reference: str | None = None,
+        oracle: str | nn.Module | None = None,
+        reference: str | nn.Module | None = None,
         k: float = 0.3,
         skip_first: bool = False,
         dtype: str = "float32",
@@ -89,8 +88,11 @@ class SePO(PreferencePolicy):
         self.oracle, self.reference = oracle, reference
         self.native_ratio = k
         self.skip_first, self.dtype = skip_first, dtype
-        if oracle is not None:  # no second model of the trainer's is asked for
-            vars(self)["needs"] = replace(self.needs, scorer_model=False)
+
+    @property
+    def lacks(self) -> str | None:
+        """The argument that is to name its second model; None if it needs none."""
+        return "oracle" if self.oracle is None else None
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
         """Losses of every response token under oracle and reference; each pass is cached.
@@ -106,25 +108,12 @@ class SePO(PreferencePolicy):
         return oracle.join(reference, header)
 
     def _oracle(self, stage: PolicyStage) -> Any:
-        if self.oracle is not None:
-            return self._load(stage, self.oracle)
-        if stage.reference_model is None:
-            raise ConfigError(
-                "SePO needs an oracle",
-                got="no path, and no second model",
-                why="tokens are chosen by how far it moved them from the reference",
-                remedy="policy_options oracle=PATH of a small model after DPO, and reference=PATH "
-                "of the same model before it",
-            )
-        return stage.reference_model
+        return second_model(stage, self.oracle, self.name, self.dtype)
 
     def _reference(self, stage: PolicyStage) -> Any:
-        return stage.model if self.reference is None else self._load(stage, self.reference)
-
-    def _load(self, stage: PolicyStage, path: str) -> Any:
-        return load_reference(
-            path, device=device_of(stage.model), dtype=self.dtype, tokenizer=stage.tokenizer
-        )
+        if self.reference is None:
+            return stage.model
+        return second_model(stage, self.reference, self.name, self.dtype)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``r`` on chosen rows and ``-r`` on rejected ones."""

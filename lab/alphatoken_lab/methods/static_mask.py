@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
+from alphatoken.train.reference import load_reference
 from alphatoken_lab.methods.static import keep_best, require_selection
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["GivenTable", "StaticMask", "require_model"]
+__all__ = ["GivenTable", "StaticMask", "second_model"]
 
 Array = NDArray[Any]
 
@@ -112,17 +113,29 @@ class GivenTable(StaticMask):
         return self.table
 
 
-def require_model(stage: PolicyStage, policy: str) -> Any:
-    """The stage's reference model.
+def second_model(
+    stage: PolicyStage, given: str | nn.Module | None, policy: str, dtype: str | None = None
+) -> Any:
+    """A model that a policy scores with, without gradients, on the trained model's device.
+
+    Args:
+        stage: of the run.
+        given: a folder, a name on the hub, or the model itself.
+        policy: whose it is.
+        dtype: of its weights, if it is loaded; None takes the trained model's.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, it cannot be loaded, or it reads other tokens.
     """
-    if stage.reference_model is None:
+    if given is None:
         raise ConfigError(
             f"the policy {policy} needs a reference model, and none was given",
             why="its score is a difference between two models",
-            remedy="name one with policy_reference (a folder or a hub name), with the same "
-            "tokenizer as the model",
+            remedy="name one in policy_options (a folder or a hub name), with the same tokenizer "
+            "as the model",
         )
-    return stage.reference_model
+    own = next(stage.model.parameters())
+    if isinstance(given, nn.Module):
+        return given.to(own.device).eval().requires_grad_(False)
+    wanted = str(own.dtype) if dtype is None else dtype
+    return load_reference(given, device=own.device, dtype=wanted, tokenizer=stage.tokenizer)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
+from torch import nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.train.policies.trained_weights import load_copy, load_weights, trained_copy
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage
 from alphatoken_lab.methods.self_evolving import RoundsBefore, excess_losses
-from alphatoken_lab.methods.static_mask import StaticMask, require_model
+from alphatoken_lab.methods.static_mask import StaticMask, second_model
 from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["TokenCleaning"]
@@ -37,6 +37,8 @@ class TokenCleaning(StaticMask):
     Args:
         settings: mode, budget, scope, rounding. The mode "native" keeps ``ratio``.
         ratio: rho as published, 0.6. [above 0, to 1; raise it for clean rows; the paper's 0.6]
+        reference: the reference model. [null, or a folder or hub name; where there is one with the
+            same tokenizer; the paper warms up on 10,000 of its rows]
         warmup_share: where no reference model was named: train one on this share of the training
             rows, the first ones (give curated rows first). None asks for a reference model. [null,
             or above 0, to 1; where there is no second model; ours; the paper warms up on 10,000
@@ -53,7 +55,7 @@ class TokenCleaning(StaticMask):
 
     name: ClassVar[str] = "token-cleaning"
     rounding: ClassVar[str] = "floor"
-    needs: ClassVar[Needs] = Needs(columns=("score", "keep"), model=True, scorer_model=True)
+    needs: ClassVar[Needs] = Needs(columns=("score", "keep"), model=True)
     direction: ClassVar[str] = "learnable first: most gained by the reference over the base"
     source: ClassVar[str] = "github.com/UCSC-REAL/TokenCleaning"
 
@@ -62,6 +64,7 @@ class TokenCleaning(StaticMask):
         settings: PolicySettings | None = None,
         *,
         ratio: float = 0.6,
+        reference: str | nn.Module | None = None,
         warmup_share: float | None = None,
         rounds: int | None = None,
     ) -> None:
@@ -69,6 +72,13 @@ class TokenCleaning(StaticMask):
         for name, share in (("ratio", ratio), ("warmup_share", warmup_share)):
             if share is not None and not 0 < share <= 1:
                 raise ConfigError(f"{name} of Token Cleaning lies in (0, 1]", got=repr(share))
+        if reference is not None and rounds is not None:
+            raise ConfigError(
+                "self-evolving Token Cleaning takes no reference model",
+                got=f"reference, rounds={rounds}",
+                why="each round's model is the reference of the next",
+                remedy="leave one of the two out",
+            )
         if rounds is not None and (rounds < 2 or warmup_share is not None):
             raise ConfigError(
                 "rounds of self-evolving Token Cleaning are 2 or more, and need no warm-up",
@@ -76,9 +86,14 @@ class TokenCleaning(StaticMask):
                 why="the first round is the warm-up",
             )
         self.native_ratio, self.warmup_share, self.rounds = ratio, warmup_share, rounds
-        if warmup_share is not None or rounds is not None:  # then a reference may be missing
-            self.needs = replace(type(self).needs, scorer_model=False)  # type: ignore[misc]
+        self.reference = reference
         self._last: Path | None = None
+
+    @property
+    def lacks(self) -> str | None:
+        """The argument that is to name its second model; None if it needs none."""
+        given = (self.reference, self.warmup_share, self.rounds)
+        return "reference" if given == (None, None, None) else None
 
     @property
     def variant(self) -> str:
@@ -89,13 +104,6 @@ class TokenCleaning(StaticMask):
         """All rows; of the self-evolving variant the last part, after the rounds before it."""
         if self.rounds is None:
             return None
-        if stage.reference_model is not None:
-            raise ConfigError(
-                "self-evolving Token Cleaning takes no reference model",
-                got=f"policy_reference, rounds={self.rounds}",
-                why="each round's model is the reference of the next",
-                remedy="leave one of the two out",
-            )
         if any(len(row.get("seq_lengths") or ()) > 1 for row in stage.rows):
             raise ConfigError(
                 "the rounds of self-evolving Token Cleaning rank whole rows of a part together",
@@ -124,8 +132,8 @@ class TokenCleaning(StaticMask):
         return excess_losses(stage, stage.model, found)
 
     def _reference(self, stage: PolicyStage) -> Any:
-        if stage.reference_model is not None or self.warmup_share is None:
-            return require_model(stage, self.name)
+        if self.reference is not None or self.warmup_share is None:
+            return second_model(stage, self.reference, self.name)
         count = max(1, int(self.warmup_share * len(stage.rows)))
         rows = [stage.rows[i] for i in range(count)]
         # Epochs, also where the run itself counts steps.
