@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from alphatoken.corpus.logprobs import read_pair
-from tests.property.properties import refusal
+from tests.property.setups import refusal
 
 
 def rows_of(shift: float) -> list[dict[str, Any]]:
