@@ -22,7 +22,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "head_reduction": ("per_head", "mean"),
     "causal_position": ("label", "context"),
     "uncovered": ("error", "skip"),
-    "offload": ("none", "stream"),
     "stability_units": ("plain", "balance"),
     "derivative": ("auto", "forward_mode", *FORMS),
 }
@@ -50,7 +49,7 @@ class ScorerConfig:
         stability_units: "plain" multiplies V by lambda, as the paper does; "balance" by
             lambda ``||G|| / ||V||``, both norms over all parameters in scope, before P: at
             lambda = 1 both sides are equally long, however far the weights have drifted. Needs
-            both objectives; under ``offload="stream"`` the price is one more pass over the file.
+            both objectives.
         head_reduction: "per_head" attention weights, or "mean" (the paper's scalar alpha).
         causal_position: the causal column of token i is taken where the token is predicted
             ("label", position i - 1) or where it is read ("context", position i).
@@ -76,15 +75,6 @@ class ScorerConfig:
             gives them (``TokenValues.standard_error``). Each validation batch is one part of the
             draw, so there must be at least two, of rows drawn independently. The price is one
             contraction (one dual forward under ``label``) and one copy of G more for each.
-        offload: "none" keeps V of a ``FisherDrift`` beside G; "stream" forms it one matrix at a
-            time whenever values are contracted, and never stores it. With a Fisher that is read
-            from its file (``FisherDrift.open``) neither F, W_ref nor V is then ever whole. The
-            values are the same to the bit; the price is one pass over the file for each batch,
-            and one for the balance. The weights must not change between a forward and its values,
-            nor under a pinned direction; if they do, an error is raised. ``label`` moves all
-            weights at once, so V is built whole for it, from one matrix of F and W_ref at a time.
-            Where weights are sharded, each process holds its part of F, W_ref and V with either
-            setting.
         derivative: how ``label`` differentiates the token losses. "forward_mode": one dual forward
             a direction, exact up to rounding. "central": two forwards at ``theta +- h M``, for any
             kernel and layer; needs weights and products in float32 or wider, and memory for one
@@ -122,7 +112,6 @@ class ScorerConfig:
     uncovered: str = "error"
     max_relative_drift: float | None = 1.0
     standard_errors: bool = False
-    offload: str = "none"
     derivative: str = "auto"
     curvature: bool = False
     walk_steps: int = 24

@@ -386,7 +386,7 @@ class Scorer:
             return valuer.values(frame, valuer.with_kept_errors(seen), components=components)
 
     @contextmanager
-    def observe(self, *, interaction: bool = False) -> Iterator[Observed]:
+    def observe(self) -> Iterator[Observed]:
         """Watch the forward that training runs anyway, so that it serves scoring as well.
 
         Inside the context call the model, then ``observed.values(logits, labels)``; the loss may
@@ -395,10 +395,6 @@ class Scorer:
         off), run from the observed arguments; where that gives the same losses, the layers below
         the first scored one are not run again, nor is the head, whose errors values and training
         share. Only the last forward with a graph is kept.
-
-        Args:
-            interaction: keep the self-only errors that ``Observed.interaction`` needs. Estimators
-                that contract such errors compute them anyway.
         """
         # M first: its forwards on the validation set must not be taken for the observed one.
         self._follow()
@@ -406,7 +402,7 @@ class Scorer:
         lock = _LOCKS.setdefault(self.adapter.model, RLock())
         with lock:  # proofs and walks move the weights
             frame = self.valuer.prepare()
-        self_only = interaction or self.config.estimator in SWITCHED
+        self_only = self.config.estimator in SWITCHED
         sharding = self.scored.sharding
         with (
             watch_head(self.adapter),
@@ -417,7 +413,6 @@ class Scorer:
                 frame,
                 recorder,
                 self_only=self_only,
-                keep_errors=interaction,
                 lock=lock,
             )
             try:

@@ -203,7 +203,6 @@ def score_peak_memory(run: Run) -> Iterator[Row]:
     for name, what in (
         ("score_peak_memory", "step_alphatoken"),
         ("score_peak_memory_fisher", "step_fisher"),
-        ("score_peak_memory_offload", "step_offload"),
     ):
         ours = fresh_peak(what, size, run.device)
         # G may go before the step's own peak; Fisher and reference weights stay over the run.
@@ -212,7 +211,6 @@ def score_peak_memory(run: Run) -> Iterator[Row]:
         sides = {
             "step_alphatoken": "G, with components",
             "step_fisher": "G and V, total alone",
-            "step_offload": "G and V, total alone, Fisher on disk",
         }[what]
         yield {
             "name": name,

@@ -13,14 +13,13 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig, masked_sft_loss
+from alphatoken import Scorer, ScorerConfig, masked_sft_loss
 from benchmarks.models import Size, fisher
 
 __all__ = [
@@ -37,7 +36,6 @@ LAYERS = 3
 STEPS = {
     "step_alphatoken": {"components": True, "retention": False},
     "step_fisher": {"components": False, "retention": True},
-    "step_offload": {"components": False, "retention": True, "offload": True},
 }
 """The ways in which a training step is valued."""
 
@@ -60,21 +58,11 @@ def observed_step(scorer: Scorer, model: Any, batch: Any, *, components: bool) -
     masked_sft_loss(logits, batch["labels"], mask).backward()
 
 
-def scorer_for(
-    model: Any, size: Size, device: torch.device, *, retention: bool, folder: Path | None = None
-) -> Scorer:
-    """The paper's estimator at K = 3, with both sides of M or adaptation alone.
-
-    With a ``folder`` the Fisher stays there, on disk, and V is formed one matrix at a time.
-    """
+def scorer_for(model: Any, size: Size, device: torch.device, *, retention: bool) -> Scorer:
+    """The paper's estimator at K = 3, with both sides of M or adaptation alone."""
     layers = min(LAYERS, size.depth)
     drift = fisher(model, layers) if retention else None
-    if drift is not None and folder is not None:
-        drift.save(folder / "fisher.safetensors")
-        drift = FisherDrift.open(folder / "fisher.safetensors")
-    offload = "none" if folder is None else "stream"
-    config = ScorerConfig(layers=layers, offload=offload)
-    return Scorer(model, size.batch(device, seed=1), drift, config)
+    return Scorer(model, size.batch(device, seed=1), drift, ScorerConfig(layers=layers))
 
 
 def work(what: str, size: Size, device: torch.device) -> None:
@@ -86,13 +74,11 @@ def work(what: str, size: Size, device: torch.device) -> None:
             plain_step(model, batch)
         return
     chosen = STEPS[what]
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) if chosen.get("offload") else None
-        scorer = scorer_for(model, size, device, retention=chosen["retention"], folder=place)
-        for _ in range(2):
-            model.zero_grad()
-            scorer.refresh()  # the validation side belongs to the peak of a step
-            observed_step(scorer, model, batch, components=chosen["components"])
+    scorer = scorer_for(model, size, device, retention=chosen["retention"])
+    for _ in range(2):
+        model.zero_grad()
+        scorer.refresh()  # the validation side belongs to the peak of a step
+        observed_step(scorer, model, batch, components=chosen["components"])
 
 
 def peak_mib() -> float:

@@ -43,7 +43,6 @@ TARGETS: dict[str, Target] = {
     "time_exponent": Target(1.1, "time grows as T to at most 1.1, attention apart, to T = 8192"),
     "score_overhead_k3_fisher": Target(1.12, "the same step with both sides of M"),
     "score_peak_memory_fisher": Target(1.15, "its peak memory"),
-    "score_peak_memory_offload": Target(1.15, "the same with the Fisher on disk"),
     "time_exponent_label": Target(1.1, "the exponent of `label`"),
     "time_against_validation": Target(
         1.1, "scoring against 16 times the validation rows, G built: as fast"

@@ -20,7 +20,6 @@ from alphatoken_lab.methods.preference import PreferencePolicy
 OF_SCORER = {
     "layers": "score_layers",
     "parameters": "value_parameters",
-    "offload": "fisher_offload",
     "standard_errors": "policy",
 }
 """Fields of ``ScorerConfig`` that trainers call otherwise, or set by another one."""

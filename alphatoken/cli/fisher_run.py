@@ -69,7 +69,7 @@ def run(options: FisherOptions) -> None:
     )
     used = used[: options.samples]
     keys = sorted({key for row in used for key in leak_keys(row)})
-    fisher = replace(fisher, metadata={**fisher.metadata, "row_keys": keys}, exact_names=True)
+    fisher = replace(fisher, metadata={**fisher.metadata, "row_keys": keys})
     fisher.save(options.output_file)
     print(f"Fisher of {options.samples} samples on {len(used)} prompts: {options.output_file}")
 

@@ -123,11 +123,6 @@ class _Output:
     write_dataset: str | None = option(
         None, "folder for the rows as a data set: labels, which any trainer reads, and loss_weights"
     )
-    offload: bool = option(
-        False,
-        "leave the Fisher on disk and read it one matrix at a time; the same values",
-        flag="fisher_offload",
-    )
 
 
 @dataclass(kw_only=True)
@@ -234,8 +229,7 @@ def run(options: ScoreOptions | LogprobOptions) -> None:
     from alphatoken.corpus.run import score_corpus
     from alphatoken.corpus.spec import EngineSpec, ResultSpec
 
-    offload = "stream" if options.offload else "none"
-    spec = job_spec(options, options.output_dir, parameters=options.parameters, offload=offload)
+    spec = job_spec(options, options.output_dir, parameters=options.parameters)
     wanted = ResultSpec(
         report=options.report,
         report_rows=options.report_rows,

@@ -299,7 +299,6 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
         args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = model_options(arguments)
     file = arguments.data.fisher_file
-    read_fisher = FisherDrift.open if args.fisher_offload else FisherDrift.load
     try:
         with warnings.catch_warnings():
             # Rows in common were found by text, and are counted in the notes.
@@ -314,7 +313,7 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
                 peft_config=get_peft_config(model),
                 validation_dataset=data.validation,
                 retention_dataset=data.retention,
-                fisher=None if file is None else read_fisher(file),
+                fisher=None if file is None else FisherDrift.load(file),
                 fisher_dataset=data.fisher,
             )
     except SafetensorError as error:  # TRL loads the model

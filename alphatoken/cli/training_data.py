@@ -231,7 +231,7 @@ def _fitted_keys(data: DataArguments) -> set[str]:
         return set()
     from alphatoken import FisherDrift
 
-    return set(FisherDrift.open(data.fisher_file).metadata.get("row_keys", []))
+    return set(FisherDrift.load(data.fisher_file).metadata.get("row_keys", []))
 
 
 def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:

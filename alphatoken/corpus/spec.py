@@ -144,13 +144,12 @@ class JobSpec:
         )
 
     def fisher(self) -> FisherDrift | None:
-        """The Fisher of the stability term, left on disk where the configuration says so.
+        """The Fisher of the stability term.
 
         Raises:
             AlphaTokenError: the file is missing, or holds something else.
         """
-        read = FisherDrift.open if self.config.offload == "stream" else FisherDrift.load
-        return None if self.fisher_file is None else read(self.fisher_file)
+        return None if self.fisher_file is None else FisherDrift.load(self.fisher_file)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alphatoken.estimate.matrices import Formed, Matrices
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = [
@@ -54,21 +53,12 @@ def kronecker_drift(errors: Tensor, inputs: Tensor, weight: Tensor, reference: T
     return errors.to(dtype) @ drift @ inputs.to(dtype)
 
 
-def precondition(direction: Matrices, preconditioner: Mapping[str, Tensor] | None) -> Matrices:
-    """``P o M`` per parameter; P = 1 where it is not given.
-
-    If ``direction`` forms its matrices when they are asked for (``Formed``), the result does so
-    too, and no product is held in memory; otherwise the result is a dictionary of tensors.
-    """
-    if preconditioner is None:
-        return direction if isinstance(direction, Formed) else dict(direction)
-
-    def scaled(name: str) -> Tensor:
-        m = direction[name]
-        return m * preconditioner[name].to(m) if name in preconditioner else m
-
-    formed = Formed(direction, scaled)
-    return formed if isinstance(direction, Formed) else dict(formed)
+def precondition(
+    direction: Mapping[str, Tensor], preconditioner: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """``P o M`` per parameter; P = 1 where it is not given."""
+    p = preconditioner or {}
+    return {name: m * p[name].to(m) if name in p else m for name, m in direction.items()}
 
 
 def balance(
@@ -105,7 +95,7 @@ def unit_of_stability(adaptation: Mapping[str, float], stability: Mapping[str, f
     return g / v if v > 0 else 0.0
 
 
-def norms(direction: Matrices) -> dict[str, float]:
+def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:
     """Frobenius norm of each parameter's matrix."""
     return {name: float(torch.linalg.vector_norm(m)) for name, m in direction.items()}
 
@@ -116,8 +106,7 @@ class Direction:
 
     Attributes:
         adaptation: ``P o G`` by parameter name; empty under ``objective="stability"``.
-        stability: ``P o V`` (before lambda), or None without a retention term; ``Formed`` under
-            ``offload="stream"``.
+        stability: ``P o V`` (before lambda), or None without a retention term.
         stability_weight: what V is multiplied by, lambda in its units.
         parts: what each validation batch gives to ``adaptation``, which is their sum; empty unless
             ``standard_errors`` are asked for.
@@ -125,7 +114,7 @@ class Direction:
     """
 
     adaptation: dict[str, Tensor]
-    stability: Matrices | None
+    stability: dict[str, Tensor] | None
     stability_weight: float
     parts: tuple[dict[str, Tensor], ...] = ()
     shares: tuple[float, ...] = ()

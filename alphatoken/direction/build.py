@@ -28,7 +28,6 @@ from alphatoken.direction.objective import (
 from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.estimate.gradients import gradient_of
-from alphatoken.estimate.matrices import Formed, Matrices
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter
@@ -105,13 +104,6 @@ class Ingredients:
                 got="retention=None",
                 why="every value would be zero",
                 remedy="pass a FisherDrift or retention batches",
-            )
-        if self.config.offload == "stream" and not isinstance(retention, (FisherDrift, type(None))):
-            raise ConfigError(
-                "offload='stream' needs a FisherDrift",
-                got=f"retention of type {type(retention).__name__}",
-                why="a gradient on retention batches cannot be formed one matrix at a time",
-                remedy="offload='none'",
             )
         parts = None
         if isinstance(retention, FisherDrift) and self.config.objective != "adaptation":
@@ -260,32 +252,18 @@ class Ingredients:
         scored = self.scored
         return record(self.adapter, scored.scope, attention=False, sharding=scored.sharding)
 
-    def _stability(self) -> Matrices | None:
+    def _stability(self) -> dict[str, Tensor] | None:
         if not self.retains:
             return None
         if self.parts is not None:
             return self.parts.direction()
         if isinstance(self.retention, FisherDrift):
-            # Label values move all weights at once, so that V must be whole for them anyway.
-            if self.config.offload == "stream" and self.config.captured:
-                return self.retention.forming(self._trained_weights())
             drift: dict[str, Tensor] = {}
             for name, parameter in self.scored.parameters.items():  # one master at a time
                 weight = self.masters(name, parameter) if self.masters else parameter
                 drift |= self.retention.direction({name: weight})
             return drift
         return self._gradient("retention", as_batches(self.retention, "retention batch"))
-
-    def _trained_weights(self) -> Mapping[str, Tensor]:
-        """The weights as they are trained; masters as copies, which wait on the CPU.
-
-        Asking for a master takes all processes, and V is formed by each when it needs it.
-        """
-        masters, parameters = self.masters, self.scored.parameters
-        if masters is None:
-            return parameters
-        kept = {name: masters(name, p).to("cpu", copy=True) for name, p in parameters.items()}
-        return Formed(kept, lambda name: kept[name].to(parameters[name].device))
 
     def _preconditioner(self) -> Mapping[str, Tensor] | None:
         """P where it is the same for every batch: frozen, or the user's own mapping."""
@@ -365,12 +343,14 @@ Sizes = tuple[dict[str, float], dict[str, float]]
 """Norms of G and of V by parameter."""
 
 
-def sizes(adaptation: Matrices, stability: Matrices | None, sharding: Sharding | None) -> Sizes:
+def sizes(
+    adaptation: Mapping[str, Tensor],
+    stability: Mapping[str, Tensor] | None,
+    sharding: Sharding | None,
+) -> Sizes:
     """Norms of both sides by parameter; under sharded weights by all processes together."""
-    if sharding is None:
-        return norms(adaptation), norms(stability or {})
-    both = dict(adaptation), dict(stability or {})
-    return sharding.norms(both[0]), sharding.norms(both[1])
+    measure = norms if sharding is None else sharding.norms
+    return measure(adaptation), measure(stability or {})
 
 
 _COUNT = "tokens of the batch"
@@ -382,9 +362,9 @@ def _preconditioned(direction: Direction, p: Mapping[str, Tensor] | None) -> Dir
     stability = direction.stability
     return replace(
         direction,
-        adaptation=dict(precondition(direction.adaptation, p)),
+        adaptation=precondition(direction.adaptation, p),
         stability=None if stability is None else precondition(stability, p),
-        parts=tuple(dict(precondition(part, p)) for part in direction.parts),
+        parts=tuple(precondition(part, p) for part in direction.parts),
     )
 
 

@@ -59,8 +59,6 @@ class Frame:
 
         Measured when it is first asked for; under sharded weights by all processes together.
         """
-        # Not measured with the direction: under ``offload="stream"`` the norms of V read F and
-        # W_ref from disk once more, and a pass without components has no use for them.
         direction = self.direction
         found = sizes(direction.adaptation, direction.stability, self.scored.sharding)
         return balance(*found, direction.stability_weight)

@@ -3,41 +3,31 @@
 The Fisher and the reference weights are constants; V is rebuilt from the current weights. V is
 exactly zero at W = W_ref, so retention says nothing at step 0. Under LoRA with B_ref = 0 the
 gradient of A is zero at the reference, hence so is its Fisher: A's part of V stays zero for ever.
-
-Fisher and reference are each as large as the scored weights. ``FisherDrift.open`` leaves both on
-disk and reads them one matrix at a time; ``FisherDrift.forming`` does the same with V.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alphatoken.direction.algebra import diagonal_drift, kronecker_drift
-from alphatoken.errors import FisherError, ModelError
-from alphatoken.estimate.matrices import Formed, Matrices
-from alphatoken.model.fingerprint import numbers_of
+from alphatoken.errors import FisherError
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
-from alphatoken.support.storage import TensorFile, write_tensors
+from alphatoken.support.storage import read_tensors, write_tensors
 
 __all__ = ["FisherDrift", "check_distance", "library_version"]
 
 _KIND = "alphatoken Fisher drift"
 _FORMAT = "1"
-
-if TYPE_CHECKING:
-    Pairs: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
-else:
-    Pairs = Mapping  # as ``Matrices``: a check at run time would read an entry from disk
 
 
 def library_version() -> str:
@@ -59,9 +49,7 @@ class FisherDrift:
     Scale: F squares a gradient summed over a response, so V is in units of loss per sequence,
     while the adaptation direction is a mean over tokens: lambda has no natural unit.
 
-    Keys are module names (meaning that module's weight) or parameter names ending in ``.weight``
-    or ``.bias``; they are kept as parameter names. ``exact_names`` keeps them as they stand (3-D
-    expert tensors and the like have other endings).
+    Keys are names of parameters.
 
     Attributes:
         fisher: diagonal Fisher, >= 0, in each parameter's own shape; empty for Kronecker.
@@ -69,11 +57,7 @@ class FisherDrift:
         metadata: how it was fitted; plain JSON values. ``metadata["model"]`` is compared with
             the scored model's identity where present.
         factors: (left, right) per parameter; empty for the diagonal. Use :meth:`from_kronecker`.
-        exact_names: see above.
-        shapes: of each parameter, known without reading it.
-
-    The three mappings may be ``Formed`` (see :meth:`open`). Their entries are then read once, one
-    by one, to be checked; the mappings are kept as they are, and their names are not changed.
+        shapes: of each parameter.
 
     Raises:
         FisherError: nothing given, both kinds given, other shapes, a NaN, an infinity or a
@@ -82,19 +66,17 @@ class FisherDrift:
     Source: the paper's retention proxy (Fisher drift); oracle: alphatoken.oracle.retention.
     """
 
-    fisher: Matrices
-    reference: Matrices
+    fisher: Mapping[str, Tensor]
+    reference: Mapping[str, Tensor]
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    factors: Pairs = field(default_factory=dict)
-    exact_names: bool = False
+    factors: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        rename = (lambda name: name) if self.exact_names else _parameter_name
         # The dataclass is frozen, so that nothing is replaced once it is checked; its own
         # ``__post_init__`` writes past that.
         for attribute in ("fisher", "reference", "factors"):
-            object.__setattr__(self, attribute, _renamed(getattr(self, attribute), rename))
+            object.__setattr__(self, attribute, dict(getattr(self, attribute)))
         object.__setattr__(self, "metadata", _plain(self.metadata))
         if bool(self.fisher) == bool(self.factors):
             raise FisherError(
@@ -105,7 +87,6 @@ class FisherDrift:
         _check_names(set(self.names), set(self.reference))
         for name, weight in self.reference.items():
             _check_finite(weight, name, "reference weight")
-            # Each entry is accessed once: those of a file are read here, and let go of.
             if self.fisher:
                 _check_diagonal(self.fisher[name], weight, name)
             else:
@@ -127,7 +108,7 @@ class FisherDrift:
         tr(S_F) tr(A_F) is comparable with the trace of the per-sequence diagonal.
 
         Args:
-            factors: by module or parameter name.
+            factors: by name of the weight.
             reference: weights of the reference model, under the same names.
             transposed: those whose weight is stored as (d_in, d_out) (GPT-2's Conv1D).
             metadata: see the class.
@@ -136,11 +117,8 @@ class FisherDrift:
             FisherError: as for the class.
         """
         # The transpose of V = S (W - W_ref) A is A (W - W_ref)^T S, both factors being symmetric.
-        turned = {_parameter_name(name) for name in transposed}
-        pairs = {
-            name: (A, S) if _parameter_name(name) in turned else (S, A)
-            for name, (S, A) in factors.items()
-        }
+        turned = set(transposed)
+        pairs = {n: (A, S) if n in turned else (S, A) for n, (S, A) in factors.items()}
         return cls({}, reference, {} if metadata is None else metadata, pairs)
 
     @property
@@ -158,25 +136,13 @@ class FisherDrift:
         extra = "".join(f", {key}={value}" for key, value in fitted.items())
         return f"FisherDrift({self.structure}, {len(self.names)} parameters{extra})"
 
-    @property
-    def streamed(self) -> bool:
-        """Whether F and W_ref are read from a file whenever they are needed."""
-        return isinstance(self.reference, Formed)
-
     def to(self, device: torch.device | str) -> FisherDrift:
-        """The same Fisher on another device (V is computed on the weights' device in any case).
-
-        A Fisher that was left on disk stays there for "cpu". For any other device it is read into
-        that device's memory.
-        """
-        if self.streamed and torch.device(device).type == "cpu":
-            return self
+        """The same Fisher on another device (V is computed on the weights' device in any case)."""
         return FisherDrift(
             {name: F.to(device) for name, F in self.fisher.items()},
             {name: W.to(device) for name, W in self.reference.items()},
             self.metadata,
             {name: (L.to(device), R.to(device)) for name, (L, R) in self.factors.items()},
-            exact_names=True,
         )
 
     @torch.no_grad()
@@ -194,41 +160,6 @@ class FisherDrift:
         """
         self._require(parameters)
         return {name: self._V(name, weight.detach()) for name, weight in parameters.items()}
-
-    def forming(self, parameters: Mapping[str, Tensor]) -> Formed[Tensor]:
-        """V as :meth:`direction` gives it, to the bit, but formed matrix by matrix on access.
-
-        V is never whole in memory, and neither are F and W_ref of an opened file: the device holds
-        those of one matrix at a time. V belongs to the weights as they are at this call. If a
-        weight was written to since, accessing its V raises.
-
-        Args:
-            parameters: as for :meth:`direction`.
-
-        Returns:
-            parameter name -> V, each access computing it anew.
-
-        Raises:
-            FisherError: as :meth:`direction`; or, on access, the file is not what it was.
-            ModelError: on access: the weight has changed since.
-        """
-        self._require(parameters)
-        before = {name: numbers_of([w]) for name, w in parameters.items()}
-
-        @torch.no_grad()
-        def form(name: str) -> Tensor:
-            weight = parameters[name]
-            if numbers_of([weight]) != before[name]:
-                raise ModelError(
-                    "a weight has changed since the direction was built, and V is not stored",
-                    got=f"'{name}'",
-                    why="V = F o (W - W_ref) of the earlier weight cannot be had any more",
-                    remedy="offload='none', which stores V; or take the values before the weights "
-                    "are written to, and keep a direction (pin) for one step only",
-                )
-            return self._V(name, weight.detach())
-
-        return Formed(parameters, form)
 
     def _V(self, name: str, weight: Tensor) -> Tensor:
         reference = self.reference[name].to(weight.device)
@@ -365,39 +296,14 @@ class FisherDrift:
             FisherError: no such file, truncated, altered, another kind or version of file, or
                 entries missing; the message names the file.
         """
-        return cls._read(path, whole=True)
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> FisherDrift:
-        """The same as :meth:`load`, but left on disk: entries are read when they are accessed.
-
-        Opening reads the file twice, for its digest and for the checks of the class, with one entry
-        in memory at a time. The file must then stay as it is: if it was replaced, cut or written
-        to, the next access raises. V is the same as after :meth:`load`, to the bit.
-
-        Raises:
-            FisherError: as :meth:`load`.
-        """
-        return cls._read(path, whole=False)
-
-    @classmethod
-    def _read(cls, path: str | os.PathLike[str], *, whole: bool) -> FisherDrift:
-        """The Fisher of a file; with ``whole`` all is read now, else each entry on access."""
-        file = TensorFile(path, error=FisherError)
-        read, described = file.read, file.metadata
-
-        def entries(form: Callable[[str], Any]) -> Mapping[str, Any]:
-            formed = Formed(json.loads(described["names"]), form)
-            return dict(formed) if whole else formed
-
+        tensors, described = read_tensors(path, error=FisherError)
         with _consistent(path, described):
-            metadata = json.loads(described["metadata"])
-            reference = entries(lambda name: read(f"reference/{name}"))
+            names, metadata = json.loads(described["names"]), json.loads(described["metadata"])
+            reference = {name: tensors[f"reference/{name}"] for name in names}
             if described["structure"] == "diagonal":
-                fisher = entries(lambda name: read(f"fisher/{name}"))
-                return cls(fisher, reference, metadata, exact_names=True)
-            factors = entries(lambda name: (read(f"left/{name}"), read(f"right/{name}")))
-            return cls({}, reference, metadata, factors, exact_names=True)
+                return cls({n: tensors[f"fisher/{n}"] for n in names}, reference, metadata)
+            factors = {n: (tensors[f"left/{n}"], tensors[f"right/{n}"]) for n in names}
+            return cls({}, reference, metadata, factors)
 
 
 @contextmanager
@@ -442,24 +348,6 @@ def check_distance(relative: Mapping[str, float], most: float | None) -> None:
             remedy="fit the Fisher on the model that training starts from, or pass "
             "max_relative_drift=None if the distance is meant",
         )
-
-
-def _parameter_name(name: str) -> str:
-    return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-
-
-def _renamed(entries: Mapping[str, Any], rename: Callable[[str], str]) -> Mapping[str, Any]:
-    if isinstance(entries, Formed):
-        return entries
-    renamed = {rename(name): entry for name, entry in entries.items()}
-    if len(renamed) < len(entries):
-        raise FisherError(
-            "a parameter is given twice",
-            got=f"keys {sorted(entries)}",
-            why="a module's name and its weight's name mean the same",
-            remedy="give each parameter once",
-        )
-    return renamed
 
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:

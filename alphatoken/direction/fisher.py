@@ -73,7 +73,6 @@ def fit_fisher(
     progress: bool | ProgressSink | None = None,
     adapter: DecoderAdapter | None = None,
     score_bias: bool = False,
-    path: str | os.PathLike[str] | None = None,
     responses: dict[int, Tensor] | None = None,
 ) -> FisherDrift:
     """Fit the Fisher of ``model`` as it is now, and keep its weights as the reference.
@@ -123,9 +122,6 @@ def fit_fisher(
             function gets a :class:`alphatoken.support.progress.Progress` after every sample.
         adapter: how the model is read; found by itself for transformers and PEFT models.
         score_bias: the linears' trainable biases too.
-        path: write the result to this file, whole or not at all, and return it left there
-            (``FisherDrift.open``). No second copy of the weights is made then, and none of the
-            Fisher is held afterwards. The file is that of ``fit_fisher(...).save(path)``.
         responses: ids of responses by the sample's number. Those that are there are not drawn
             again, which is nearly all of a fit's time; those that are drawn are put there.
 
@@ -157,17 +153,10 @@ def fit_fisher(
         fit = _Fit(adapter, scope, settings, given, budgets, trained, drawn)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
-        # What stays in memory must not follow the weights when they are trained. What is written to
-        # a file at once needs no copy.
-        copied = path is None
-        fitted = fit.result(
-            {n: w.detach().clone() if copied else w.detach() for n, w in trained.items()}
-        )
-        if path is not None:
-            fitted.save(path)
-            fitted = FisherDrift.open(path)
+        # Copies: what stays in memory must not follow the weights when they are trained.
+        fitted = fit.result({n: w.detach().clone() for n, w in trained.items()})
         if store is not None:
-            store.remove()  # only now: what could not be written is not fitted again from nothing
+            store.remove()
         return fitted
 
 
@@ -338,9 +327,9 @@ class _Fit:
         }
         if isinstance(self.moments, DiagonalMoments):
             diagonal = self.moments.means(self.done)
-            return FisherDrift(diagonal, reference, metadata, exact_names=True)
+            return FisherDrift(diagonal, reference, metadata)
         factors = self.moments.factors(self.done)
-        return FisherDrift({}, reference, metadata, factors, exact_names=True)
+        return FisherDrift({}, reference, metadata, factors)
 
 
 def _trained(scope: Scope, settings: _Settings) -> dict[str, Tensor]:

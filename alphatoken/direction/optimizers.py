@@ -1,15 +1,13 @@
 """Preconditioners from a live optimizer: its groups and state are found here, read in ``updates``.
 
-Served are torch.optim's Adam family, RMSprop, Adagrad and Adadelta, those of torch_optimizer whose
-second moment is plain to read, and low-bit ones whose state can be dequantised. The wrappers of
-accelerate and torch_optimizer's Lookahead are opened. Others are refused by name, before any work.
+Served are torch.optim's Adam family, RMSprop, Adagrad and Adadelta, and those of torch_optimizer
+whose second moment is plain to read. accelerate's wrapper is opened. Others are refused by name,
+before any work.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +36,7 @@ def check_optimizer(optimizer: Any) -> None:
         UnsupportedError: a class without a rule; it names those that have one.
         ConfigError: DeepSpeed's partitions, or ``maximize``.
     """
-    inner, _ = _opened(optimizer)
+    inner = _opened(optimizer)
     _rule(inner)
     if any(group.get("maximize") for group in inner.param_groups):
         raise ConfigError(
@@ -120,10 +118,9 @@ def read_update(
         ConfigError: the optimizer's state cannot be read, or it does not hold the parameter.
         InputError: the gradient has another shape.
     """
-    inner, factor = _opened(optimizer)
+    inner = _opened(optimizer)
     rule = _rule(inner)
-    group_index, index, group, own = _place(inner, parameter)
-    # A wrapper's own state is a copy or a mirror; the innermost one is stepped.
+    group, own = _place(inner, parameter)
     state: Mapping[str, Any] = inner.state.get(own, {})
     if rule.marker not in state:
         return None
@@ -134,9 +131,7 @@ def read_update(
     if g is not None and decay and rule.couples(inner, group):
         g = g + decay * local.detach().to(g)
     sharded = isinstance(parameter, DTensor)
-    held = Held(inner, group, group_index, index, local, state, g, sharded)
-    update = rule.update(held)
-    return replace(update, factor=factor(group) * update.factor), g
+    return rule.update(Held(inner, group, local, state, g, sharded)), g
 
 
 # --- inside --------------------------------------------------------------------------------------
@@ -172,25 +167,14 @@ def _by_parameter(
     return found
 
 
-def _opened(optimizer: Any) -> tuple[Any, Any]:
-    """The innermost optimizer, and a function that gives Lookahead's factor on a group's step."""
-    ahead = []
-    while True:
-        names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
-        if ("accelerate", "AcceleratedOptimizer") in names:
-            optimizer = optimizer.optimizer
-        elif ("torch_optimizer", "Lookahead") in names:
-            ahead.append(float(optimizer.alpha))
-            optimizer = optimizer.optimizer
-        else:
-            break
-
-    # Lookahead's step number 0 of a round is followed by the pull towards the slow weights, which
-    # leaves alpha of what the inner step did. Other steps go through whole.
-    def factor(group: Mapping[str, Any]) -> float:
-        return math.prod(ahead) if group.get("counter") == 0 else 1.0
-
-    return optimizer, factor
+def _opened(optimizer: Any) -> Any:
+    """The innermost optimizer, under accelerate's wrapper."""
+    while any(
+        c.__name__ == "AcceleratedOptimizer" and c.__module__.startswith("accelerate.")
+        for c in type(optimizer).__mro__
+    ):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _rule(optimizer: Any) -> Rule:
@@ -212,12 +196,12 @@ def _rule(optimizer: Any) -> Rule:
     return rule
 
 
-def _place(optimizer: Any, parameter: Tensor) -> tuple[int, int, Mapping[str, Any], Tensor]:
-    """Where an optimizer holds a parameter: (group's number, number in it, group, parameter)."""
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, own in enumerate(group["params"]):
+def _place(optimizer: Any, parameter: Tensor) -> tuple[Mapping[str, Any], Tensor]:
+    """The group in which an optimizer holds a parameter, and the parameter."""
+    for group in optimizer.param_groups:
+        for own in group["params"]:
             if own is parameter:  # ``==`` would compare the numbers
-                return group_index, index, group, own
+                return group, own
     raise ConfigError(
         "a scored parameter is not held by the optimizer",
         got=f"a parameter of shape {tuple(parameter.shape)}",

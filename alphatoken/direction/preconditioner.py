@@ -43,7 +43,7 @@ class Update:
         offset: the numerator at g = 0 (momentum).
         center: where w is smallest: 0, or the mean that the gradient is compared with.
         largest: w never falls below it (amsgrad); None for no such memory.
-        factor: a factor of the whole tensor: rectification, trust ratio, look-ahead.
+        factor: a factor of the whole tensor: rectification, trust ratio.
     """
 
     steps: int

@@ -32,8 +32,6 @@ class Held:
 
     optimizer: Any
     group: Mapping[str, Any]
-    group_index: int
-    index: int
     parameter: Tensor
     state: Mapping[str, Any]
     gradient: Tensor | None = None
@@ -60,13 +58,10 @@ class Held:
         return float(self.group[key])
 
     def tensor(self, key: str) -> Tensor:
-        """A state tensor in the parameter's shape: local shard, dequantised, widened."""
+        """A state tensor in the parameter's shape: local shard, widened."""
         entry = self.state.get(key)
         if isinstance(entry, DTensor):
             entry = entry.to_local()
-        # Tensor itself has a dequantize, which fails for floats: only a subclass's own counts.
-        if isinstance(entry, Tensor) and "dequantize" in vars(type(entry)):
-            entry = entry.dequantize()
         # Factored or flattened state has another shape. Broadcast to the parameter's it would give
         # numbers, and wrong ones.
         if (
@@ -88,14 +83,9 @@ def unreadable(optimizer: object, key: str, found: object) -> ConfigError:
     return ConfigError(
         "the optimizer's state does not have the parameter's shape",
         got=got,
-        why="a factored, flattened or quantised state without a public dequantise method cannot "
-        "be read entry by entry",
+        why="a factored, flattened or quantised state cannot be read entry by entry",
         remedy="use an optimizer with full-size state, or preconditioner=None",
     )
-
-
-def _refused(what: str, held: Held, why: str, remedy: str) -> ConfigError:
-    return ConfigError(what, got=type(held.optimizer).__qualname__, why=why, remedy=remedy)
 
 
 # --- torch.optim --------------------------------------------------------------------------------
@@ -242,11 +232,11 @@ def _lamb(held: Held) -> Update:
         return update
     # The state is a local shard, and its norm not that of the parameter.
     if held.sharded:
-        raise _refused(
+        raise ConfigError(
             "Lamb's trust ratio is a norm of the whole parameter, which is sharded",
-            held,
-            "each rank would scale its shard by another number",
-            "another optimizer, DDP, or preconditioner=None",
+            got=type(held.optimizer).__qualname__,
+            why="each rank would scale its shard by another number",
+            remedy="another optimizer, DDP, or preconditioner=None",
         )
     return replace(update, factor=_trust(held))
 
@@ -274,72 +264,6 @@ def _yogi(held: Held) -> Update:
     return replace(update, rest=v / two, share=(held.betas[1] - 1) * sign / two)
 
 
-# --- 8 bits and fewer ---------------------------------------------------------------------------
-
-
-def _resolved(update: Update) -> Update:
-    """The update with zeros of a quantised second moment replaced by its smallest positive entry.
-
-    Such a 0 means "below the resolution". Taken as 0 it would make P as large as 1 / eps.
-    """
-    v = update.before
-    some = v[v > 0]
-    return replace(update, before=v.clamp(min=float(some.min()))) if some.numel() else update
-
-
-def _torchao(held: Held) -> Update:
-    return _resolved(_adam(held))
-
-
-def _bitsandbytes(held: Held) -> Update:
-    """bitsandbytes' Adam, RMSprop and Adagrad, in 32 or 8 bits.
-
-    ``state1`` and ``state2`` hold float32, or 8 bits a number in blocks with a maximum each.
-    """
-    config = held.optimizer.get_config(held.group_index, held.index, held.group)
-    if config.get("max_unorm", 0.0) > 0 or config.get("percentile_clipping", 100) < 100:
-        raise _refused(
-            "bitsandbytes clips this optimizer's step or gradient by its own statistics",
-            held,
-            "the factor is not kept where it could be read",
-            "max_unorm=0, percentile_clipping=100, or preconditioner=None",
-        )
-    name, (beta1, beta2) = held.optimizer.optimizer_name, config["betas"][:2]
-    if name == "adam":
-        first, second = _blocks(held, 1), _blocks(held, 2)
-        return _resolved(adam_update(held.steps, first, second, beta1, beta2, config["eps"]))
-    v = _blocks(held, 1)
-    if name == "rmsprop":
-        return _resolved(Update(held.steps, 1.0, beta1 * v, 1 - beta1, v, config["eps"]))
-    if name == "adagrad":
-        return _resolved(Update(held.steps, 1.0, v, 1.0, v, config["eps"]))
-    raise _refused(
-        "this optimizer of bitsandbytes has no second moment of the parameter's shape",
-        held,
-        f"{name!r} is not a per-parameter scaling of the gradient that could be read",
-        "its Adam, RMSprop or Adagrad, or preconditioner=None",
-    )
-
-
-def _blocks(held: Held, index: int) -> Tensor:
-    """One moment, dequantised if it is stored in 8 bits."""
-    codes = held.state.get(f"state{index}")
-    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
-        return held.tensor(f"state{index}")
-    absmax, code = held.state.get(f"absmax{index}"), held.state.get(f"qmap{index}")
-    # The size of a block is not stored, and differs between versions: it follows from their number.
-    blocks = absmax.numel() if isinstance(absmax, Tensor) else 0
-    fits = [size for size in (256, 2048) if -(-codes.numel() // size) == blocks]
-    if not fits or codes.shape != held.parameter.shape:
-        raise unreadable(held.optimizer, f"state{index}", codes)
-    from bitsandbytes import functional
-
-    moment: Tensor = functional.dequantize_blockwise(
-        codes, absmax=absmax, code=code, blocksize=fits[0]
-    )
-    return moment.to(held.parameter.device, wide(moment.dtype))
-
-
 # --- who is served by what ----------------------------------------------------------------------
 
 
@@ -359,13 +283,10 @@ class Rule:
 
     def couples(self, optimizer: object, group: Mapping[str, Any]) -> bool:
         """Whether weight decay is part of the gradient that the moments see."""
-        # torch writes this flag into the group. torchao and AdaBelief keep theirs on the optimizer.
+        # torch writes this flag into the group. AdaBelief keeps its own on the optimizer.
         if "decoupled_weight_decay" in group:
             return not group["decoupled_weight_decay"]
-        for flag in ("is_adamw", "_weight_decouple"):
-            if hasattr(optimizer, flag):
-                return not getattr(optimizer, flag)
-        return self.coupled
+        return not getattr(optimizer, "_weight_decouple", not self.coupled)
 
 
 RULES: dict[tuple[str, str], Rule] = {
@@ -382,9 +303,6 @@ RULES: dict[tuple[str, str], Rule] = {
     ("torch_optimizer", "Lamb"): Rule(_lamb, coupled=False),
     ("torch_optimizer", "RAdam"): Rule(_radam, coupled=False),
     ("torch_optimizer", "Yogi"): Rule(_yogi),
-    ("torchao", "_AdamBase"): Rule(_torchao),
-    ("bitsandbytes", "Optimizer2State"): Rule(_bitsandbytes, "state2", coupled=False),
-    ("bitsandbytes", "Optimizer1State"): Rule(_bitsandbytes, "state1"),
 }
 """(package, class) -> rule. Of a subclass, the first known base counts."""
 
@@ -406,5 +324,4 @@ def known_classes() -> str:
         package: ", ".join(name for known, name in RULES if known == package)
         for package in ("torch", "torch_optimizer")
     }
-    named = "; ".join(f"{names} of {package}" for package, names in packages.items())
-    return f"{named}; Adam, RMSprop and Adagrad of torchao or bitsandbytes"
+    return "; ".join(f"{names} of {package}" for package, names in packages.items())

@@ -153,11 +153,6 @@ def _undivided(recorder: Recorder, loss: Tensor, mode: str, consume: Consume | N
     return TokenErrors(errors, [None] * len(errors), reached)
 
 
-def self_only_errors(recorder: Recorder, loss: Tensor) -> list[Tensor | None]:
-    """Errors of each loss at its own position: the diagonal's token side."""
-    return accumulate_errors(recorder, loss, recorder.outputs, "self")
-
-
 def scored_attentions(recorder: Recorder) -> list[AttentionUse | DeltaUse]:
     """Calls of attention and of delta rules in block executions with at least one scored linear."""
     executions = {use.execution for use in recorder.linears}

@@ -25,7 +25,7 @@ def unit_fisher(reference: Mapping[str, Tensor]) -> FisherDrift:
     """F = 1: V is the drift W - W_ref itself. The control."""
     ones = {name: torch.ones_like(weight) for name, weight in reference.items()}
     kept = {name: weight.detach().clone() for name, weight in reference.items()}
-    return FisherDrift(ones, kept, {"labels": "none"}, exact_names=True)
+    return FisherDrift(ones, kept, {"labels": "none"})
 
 
 def variants(subject: Subject, max_new_tokens: int) -> tuple[dict[str, FisherDrift], list[str]]:

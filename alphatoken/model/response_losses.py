@@ -11,7 +11,6 @@ and ever after.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,9 +29,6 @@ __all__ = ["response_losses"]
 
 _CHANGED: WeakSet[nn.Module] = WeakSet()
 """Heads of models whose logits are not what the head gives."""
-
-_CAST: WeakSet[nn.Module] = WeakSet()
-"""Heads of models whose logits have another dtype than the head gives; followed at each pass."""
 
 _CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type)
 
@@ -91,11 +87,6 @@ class _HeadInput:
             return False
         return self.is_handed_on(logits) and self._equal(logits)
 
-    def casts(self, logits: Tensor) -> bool:
-        """Whether they may be the head's in another dtype: equal there, but another tensor."""
-        other = self.said is not None and self.said.dtype != logits.dtype
-        return other and not self.is_handed_on(logits) and self._equal(logits)
-
     def _equal(self, logits: Tensor) -> bool:
         # Weights spread over devices: the head's own hooks move its input.
         if self.said is None or self.hidden is None or self.hidden.device != logits.device:
@@ -143,9 +134,6 @@ def response_losses(
     head = output_head(adapter)
     if head is not None and head not in _CHANGED:
         logits, seen = _cut_run(head, run)
-        if head not in _CAST and seen.casts(logits):  # run again to see whether they are no more
-            _CAST.add(head)
-            logits, seen = _cut_run(head, run)
         if seen.gives(logits, labels):
             return _of_hidden(seen, labels, role, observed)
         if seen.hidden is None:  # the head was not called, or not on hidden states: nothing was cut
@@ -163,7 +151,7 @@ def _cut_run(head: nn.Linear, run: Callable[[], Tensor]) -> tuple[Tensor, _HeadI
         head.register_forward_hook(seen.hear, prepend=True),
     )
     try:
-        with _Followed(seen) if head in _CAST else nullcontext():
+        with _Followed(seen):
             return run(), seen
     finally:
         for handle in handles:

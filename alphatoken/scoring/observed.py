@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,15 +10,12 @@ import torch
 from torch import Tensor
 
 from alphatoken.direction.current import Frame
-from alphatoken.errors import ConfigError, ModelError
-from alphatoken.estimate.estimators import SELF_ONLY, self_only_errors
-from alphatoken.estimate.proofs import require_self_rule
+from alphatoken.errors import ModelError
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.scoring.valuing import Valuer
-from alphatoken.select.interaction import token_gram
 from alphatoken.values import TokenValues
 
 __all__ = ["Observed"]
@@ -35,12 +31,11 @@ class Observed:
         recorder: Recorder,
         *,
         self_only: bool,
-        keep_errors: bool,
         lock: AbstractContextManager[Any],
     ) -> None:
         self._lock = lock
         self._valuer, self._frame, self._recorder = valuer, frame, recorder
-        self._self_only, self._keep_errors = self_only, keep_errors
+        self._self_only = self_only
         self._last: tuple[Pass, TokenValues] | None = None
         self._open = True
 
@@ -74,9 +69,9 @@ class Observed:
             components: False gives the total alone, by one contraction (one dual forward under
                 ``label``) with ``P o (G + lambda V)`` instead of one for each side. The same
                 total up to rounding. The warning about one-sided values needs the components.
-            keep_errors: keep the errors of all scored linears, so that ``components`` and
-                ``interaction`` need no backward of their own. Else each is contracted inside the
-                backward and let go: less memory by about the activations of the scored layers.
+            keep_errors: keep the errors of all scored linears, so that ``components`` needs no
+                backward of its own. Else each is contracted inside the backward and let go: less
+                memory by about the activations of the scored layers.
 
         Raises:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as
@@ -128,7 +123,7 @@ class Observed:
         ):
             raise foreign_scores("the graph of another forward")
         seen = Pass(batch, weights, losses, recorder, head=head)
-        seen = valuer.with_kept_errors(seen, asked=keep_errors or self._keep_errors)
+        seen = valuer.with_kept_errors(seen, asked=keep_errors)
         values = valuer.values(self._frame, seen, components=components)
         self._last = seen, values
         return values
@@ -172,7 +167,13 @@ class Observed:
         Raises:
             ModelError: ``values`` was not called.
         """
-        seen, values = self._last_call("components")
+        if self._last is None:
+            raise ModelError(
+                "components() follows values()",
+                why="it is about the tokens and weights of that call",
+                remedy="call observed.values(...) first",
+            )
+        seen, values = self._last
         if values.adaptation is not None:
             return values
         components = self._valuer.values(self._frame, seen, components=True)
@@ -183,54 +184,6 @@ class Observed:
             parts=values.parts,
             part_shares=values.part_shares,
         )
-
-    def interaction(self) -> Tensor:
-        """Gram matrix of the direct token gradients of the last ``values`` call.
-
-        ``G_kl = <g_k, g_l>`` over the scored weights, g_k the part of token k's loss gradient that
-        passes through the position predicting it, ``token_weights`` included.
-
-        Returns:
-            (n, n), the response tokens in (row, position) order; see ``interaction.token_gram``.
-
-        Raises:
-            ConfigError: neither the estimator nor ``observe(interaction=True)`` asked for
-                self-only errors. ModelError: ``values`` was not called.
-            UnsupportedError: the model has layers without a self-only backward.
-        """
-        mask, errors = self._direct_errors("interaction")
-        return token_gram(
-            self._recorder.linears, errors, mask, score_bias=self._valuer.config.score_bias
-        )
-
-    def _direct_errors(self, asked: str) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Response mask and self-only errors of the last ``values`` call."""
-        (seen, _), config = self._last_call(asked), self._valuer.config
-        if not self._self_only:
-            raise ConfigError(
-                f"'{config.estimator}' has no self-only errors",
-                why="inner products of token gradients are taken of them",
-                remedy="scorer.observe(interaction=True)",
-            )
-        # Under part="causal" no errors at the linears were asked for, so there is nothing to reuse.
-        direct = config.estimator in SELF_ONLY and config.part != "causal"
-        if direct and seen.kept_errors is not None:
-            return seen.batch.mask, seen.kept_errors.direct
-        return seen.batch.mask, self._self_only_errors(seen)
-
-    def _last_call(self, asked: str) -> tuple[Pass, TokenValues]:
-        if self._last is None:
-            raise ModelError(
-                f"{asked}() follows values()",
-                why="it is about the tokens and weights of that call",
-                remedy="call observed.values(...) first",
-            )
-        return self._last
-
-    def _self_only_errors(self, seen: Pass) -> list[Tensor | None]:
-        self._recorder.require_graph()
-        require_self_rule(self._recorder, "interaction")
-        return self_only_errors(self._recorder, seen.summed_loss())
 
 
 def _follows(scores: Tensor, recorder: Recorder) -> bool:

@@ -2,8 +2,7 @@
 
 A crash, a full disk or an interrupt while writing leaves the old file as it was. Tensor files are
 plain safetensors files with one addition: their metadata holds the SHA-256 of everything else that
-is read from them, so that a truncated or altered file is refused instead of read as numbers. A
-:class:`TensorFile` is checked once and then read one tensor at a time.
+is read from them, so that a truncated or altered file is refused instead of read as numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from alphatoken.errors import AlphaTokenError, DataError
 
 __all__ = [
-    "TensorFile",
     "flush",
     "read_json",
     "read_tensors",
@@ -79,7 +77,6 @@ def write_json(
     path: str | os.PathLike[str],
     content: object,
     *,
-    error: type[AlphaTokenError] = DataError,
     default: Callable[[Any], object] | None = None,
 ) -> None:
     """Write ``content`` as indented JSON, whole or not at all.
@@ -87,10 +84,9 @@ def write_json(
     Args:
         path: the file.
         content: what JSON can say; TypeError otherwise, and nothing is written.
-        error: as in ``replacing``.
         default: makes something sayable of what JSON does not know, such as ``str``.
     """
-    with replacing(path, error=error) as temporary:
+    with replacing(path) as temporary:
         text = json.dumps(content, indent=2, default=default)
         temporary.write_text(text + "\n", encoding="utf-8")
 
@@ -163,68 +159,6 @@ def read_tensors(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         _check(sorted(tensors.items()), metadata)
     return tensors, metadata
-
-
-class TensorFile:
-    """The tensors of a file that :func:`write_tensors` wrote, read one at a time.
-
-    Opening streams through the whole file once, for its digest, and keeps nothing of it. Each read
-    maps the file, copies one tensor and lets go of it: what is read is the caller's alone, and what
-    is not needed is nowhere in memory. A file that was replaced, cut or written to since it was
-    opened is refused. Device, inode, size and times of change are compared, which costs nothing;
-    a file whose times were set back on purpose is not noticed.
-
-    Args:
-        path: of the file; must stay there.
-        error: class of what is raised.
-
-    Attributes:
-        metadata: as :func:`read_tensors` returns it.
-
-    Raises:
-        error: as :func:`read_tensors`.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], *, error: type[AlphaTokenError] = DataError
-    ) -> None:
-        self._path, self._error = os.path.realpath(path), error
-        with _reading(path, error):
-            self._stamp = _file_stamp(self._path)
-            with safe_open(self._path, framework="pt", device="cpu") as file:
-                self.metadata: dict[str, str] = dict(file.metadata() or {})
-                names = sorted(file.keys())
-            _check(((name, self._mapped(name)) for name in names), self.metadata)
-            self._require_unchanged()
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in memory of its own.
-
-        Raises:
-            error: no such tensor, or the file is not what it was when it was opened.
-        """
-        with _reading(self._path, self._error):
-            self._require_unchanged()
-            # Copied, because mapped entries are not aligned: matrix products of them can differ in
-            # the last bits.
-            tensor = self._mapped(name).clone()
-            self._require_unchanged()  # nor while it was read
-        return tensor
-
-    def _mapped(self, name: str) -> Tensor:
-        """A view into the file, which is mapped as long as this tensor is there."""
-        with safe_open(self._path, framework="pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    def _require_unchanged(self) -> None:
-        if _file_stamp(self._path) != self._stamp:
-            raise ValueError("it was changed or replaced after it was opened")
-
-
-def _file_stamp(path: str) -> tuple[int, ...]:
-    stat = os.stat(path)
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @contextmanager

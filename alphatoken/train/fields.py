@@ -166,14 +166,6 @@ class AlphaFields:
         when="'kept' for a step as long as TRL's; 'sum' to follow the paper's formula",
         source="eq. sft_masked_loss: 'sum'",
     )
-    interaction_weight: float = option(
-        0.0,
-        "Greedy selection with a penalty on tokens whose gradients repeat those already kept: 0 "
-        "ranks by value alone, 1 is the best step along the kept gradient, try 0.5 to 1.",
-        least=0,
-        when="raise it where the same fact is repeated in a batch",
-        source="ours; eq. first_order_delta leaves the second order out",
-    )
     shared_threshold: bool = option(
         False,
         "DPO ablation: rank chosen and rejected tokens in one pool.",
@@ -378,12 +370,6 @@ class AlphaFields:
         "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder.",
         within="null or a folder",
         when="share one folder between runs on one model",
-    )
-    fisher_offload: bool = option(
-        False,
-        "Leave Fisher and reference weights on disk, read and turned into V one matrix at a time; "
-        "the same values. For models whose Fisher does not fit.",
-        when="for models whose Fisher does not fit",
     )
     max_relative_drift: float | None = option(
         1.0,

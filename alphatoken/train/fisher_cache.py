@@ -157,8 +157,6 @@ def fitted_fisher(
     path = folder / f"{cache_key(model, prompts, settings)}.safetensors"
 
     def read() -> FisherDrift:
-        if options.fisher_offload:
-            return FisherDrift.open(path)
         return FisherDrift.load(path).to(next(model.parameters()).device)
 
     if path.exists():

@@ -39,7 +39,7 @@ _WATCHING = (
 _MACHINE = (
     "dataloader_multiprocessing", "dataloader_num_workers", "dataloader_in_order",
     "dataloader_persistent", "dataloader_pin_memory", "dataloader_prefetch", "dataset_num_proc",
-    "ddp_", "deepspeed", "fisher_offload", "fsdp", "local_rank", "torch_compile",
+    "ddp_", "deepspeed", "fsdp", "local_rank", "torch_compile",
     "torch_empty_cache", "use_cpu", "activation_offloading", "parallelism_config",
     "trust_remote_code",
 )  # fmt: skip

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.estimate.matrices import Formed
 from alphatoken.model.sharding import MasterWeights
 from alphatoken.train.layouts import layout, sharding_of
 from alphatoken.train.shards import Zero3Sharding
@@ -41,11 +40,9 @@ class Masters:
         return reference.to(self.dtypes[name]).to(reference.dtype)
 
     def started(self, drift: FisherDrift) -> FisherDrift:
-        """The same Fisher, its reference rounded; what was left on disk stays there."""
-        read = drift.reference.__getitem__
-        formed = Formed(drift.names, lambda name: self.start(name, read(name)))
-        reference = formed if drift.streamed else dict(formed)
-        return FisherDrift(drift.fisher, reference, drift.metadata, drift.factors, exact_names=True)
+        """The same Fisher, its reference rounded."""
+        reference = {name: self.start(name, w) for name, w in drift.reference.items()}
+        return FisherDrift(drift.fisher, reference, drift.metadata, drift.factors)
 
 
 def masters_of(accelerator: Any, model: nn.Module) -> Masters | None:

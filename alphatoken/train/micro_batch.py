@@ -92,13 +92,11 @@ class Scored:
     Attributes:
         totals: (b, t) value of each response token.
         values: as the scorer gave them; None where there is no response to value.
-        gram: inner products of the token gradients, where the policy asks for them.
         seconds: spent on scoring, the shared forward not included.
     """
 
     totals: Tensor
     values: TokenValues | None = None
-    gram: Tensor | None = None
     seconds: float = 0.0
 
 

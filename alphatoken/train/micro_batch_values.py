@@ -48,7 +48,6 @@ class MicroBatchValues:
     ) -> None:
         self._trainer, self._records, self.build = trainer, records, build
         self._options = trainer.args
-        self._interacts = bool(self._options.interaction_weight > 0)
         self._valuation: Valuation | None = None
         # Norm of the last step's gradient before it was cut; None where it was not taken.
         self._norm: Any = None
@@ -96,9 +95,7 @@ class MicroBatchValues:
         started = time.perf_counter()
         with ExitStack() as observing:
             with selecting():
-                observed = observing.enter_context(
-                    self.valuation.scorer.observe(interaction=self._interacts)
-                )
+                observed = observing.enter_context(self.valuation.scorer.observe())
             self._records.monitor.direction(time.perf_counter() - started)
             yield observed
 
@@ -130,8 +127,7 @@ class MicroBatchValues:
             )
         if empty:
             return Scored(torch.zeros_like(values.total))
-        gram = observed.interaction() if self._interacts else None
-        return Scored(values.total, values, gram, time.perf_counter() - started)
+        return Scored(values.total, values, time.perf_counter() - started)
 
     @selecting()
     def of_own_forward(self, batch: MicroBatch) -> Scored:

@@ -117,7 +117,6 @@ class AlphaOptions(AlphaFields):
         reasons = {
             "keep_scope='sequence'": self.keep_scope == "sequence",
             f"policy={self.policy!r}": self.policy not in ("top", "harmless", "bottom"),
-            "interaction_weight": self.interaction_weight > 0,
             **self._packed(),
         }
         _refuse(
@@ -137,29 +136,9 @@ class AlphaOptions(AlphaFields):
                 got="retention='none'",
                 remedy="retention='diagonal', 'kronecker' or 'data'",
             )
-        if self.interaction_weight > 0 and (self.policy != "top" or self.keep_scope == "global"):
-            raise ConfigError(
-                "interaction_weight needs policy='top' and a batch or sequence scope",
-                got=f"{self.policy!r}, {self.keep_scope!r}",
-                why="the pairwise products exist for one micro-batch at a time",
-            )
         self._check_retained()
         self._check_unit()
         self._check_harmless()
-        if self.fisher_offload and self.retention == "data" and self.objective != "adaptation":
-            raise ConfigError(
-                "fisher_offload is about a Fisher",
-                got="retention='data'",
-                why="a gradient on retention rows cannot be formed one matrix at a time",
-                remedy="retention='diagonal' or 'kronecker', or fisher_offload=False",
-            )
-        if self.fisher_offload and self.direction_steps > 1:
-            raise ConfigError(
-                "fisher_offload needs direction_steps=1",
-                got=f"direction_steps={self.direction_steps}",
-                why="V is formed from the weights as they are, and those of an earlier step are "
-                "gone",
-            )
 
     def _check_retained(self) -> None:
         if self.estimator == WALK and self.retention != "none" and self.objective != "adaptation":
@@ -199,7 +178,6 @@ class AlphaOptions(AlphaFields):
             uncovered=self.uncovered,
             max_relative_drift=self.max_relative_drift,
             standard_errors=self.policy == "harmless",
-            offload="stream" if self.fisher_offload else "none",
         )
 
     @property

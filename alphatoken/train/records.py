@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 from alphatoken.data.pieces import token_texts
 from alphatoken.errors import warn_caller
-from alphatoken.estimate.matrices import Formed
 from alphatoken.report.page import missing_libraries
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
@@ -122,8 +121,7 @@ class RunRecords(TrainerCallback):
             return {}
         masters, reference = masters_of(trainer.accelerator, trainer.model), self.reference
         if masters is not None:
-            before, rounded = reference, masters.start
-            reference = Formed(here, lambda name: rounded(name, before[name]))
+            reference = {name: masters.start(name, reference[name]) for name in here}
         return weight_drift(
             here,
             reference,

@@ -1,7 +1,7 @@
 """From values of tokens to weights, one class a rule; a run has one of them.
 
-``Ranked`` keeps a share (top, bottom, random, all), ``Diverse`` a share of tokens that do not
-repeat each other, ``Harmless`` all but those that are harmful beyond doubt.
+``Ranked`` keeps a share (top, bottom, random, all), ``Harmless`` all but those that are harmful
+beyond doubt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from alphatoken.select.confidence import select_harmless
-from alphatoken.select.interaction import select_diverse
 from alphatoken.select.masks import (
     keep_count,
     response_values,
@@ -72,33 +71,6 @@ class Ranked:
         return sum(keep_count(self._options.keep_ratio, int(mask[pool].sum())) for pool in pools)
 
 
-class Diverse(Ranked):
-    """The same share, where what a kept token repeats of others counts less."""
-
-    def weights(
-        self, batch: MicroBatch, scored: Scored | None, generator: torch.Generator
-    ) -> Tensor:
-        """Weights (b, t) of one micro-batch; without a token to value, the plain rule's."""
-        if scored is None or scored.gram is None:
-            return super().weights(batch, scored, generator)
-        mask, totals = batch.mask, self.ranks(batch, scored)
-        parts: list[Tensor] = []
-        used = 0
-        for rows in batch.pools:
-            tokens = slice(used, used := used + int(mask[rows].sum()))
-            kept = select_diverse(
-                totals[rows],
-                mask[rows],
-                self._options.keep_ratio,
-                scored.gram[tokens, tokens],
-                self._options.interaction_weight,
-                scope=self._options.keep_scope,
-                units="relative",
-            )
-            parts.append(kept.to(totals.dtype))
-        return torch.cat(parts)
-
-
 class Harmless(Ranked):
     """All tokens (of responses, by their mean) but those that are harmful beyond doubt."""
 
@@ -122,6 +94,4 @@ class Harmless(Ranked):
 
 def rule_of(options: Any) -> Ranked:
     """The rule that a run's options mean."""
-    if options.policy == "harmless":
-        return Harmless(options)
-    return Diverse(options) if options.interaction_weight > 0 else Ranked(options)
+    return Harmless(options) if options.policy == "harmless" else Ranked(options)

@@ -139,19 +139,6 @@ def _numbers(
             found[name] += _by_row(values.total, values.mask)
             found[f"{name}, over its error"] += _by_row(values.total / error, values.mask)
         say(name)
-    scorer = Scorer(model, parts[:1], config=ScorerConfig(estimator="direct"))
-    lengths: list[Array] = []
-    for batch in batches(examples, BATCH):
-        with scorer.observe(interaction=True) as observed:
-            scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-            values = observed.values(scores.logits, batch["labels"])
-            own = torch.zeros_like(values.total)
-            own[values.mask] = observed.interaction().diagonal().sqrt()
-            lengths += _by_row(own, values.mask)
-    name = next(iter(SETTINGS))
-    found[f"{name}, over its length"] = [v / n for v, n in zip(found[name], lengths, strict=True)]
-    found["length of the gradient, K = 3"] = [-n for n in lengths]
-    say("lengths")
     return found
 
 

@@ -36,8 +36,6 @@ HYPOTHESES = (
     Hypothesis("the same against 40 steps on all", _MIXED, "rows-of-two", "standard-longer"),
     Hypothesis("Adam's own step in the value", _WORDS, "full-step", "label"),
     Hypothesis("the same over all parameters", _WORDS, "full-step-all", "label"),
-    Hypothesis("what is covered counts less", _WORDS, "interaction", "adaptation"),
-    Hypothesis("both", _WORDS, "interaction-full-step", "label"),
     Hypothesis("Adam's own step, whole responses", _MIXED, "full-step-responses",
                "label-responses"),
     Hypothesis("retention by the paper's lambda, Fisher", _WORDS, "alphatoken", "adaptation"),

@@ -306,7 +306,7 @@ def test_drift_of_bfloat16_runs_is_that_of_what_the_layout_trains(
 
 @with_job("masters")
 def test_masters_of_every_kind_of_run(runs: Callable[[str], Ranks], layout: str) -> None:
-    """Factors, adapters beside frozen weights, a Fisher on disk."""
+    """Factors, and adapters beside frozen weights."""
     one, here = runs("single")[0]["masters"], runs(layout)[0]["masters"]
     for kind, expected in one.items():
         logged = [entry for entry in here[kind]["history"] if "alpha/drift" in entry]
@@ -317,8 +317,6 @@ def test_masters_of_every_kind_of_run(runs: Callable[[str], Ranks], layout: str)
             assert entry["alpha/drift"] > 0
             assert found["alpha/drift"] == pytest.approx(entry["alpha/drift"], rel=0.02), kind
             assert found["alpha/balance"] == pytest.approx(entry["alpha/balance"], rel=0.02), kind
-    in_memory, on_disk = (here[kind]["parameters"] for kind in ("in memory", "on disk"))
-    assert all(torch.equal(in_memory[name], on_disk[name]) for name in in_memory)
 
 
 SAYS = {

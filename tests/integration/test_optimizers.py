@@ -33,7 +33,6 @@ from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, model_of, s
 from tests.property import optimizer_steps as steps
 from tests.property.architectures import plain_forward
 from tests.property.optimizer_steps import numbers
-from tests.property.test_preconditioner import frozen, full, relative_error
 from tests.property.tolerance import close
 
 pytestmark = [
@@ -121,9 +120,8 @@ def test_the_table_is_tested_whole() -> None:
     tested = set()
     for kind in (*steps.TORCH, *steps.OTHERS, LAMB):
         optimizer = steps.build(kind, torch.nn.Parameter(torch.ones(2, 2)))
-        tested.add(rule_of(getattr(optimizer, "optimizer", optimizer)))
-    low_bit = {"torchao", "bitsandbytes"}
-    assert {r for key, r in RULES.items() if key[0] not in low_bit} <= tested
+        tested.add(rule_of(optimizer))
+    assert set(RULES.values()) <= tested
 
 
 LAMB = steps.Kind("Lamb", torch_optimizer.Lamb)
@@ -168,7 +166,7 @@ def test_optimizers_without_a_rule_are_refused(kind: Any, options: dict[str, Any
         check_optimizer(optimizer)
     message = str(caught.value)
     assert type(optimizer).__name__ in message
-    for remedy in ("preconditioner=None", "AdamW", "Yogi of torch_optimizer", "torchao"):
+    for remedy in ("preconditioner=None", "AdamW", "Yogi of torch_optimizer"):
         assert remedy in message
     with pytest.raises(UnsupportedError, match=type(optimizer).__name__):
         frozen_preconditioners(optimizer, dict(model.named_parameters()))
@@ -343,49 +341,6 @@ def _compare_with_one_process() -> None:
         lamb.step()
     with pytest.raises(ConfigError, match="Lamb's trust ratio"):
         frozen_preconditioners(lamb, dict(sharded.named_parameters()))
-
-
-# --- 8 bits and fewer ----------------------------------------------------------------------------
-
-
-def low_bit(package: str, name: str, **options: Any) -> steps.Kind:
-    """Single precision, so the differences are coarse; (64, 128) entries are quantised."""
-    module = pytest.importorskip(package, reason=f"{package} is not installed")
-    kind = getattr(module, name)
-    return steps.Kind(name, kind, {"lr": 0.1, **options}, torch.float32, single=True)
-
-
-@pytest.mark.slow  # libraries that no extra installs
-@pytest.mark.parametrize(
-    ("package", "name", "options"),
-    [
-        ("bitsandbytes.optim", "Adam8bit", {}),
-        ("bitsandbytes.optim", "AdamW8bit", {"weight_decay": 0.3}),
-        ("bitsandbytes.optim", "PagedAdamW8bit", {}),
-        ("bitsandbytes.optim", "AdamW", {"weight_decay": 0.3}),
-        ("bitsandbytes.optim", "RMSprop8bit", {"weight_decay": 0.3, "alpha": 0.9}),
-        ("bitsandbytes.optim", "Adagrad8bit", {"weight_decay": 0.3}),
-        ("torchao.optim", "Adam8bit", {"weight_decay": 0.3}),
-        ("torchao.optim", "AdamW8bit", {"weight_decay": 0.3}),
-        ("torchao.optim", "AdamW4bit", {}),
-        ("torchao.optim", "AdamWFp8", {}),
-    ],
-)
-def test_low_bit_state_is_dequantised(package: str, name: str, options: dict[str, Any]) -> None:
-    """Full is the derivative of the real step, which reads the same codes."""
-    case = steps.Case(low_bit(package, name, **options), 5, 7, (64, 128))
-    assert relative_error(full(case), case.derivative()) < 1e-2
-    # A code of zero means less than the resolution: frozen P stays within reason.
-    assert relative_error(frozen(case), case.derivative()) < 1.0
-
-
-@pytest.mark.slow  # libraries that no extra installs
-@pytest.mark.parametrize("name", ["LAMB8bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit"])
-def test_low_bit_optimizers_without_a_readable_second_moment(name: str) -> None:
-    kind = low_bit("bitsandbytes.optim", name, **({"momentum": 0.9} if "SGD" in name else {}))
-    parameter, optimizer = steps.Case(kind, 1, 7, (64, 128)).run()
-    with pytest.raises(ConfigError, match=name):
-        frozen_preconditioners(optimizer, {"w": parameter})
 
 
 # --- through the scorer --------------------------------------------------------------------------

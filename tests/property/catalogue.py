@@ -19,7 +19,7 @@ from tests.property import (
 
 LISTED = mutants.LISTED
 ROOMS = {
-    "Errors in further steps of the core": (*mutants.OWN, *mutants.WEIGHTS),
+    "Errors in further steps of the core": mutants.OWN,
     "Errors in proofs that run on the user's model, and in the Fisher drift": (
         mutants_proofs.MUTANTS
     ),

@@ -222,7 +222,6 @@ test_values_over_linears_and_experts | | expert_influence, exact_influence | exa
 test_weights_are_explained | | (autograd) | exact
 test_rows_make_the_models_own_output | | (transformers' own code) | exact
 test_contraction_is_the_loop | | (loops over rows) | exact
-test_gram_over_experts | | copied_per_position | exact
 test_one_forward_serves_both | | (an untouched model) | exact
 test_rows_of_the_oracle_are_label_values | | expert_influence, label_values | exact
 test_every_entry_is_the_effect_of_moving_one_copy | | expert_influence, (finite differences) | exact
@@ -252,7 +251,6 @@ test_sharded_preconditioners | | (whole weights) | exact
 test_diagonal_drift | | (entry by entry) | exact
 test_retention_by_data | | validation_gradient, exact_influence | exact
 test_v_is_the_definition | | (loops) | exact
-test_v_is_of_the_weights_as_they_are | | (the weights after a step) | exact
 test_files_give_the_same_drift | | (the drift that was saved, bit by bit) | exact
 test_drift_is_the_relative_distance | | (norms) | exact
 test_a_fisher_of_something_else_is_refused | | (refusals) | exact
@@ -313,15 +311,6 @@ test_rows_from_any_place | | (the lines themselves) | exact
 test_corpus | | (split_pools on the whole list) | exact
 test_marked_turns | | (the marks themselves) | exact
 test_padding_never_ranks | | (the same without padding) | exact
-test_gram_of_integers | | (loops) | exact
-test_gram_is_the_product_of_direct_gradients | | (autograd) | exact
-test_gram_of_one_position | | (autograd) | exact
-test_interaction | | (autograd) | exact
-test_greedy_by_the_objective | | (the objective, re-evaluated) | exact
-test_weight_zero_is_select_top | | (select_top, bit by bit) | exact
-test_greedy_against_the_optimum | | (enumeration of all sets) | approximate
-test_gain_is_the_decrease_of_a_quadratic | | (the quadratic) | exact
-test_relative_weight | | (the quadratic) | exact
 # layouts, models, proofs
 test_layout_does_not_matter | | (the document alone) | exact
 test_padding_holds_nothing | | (other padding, bit by bit) | exact

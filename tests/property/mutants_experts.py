@@ -19,7 +19,6 @@ def values(case: MixtureCase, estimator: str = "direct") -> Claim:
 LOOP = claim(test_experts.test_contraction_is_the_loop, test_experts.rows_cases(), examples=40)
 OUTPUT = claim(test_experts.test_rows_make_the_models_own_output, CASE, examples=1)
 EXPLAINED = claim(test_experts.test_weights_are_explained, BIASED, examples=1)
-GRAM = claim(test_experts.test_gram_over_experts, BIASED, examples=1)
 SERVES = claim(test_experts.test_one_forward_serves_both, CASE, examples=1)
 
 
@@ -133,19 +132,6 @@ MUTANTS = (
         "the gradients of all experts' biases are added to the first one's",
         "estimate.contraction.expert_sums",
         "experts.flatten()", "experts.flatten() * 0", LOOP, EXPLAINED,
-    ),
-    _mixture(
-        "tokens-of-different-experts-alike",
-        "inner products of tokens count rows that met different experts",
-        "select.interaction._experts_met", "one_hot, mask", "one_hot.clamp(min=1), mask", GRAM,
-    ),
-    _mixture(
-        "one-row-of-a-token-in-its-gradient",
-        "inner products of tokens see one of the experts that each was sent to",
-        "select.interaction._weight_factors",
-        "(factor.unbind(1) for factor in (*factors, met))",
-        "(factor.unbind(1)[:1] for factor in (*factors, met))",
-        GRAM,
     ),
     _mixture(
         "router-not-named",

@@ -282,16 +282,6 @@ TRAINERS = (
         "whole responses, the worst",
     ),
     _of(
-        "products-of-the-other-branch",
-        "rejected tokens are weighed against the inner products of the chosen ones",
-        (
-            f"{RULES}.Diverse.weights",
-            "slice(used, used := used + int(mask[rows].sum()))",
-            "slice(0, int(mask[rows].sum()))",
-        ),
-        "tokens that repeat each other, DPO",
-    ),
-    _of(
         "dft-values-of-plain-losses",
         "DFT's tokens are valued as if their losses were not weighted",
         ("train.sft.AlphaSFTTrainer.value_weights", 'if self.args.loss_type == "nll":', "if True:"),

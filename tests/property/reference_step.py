@@ -57,7 +57,6 @@ class Asked:
     confidence: float = 0.95
     keep_scope: str = "batch"
     value_unit: str = "token"
-    interaction_weight: float = 0.0
     kept_normalization: str = "response"
     shared_threshold: bool = False
     masked_logit: bool = False
@@ -137,16 +136,14 @@ class Step:
     """All that must come out of one optimizer step.
 
     ``values`` and ``scales`` hold, micro-batch by micro-batch, each component of the tokens in
-    order ("total" among them) and the sum of its absolute terms. ``grams`` hold inner products of
-    their direct gradients, where selection asks for them; ``without`` adaptation values with each
-    validation row left out. ``gradient`` is what the optimizer
-    gets, ``parameters`` what it leaves; both flat, ``gradient_scale`` sums absolute terms.
+    order ("total" among them) and the sum of its absolute terms; ``without`` adaptation values
+    with each validation row left out. ``gradient`` is what the optimizer gets, ``parameters`` what
+    it leaves; both flat, ``gradient_scale`` sums absolute terms.
     ``chosen`` are the weights by the reference, ``weights`` those it goes on with (see ``Told``).
     """
 
     values: list[dict[str, Tensor]] = field(default_factory=list)
     scales: list[dict[str, Tensor]] = field(default_factory=list)
-    grams: list[Tensor] = field(default_factory=list)
     without: list[list[Tensor]] = field(default_factory=list)
     chosen: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -206,25 +203,6 @@ def propagated_size(layer: propagation.PropagationLayer) -> Tensor:
     by_head = moved.repeat_interleave(heads // moved.shape[1], dim=1).abs()
     alpha, errors = layer.alpha[0].tril(-1), layer.errors[0].abs()
     return torch.einsum("hkt,hkv,thv->t", alpha, errors, by_head)
-
-
-def diverse(values: Sequence[float], gram: Tensor, budget: int, weight: float) -> list[float]:
-    """Greedily the token of the largest ``v_k - w (G_kk / 2 + sum over kept l of G_kl)``.
-
-    w is ``weight`` in units of the best step along the top tokens' gradient.
-    """
-    top = sorted(range(len(values)), key=lambda i: (-values[i], i))[:budget]
-    gain, square = sum(values[i] for i in top), float(gram[top][:, top].sum())
-    w = weight * gain / square if gain > 0 and square > 0 else 0.0
-    kept: list[int] = []
-    while len(kept) < budget:
-        rest = [i for i in range(len(values)) if i not in kept]
-        gains = {
-            i: values[i] - w * (float(gram[i, i]) / 2 + sum(float(gram[i, j]) for j in kept))
-            for i in rest
-        }
-        kept.append(max(rest, key=lambda i: (gains[i], -i)))
-    return [float(i in kept) for i in range(len(values))]
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -296,38 +274,6 @@ class Replay:
         losses = self.losses(document)
         rows = [self.flat(self.gradient(loss, retain=True)) for loss in losses]
         return losses.detach(), torch.stack(rows)
-
-    def direct_gradients(self, document: Document) -> Tensor:
-        """(n, weights) of each token: through the scored linears at the position predicting it."""
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def keep(name: str) -> Callable[..., None]:
-            return lambda _, args, output: seen.update({name: (args[0].detach(), output)})
-
-        modules = scored(self.model, self.asked.layers)
-        hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
-        try:
-            losses = self.losses(document)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        rows = []
-        for place, loss in zip(document.places, losses, strict=True):
-            outputs = [output for _, output in seen.values()]
-            errors = torch.autograd.grad(loss, outputs, retain_graph=True)
-            pairs = zip(errors, seen.values(), strict=True)
-            rows.append([torch.outer(e[0, place - 1], x[0, place - 1]) for e, (x, _) in pairs])
-        return torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
-
-    def gram(self, micro: Micro, factors: Sequence[Tensor]) -> Tensor:
-        """Inner products of the direct gradients of one micro-batch's weighted token losses."""
-        parts = [
-            factor[:, None] * self.direct_gradients(document)
-            for document, factor in zip(micro, factors, strict=True)
-            if document.places
-        ]
-        rows = torch.cat(parts)
-        return rows @ rows.T
 
     def gradient(self, loss: Tensor, *, retain: bool = False) -> dict[str, Tensor]:
         """d loss / d parameter, all that are trained."""
@@ -574,20 +520,13 @@ class Replay:
             weights.append((self.ranked(micro, total) + level * error >= 0).double())
         return weights
 
-    def select(self, step: int, totals: Sequence[Tensor], grams: Sequence[Tensor]) -> list[Tensor]:
+    def select(self, step: int, totals: Sequence[Tensor]) -> list[Tensor]:
         """Weight of each token of each micro-batch of the step."""
         micro = self.told.micro[step]
         weights = [torch.zeros(len(t)).double() for t in totals]
         ranked = [self.ranked(m, t) for m, t in zip(micro, totals, strict=True)]
         for group in self.groups(step):
-            values = [float(ranked[i][t]) for i, t in group]
-            if self.asked.interaction_weight:
-                places = [t for _, t in group]
-                gram = grams[group[0][0]][places][:, places]
-                budget = math.ceil(self.ratio * len(values))
-                found = diverse(values, gram, budget, self.asked.interaction_weight)
-            else:
-                found = self.weigh(values, self.ratio)
+            found = self.weigh([float(ranked[i][t]) for i, t in group], self.ratio)
             for (i, t), weight in zip(group, found, strict=True):
                 weights[i][t] = weight
         return weights
@@ -653,7 +592,7 @@ class Replay:
             if self.asked.policy == "harmless":
                 out.weights = self.harmless(step, totals, out.without)
             else:
-                out.weights = self.select(step, totals, out.grams)
+                out.weights = self.select(step, totals)
         out.chosen = out.weights
         if self.told.weights:
             out.weights = list(self.told.weights[step])
@@ -679,8 +618,6 @@ class Replay:
             whole = weight * self.lambdas
             values, scales = self.values(micro, gradient, signs, gain, keep, whole)
             out.without.append(self.without(step, micro, gradient, signs))
-            if self.asked.interaction_weight:
-                out.grams.append(self.gram(micro, signs))
             balances = self.balances(gain, keep, whole)
             if balances:
                 self.balance = {"alpha/balance": median(balances.values())}

@@ -161,7 +161,7 @@ def far(one: Trial) -> tuple[Scorer, dict[str, Any]]:
     scorer = make_scorer(one.setup, one.estimator)
     drift = scorer.given.retention
     scaled = {n: f * 2.0**60 for n, f in drift.fisher.items()}
-    scorer.set_retention(FisherDrift(scaled, drift.reference, exact_names=True))
+    scorer.set_retention(FisherDrift(scaled, drift.reference))
     return scorer, {}
 
 
@@ -260,7 +260,7 @@ def test_stale_directions_do_not_agree() -> None:
         assert scorer.verify(case.batch).passed
         drift = scorer.given.retention
         doubled = {n: 2 * f for n, f in drift.fisher.items()}
-        scorer.set_retention(FisherDrift(doubled, drift.reference, exact_names=True))
+        scorer.set_retention(FisherDrift(doubled, drift.reference))
         assert scorer.verify(case.batch).passed
         made_of = scorer.builder.made_of
         scorer.builder.made_of = replace(made_of, retention=drift)  # the Fisher before
@@ -507,7 +507,7 @@ def test_a_fault_in_the_adapter_does_not_agree() -> None:
 
 
 def test_what_a_file_says_is_compared_with_what_was_loaded(tmp_path: Path) -> None:
-    """Kronecker factors and a diagonal from a file, streamed or not; a fault in reading shows."""
+    """Kronecker factors and a diagonal from a file; a fault in reading shows."""
     one = trial("direction (stability)", "path")
     case, scorer = one.setup.case, make_scorer(one.setup, "path")
     weights = scorer.parameters
@@ -520,10 +520,9 @@ def test_what_a_file_says_is_compared_with_what_was_loaded(tmp_path: Path) -> No
         path = tmp_path / f"{number}.safetensors"
         drift.save(path)
         with quiet():
-            for offload in ("none", "stream"):
-                other = make_scorer(one.setup, "path", offload=offload, retention=False)
-                other.set_retention(FisherDrift.open(path))
-                assert other.verify(case.batch, tokens=1, fisher_file=path).passed
+            other = make_scorer(one.setup, "path", retention=False)
+            other.set_retention(FisherDrift.load(path))
+            assert other.verify(case.batch, tokens=1, fisher_file=path).passed
     scaled = {n: 1.01 * r for n, r in scorer.given.retention.reference.items()}
     with quiet():
         other.set_retention(FisherDrift(scorer.given.retention.fisher, scaled))

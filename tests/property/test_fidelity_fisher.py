@@ -137,7 +137,7 @@ def exact() -> dict[str, Tensor]:
 
 def drift_of(fisher: Mapping[str, Tensor]) -> FisherDrift:
     named = dict(quadratic().named_parameters())
-    return FisherDrift(fisher, {n: named[n].detach() for n in fisher}, exact_names=True)
+    return FisherDrift(fisher, {n: named[n].detach() for n in fisher})
 
 
 def spearman_of(found: Diagnosis, proxy: str, retention: str = diagnostic.POOLED) -> float:

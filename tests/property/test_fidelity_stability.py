@@ -71,7 +71,7 @@ def drifted(subject: Subject, seed: int = 9) -> FisherDrift:
     for weight in moved.values():
         weight += 0.05 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     fisher = {n: torch.rand(p.shape, generator=generator, dtype=p.dtype) for n, p in moved.items()}
-    return FisherDrift(fisher, moved, exact_names=True)
+    return FisherDrift(fisher, moved)
 
 
 def scorer_of(subject: Subject, validation: Any = None, retention: Any = None) -> Scorer:

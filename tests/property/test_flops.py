@@ -256,15 +256,6 @@ def test_the_total_alone_costs_one_contraction_whatever_its_sides() -> None:
     Bounds(least, ROOM * (least + shape.dots(3) + 3 * value_part(shape))).admit(second, "second")
 
 
-def test_the_interaction_is_two_products_a_linear() -> None:
-    made, batch = ready(SMALL, "alphatoken", 3), SMALL.batch()
-    shape = SMALL.shape(model_of(SMALL))
-    with made.observe(interaction=True) as observed:
-        logits = model_of(SMALL)(input_ids=batch["input_ids"], use_cache=False).logits
-        observed.values(logits, batch["labels"])
-        counted = flops(observed.interaction)
-    n = int((batch["labels"][:, 1:] != -100).sum())
-    assert counted == 3 * sum(2 * n * n * (i + o) for i, o in shape.linears)
 
 
 # --- ratios to a training step -------------------------------------------------------------------

@@ -43,7 +43,6 @@ from tests.property.setups import (
     zeros,
 )
 from tests.property.strategies import make_batch, make_case
-from tests.property.test_interaction import direct_gradients
 from tests.property.tolerance import close
 
 
@@ -647,21 +646,6 @@ def test_the_proofs_run_without_a_validation_set_too() -> None:
 def test_full_without_an_optimizer() -> None:
     with pytest.raises(ConfigError, match=r"preconditioner='full' needs the optimizer"):
         Scorer(CASE.model(), CASE.validation, None, ScorerConfig(preconditioner="full"))
-
-
-def test_interaction_comes_after_values_and_needs_self_only_errors() -> None:
-    model = CASE.model()
-    inputs = {k: v for k, v in CASE.batch.items() if k != "labels"}
-    scorer = Scorer(model, CASE.validation, None, ScorerConfig("label", layers=2))
-    with scorer.observe(interaction=True) as observed:
-        logits = model(**inputs)
-        with pytest.raises(ModelError, match="follows values"):
-            observed.interaction()
-    with scorer.observe() as observed:
-        logits = model(**inputs)
-        observed.values(logits, CASE.batch["labels"])
-        with pytest.raises(ConfigError, match=r"observe\(interaction=True\)"):
-            observed.interaction()
 
 
 def test_the_proofs_add_forwards_of_a_few_rows_once() -> None:

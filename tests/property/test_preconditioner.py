@@ -247,7 +247,7 @@ def test_given_preconditioner(setup: Setup) -> None:
 
 
 def pinned(test: Any) -> Any:
-    """Steps 5 and 6 lie on both sides of the rectification, 2 and 5 on a look-ahead."""
+    """Steps 5 and 6 lie on both sides of the rectification."""
     for kind, taken in product([*steps.TORCH, *steps.OTHERS], [1, 2, 5, 6, 29]):
         test = example(Case(kind, taken, 7))(test)
     return test

@@ -132,7 +132,7 @@ def _kronecker(setup: Setup, model: ReferenceDecoder, drift: FisherDrift) -> Fis
         generator = torch.Generator().manual_seed(setup.case.direction_seed + index)
         pair = [torch.randn(n, n, generator=generator, dtype=w.dtype) for n in (rows, columns)]
         factors[name] = tuple(a @ a.T for a in pair)
-    return FisherDrift({}, drift.reference, {}, factors, exact_names=True)  # type: ignore[arg-type]
+    return FisherDrift({}, drift.reference, {}, factors)  # type: ignore[arg-type]
 
 
 def _size(

@@ -18,12 +18,11 @@ from alphatoken.direction import build, preconditioner
 from alphatoken.estimate.columns import ColumnSums
 from alphatoken.model import attention
 from alphatoken.scoring import label
-from alphatoken.select import interaction, losses
+from alphatoken.select import losses
 from tests.property import (
     test_attention,
     test_direction,
     test_estimators,
-    test_interaction,
     test_label,
     test_losses,
     test_preconditioner,
@@ -85,12 +84,6 @@ PROPERTIES: dict[str, Teeth] = {
     ),
     "validation gradient": (
         build, "objective_sums", test_direction.test_validation_gradient, (SETUP,)
-    ),
-    "Gram of tokens": (
-        interaction,
-        "token_gram",
-        test_interaction.test_gram_is_the_product_of_direct_gradients,
-        (SETUP, 3),
     ),
     "DPO": (losses, "masked_dpo_loss", test_losses.test_masked_dpo_gradient, (PAIRS,)),
 }  # fmt: skip

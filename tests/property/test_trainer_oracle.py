@@ -665,15 +665,6 @@ def drawn_anew(seen: Seen, replay: Replay) -> bool:
     return len(set(replay.told.validation)) == seen.asked.steps
 
 
-def crowded_out(seen: Seen, replay: Replay) -> bool:
-    """Some step left a token out although tokens of less value were kept."""
-    return any(
-        bool((values["total"][weights == 0][:, None] > values["total"][weights == 1]).any())
-        for step in replay.steps
-        for values, weights in zip(step.values, step.weights, strict=True)
-    )
-
-
 def some_dropped(seen: Seen, replay: Replay) -> bool:
     """Some step dropped tokens, and none dropped most."""
     kept = [float(torch.cat(of_step).mean()) for of_step in seen.weights]
@@ -729,12 +720,6 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "transformers' own trainer": (Asked("lm", kept_normalization="sum", lora=True), moved),
     "all tokens": (Asked(policy="all"), moved),
     "random": (Asked(policy="random", kept_normalization="kept"), moved),
-    "tokens that repeat each other": (
-        Asked(interaction_weight=1.5, estimator="path", layers=2), crowded_out
-    ),
-    "tokens that repeat each other, DPO": (
-        Asked("dpo", interaction_weight=1.0, lora=True, seed=1), crowded_out
-    ),
     "DFT": (Asked(loss="dft", layers=2, preconditioner="full", max_grad_norm=1e9), moved),
     "nothing held out": (Asked(held_out_steps=0, validation_mode="pool"), drawn_anew),
     "three micro-batches of one row": (
@@ -768,8 +753,6 @@ def runs(draw: st.DrawFn) -> Asked:
     judged = objective != "stability" and scope == "batch"
     policy = "harmless" if judged and pick(False, False, True) else policy
     harmless = policy == "harmless"
-    ranked = policy == "top" and scope != "global"
-    interacts = ranked and not whole and pick(False, True)
     return Asked(
         family=family,
         loss=pick("nll", "dft") if family == "sft" and estimator == "label" else "nll",
@@ -782,7 +765,6 @@ def runs(draw: st.DrawFn) -> Asked:
         stability_units=pick("plain", "plain", "balance") if objective == "both" else "plain",
         window=pick(None, 1, 3),
         policy=policy,
-        interaction_weight=pick(0.5, 1.0, 2.0) if interacts else 0.0,
         keep_ratio=pick(0.5, 0.3, 0.7, 1.0),
         confidence=pick(0.5, 0.7, 0.95),
         keep_scope=scope,

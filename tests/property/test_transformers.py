@@ -236,7 +236,7 @@ def fisher_for(parameters: Mapping[str, Tensor], seed: int) -> FisherDrift:
         noise = noise.to(parameter.device)
         fisher[name] = noise[0]
         reference[name] = parameter.detach().double() + 0.3 * (noise[1] - 0.5)
-    return FisherDrift(fisher, reference, exact_names=True)
+    return FisherDrift(fisher, reference)
 
 
 def retention_of(drift: FisherDrift, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

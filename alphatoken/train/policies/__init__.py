@@ -68,7 +68,6 @@ _OWN: dict[str, type[TokenPolicy]] = {
 _ONLY_VALUES: Mapping[str, Any] = {
     "value_unit": "token",
     "keep_scope": "batch",
-    "interaction_weight": 0.0,
     "shared_threshold": False,
     "masked_logit": False,
 }

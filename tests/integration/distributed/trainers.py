@@ -240,7 +240,6 @@ def masters(layout: str, folder: Path) -> dict[str, Any]:
         "factors": {"retention": "kronecker"},
         "adapters": {"peft": True},
         "in memory": {},
-        "on disk": {"fisher_offload": True},
     }
     found = {}
     for name, more in kinds.items():
