@@ -92,7 +92,7 @@ def full_preconditioners(
     Returns:
         As :func:`frozen_preconditioners`; entries may be negative.
 
-    Exactness: exact to first order for all but a few optimizers, named in docs/optimizers.md.
+    Exactness: exact to first order.
     Oracle: finite differences of the optimizer's own step.
 
     Raises:
@@ -130,8 +130,7 @@ def read_update(
     # Coupled decay is part of the gradient that the moments see, so the derivative is taken there.
     if g is not None and decay and rule.couples(inner, group):
         g = g + decay * local.detach().to(g)
-    sharded = isinstance(parameter, DTensor)
-    return rule.update(Held(inner, group, local, state, g, sharded)), g
+    return rule.update(Held(inner, group, local, state, g)), g
 
 
 # --- inside --------------------------------------------------------------------------------------

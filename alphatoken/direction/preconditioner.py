@@ -43,7 +43,7 @@ class Update:
         offset: the numerator at g = 0 (momentum).
         center: where w is smallest: 0, or the mean that the gradient is compared with.
         largest: w never falls below it (amsgrad); None for no such memory.
-        factor: a factor of the whole tensor: rectification, trust ratio.
+        factor: a factor of the whole tensor: rectification, learning-rate decay.
     """
 
     steps: int
@@ -69,7 +69,6 @@ def adam_update(
     largest: Tensor | None = None,
     blend: tuple[float, float] | None = None,
     raw_eps: bool = False,
-    bias_correction: bool = True,
 ) -> Update:
     """The step of Adam and its relatives, from their state as the optimizer stores it.
 
@@ -83,16 +82,13 @@ def adam_update(
         beta2: decay of v.
         eps: added to the root.
         largest: amsgrad's running maximum of v, raw.
-        blend: (a, b) for the numerator ``a m_s + b g`` instead of m^ (NAdam, Nesterov).
+        blend: (a, b) for the numerator ``a m_s + b g`` instead of m^ (NAdam).
         raw_eps: eps is added to sqrt(v_s), and the sum is divided by sqrt(1 - beta2^s).
-        bias_correction: False leaves m and v raw.
     """
     v = second.to(wide(second.dtype))
     # Bias corrections: of m and v after this step (s = steps + 1), and of v as it stands (steps).
-    one = two = old = 1.0
-    if bias_correction:
-        one, two = 1 - beta1 ** (steps + 1), 1 - beta2 ** (steps + 1)
-        old = 1 - beta2**steps if steps else 1.0
+    one, two = 1 - beta1 ** (steps + 1), 1 - beta2 ** (steps + 1)
+    old = 1 - beta2**steps if steps else 1.0
     # m_s = beta1 m + (1 - beta1) g is split into what g does (slope) and what is there (offset);
     # v_s likewise into share and rest.
     a, b = (1 / one, 0.0) if blend is None else blend

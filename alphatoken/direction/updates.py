@@ -35,7 +35,6 @@ class Held:
     parameter: Tensor
     state: Mapping[str, Any]
     gradient: Tensor | None = None
-    sharded: bool = False
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -216,44 +215,6 @@ def _adabelief(held: Held) -> Update:
     return _plain(update, 1 - beta1**number) if factor is None else replace(update, factor=factor)
 
 
-def _adamp(held: Held) -> Update:
-    """Adam; the projection that takes the radial part out is not included."""
-    if not held.group["nesterov"]:
-        return _adam(held)
-    beta1, one = held.betas[0], 1 - held.betas[0] ** (held.steps + 1)
-    return _adam(held, blend=(beta1 / one, (1 - beta1) / one))
-
-
-def _lamb(held: Held) -> Update:
-    """Adam times the tensor's trust ratio, which counts as constant."""
-    bias_correction = bool(held.optimizer.debias)
-    update = _adam(held, raw_eps=True, bias_correction=bias_correction)
-    if held.optimizer.adam:
-        return update
-    # The state is a local shard, and its norm not that of the parameter.
-    if held.sharded:
-        raise ConfigError(
-            "Lamb's trust ratio is a norm of the whole parameter, which is sharded",
-            got=type(held.optimizer).__qualname__,
-            why="each rank would scale its shard by another number",
-            remedy="another optimizer, DDP, or preconditioner=None",
-        )
-    return replace(update, factor=_trust(held))
-
-
-def _trust(held: Held) -> float:
-    """The trust ratio of the next step; without a gradient (frozen form) that of the last one."""
-    g = held.gradient
-    if g is None:
-        return float(held.state["trust_ratio"])
-    (beta1, beta2), p = held.betas, held.parameter.detach().to(g)
-    v = beta2 * held.tensor("exp_avg_sq") + (1 - beta2) * g.square()
-    step = (beta1 * held.tensor("exp_avg") + (1 - beta1) * g) / (v.sqrt() + held.eps)
-    step = step + held.number("weight_decay") * p
-    weight_norm, norm = float(p.norm().clamp(0, held.optimizer.clamp_value)), float(step.norm())
-    return weight_norm / norm if weight_norm and norm else 1.0
-
-
 def _yogi(held: Held) -> Update:
     """``v_s = v - (1 - beta2) sign(v - g^2) g^2``."""
     update, v, g = _adam(held), held.tensor("exp_avg_sq"), held.gradient
@@ -299,8 +260,6 @@ RULES: dict[tuple[str, str], Rule] = {
     ("torch", "RMSprop"): Rule(_rmsprop, "square_avg"),
     ("torch", "Adagrad"): Rule(_adagrad, "sum"),
     ("torch_optimizer", "AdaBelief"): Rule(_adabelief, "exp_avg_var"),
-    ("torch_optimizer", "AdamP"): Rule(_adamp, coupled=False),
-    ("torch_optimizer", "Lamb"): Rule(_lamb, coupled=False),
     ("torch_optimizer", "RAdam"): Rule(_radam, coupled=False),
     ("torch_optimizer", "Yogi"): Rule(_yogi),
 }

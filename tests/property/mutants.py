@@ -879,7 +879,11 @@ OWN = (
     mutant(
         "no-bias-correction-in-adam",
         "raw moments for v^ and m^",
-        ("direction.preconditioner.adam_update", "if bias_correction:", "if False:"),
+        (
+            "direction.preconditioner.adam_update",
+            "one, two = 1 - beta1 ** (steps + 1), 1 - beta2 ** (steps + 1)",
+            "one, two, steps = 1.0, 1.0, 0",
+        ),
         claim(test_preconditioner.test_frozen_preconditioner, ADAM),
         claim(test_preconditioner.test_full_preconditioner, ADAM),
         REAL_STEP,

@@ -101,9 +101,6 @@ OTHERS = (
     Kind("Yogi, decay", other("Yogi"), {"lr": 0.1, "weight_decay": 0.3}),
     # This one steps in float32, whatever the parameter is.
     Kind("RAdam of torch_optimizer", other("RAdam"), {"lr": 0.1}, tolerance=1e-2, single=True),
-    Kind("AdamP, no projection", other("AdamP"), {"lr": 0.1, "delta": 0.0}),
-    Kind("AdamP, Nesterov", other("AdamP"), {"lr": 0.1, "delta": 0.0, "nesterov": True}),
-    Kind("Lamb as Adam", other("Lamb"), {"lr": 0.1, "adam": True, "debias": True}),
 )
 
 INSTALLED = (*TORCH, *(OTHERS if importlib.util.find_spec("torch_optimizer") else ()))

@@ -535,25 +535,6 @@ def test_pinned_direction(setup: Setup, estimator: str) -> None:
     assert torch.equal(quiet_score(scorer, setup.case.batch).total, found.total)
 
 
-@given(setups(), st.sampled_from(EVERY), st.booleans())
-@budget(0.2)
-def test_interaction(setup: Setup, estimator: str, weighted: bool) -> None:
-    """G_kl = <g_k, g_l>, g_k made token by token of one loss's errors at its own position."""
-    model = setup.case.model()
-    batch = setup.case.batch
-    weights = random_weights(setup) if weighted else None
-    scorer = make_scorer(setup, estimator, model=model)
-    with quiet(), scorer.observe(interaction=True) as observed:
-        logits = model(**{k: v for k, v in batch.items() if k != "labels"})
-        observed.values(logits, batch["labels"], token_weights=weights)
-        found = observed.interaction()
-    rows = direct_gradients(setup, model, batch)
-    if weights is not None:
-        tokens = gradients.response_tokens(gradients.known_labels(batch))
-        rows = torch.stack([weights[place] for place in tokens])[:, None] * rows
-    close(found, rows @ rows.T, rows.abs() @ rows.abs().T, MODEL, name=f"interaction, {estimator}")
-
-
 @given(setups(), st.sampled_from(EVERY))
 @budget(0.2)
 def test_reduced_gradient(setup: Setup, estimator: str) -> None:

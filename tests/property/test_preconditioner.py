@@ -286,12 +286,6 @@ def test_adam_of_torch_is_the_oracles(case: Case) -> None:
     close(full(case), expected, scale.abs() + expected.abs() + 1, 1e-11, name="Adam's oracle")
 
 
-# --- where P is approximate: the error is stated --------------------------------------------------
-
-
-LAMB = Kind("Lamb", steps.other("Lamb"), {"lr": 0.1, "weight_decay": 0.1})
-
-
 @pytest.mark.parametrize("kind", [*steps.TORCH, *steps.OTHERS], ids=str)
 def test_full_is_the_same_in_blocks(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix of more numbers than a block holds, the last block not full: the same bits."""
