@@ -46,7 +46,7 @@ from alphatoken.oracle.enumeration import (
     expected_retention_loss,
     monte_carlo_fisher,
 )
-from alphatoken.oracle.experts import copied_per_position, expert_influence
+from alphatoken.oracle.experts import expert_influence
 from alphatoken.oracle.gradients import (
     label_curvatures,
     label_values,
@@ -143,7 +143,6 @@ __all__ = [
     "coefficients",
     "column_sums",
     "convolve",
-    "copied_per_position",
     "cross_position_jacobian",
     "curvature_along",
     "delta_rule",

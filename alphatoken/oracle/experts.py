@@ -22,14 +22,14 @@ from alphatoken.errors import InputError
 from alphatoken.oracle.gradients import Batch, Forward, run_losses
 from alphatoken.oracle.influence import Influence
 
-__all__ = ["copied_per_position", "expert_influence"]
+__all__ = ["expert_influence"]
 
 Copies = dict[str, list[Tensor]]
 """Parameter name -> the copies, in the order in which positions ran."""
 
 
 @contextmanager
-def copied_per_position(mixtures: Mapping[str, nn.Module]) -> Iterator[Copies]:
+def _copied_per_position(mixtures: Mapping[str, nn.Module]) -> Iterator[Copies]:
     """Inside, each position of these mixtures runs with copies of the parameters of its own.
 
     Args:
@@ -102,7 +102,7 @@ def expert_influence(
 
     Source: mathematics of section 2; the paper has no mixtures.
     """
-    with copied_per_position(mixtures) as copies:
+    with _copied_per_position(mixtures) as copies:
         losses = run_losses(forward, batch)
     rows, length = batch["labels"].shape
     lacking = set(direction) - copies.keys()

@@ -218,7 +218,6 @@ test_values_over_linears_and_experts | | expert_influence, exact_influence | exa
 test_weights_are_explained | | (autograd) | exact
 test_rows_make_the_models_own_output | | (transformers' own code) | exact
 test_contraction_is_the_loop | | (loops over rows) | exact
-test_copies_leave_the_module_as_it_was | | copied_per_position | exact
 test_one_forward_serves_both | | (an untouched model) | exact
 test_rows_of_the_oracle_are_label_values | | expert_influence, label_values | exact
 test_every_entry_is_the_effect_of_moving_one_copy | | expert_influence, (finite differences) | exact

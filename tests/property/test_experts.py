@@ -25,7 +25,7 @@ from alphatoken.model.capture import record
 from alphatoken.model.experts import routed_experts
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
-from alphatoken.oracle.experts import copied_per_position, expert_influence
+from alphatoken.oracle.experts import expert_influence
 from tests.property.architectures import BY_NAME, MIXTURES, SHARED, VOCABULARY, plain_forward
 from tests.property.profiles import budget
 from tests.property.strategies import MODES, SEEDS, Rows, make_batch, rows

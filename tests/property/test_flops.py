@@ -256,8 +256,6 @@ def test_the_total_alone_costs_one_contraction_whatever_its_sides() -> None:
     Bounds(least, ROOM * (least + shape.dots(3) + 3 * value_part(shape))).admit(second, "second")
 
 
-
-
 # --- ratios to a training step -------------------------------------------------------------------
 
 TODAY = {

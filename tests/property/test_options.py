@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError
+from alphatoken.errors import ConfigError, InputError, NumericalError
 from alphatoken.model.batch_slice import LENGTH, ROWS
 from alphatoken.oracle import gradients, influence, utility
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
