@@ -6,12 +6,11 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
 - ``score``, ``filter``, ``fisher``: options in the module of that name, the work there or in
   ``filter_run``, ``fisher_run``; rows are read and valued by ``alphatoken.corpus``.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
-  and ``training_data`` to a trainer; ``planning`` prints what ``--dry-run`` shows, ``launching``
-  starts several processes, ``recipes`` reads options from a file.
+  and ``training_data`` to a trainer; ``recipes`` reads options from a file.
 - ``diagnose``: ``diagnose_options``, ``diagnose_subject``, ``diagnose_run``.
 
-Options are dataclasses. ``options`` makes the flags of them, ``common`` holds those that several
-commands share, ``reading`` what the commands make of them (a model, rows, tokens). Model, rows,
+Options are dataclasses. ``options`` makes the flags of them and holds those that several commands
+share, ``reading`` what the commands make of them (rows, tokens, a job). Model, rows,
 files and output folder are called as in ``sft``; underscores and dashes in a flag are the same.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
@@ -54,7 +53,6 @@ _COMMANDS = {
         "alphatoken.cli.diagnose_run:run",
         "alphatoken.cli.diagnose:read",
     ),
-    "recipes": Command("list the packaged recipes of sft and dpo", "alphatoken.cli.recipes:run"),
 }
 
 _EXAMPLES = """\

@@ -9,23 +9,20 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NoReturn, get_type_hints
 
-from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+from trl.scripts.utils import ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
-from alphatoken.cli.recipes import Recipe, close_to, joined, packaged_file, recipes_of
+from alphatoken.cli.recipes import Recipe, close_to, packaged_file, recipes_of
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policies import unread_options
 
-__all__ = ["Arguments", "DataArguments", "RunArguments", "full_help", "read_arguments"]
+__all__ = ["Arguments", "DataArguments", "RunArguments", "read_arguments"]
 
 
 @dataclass
@@ -35,16 +32,14 @@ class DataArguments(RowArguments, ScriptArguments):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Everything read: from the recipe, then from the command line.
+    """Everything read: from the recipes, then from the command line.
 
     Attributes:
         command: "sft" or "dpo".
         data: where rows come from.
         training: the trainer's configuration.
         model: TRL's ``ModelConfig``.
-        mixture: TRL's mixture of data sets.
         run: what to do.
-        recipe: that was read, or None.
         changed: option -> (value, default), for all that differ from their defaults.
         words: the command line.
         unread: options of recipes that gave way: to a policy that was named after them, or, of a
@@ -55,72 +50,33 @@ class Arguments:
     data: DataArguments
     training: Any
     model: ModelConfig
-    mixture: DatasetMixtureConfig
     run: RunArguments
-    recipe: Recipe | None
     changed: dict[str, tuple[Any, Any]]
     words: tuple[str, ...]
     unread: tuple[str, ...] = ()
 
 
 class _Parser(TrlParser):
-    """TRL's parser, with options in groups and errors in one line."""
+    """TRL's parser, with errors in one line; an option of several dataclasses has one flag."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing two hundred options."""
         raise ConfigError(f"the command line cannot be read: {message}")
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
-        own = {f.name for kind in (AlphaOptions, RowArguments) for f in dataclasses.fields(kind)}
-        title = _TITLES.get(dtype, "training (TRL and transformers)")
-        ours = "rows" if dtype is DataArguments else "token values (AlphaToken)"
-        groups = {True: ours, False: title}
         hints = get_type_hints(dtype)
-        for name in (True, False):
-            chosen = [f for f in dataclasses.fields(dtype) if f.init and (f.name in own) == name]
-            # What files are read by is an option of the trainers too: one flag sets both.
-            chosen = [f for f in chosen if f"--{f.name}" not in self._option_string_actions]
-            if not chosen:
-                continue
-            group: Any = self.add_argument_group(groups[name])
-            for one in map(copy.copy, chosen):
+        for one in map(copy.copy, dataclasses.fields(dtype)):
+            if one.init and f"--{one.name}" not in self._option_string_actions:
                 one.type = hints[one.name]
-                self._parse_dataclass_field(group, one)
-
-
-_TITLES: dict[Any, str] = {
-    DataArguments: "rows (TRL)",
-    RunArguments: "this command",
-    ModelConfig: "model (TRL)",
-    DatasetMixtureConfig: "mixture of data sets (TRL)",
-}
+                self._parse_dataclass_field(self, one)
 
 
 def _parser(command: str, training: Any) -> _Parser:
     """The parser of one command; ``training`` is the trainer's configuration class."""
-    kinds: Any = (RunArguments, DataArguments, training, ModelConfig, DatasetMixtureConfig)
-    parser = _Parser(
-        kinds,
-        prog=f"alphatoken {command}",
-        usage=f"alphatoken {command} --config RECIPE [--OPTION VALUE ...]",
-        description=f"Alpha-{command.upper()}: TRL's trainer with a gradient weighted by token "
-        "value. Options of a recipe are overridden on the command line; `alphatoken recipes` lists "
-        "the packaged ones.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        metavar="RECIPE",
-        help="YAML file, or name of a packaged one; given again, the later one goes first",
-    )
+    kinds: Any = (RunArguments, DataArguments, training, ModelConfig)
+    parser = _Parser(kinds, prog=f"alphatoken {command}", allow_abbrev=False)
+    parser.add_argument("--config", action="append")
     return parser
-
-
-def full_help(command: str, training: Any) -> str:
-    """The help of every option, TRL's and transformers' too."""
-    return _parser(command, training).format_help()
 
 
 def read_arguments(command: str, words: Sequence[str], training: Any) -> Arguments:
@@ -137,9 +93,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     """
     parser = _parser(command, training)
     recipes = _recipes(command, words)
-    recipe = reduce(joined, recipes) if recipes else None
-    if recipe is not None:
-        os.environ.update(recipe.env)
+    for recipe in recipes:
         _set_defaults(parser, recipe)
     found, unknown = parser.parse_known_args(list(words))
     if unknown:
@@ -152,7 +106,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     if found.dry_run and not _has_gpu():
         found.use_cpu = True  # else bf16 would be refused where the plan is made, not the run
     made = [_make(kind, found) for kind in parser.dataclass_types]
-    run, data, config, model, mixture = made
+    run, data, config, model = made
     for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
         # A recipe serves several objectives, as a grid's does; what is typed is meant.
         if name not in _named(words):
@@ -163,9 +117,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     changed = _changed(found, default, (DataArguments, training, ModelConfig))
     if found.dry_run and not _has_gpu():
         changed.pop("use_cpu", None)
-    return Arguments(
-        command, data, config, model, mixture, run, recipe, changed, tuple(words), unread
-    )
+    return Arguments(command, data, config, model, run, changed, tuple(words), unread)
 
 
 def _named(words: Sequence[str]) -> set[str]:

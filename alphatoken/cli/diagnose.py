@@ -28,7 +28,6 @@ def overview() -> str:
         "           --validation_file FILE --output_dir DIR",
         "           [--retention_set FILE] ...      drift and fisher need rows to retain",
         "       alphatoken diagnose NAME --help    what one of them writes, and its options",
-        "       alphatoken diagnose --list         the names, one a line",
     ]
     return "\n".join(lines)
 
@@ -49,9 +48,6 @@ def read(words: Sequence[str]) -> Sequence[str] | None:
         ConfigError: no name, or that of no diagnostic.
     """
     first = words[0] if words else ""
-    if list(words) == ["--list"]:
-        print("\n".join(entry.name for entry in DIAGNOSTICS))
-        return None
     if first in ("-h", "--help"):
         print(overview())
         return None
@@ -59,7 +55,7 @@ def read(words: Sequence[str]) -> Sequence[str] | None:
         raise ConfigError(
             "the name of a diagnostic comes first",
             got=first or "nothing",
-            remedy="alphatoken diagnose --list names them; or: all",
+            remedy="alphatoken diagnose --help names them; or: all",
         )
     entries_of(first)
     return words

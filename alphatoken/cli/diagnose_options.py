@@ -11,29 +11,26 @@ from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
-from alphatoken.cli.common import (
+from alphatoken.cli.diagnose import ALL, entries_of
+from alphatoken.cli.options import (
     BudgetOptions,
+    CommandParser,
     EarlierOptions,
-    ModelOptions,
     ReadingOptions,
     RunningOptions,
     TrainingRowOptions,
     ValuationOptions,
-)
-from alphatoken.cli.diagnose import ALL, entries_of
-from alphatoken.cli.options import (
-    CommandParser,
     add_option,
     add_options,
     kinds_of,
     option,
 )
+from alphatoken.corpus.options import ModelOptions
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.fidelity.registry import Entry
 from alphatoken.fidelity.subject import Subject
 
 __all__ = [
-    "DEFAULT_BUDGET",
     "PROMPTS",
     "SIZES",
     "DiagnoseOptions",
@@ -106,9 +103,6 @@ class _Subject:
     output_dir: str = option(help="folder for the results")
 
 
-DEFAULT_BUDGET = "10m"
-
-
 def _size(text: str, name: str) -> Any:
     """A size that stays as it is given; where it is not, the budget may stop before it."""
     most = getattr(Subject, name)
@@ -120,9 +114,9 @@ class _Work:
     """How much work."""
 
     budget: str = option(
-        "",
+        "10m",
         "time after which each diagnostic stops reading (15m, 90s, 2h), or none; sizes that are "
-        f"given stay (default {DEFAULT_BUDGET})",
+        "given stay",
         metavar="TIME",
     )
     tokens: int | None = _size("most response tokens that are valued", "tokens")
@@ -174,7 +168,7 @@ class Request:
     @property
     def budget(self) -> float | None:
         """Seconds of each diagnostic; None for no limit."""
-        return parse_budget(self.shared.budget or DEFAULT_BUDGET)
+        return parse_budget(self.shared.budget)
 
 
 def read_request(name: str, *words: str) -> Request:

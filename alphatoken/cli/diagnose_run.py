@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from alphatoken.cli.diagnose_options import (
-    DEFAULT_BUDGET,
     DiagnoseOptions,
     Request,
     read_request,
@@ -99,7 +98,7 @@ def _run_each(
                 subject,
                 request.given,
                 partial(_one_round, entry, request.options[entry.name]),
-                said=request.shared.budget or DEFAULT_BUDGET,
+                said=request.shared.budget,
             )
         except Exception as error:
             if count == 1 or isinstance(error, OSError) or request.shared.traceback:

@@ -13,7 +13,7 @@ from torch import nn
 
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, SIZES, DiagnoseOptions
-from alphatoken.cli.reading import encoding, model_spec, read_file, scorer_config
+from alphatoken.cli.reading import encoding, read_file, scorer_config
 from alphatoken.corpus.folder import examples_digest, file_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
 from alphatoken.corpus.rows import encode_some
@@ -160,7 +160,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         AlphaTokenError: wrong input, with what and where.
     """
     config = scorer_config(options)
-    tokenizer = model_spec(options).tokenizer()
+    tokenizer = options.tokenizer()
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     sets = retention_files(options.retention_set)
     pools, retention, notes = _read(options, sets, fisher)
@@ -171,7 +171,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     how = replace(how, on_empty="skip")  # of the others such rows are counted, never an error
     held_out = encode(pools.fisher, "Fisher prompts", how) if pools.fisher else []
     held = {n: encode(rows, f"retention ({n})", how) for n, rows in retention.items()}
-    model = model_spec(options).model()
+    model = options.model()
     reference = _reference(model, options)
     beside, digests = _beside(model, options)
     names = {
@@ -313,7 +313,7 @@ def _reference(model: nn.Module, options: DiagnoseOptions) -> nn.Module | None:
 
 
 def _other_model(path: str, options: DiagnoseOptions) -> nn.Module:
-    return model_spec(replace(options, model_name_or_path=path, adapter=None)).model()
+    return replace(options, model_name_or_path=path, adapter=None).model()
 
 
 def _require_same_shapes(model: nn.Module, other: nn.Module, flag: str) -> None:

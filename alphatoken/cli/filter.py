@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alphatoken.cli.common import (
+from alphatoken.cli.options import (
     EarlierOptions,
-    ModelOptions,
     ReadingOptions,
     RunningOptions,
     TrainingRowOptions,
     ValuationOptions,
+    option,
+    read_options,
 )
-from alphatoken.cli.options import option, read_options
+from alphatoken.corpus.options import ModelOptions
 
 __all__ = ["FilterOptions", "read"]
 
@@ -38,13 +39,12 @@ output
   Without --keep_ratio a row is dropped only where value + t * value_error < 0, one-sided at
   --confidence; with it the best rows by value are kept until they hold this share of the response
   tokens.
-  --kept_only writes the rows to keep alone, without the fields.
 
 examples
   alphatoken filter --model_name_or_path ./model --train_file train.jsonl \\
       --validation_file dev.jsonl --output_file judged.jsonl
   alphatoken filter --model_name_or_path ./model --train_file train.jsonl --validation_rows 64 \\
-      --keep_ratio 0.5 --kept_only --output_file best.jsonl
+      --keep_ratio 0.5 --output_file judged.jsonl
 """
 
 
@@ -72,7 +72,6 @@ class _Rule:
         None, "keep the best rows with this share of the tokens instead", flag="keep_ratio"
     )
     validation_batches: int = option(8, "parts of the validation rows, for the errors", least=2)
-    kept_only: bool = option(False, "write the rows to keep, without the fields")
 
 
 @dataclass(kw_only=True)

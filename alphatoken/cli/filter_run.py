@@ -68,7 +68,7 @@ def run(options: FilterOptions) -> None:
     spec = job_spec(options, str(out.parent), standard_errors=True)
     prepared = prepare_rows(spec)
     corpus = prepared.corpus
-    _check_records(corpus.source, options)
+    _check_records(corpus.source)
     survey = corpus.survey()
     validation, _ = encode_some(prepared.held, corpus.tokenizer, corpus.how, "validation")
     parts = min(options.validation_batches, len(validation))
@@ -100,7 +100,7 @@ def run(options: FilterOptions) -> None:
         _journal(out), settings, resume=options.resume, overwrite=options.overwrite_output
     )
     found = _valued(scorer, corpus, journal, options, survey.counts["train"])
-    _write(out, corpus.source, survey.outcomes, found, _kept(found, parts, options), options)
+    _write(out, corpus.source, survey.outcomes, found, _kept(found, parts, options))
     journal.path.unlink()
 
 
@@ -125,17 +125,17 @@ def _check(options: FilterOptions, out: Path) -> None:
     check_output_file(out, inputs, replace=options.overwrite_output or goes_on)
 
 
-def _check_records(source: RowSource, options: FilterOptions) -> None:
+def _check_records(source: RowSource) -> None:
     """See that every record can be written again, with our fields beside its own."""
     for one in source.read():
         record = {} if isinstance(one.record, DataError) else one.record
         taken = [name for name in FIELDS if name in record]
-        if taken and not options.kept_only:
+        if taken:
             raise DataError(
                 "a row has a field of ours already",
                 got=f"{one.place}: {', '.join(taken)}",
                 why="it would be overwritten",
-                remedy="rename it, or --kept_only",
+                remedy="rename it",
             )
         try:
             json.dumps(record)
@@ -276,7 +276,6 @@ def _write(
     outcomes: bytearray,
     found: Sequence[_Judged],
     kept: set[int],
-    options: FilterOptions,
 ) -> None:
     """Write every row with its verdict, and say in one line what became of all of them."""
     judged, others, broken = {one.row: one for one in found}, Counter[str](), 0
@@ -290,12 +289,9 @@ def _write(
             if one is None:
                 verdict = _OTHERS[OUTCOMES[outcome]]
                 others[verdict] += 1
-            if not options.kept_only:
-                value, error = (None, None) if one is None else (one.value, one.error)
-                more = dict(zip(FIELDS, (value, error, verdict), strict=True))
-                file.write(_line({**source.record, **more}))
-            elif verdict == "keep":
-                file.write(_line(source.record))
+            value, error = (None, None) if one is None else (one.value, one.error)
+            more = dict(zip(FIELDS, (value, error, verdict), strict=True))
+            file.write(_line({**source.record, **more}))
     total = len(judged) + others.total() + broken
     said = [f"{total} rows: {len(judged)} valued, {len(kept)} to keep"]
     if others:

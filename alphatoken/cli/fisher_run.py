@@ -13,7 +13,7 @@ import torch
 
 from alphatoken import fit_fisher
 from alphatoken.cli.fisher import FisherOptions
-from alphatoken.cli.reading import encoding, model_spec, read_file
+from alphatoken.cli.reading import encoding, read_file
 from alphatoken.corpus.folder import check_output_file, require_writable
 from alphatoken.corpus.notes import about_encoding
 from alphatoken.corpus.rows import encode_some
@@ -44,7 +44,7 @@ def run(options: FisherOptions) -> None:
     check_output_file(options.output_file, inputs, replace=options.overwrite_output)
     if options.checkpoint is not None:
         require_writable(Path(options.checkpoint).parent, "--checkpoint")
-    tokenizer, how = model_spec(options).tokenizer(), encoding(options)
+    tokenizer, how = options.tokenizer(), encoding(options)
     prompt_only = options.labels == "sequence"  # the model writes the responses
     rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)
     random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
@@ -52,7 +52,7 @@ def run(options: FisherOptions) -> None:
     prompts, used, notes = given(rows, tokenizer, how)
     for note in () if options.quiet else notes:
         print(f"note: {note}", file=sys.stderr)
-    model = model_spec(options).model()
+    model = options.model()
     fisher = fit_fisher(
         model,
         prompts,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import select
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class Program:
 
         # Most commands take abbreviations of their flags; this one is read before they are.
         asked = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
-        with _said_what_is_read("--quiet" in rest):
+        with _said_in_notes("--quiet" in rest):
             return self._guarded(partial(self.commands[name], rest), asked)
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -114,11 +114,13 @@ class Program:
             self._say(str(error))
             cause = error.__cause__
             return 1 if isinstance(cause, OSError) and not isinstance(cause, _WRONG_PATH) else 2
+        except BrokenPipeError:  # who read the output has read enough, as ``head`` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+            return 1
         except OSError as error:
             if traceback:
                 raise
-            if not (isinstance(error, BrokenPipeError) and _nobody_listens()):
-                self._say(str(error))
+            self._say(str(error))
             return 1
 
     def _say(self, message: str) -> None:
@@ -135,25 +137,24 @@ class _Notes(logging.Handler):
 
 
 @contextmanager
-def _said_what_is_read(quiet: bool) -> Iterator[None]:
-    """Inside, the first process says what was read of each file as what."""
-    log = logging.getLogger("alphatoken.data")
+def _said_in_notes(quiet: bool) -> Iterator[None]:
+    """Inside, the first process says in lines what was read of each file, and our own warnings."""
+    log, shown = logging.getLogger("alphatoken.data"), warnings.showwarning
     before = log.handlers, log.propagate, log.level
     log.handlers, log.propagate = [_Notes()], False
     first = os.environ.get("RANK", "0") == "0"
     log.setLevel(logging.INFO if first and not quiet else logging.ERROR)
+
+    def show(message: Any, category: Any, *more: Any, **named: Any) -> None:
+        if category.__name__ != "AlphaTokenWarning":  # whose module imports torch
+            shown(message, category, *more, **named)
+        elif first:
+            print(f"note: {message}", file=sys.stderr)
+
+    warnings.showwarning = show
     try:
         yield
     finally:
+        warnings.showwarning = shown
         log.handlers, log.propagate = before[:2]
         log.setLevel(before[2])
-
-
-def _nobody_listens() -> bool:
-    """Whether who read the output has read enough and gone, as ``head`` does."""
-    pipe = select.poll()
-    pipe.register(sys.stdout.fileno(), 0)  # a lost reader is reported unasked
-    if not any(event & select.POLLERR for _, event in pipe.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
-    return True

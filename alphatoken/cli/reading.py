@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from alphatoken.cli.common import ModelOptions, TrainingRowOptions, ValuationOptions
+from alphatoken.cli.options import TrainingRowOptions, ValuationOptions
 from alphatoken.config import ScorerConfig
-from alphatoken.corpus.spec import JobSpec, ModelSpec
+from alphatoken.corpus.spec import JobSpec
 from alphatoken.data import EncodeOptions, Fields, Row, read_rows
 from alphatoken.model.layer_choice import read_layers
 
@@ -15,22 +15,10 @@ __all__ = [
     "encoding",
     "fields_of",
     "job_spec",
-    "model_spec",
     "read_file",
     "scorer_config",
     "unread_columns",
 ]
-
-
-def model_spec(options: ModelOptions) -> ModelSpec:
-    """The model that the command line names."""
-    return ModelSpec(
-        options.model_name_or_path,
-        options.adapter,
-        options.dtype,
-        options.device,
-        options.trust_remote_code,
-    )
 
 
 def read_file(path: str, options: Any, *, limit: int | None, **more: Any) -> list[Row]:
@@ -68,7 +56,6 @@ def _how(options: Any) -> EncodeOptions:
         on_empty=rows.on_empty,
         turns=rows.turns,
         chat_template=options.chat_template,
-        end_token=rows.end_token,
         on_bad_rows=options.on_bad_rows,
     )
 
@@ -77,10 +64,11 @@ def encoding(options: Any) -> EncodeOptions:
     """How rows become tokens that the model takes; ``options`` are of a model, layers, reading.
 
     Raises:
-        ConfigError, ModelError: as of :meth:`ModelSpec.within`.
+        ConfigError, ModelError: as of :meth:`ModelOptions.within`.
     """
     layers = read_layers(options.layers, "--score_layers")
-    return model_spec(options).within(_how(options), layers)
+    within: EncodeOptions = options.within(_how(options), layers)
+    return within
 
 
 def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
@@ -113,7 +101,7 @@ def job_spec(options: Any, output_dir: str, **more: Any) -> JobSpec:
     """
     said = {one.name: getattr(options, one.name, None) for one in fields(JobSpec)}
     made = {
-        "model": model_spec(options),
+        "model": options,  # which are of a model, as of everything else
         "output_dir": output_dir,
         "config": scorer_config(options, **more),
         "fields": fields_of(options),

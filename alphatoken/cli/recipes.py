@@ -1,9 +1,6 @@
-"""Recipes: options in a YAML file, packaged ones by name; and ``alphatoken recipes``.
+"""Recipes: named sets of option values in YAML files, packaged ones by name.
 
-Beside options, a recipe may hold what belongs to no option: ``about`` (one line), ``command``
-("sft" or "dpo"), ``model_shape`` (keyword arguments of transformers' ``AutoConfig.for_model``) and
-``expected_rows`` (rows of its training set), from which ``--dry-run`` plans where neither model nor
-data can be reached; and ``env``, TRL's, environment variables to set.
+Beside options, a recipe may say ``about`` (one line for the help) and ``command`` ("sft" or "dpo").
 """
 
 from __future__ import annotations
@@ -12,13 +9,12 @@ import argparse
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.options import CommandParser
 from alphatoken.errors import ConfigError
 
 __all__ = [
@@ -27,16 +23,13 @@ __all__ = [
     "close_to",
     "find_recipe",
     "is_packaged",
-    "joined",
     "packaged_file",
     "packaged_recipes",
     "recipes_of",
-    "run",
 ]
 
 _FOLDER = Path(str(files("alphatoken"))) / "recipes"
 _LAYOUTS = _FOLDER / "accelerate"
-_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -49,9 +42,6 @@ class Recipe:
         options: what sets options.
         command: that it is for, or None for either.
         about: one line.
-        model_shape: arguments of ``AutoConfig.for_model``, ``model_type`` included.
-        expected_rows: rows of the training set before anything is held out.
-        env: environment variables to set.
     """
 
     name: str
@@ -59,22 +49,6 @@ class Recipe:
     options: dict[str, Any]
     command: str | None = None
     about: str = ""
-    model_shape: dict[str, Any] | None = None
-    expected_rows: int | None = None
-    env: dict[str, str] = field(default_factory=dict)
-
-
-def run(words: Sequence[str]) -> int:
-    """Print the packaged recipes, one a line; the exit status."""
-    parser = CommandParser("recipes", description="List the packaged recipes of sft and dpo.")
-    parser.add_argument("--traceback", action="store_true", help="of an error")
-    parser.parse_args(list(words))
-    recipes = list(packaged_recipes())
-    width = max(len(recipe.name) for recipe in recipes)
-    for recipe in recipes:
-        print(f"{recipe.name:<{width}}  {recipe.command}  {recipe.about}")
-    print(f"\nfiles: {_FOLDER}\nuse: alphatoken {recipes[0].command} --config {recipes[0].name}")
-    return 0
 
 
 def packaged_recipes() -> Iterator[Recipe]:
@@ -106,7 +80,7 @@ def find_recipe(name: str) -> Recipe:
     raise ConfigError(
         "there is no such recipe",
         got=name,
-        remedy=close_to(name, known) or "give a file, or a name that `alphatoken recipes` lists",
+        remedy=close_to(name, known) or "give a file, or a name that --help lists",
     )
 
 
@@ -125,49 +99,27 @@ def recipes_of(words: Sequence[str]) -> list[Recipe]:
     return [find_recipe(name) for name in names]
 
 
-def joined(first: Recipe, second: Recipe) -> Recipe:
-    """One recipe of two, where the second says something, it says so for both."""
-    own = {one.name: getattr(second, one.name) for one in fields(Recipe)}
-    said = {name: value for name, value in own.items() if value and name not in ("name", "path")}
-    return replace(
-        first,
-        **{
-            **said,
-            "name": f"{first.name}, {second.name}",
-            "options": {**first.options, **second.options},
-            "env": {**first.env, **second.env},
-        },
-    )
-
-
 def packaged_file(name: str) -> str | None:
     """The path of a chat template that comes with TRL, by its file name; None if there is none."""
     if os.path.basename(name) != name or Path(name).exists():
         return None
-    found = _trl() / "chat_templates" / name
+    spec = find_spec("trl")  # does not import it
+    assert spec is not None
+    assert spec.origin is not None
+    found = Path(spec.origin).parent / "chat_templates" / name
     return str(found) if found.is_file() else None
 
 
-def _trl() -> Path:
-    """TRL's folder, without importing it."""
-    spec = find_spec("trl")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
 def accelerate_config(name: str) -> tuple[Path, dict[str, Any]]:
-    """File and content of a layout: a path, one of ours, or one of TRL's.
+    """File and content of a layout of several processes: a path, or a packaged one.
 
     Raises:
         ConfigError: there is none.
     """
-    theirs = _trl() / "accelerate_configs"
-    candidates = [Path(name).expanduser(), _LAYOUTS / f"{name}.yaml", theirs / f"{name}.yaml"]
-    for path in candidates:
+    for path in (Path(name).expanduser(), _LAYOUTS / f"{name}.yaml"):
         if path.is_file():
             return path, _mapping(path)
-    known = sorted({p.stem for folder in (_LAYOUTS, theirs) for p in folder.glob("*.yaml")})
+    known = sorted(path.stem for path in _LAYOUTS.glob("*.yaml"))
     raise ConfigError(
         "there is no such accelerate_config",
         got=name,
@@ -203,29 +155,5 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Recipe:
     content = _mapping(path)
-    aside = {name: content.pop(name, None) for name in _ASIDE}
-    for name, kind in _ASIDE.items():
-        if aside[name] is not None and not isinstance(aside[name], kind):
-            raise ConfigError(
-                f"{name} of the recipe is not of its kind",
-                got=f"{path.name}: {name} is {type(aside[name]).__name__}, not {kind.__name__}",
-            )
-    return Recipe(
-        name=path.stem if path.suffix in _SUFFIXES else path.name,
-        path=path,
-        options=content,
-        command=aside["command"],
-        about=aside["about"] or "",
-        model_shape=aside["model_shape"],
-        expected_rows=aside["expected_rows"],
-        env={key: str(value) for key, value in (aside["env"] or {}).items()},
-    )
-
-
-_ASIDE: dict[str, type] = {
-    "command": str,
-    "about": str,
-    "model_shape": dict,
-    "expected_rows": int,
-    "env": dict,
-}
+    command, about = content.pop("command", None), str(content.pop("about", None) or "")
+    return Recipe(path.stem, path, content, command, about)

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.cli.common import (
+from alphatoken.cli.options import (
     PARAMETERS,
     BudgetOptions,
     EarlierOptions,
-    ModelOptions,
     ReadingOptions,
     RunningOptions,
     TrainingRowOptions,
     ValuationOptions,
+    option,
+    read_options,
 )
-from alphatoken.cli.options import option, read_options
+from alphatoken.corpus.options import EngineOptions, ModelOptions, ResultOptions
 from alphatoken.errors import ConfigError
 
 __all__ = ["ScoreOptions", "read", "run"]
@@ -51,7 +52,7 @@ output
   OUT/report.html                        heatmaps, distributions, highest and lowest tokens
   OUT/run.json, OUT/job                  what --resume compares and goes on from
   OUT/bad_rows.jsonl                     with --on_bad_rows skip: place and reason of each
-  DATASET/part-*.parquet                 with --write_dataset, one row an example: input_ids,
+  OUT/dataset/part-*.parquet             with --write_dataset, one row an example: input_ids,
                                          attention_mask, labels (-100 where dropped), loss_weights
 
   Every file is written whole or not at all. Stop at any time; the same command with --resume
@@ -102,9 +103,6 @@ class _Finer:
         "rank tokens within a batch (the paper), a sequence, or all of them",
         flag="keep_scope",
     )
-    verify: int | None = option(
-        None, "certify so many tokens by the slow oracle; exit status 2 if a number is off", least=1
-    )
 
 
 @dataclass(kw_only=True)
@@ -118,23 +116,6 @@ class _Output:
         None, "rows of the data a file; default: 64 or more, for about a thousand files", least=1
     )
     components: bool = option(True, "write the parts of each value as well as the total")
-    report_rows: int = option(40, "rows shown in the report", least=1)
-    report: bool = option(True, "write an HTML report")
-    write_dataset: str | None = option(
-        None, "folder for the rows as a data set: labels, which any trainer reads, and loss_weights"
-    )
-
-
-@dataclass(kw_only=True)
-class _Engine:
-    """Who does it."""
-
-    engine: Literal["local", "ray"] = option(
-        "local", "this process, or those that torchrun started; or actors of Ray"
-    )
-    workers: int | None = option(None, "actors (--engine ray); default: one", least=1)
-    gpus_per_worker: float = option(0.0, "of each actor; 0 runs on the CPU")
-    cpus_per_worker: float = option(1.0, "of each actor, where it has no GPU")
 
 
 @dataclass(kw_only=True)
@@ -147,7 +128,8 @@ class ScoreOptions(
     ReadingOptions,
     TrainingRowOptions,
     _Output,
-    _Engine,
+    ResultOptions,
+    EngineOptions,
     EarlierOptions,
     RunningOptions,
 ):
@@ -227,20 +209,7 @@ def run(options: ScoreOptions | LogprobOptions) -> None:
         return score_logprobs(spec_of_files, overwrite=options.overwrite_output)
     from alphatoken.cli.reading import job_spec  # loads torch, which --help does not need
     from alphatoken.corpus.run import score_corpus
-    from alphatoken.corpus.spec import EngineSpec, ResultSpec
 
     spec = job_spec(options, options.output_dir, parameters=options.parameters)
-    wanted = ResultSpec(
-        report=options.report,
-        report_rows=options.report_rows,
-        dataset=options.write_dataset,
-        verify=options.verify,
-    )
-    engine = EngineSpec(
-        name=options.engine,
-        workers=options.workers,
-        gpus=options.gpus_per_worker,
-        cpus=options.cpus_per_worker,
-    )
-    score_corpus(spec, wanted, engine, resume=options.resume, overwrite=options.overwrite_output)
+    score_corpus(spec, options, options, resume=options.resume, overwrite=options.overwrite_output)
     return None

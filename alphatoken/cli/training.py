@@ -1,4 +1,4 @@
-"""What ``alphatoken sft`` and ``alphatoken dpo`` share: plan or launch or train, and resume."""
+"""What ``alphatoken sft`` and ``alphatoken dpo`` share: help, checks, training, and resume."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.recipes import recipes_of
-from alphatoken.cli.training_help import short_help
+from alphatoken.cli.options import CommandParser, default_of, shown
+from alphatoken.cli.recipes import packaged_recipes
+from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import ConfigError, DataError, ModelError
+from alphatoken.train.fields import AlphaFields, PairFields
 
 __all__ = [
     "build_trainer",
     "check_files",
+    "help_text",
     "load_tokenizer",
     "model_options",
     "require_libraries",
     "run_dpo",
     "run_sft",
-    "told_results",
     "trainer_of",
 ]
 
@@ -82,60 +84,98 @@ def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
 
 def _run(command: str, words: Sequence[str]) -> int:
     if {"--help", "-h"} & set(words):
-        print(short_help(command))
+        print(help_text(command))
         return 0
-    if "--help_all" in words:
-        from alphatoken.cli.arguments import full_help
-
-        print(full_help(command, trainer_of(command)[0]))
-        return 0
-    _require_model(words)
     configuration, trainer = trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.launching import check_launch, launch, layout_of, wants_launch
+    from alphatoken.cli.launching import check_launch
+    from alphatoken.cli.training_data import check_rows
 
     arguments = read_arguments(command, words, configuration)
     check_files(arguments)
     check_output(arguments)
+    check_rows(arguments)
     if arguments.run.dry_run:
-        from alphatoken.cli.planning import plan_run, show_plan
-
-        show_plan(plan_run(arguments, layout_of(arguments)))
+        print("\n".join(_told(arguments)))
         return 0
     check_launch(arguments)
     clear_output(arguments)
-    if wants_launch(arguments):
-        return launch(arguments)
     _train(arguments, trainer)
     return 0
 
 
-def _require_model(words: Sequence[str]) -> None:
-    """See that the command line or a recipe names the model: before libraries are loaded.
+def _told(arguments: Any) -> Iterator[str]:
+    """What ``--dry_run`` prints: model and rows, then whatever differs from its default."""
+    data = arguments.data
+    yield f"command: {arguments.command}"
+    yield f"model: {arguments.model.model_name_or_path}"
+    yield f"training rows: {data.train_file or data.dataset_name or 'none named'}"
+    for name, (value, default) in arguments.changed.items():
+        yield f"{name}: {shown(value)} (default {shown(default)})"
+    for name in arguments.unread:
+        yield f"{name}: of no use to policy {arguments.training.policy} here, left out"
 
-    Raises:
-        ConfigError: neither does. A recipe that cannot be read.
+
+def help_text(command: str) -> str:
+    """Text of ``alphatoken sft --help`` or ``dpo --help``: our options, and where TRL's are.
+
+    Made of fields alone, without importing torch or TRL, so that it is there at once.
     """
-    option = "model_name_or_path"
-    found = any(word.partition("=")[0] == f"--{option}" for word in words)
-    for recipe in recipes_of(words):
-        found = found or recipe.options.get(option) is not None
-    if not found:
-        raise ConfigError("no model is named", remedy=f"--{option} FOLDER_OR_HUB_NAME")
+    parser = CommandParser(
+        command,
+        description=f"""\
+Alpha-{command.upper()}: TRL's trainer with a gradient weighted by token value. A recipe sets
+options, the command line overrides them.
+
+usage: alphatoken {command} [--config RECIPE] --model_name_or_path MODEL --train_file FILE
+           --output_dir FOLDER [options]
+
+Beside those below, all of TRL's {command.upper()}Config, ModelConfig and ScriptArguments work:
+https://huggingface.co/docs/trl/{command}_trainer""",
+        epilog="\n".join(["recipes", *_recipe_lines(command)]),
+    )
+    parser.add_argument(
+        "--config", metavar="RECIPE", help="YAML file or packaged recipe; repeated, the last wins"
+    )
+    kinds: dict[str, type] = {"rows": RowArguments, "this command": RunArguments}
+    kinds |= {"pairs": PairFields} if command == "dpo" else {}
+    kinds |= {"token values": AlphaFields}
+    for title, kind in kinds.items():
+        group = parser.add_argument_group(title)
+        for one in fields(kind):
+            if f"--{one.name}" in parser._option_string_actions:  # shown already
+                continue
+            text, default = str(one.metadata["help"]), default_of(one)
+            if default not in (None, "\n", "") and "default" not in text.lower():
+                text = f"{text} (default {shown(default)})"
+            metavar = one.name.rpartition("_")[2].upper()
+            group.add_argument(f"--{one.name}", metavar=metavar, help=text.replace("%", "%%"))
+    return parser.format_help()
+
+
+def _recipe_lines(command: str) -> Iterator[str]:
+    for recipe in packaged_recipes():
+        if recipe.command in (None, command):
+            yield f"  {recipe.name:20}  {recipe.about}".replace("%", "%%")
 
 
 def check_files(arguments: Any) -> None:
     """See that whatever is named by a path is there, before any work.
 
     Raises:
-        ConfigError: names the option and the path.
+        ConfigError: names the option and the path; no model is named.
     """
-    data = arguments.data
-    named = {"train_file": data.train_file, "fisher_file": data.fisher_file}
-    for name in ("validation_file", "retention_data", "fisher_data", "eval_data"):
-        source = getattr(data, name)
-        if source is not None and Path(source).suffix in (".jsonl", ".json", ".parquet"):
-            named[name] = source
+    if arguments.model.model_name_or_path is None:
+        raise ConfigError("no model is named", remedy="--model_name_or_path FOLDER_OR_HUB_NAME")
+    files = (
+        "train_file",
+        "validation_file",
+        "retention_data",
+        "fisher_data",
+        "fisher_file",
+        "eval_data",
+    )
+    named = {name: getattr(arguments.data, name) for name in files}
     template = getattr(arguments.training, "chat_template_path", None)
     if template is not None and Path(template).suffix in (".jinja", ".j2"):
         named["chat_template_path"] = template
@@ -179,8 +219,8 @@ def clear_output(arguments: Any) -> None:
 
 
 def _first() -> bool:
-    """Whether this is the first process, and the one that the user started."""
-    return os.environ.get("RANK", "0") == "0" and "ALPHATOKEN_LAUNCHED" not in os.environ
+    """Whether this is the first process."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -188,23 +228,17 @@ def _first() -> bool:
 
 def _train(arguments: Any, kind: type[Any]) -> None:
     """Read, build the trainer, train, save."""
-    from alphatoken.cli.launching import layout_of
-    from alphatoken.cli.planning import check_known
-
-    check_known(arguments, layout_of(arguments))
     tokenizer = load_tokenizer(arguments)
-    with _warnings_as_notes(arguments.training.process_index == 0):
-        trainer, notes = build_trainer(arguments, kind, tokenizer)
+    trainer, notes = build_trainer(arguments, kind, tokenizer)
     from alphatoken.train.manifest import RESULTS
 
     args, first = arguments.training, trainer.accelerator.is_main_process
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
     for note in notes if first else ():
-        _note(note)
+        print(f"note: {note}", file=sys.stderr)
     try:
-        with _warnings_as_notes(first):
-            allowed = arguments.run.allow_changed or ()
-            trainer.train(resume_from_checkpoint=going_on, allow_changed=allowed)
+        allowed = arguments.run.allow_changed or ()
+        trainer.train(resume_from_checkpoint=going_on, allow_changed=allowed)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"{trainer.state.global_step} steps done; the same command with --resume continues "
@@ -218,19 +252,9 @@ def _train(arguments: Any, kind: type[Any]) -> None:
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
         print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
-        if (told := told_results(Path(args.output_dir) / RESULTS)) is not None:
-            print(told)
+        if ((results := Path(args.output_dir) / RESULTS) / "values").is_dir():
+            print(f"values and report, which quote training rows: {results}")
     trainer.accelerator.end_training()  # ends the process group too
-
-
-def told_results(results: Path) -> str | None:
-    """What a run left in its folder of results, in a line; None if nothing."""
-    from alphatoken.train.results import REPORT
-
-    values, report = (results / "values").is_dir(), (results / Path(REPORT).name).is_file()
-    found = " and ".join(["values"] * values + ["report"] * report)
-    quotes = ", which quote training rows" if values else ""
-    return f"{found}{quotes}: {results}" if found else None
 
 
 def _save(trainer: Any, folder: str) -> None:
@@ -250,30 +274,6 @@ def _save(trainer: Any, folder: str) -> None:
             why="the run is over, and its last checkpoint is whole",
             remedy="free some space, and the same command with --resume writes it",
         ) from OSError(str(error))
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
-@contextmanager
-def _warnings_as_notes(first: bool) -> Iterator[None]:
-    """The library's own warnings in one line, of the first process; others as they are."""
-    from alphatoken import AlphaTokenWarning
-
-    shown = warnings.showwarning
-
-    def show(message: Any, category: Any, *more: Any, **named: Any) -> None:
-        if not issubclass(category, AlphaTokenWarning):
-            shown(message, category, *more, **named)
-        elif first:
-            _note(str(message))
-
-    warnings.showwarning = show
-    try:
-        yield
-    finally:
-        warnings.showwarning = shown
 
 
 def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tuple[Any, list[str]]:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments, DataArguments
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
 from alphatoken.corpus.notes import about_pools
 from alphatoken.data import leak_keys, split_pools
-from alphatoken.data.source import find_source
-from alphatoken.data.split import check_draw
 from alphatoken.errors import ConfigError
-from alphatoken.train.checks import Given, check_pool
 from alphatoken.train.policies import chosen_policy
 
-__all__ = ["HeldOut", "RunData", "check_rows", "count_rows", "held_out", "load_run_data"]
+__all__ = ["HeldOut", "RunData", "check_rows", "held_out", "load_run_data"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
         ConfigError: no training rows named, or two sources of them.
         DataError, InputError: rows that cannot be read or used; the message names them.
     """
-    _check_clean_rows(arguments)
-    _check_fisher(arguments)
+    check_rows(arguments)
     reader = RowReader(arguments, tokenizer, vocabulary)
     held, data = held_out(arguments), arguments.data
     train = reader.training_rows()
@@ -61,7 +56,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
         "retention": data.retention_data,
     }
     own = {
-        name: reader.source_rows(source, name)
+        name: reader.file_rows(source, name)
         for name, source in sources.items()
         if source is not None
     }
@@ -69,7 +64,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
     found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
     evaluation = None
     if evaluates(arguments):
-        evaluation = reader.dataset(reader.evaluation_rows())
+        evaluation = reader.dataset(reader.file_rows(data.eval_data or "", "evaluation"))
     return RunData(**found, evaluation=evaluation, notes=notes)
 
 
@@ -82,11 +77,6 @@ class HeldOut:
 
     validation: int | None
     fisher: int | None
-
-    @property
-    def drawn(self) -> int:
-        """Both together."""
-        return (self.validation or 0) + (self.fisher or 0)
 
 
 def held_out(arguments: Arguments) -> HeldOut:
@@ -109,36 +99,19 @@ def held_out(arguments: Arguments) -> HeldOut:
     return HeldOut(validation, fisher)
 
 
-def check_rows(arguments: Arguments, processes: int) -> Given:
-    """Refuse what the run would refuse of its rows, as far as it shows without reading them.
-
-    Returns:
-        Which data sets the trainer will be given.
+def check_rows(arguments: Arguments) -> None:
+    """Refuse what can be said of the rows without reading them.
 
     Raises:
-        ConfigError: as the run.
+        ConfigError: two sources of the training rows, a policy without rows of its own, a Fisher
+            that nothing would read.
     """
-    data, args, held = arguments.data, arguments.training, held_out(arguments)
     check_source(arguments)
-    _check_clean_rows(arguments, processes)
+    _check_clean_rows(arguments)
     _check_fisher(arguments)
-    rows = count_rows(arguments)
-    if rows is not None:
-        check_draw(held.validation or 0, rows, "validation rows")
-        check_draw(held.fisher or 0, rows - (held.validation or 0), "Fisher prompts")
-    validation = held.validation
-    if held.validation is not None and data.validation_file is not None:
-        path = Path(data.validation_file)
-        validation = find_source(path).rows if path.exists() else None
-    if args.needs_values and validation:
-        check_pool(args, validation, processes)
-    return Given(
-        validation=bool(held.validation or data.validation_file),
-        retention=data.retention_data is not None,
-    )
 
 
-def _check_clean_rows(arguments: Arguments, processes: int = 1) -> None:
+def _check_clean_rows(arguments: Arguments) -> None:
     """See that policy "validation-first" has rows of its own and can train on them."""
     if arguments.training.policy != "validation-first":
         return
@@ -149,7 +122,7 @@ def _check_clean_rows(arguments: Arguments, processes: int = 1) -> None:
             why="rows drawn from the training rows are no cleaner than those",
             remedy="--validation_file FILE",
         )
-    if processes > 1:
+    if (processes := arguments.training.world_size) > 1:
         raise ConfigError(
             "policy 'validation-first' trains in one process",
             got=f"{processes} processes",
@@ -171,20 +144,6 @@ def _check_fisher(arguments: Arguments) -> None:
             why="nothing would read it",
             remedy=f"{'' if instead else wanted}leave --{name} out",
         )
-
-
-def count_rows(arguments: Arguments) -> int | None:
-    """Training rows before anything is held out, without reading them; None where unknown."""
-    data, recipe = arguments.data, arguments.recipe
-    count: int | None = None
-    if data.train_file is not None:
-        path = Path(data.train_file)
-        count = find_source(path).rows if path.exists() else None
-    elif recipe is not None and recipe.options.get("dataset_name") == data.dataset_name:
-        count = recipe.expected_rows
-    if count is not None and data.train_limit is not None:
-        count = min(count, data.train_limit)
-    return count
 
 
 # --- pools that share nothing -------------------------------------------------------------------

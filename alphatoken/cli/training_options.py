@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.cli.common import BadRowOptions, ColumnOptions, LeftOutOptions
-from alphatoken.cli.options import option
+from alphatoken.cli.options import BadRowOptions, ColumnOptions, LeftOutOptions, option
 
 __all__ = ["RowArguments", "RunArguments"]
 
@@ -19,9 +18,8 @@ __all__ = ["RowArguments", "RunArguments"]
 class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
     """Where rows come from, and what is done with those that cannot be trained on.
 
-    A SOURCE is a local .jsonl, .json or .parquet file, a folder of such files or one that datasets
-    saved, or a data set of the hub, written
-    ``name``, ``name:split`` or ``name#config:split``.
+    A FILE is a local .jsonl, .json or .parquet file, a folder of such files, or one that datasets
+    saved.
     """
 
     train_file: str | None = option(
@@ -29,15 +27,15 @@ class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
     )
     train_limit: int | None = option(None, "Use at most this many training rows, the first ones.")
     validation_file: str | None = option(
-        None, "SOURCE of the validation rows; without it they are drawn from the training rows."
+        None, "FILE of the validation rows; without it they are drawn from the training rows."
     )
     validation_rows: int | None = option(
         None,
         "Validation rows to draw from the training rows. Default: what one validation batch needs "
         "beside the held-out share; eight times that with validation_mode='pool'.",
     )
-    retention_data: str | None = option(None, "SOURCE of the rows for retention='data'.")
-    fisher_data: str | None = option(None, "SOURCE of the prompts that the Fisher is fitted on.")
+    retention_data: str | None = option(None, "FILE of the rows for retention='data'.")
+    fisher_data: str | None = option(None, "FILE of the prompts that the Fisher is fitted on.")
     fisher_prompts: int | None = option(
         None,
         "Prompts for the Fisher to draw from the training rows, which then are not trained on. "
@@ -45,17 +43,14 @@ class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
         "training prompts.",
     )
     fisher_file: str | None = option(None, "A Fisher fitted earlier, by `alphatoken fisher`.")
-    eval_data: str | None = option(
-        None, "SOURCE of rows for TRL's own evaluation; default: dataset_test_split of the hub."
-    )
+    eval_data: str | None = option(None, "FILE of rows for TRL's own evaluation.")
     chosen_column: str | None = option(None, "Column of the chosen response (DPO).")
     rejected_column: str | None = option(None, "Column of the rejected response (DPO).")
-    row_format: Literal["auto", "chat", "text"] = option(
+    row_format: Literal["auto", "text"] = option(
         "auto",
-        "'chat' writes rows through the tokenizer's chat template, 'text' as plain "
-        "text; 'auto': chat where there is a template.",
+        "'auto' writes rows through the tokenizer's chat template, if it has one; 'text' as "
+        "plain text.",
     )
-    separator: str = option("\n", "What ends a prompt in plain text.")
     long_prompts: Literal["drop", "cut"] = option(
         "drop",
         "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
@@ -79,7 +74,7 @@ class RunArguments:
     """What the command does beside training."""
 
     dry_run: bool = option(
-        False, "Print the plan as YAML and stop: no network, no weights, no training data."
+        False, "Print what would be trained, and each option that differs from its default."
     )
     resume: bool = option(
         False, "Continue after the last complete checkpoint in output_dir, if there is one."
@@ -94,11 +89,7 @@ class RunArguments:
     )
     accelerate_config: str | None = option(
         None,
-        "Launch on several processes: an accelerate file, one of ours (ddp, fsdp2, zero2) "
-        "or of TRL's; 'none' for one process. Default: ddp where there are several GPUs, or "
-        "num_processes asks for them.",
-    )
-    num_processes: int | None = option(
-        None, "Number of processes, instead of the file's; without a file, of GPUs to take."
+        "Layout of several processes that the run is meant for, started by accelerate: a file, or "
+        "ddp, fsdp2, zero2 of ours; 'none' for one process.",
     )
     traceback: bool = option(False, "Show the whole traceback of an error.")

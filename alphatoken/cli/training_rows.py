@@ -1,8 +1,7 @@
-"""Rows of a training run: from files, the hub or TRL's mixture, as tokens or pairs."""
+"""Rows of a training run: from files or the hub, as tokens or pairs."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,21 +21,19 @@ from alphatoken.data import (
     row_of,
 )
 from alphatoken.data.encode import require_shown
-from alphatoken.data.source import SUFFIXES, Found, each_row, find_source
+from alphatoken.data.source import Found, each_row, find_source
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.train.datasets import is_longer, preference_problems, preference_records
 from alphatoken.train.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
 
-_HUB = re.compile(r"(?P<name>[\w./-]+)(#(?P<config>[\w.-]+))?(:(?P<split>[^:#]+))?")
-
 Item = Example | Pair
 """What is trained on; its ``row`` is what other rows are compared with."""
 
 
 _PLACE = "training rows must come from one place"
-_ONE = "give train_file (a local file), dataset_name (of the hub), or a mixture under datasets"
+_ONE = "give train_file (a local file) or dataset_name (of the hub)"
 
 
 def check_source(arguments: Arguments) -> bool:
@@ -48,21 +45,17 @@ def check_source(arguments: Arguments) -> bool:
     Raises:
         ConfigError: two sources, a stream, evaluation without rows.
     """
-    data, mixture = arguments.data, arguments.mixture
-    given = [n for n, v in (
-        ("train_file", data.train_file),
-        ("dataset_name", data.dataset_name),
-        ("datasets", mixture.datasets),
-    ) if v]  # fmt: skip
+    data = arguments.data
+    given = [name for name in ("train_file", "dataset_name") if getattr(data, name)]
     if len(given) > 1:
         raise ConfigError(_PLACE, got=" and ".join(given), remedy=_ONE)
-    if data.dataset_streaming or mixture.streaming:
+    if data.dataset_streaming:
         raise ConfigError(
             "streamed data sets are not read by this command",
             why="held-out rows could not be told from training rows",
             remedy="leave dataset_streaming out, or use the trainer from Python",
         )
-    if evaluates(arguments) and data.eval_data is None and data.dataset_name is None:
+    if evaluates(arguments) and data.eval_data is None:
         raise ConfigError(
             "evaluation needs rows", got="eval_strategy without eval_data", remedy="--eval_data"
         )
@@ -88,58 +81,25 @@ class RowReader:
         self.how = EncodeOptions(
             turns=self.data.turns,
             chat_template=self.data.row_format != "text",
-            separator=self.data.separator,
             vocabulary=vocabulary,
         )
         template = getattr(self.tokenizer, "chat_template", None) is not None
         self.chat = self.how.chat_template and template
-        if self.data.row_format == "chat" and not template:
-            raise ConfigError(
-                "row_format 'chat' needs a chat template",
-                got="a tokenizer without one",
-                remedy="--chat_template_path, or --row_format text",
-            )
 
     def training_rows(self) -> list[Item]:
-        """From the file, the hub, or TRL's mixture."""
-        data, mixture = self.data, self.arguments.mixture
+        """From the file, or the hub."""
+        data = self.data
         if not check_source(self.arguments):
             raise ConfigError(_PLACE, got="none named", remedy=_ONE)
         if data.train_file is not None:
-            found = find_source(data.train_file).read()
-            return self._usable(found, data.train_file, "training", data.train_limit)
-        if data.dataset_name is not None:
-            name = data.dataset_name
-            found = _of_hub(name, name, data.dataset_config, data.dataset_train_split)
-        else:
-            from trl.scripts.utils import get_dataset
-
-            name, found = "mixture", _placed(get_dataset(mixture)["train"], "mixture")
-        return self._usable(found, name, "training", data.train_limit)
-
-    def evaluation_rows(self) -> list[Item]:
-        """Of ``eval_data``, or of the hub's test split."""
-        data = self.data
-        if data.eval_data is not None:
-            return self.source_rows(data.eval_data, "evaluation")
+            return self.file_rows(data.train_file, "training", data.train_limit)
         assert data.dataset_name is not None  # see check_source
-        name = f"{data.dataset_name}:{data.dataset_test_split}"
-        found = _of_hub(name, data.dataset_name, data.dataset_config, data.dataset_test_split)
-        return self._usable(found, name, "evaluation")
+        found = _of_hub(data.dataset_name, data.dataset_config, data.dataset_train_split)
+        return self._usable(found, data.dataset_name, "training", data.train_limit)
 
-    def source_rows(self, source: str, name: str) -> list[Item]:
-        """Rows of a SOURCE: a local file, or ``name#config:split`` of the hub."""
-        if Path(source).suffix.lower() in SUFFIXES or Path(source).exists():
-            return self._usable(find_source(source).read(), source, name)
-        match = _HUB.fullmatch(source)
-        if match is None:
-            raise ConfigError(
-                "this is neither a data file nor a data set of the hub",
-                got=source,
-                remedy="a .jsonl, .json or .parquet file, or name, name:split, name#config:split",
-            )
-        found = _of_hub(source, match["name"], match["config"], match["split"] or "train")
-        return self._usable(found, source, name)
+    def file_rows(self, path: str, name: str, limit: int | None = None) -> list[Item]:
+        """Rows of a local file or folder, called ``name``."""
+        return self._usable(find_source(path).read(), path, name, limit)
 
     def dataset(self, items: Sequence[Item]) -> Any:
         """A data set in TRL's form."""
@@ -151,8 +111,7 @@ class RowReader:
         if isinstance(item, Example):
             return {"input_ids": item.input_ids, "labels": item.labels}
         end = getattr(self.tokenizer, "eos_token", None) or ""
-        separator = self.data.separator
-        return preference_records([item], chat=self.chat, separator=separator, end=end)[0]
+        return preference_records([item], chat=self.chat, end=end)[0]
 
     def _usable(
         self, found: Iterator[Found], source: str, name: str, limit: int | None = None
@@ -226,17 +185,12 @@ class RowReader:
         return None
 
 
-def _placed(dataset: Any, name: str) -> Iterator[Found]:
-    """Rows of a data set, each with how a person finds it."""
-    return (Found(index, f"{name}, row {index}", row) for index, row in enumerate(dataset))
-
-
-def _of_hub(said: str, name: str, config: str | None, split: str) -> Iterator[Found]:
-    """Rows of a data set of the hub, or of its cache, which messages call ``said``."""
+def _of_hub(name: str, config: str | None, split: str) -> Iterator[Found]:
+    """Rows of a data set of the hub, or of its cache."""
     from datasets import load_dataset
 
     try:
-        return _placed(load_dataset(name, name=config, split=split), said)
+        rows = load_dataset(name, name=config, split=split)
     except Exception as error:  # whatever the hub, the network and the file formats raise
         text = " ".join(str(error).split())
         raise DataError(
@@ -245,3 +199,4 @@ def _of_hub(said: str, name: str, config: str | None, split: str) -> Iterator[Fo
             remedy="check name, config and split and the network, or give local files: train_file, "
             "validation_file",
         ) from None
+    return (Found(index, f"{name}, row {index}", row) for index, row in enumerate(rows))

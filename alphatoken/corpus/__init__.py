@@ -1,7 +1,7 @@
 """Value files of rows, of any size, in one process or in many; the command ``score`` is made of it.
 
-* ``spec``: :class:`JobSpec` says what is valued, :class:`ResultSpec` what is made of the values,
-  :class:`EngineSpec` who values;
+* ``spec``: :class:`JobSpec` says what is valued; ``options``: :class:`ResultOptions` what is made
+  of the values, :class:`EngineOptions` who values, :class:`ModelOptions` with which model;
 * ``rows``: what becomes of each row, in any process and from any row on;
 * ``job``: all that the values depend on, read and checked, and sealed in the output folder;
 * ``blocks``: a stretch of rows to one value file; ``engines``: who values which of them;

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from alphatoken import Scorer
 from alphatoken.corpus.blocks import BlockValuer
 from alphatoken.corpus.job import Job, open_job
-from alphatoken.corpus.spec import EngineSpec, JobSpec
+from alphatoken.corpus.options import EngineOptions
+from alphatoken.corpus.spec import JobSpec
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.support.progress import Tracker
 
@@ -76,13 +77,13 @@ def launched() -> Launched:
     return Launched(*(int(str(number)) for number in known.values()))
 
 
-def check_engine(engine: EngineSpec, here: Launched) -> None:
+def check_engine(engine: EngineOptions, here: Launched) -> None:
     """See that the engine is there, before any work.
 
     Raises:
         ConfigError: it is not, or two of them were asked for.
     """
-    if engine.name == "local":
+    if engine.engine == "local":
         if engine.workers is not None:
             raise ConfigError(
                 "--workers is of --engine ray",
@@ -164,7 +165,7 @@ class _Actor:
         return {"block": batch["block"]}
 
 
-def value_with_ray(job: Job, engine: EngineSpec, numbers: Sequence[int]) -> None:
+def value_with_ray(job: Job, engine: EngineOptions, numbers: Sequence[int]) -> None:
     """Value these blocks with a pool of Ray's actors.
 
     A lost actor's block is handed to another one. Where this process dies, finished blocks stay.
@@ -178,7 +179,7 @@ def value_with_ray(job: Job, engine: EngineSpec, numbers: Sequence[int]) -> None
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    done, gpus = _Done(job, numbers), engine.gpus
+    done, gpus = _Done(job, numbers), engine.gpus_per_worker
     model = replace(job.spec.model, device="cuda" if gpus else "cpu")
     # Each block is an item of its own, so that all workers have some and little is lost with one.
     rows = ray.data.from_items([{"block": n} for n in numbers], override_num_blocks=len(numbers))
@@ -188,7 +189,7 @@ def value_with_ray(job: Job, engine: EngineSpec, numbers: Sequence[int]) -> None
         batch_size=1,
         concurrency=engine.workers or 1,
         num_gpus=gpus,
-        num_cpus=None if gpus else engine.cpus,
+        num_cpus=None if gpus else engine.cpus_per_worker,
     )
     try:
         for finished in valued.iter_rows():

@@ -255,7 +255,7 @@ def _settings(job: Job) -> dict[str, Any]:
     layers = valued.pop("layers")
     del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them
     return {
-        "model_name_or_path": spec.model.name,
+        "model_name_or_path": spec.model.model_name_or_path,
         "adapter": spec.model.adapter,
         "train_file": spec.train_file,
         "validation_file": spec.validation_file

@@ -17,10 +17,10 @@ import numpy as np
 from alphatoken import Scorer
 from alphatoken.certificate.certify import Certificate
 from alphatoken.corpus.blocks import example_digest, read_facts
-from alphatoken.corpus.folder import file_digest
 from alphatoken.corpus.job import Job
 from alphatoken.corpus.notes import about_encoding, balance_by_layer, write_notes
-from alphatoken.corpus.spec import ResultSpec, on_device
+from alphatoken.corpus.options import ResultOptions
+from alphatoken.corpus.spec import on_device
 from alphatoken.data import collate, token_texts
 from alphatoken.errors import DataError, ModelError
 from alphatoken.report import (
@@ -40,7 +40,7 @@ __all__ = ["keep_over_all", "write_results"]
 
 
 def write_results(
-    job: Job, scorer: Scorer, wanted: ResultSpec, warned: Sequence[str], start: float
+    job: Job, scorer: Scorer, wanted: ResultOptions, warned: Sequence[str], start: float
 ) -> None:
     """Write selection, data set, summary and page, all from the value files.
 
@@ -152,17 +152,16 @@ def keep_over_all(folder: Path, ratio: float) -> None:
         write_values(path, kept(path))
 
 
-def _dataset(job: Job, wanted: ResultSpec) -> DatasetCounts | None:
+def _dataset(job: Job, wanted: ResultOptions) -> DatasetCounts | None:
     """The rows with their weights, for other trainers, where that is asked for."""
-    if wanted.dataset is None:
+    if not wanted.write_dataset:
         return None
-    run = file_digest(job.folder / "run.json")
-    counts = write_dataset(job.folder / "values", Path(wanted.dataset), run=run)
+    counts = write_dataset(job.folder / "values", job.folder / "dataset")
     if not job.spec.quiet:
         print(
             f"{counts.rows} rows with {counts.trained_tokens} of {counts.response_tokens} response "
             f"tokens; {counts.rows_without_weight} rows without weight left out: "
-            f"{wanted.dataset}",
+            f"{job.folder / 'dataset'}",
             file=sys.stderr,
         )
     return counts
@@ -171,7 +170,7 @@ def _dataset(job: Job, wanted: ResultSpec) -> DatasetCounts | None:
 # --- certificate and last words -------------------------------------------------------------------
 
 
-def _certificate(scorer: Scorer, job: Job, wanted: ResultSpec) -> Certificate | None:
+def _certificate(scorer: Scorer, job: Job, wanted: ResultOptions) -> Certificate | None:
     """Of the first rows that have values."""
     spec = job.spec
     if wanted.verify is None:
@@ -188,7 +187,7 @@ def _certificate(scorer: Scorer, job: Job, wanted: ResultSpec) -> Certificate | 
 
 def _say(
     job: Job,
-    wanted: ResultSpec,
+    wanted: ResultOptions,
     summary: ValueSummary,
     certificate: Certificate | None,
     notes: Sequence[str],

@@ -21,28 +21,28 @@ from alphatoken.corpus.engines import (
 )
 from alphatoken.corpus.folder import (
     collected_warnings,
-    file_digest,
     read_manifest,
     refuse_foreign,
     require_writable,
     same_settings,
 )
 from alphatoken.corpus.job import Job, open_job, prepare_job, seal_job
+from alphatoken.corpus.options import EngineOptions, ResultOptions
 from alphatoken.corpus.results import write_results
-from alphatoken.corpus.spec import EngineSpec, JobSpec, ResultSpec
+from alphatoken.corpus.spec import JobSpec
 from alphatoken.errors import ConfigError
 from alphatoken.report.page import missing_libraries
 from alphatoken.select.masks import keep_count
 from alphatoken.support.locks import try_lock
-from alphatoken.support.storage import read_json, write_json
+from alphatoken.support.storage import write_json
 
 __all__ = ["score_corpus"]
 
 
 def score_corpus(
     spec: JobSpec,
-    wanted: ResultSpec | None = None,
-    engine: EngineSpec | None = None,
+    wanted: ResultOptions | None = None,
+    engine: EngineOptions | None = None,
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -61,11 +61,10 @@ def score_corpus(
     Raises:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
-    wanted, engine = wanted or ResultSpec(), engine or EngineSpec()
+    wanted, engine = wanted or ResultOptions(), engine or EngineOptions()
     here = launched()
     keep_count(spec.ratio, 1, name="--keep_ratio")  # its error now, not after the first batch
     require_writable(spec.output_dir)
-    _check_dataset(spec, wanted, resume=resume, overwrite=overwrite)
     check_engine(engine, here)
     if spec.config.estimator == "walk" and wanted.verify is not None:
         raise ConfigError(
@@ -84,8 +83,8 @@ def score_corpus(
 
 def _lead(
     spec: JobSpec,
-    wanted: ResultSpec,
-    engine: EngineSpec,
+    wanted: ResultOptions,
+    engine: EngineOptions,
     here: Launched,
     *,
     resume: bool,
@@ -94,7 +93,7 @@ def _lead(
     """The first process: all but the blocks of others."""
     start, folder = time.monotonic(), spec.folder
     with _alone(folder), collected_warnings() as warned:
-        made = [folder / "values", folder / "job"]
+        made = [folder / "values", folder / "job", folder / "dataset"]
         refuse_foreign(folder / "run.json", made, resume=resume, overwrite=overwrite)
         job = prepare_job(spec)
         _open(job, overwrite=overwrite)
@@ -103,7 +102,7 @@ def _lead(
         if numbers:
             _seal(job, scorer)
         here.wait()
-        if engine.name == "ray" and numbers:
+        if engine.engine == "ray" and numbers:
             value_with_ray(job, engine, numbers)
         else:
             value_blocks(job, scorer, here.share(numbers))
@@ -161,10 +160,10 @@ def _seal(job: Job, scorer: Scorer) -> None:
         scorer.save_gradient(job.gradient)
 
 
-def _format(spec: JobSpec, wanted: ResultSpec) -> str:
+def _format(spec: JobSpec, wanted: ResultOptions) -> str:
     """The format of the value files; what is not installed is missed now, not after the work."""
     arrow = find_spec("pyarrow") is not None
-    if (spec.format == "parquet" or wanted.dataset) and not arrow:
+    if (spec.format == "parquet" or wanted.write_dataset) and not arrow:
         raise ConfigError("Parquet needs pyarrow", remedy="pip install pyarrow, or --format jsonl")
     if wanted.report and (missing := missing_libraries()):
         raise ConfigError(
@@ -174,48 +173,13 @@ def _format(spec: JobSpec, wanted: ResultSpec) -> str:
     return spec.format or ("parquet" if arrow else "jsonl")
 
 
-def _check_dataset(spec: JobSpec, wanted: ResultSpec, *, resume: bool, overwrite: bool) -> None:
-    """See that the data set goes to a folder of its own."""
-    if wanted.dataset is None:
-        return
-    require_writable(wanted.dataset, "--write_dataset")
-    folder, values = Path(wanted.dataset), spec.folder / "values"
-    if folder.resolve() in (values.resolve(), spec.folder.resolve()):
-        raise ConfigError(
-            "the data set needs a folder of its own",
-            got=f"--write_dataset {folder}",
-            why="the values of --output_dir lie there",
-            remedy="another folder for --write_dataset",
-        )
-    foreign = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if foreign and not (folder / "dataset.json").is_file():
-        raise ConfigError(
-            "the data set's folder holds something else",
-            got=str(folder),
-            remedy="another folder for --write_dataset",
-        )
-    if foreign and not (overwrite or (resume and _wrote(spec, folder))):
-        raise ConfigError(
-            "the data set's folder holds an earlier data set",
-            got=f"--write_dataset {folder}",
-            remedy="--overwrite_output to replace it and the run in --output_dir, or another "
-            "folder for --write_dataset",
-        )
-
-
-def _wrote(spec: JobSpec, folder: Path) -> bool:
-    """Whether a data set, or what a killed process left of one, is of the run in ``output_dir``."""
-    found, own = read_json(folder / "dataset.json") or {}, spec.folder / "run.json"
-    return own.is_file() and found.get("run") == file_digest(own)
-
-
 def _open(job: Job, *, overwrite: bool) -> None:
     """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
     folder = job.folder
     manifest = folder / "run.json"
     if overwrite and manifest.exists():
         manifest.unlink()
-        for name in ("values", "job"):
+        for name in ("values", "job", "dataset"):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("summary.json", "report.html", "bad_rows.jsonl"):
             (folder / name).unlink(missing_ok=True)

@@ -51,13 +51,12 @@ class EncodeOptions:
     Attributes:
         max_length: longest sequence in tokens; None sets no limit.
         on_long: what happens to a longer row: "truncate" cuts its end and counts it, "skip" drops
-            and counts it, "error" stops.
+            and counts it.
         on_empty: what happens to a row without any response token (also when truncation took
             all of them): "error" stops and names the row, "skip" drops and counts it.
         turns: label "all" assistant turns, or the "last" one only.
         chat_template: use the tokenizer's chat template where it has one.
         end_token: end each assistant turn of the plain format with the end token.
-        separator: what ends a turn that is not the assistant's, in the plain format.
         vocabulary: rows of the model's embedding, which every token must have one of; None is not
             looked at.
         on_bad_rows: what happens to a row that cannot be written as tokens (a template refuses it,
@@ -70,14 +69,13 @@ class EncodeOptions:
     turns: str = "all"
     chat_template: bool = True
     end_token: bool = True
-    separator: str = "\n"
     vocabulary: int | None = None
     on_bad_rows: str = "error"
 
     def __post_init__(self) -> None:
         """Check the choices once."""
         for name, allowed in (
-            ("on_long", ("truncate", "skip", "error")),
+            ("on_long", ("truncate", "skip")),
             ("on_empty", ("error", "skip")),
             ("turns", ("all", "last")),
             ("on_bad_rows", ("error", "skip")),
@@ -186,12 +184,6 @@ def _reason_to_drop(example: Example, length: int, options: EncodeOptions) -> st
     """None to keep the example, "long" or "empty" to drop it; raises where that is asked."""
     limit = options.max_length
     if limit is not None and len(example.input_ids) > limit:
-        if options.on_long == "error":
-            raise DataError(
-                "a row is longer than allowed",
-                got=f"{example.row.place}: {length} tokens, limit {limit}",
-                remedy="--on_long truncate or skip, or a larger --max_length",
-            )
         return "long"
     if example.response_tokens:
         return None
@@ -317,7 +309,7 @@ def _plain(
             if options.end_token and end is not None:
                 piece.append(int(end))
         else:
-            piece = _ids(tokenizer, turn.text + options.separator) if turn.text else []
+            piece = _ids(tokenizer, turn.text + "\n") if turn.text else []
         ids += piece
         labels += piece if index in labelled else [IGNORE] * len(piece)
     return ids, labels
@@ -442,7 +434,12 @@ def _templated(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
     except NotImplementedError:
-        return _by_pieces(text, spans, tokenizer, row.place)
+        raise DataError(
+            "the tokenizer does not say which characters a token covers",
+            got=f"{type(tokenizer).__name__}, {row.place}",
+            why="tokens of an assistant turn cannot be told from others",
+            remedy=f"use the fast tokenizer, or {_WITHOUT}",
+        ) from None
     ids = [int(i) for i in encoded["input_ids"]]
     labels = [
         token if any(start < end <= stop for start, stop in spans) else IGNORE
@@ -480,25 +477,3 @@ def _trim(text: str, start: int, content: str) -> int:
     ):  # no end marker: the white space may be the content's
         return len(text)
     return start + len(stripped)
-
-
-def _by_pieces(
-    text: str, spans: Sequence[tuple[int, int]], tokenizer: Any, place: str
-) -> tuple[list[int], list[int]]:
-    """For tokenizers without offsets: tokenise between the boundaries, and prove it the same."""
-    ids: list[int] = []
-    labels: list[int] = []
-    cursor = 0
-    for start, end in [*spans, (len(text), len(text))]:
-        outside, inside = _ids(tokenizer, text[cursor:start]), _ids(tokenizer, text[start:end])
-        ids += outside + inside
-        labels += [IGNORE] * len(outside) + inside
-        cursor = end
-    if ids != _ids(tokenizer, text):
-        raise DataError(
-            "tokens cross the border of an assistant turn",
-            got=place,
-            why="this tokenizer gives no offsets, so such tokens cannot be labelled",
-            remedy=f"use the fast tokenizer, or {_WITHOUT}",
-        )
-    return ids, labels

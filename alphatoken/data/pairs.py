@@ -135,27 +135,16 @@ def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) 
 
 
 def _of_texts(prompt: Turns | None, chosen: str, rejected: str, place: str) -> Parts:
-    """Three texts; or two transcripts or texts that begin alike."""
+    """Three texts; or two transcripts that begin alike."""
     if prompt is not None:
         return prompt, (Turn("assistant", chosen),), (Turn("assistant", rejected),)
     if all(_SPEAKER.match(text) for text in (chosen, rejected)):
         return _split(_transcript(chosen), _transcript(rejected), place)
-    length = next(
-        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-        min(len(chosen), len(rejected)),
-    )
-    common = chosen[:length]
-    cut = max(common.rfind(" "), common.rfind("\n")) + 1  # never inside a word
-    if not common[:cut].strip():
-        raise DataError(
-            "the two responses have no common beginning to be the prompt",
-            got=f"{place}: {short(chosen, 40)!r} and {short(rejected, 40)!r}",
-            remedy="name the column of the prompt with --prompt_column",
-        )
-    return (
-        (Turn("user", common[:cut]),),
-        (Turn("assistant", chosen[cut:]),),
-        (Turn("assistant", rejected[cut:]),),
+    raise DataError(
+        "a pair of texts has no prompt",
+        got=f"{place}: {short(chosen, 40)!r} and {short(rejected, 40)!r}",
+        remedy="name its column with --prompt_column, or write it into one: what both texts "
+        "begin with (trl.extract_prompt)",
     )
 
 

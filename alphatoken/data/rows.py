@@ -231,26 +231,12 @@ def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
             remedy="mend or drop the row, or have it passed over (--on_bad_rows skip; not in "
             "evaluate and merge)",
         )
-    if columns.first(["chosen"]) and columns.first(["rejected"]):
-        raise _pair(columns, kind)
     raise DataError(
         f"the row has no {kind} field",
         got=f"{columns.place} has {columns}",
         remedy=f"name it: --{kind}_column NAME; of a set in diagnose --retention_set: "
         f"FILE,{kind}=NAME; in Python "
         f"Fields({kind}=NAME) (known: {', '.join(names)}; chats: messages; plain texts: text)",
-    )
-
-
-def _pair(columns: Columns, kind: str) -> DataError:
-    """A preference pair where a row is read; its chosen side can be read where its form is told."""
-    name = "response" if kind == "response" else "messages"
-    readable = kind == "response" or isinstance(columns.left["chosen"], list)
-    return DataError(
-        f"the row has no {kind} field; it is a preference pair",
-        got=f"{columns.place} has {columns}",
-        remedy="alphatoken dpo trains on such rows"
-        + (f"; --{name}_column chosen reads what was chosen as a row" if readable else ""),
     )
 
 

@@ -123,7 +123,6 @@ def split_pools(
         "removed_same_as_validation": len(leaks["validation"]),
         "removed_same_as_fisher": len(leaks["fisher"]),
         "fisher_removed_same_as_validation": len(prompts) - len(prompts_kept),
-        "repeated_within_train": len(train) - len({conversation_key(row) for row in train}),
         "train": len(train),
         "validation": len(held),
         "fisher": len(prompts_kept),

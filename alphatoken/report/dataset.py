@@ -54,31 +54,25 @@ class DatasetCounts:
     weight: float = 0.0
 
 
-def write_dataset(values: Path, folder: Path, *, run: str) -> DatasetCounts:
-    """Write ``part-*.parquet``, ``README.md`` and ``dataset.json``; each whole or not at all.
+def write_dataset(values: Path, folder: Path) -> DatasetCounts:
+    """Write ``part-*.parquet``, ``README.md`` and, last, ``dataset.json``, each whole or not.
 
     Args:
         values: folder of value files, with a mask; each becomes a file of the data set.
-        folder: is made; files of an earlier data set of the same name are replaced.
-        run: digest of the run that they are of, which ``dataset.json`` holds from the first.
+        folder: is made; an earlier data set in it is replaced.
 
     Raises:
         ConfigError: pyarrow is missing. DataError: a value file cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # First, so that what a killed process leaves is known for ours.
-    write_json(folder / "dataset.json", {"finished": False, "run": run})
+    for earlier in (folder / "dataset.json", *folder.glob("part-*.parquet")):
+        earlier.unlink(missing_ok=True)
     counts, digest = DatasetCounts(), hashlib.sha256()
-    written = set()
     for path in value_files(values):
         part = folder / f"{path.stem}.parquet"
         write_parquet(part, _TYPES, _counted(read_values(path), counts, digest))
-        written.add(part)
-    for left in set(folder.glob("part-*.parquet")) - written:  # of an earlier, longer one
-        left.unlink()
     write_text(folder / "README.md", CARD.format(folder=folder.name))
-    told = {**vars(counts), "sha256": digest.hexdigest(), "run": run}
-    write_json(folder / "dataset.json", told)
+    write_json(folder / "dataset.json", {**vars(counts), "sha256": digest.hexdigest()})
     return counts
 
 

@@ -1,8 +1,6 @@
-"""What a run refuses before any work: asked by the trainers, and by ``--dry_run`` for the same run.
+"""What a run refuses before any work: it takes options, the model's shape and the layout alone.
 
-Each check needs no more than options, the model's shape, the layout, and how many rows there are;
-so the plan of a run can ask it without weights or rows, and gives the same error. Options that
-contradict each other are refused where the configuration is made, which both do.
+Options that contradict each other are refused where the configuration is made.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def check_run(
 
     Args:
         model: of the right shape; its weights are not looked at.
-        accelerator: of the trainer, or of a layout (``alphatoken.train.plan.Layout``).
+        accelerator: of the trainer.
         args: the trainer's configuration.
         policy: that is carried out, or None for the trainer's own one.
         given: what else it has.

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken.cli.common import ModelOptions
-from alphatoken.cli.reading import model_spec
+from alphatoken.corpus.options import ModelOptions
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.errors import ConfigError, ModelError, quoted
 from alphatoken.train.loading import load_causal_model
@@ -74,12 +73,12 @@ def test_every_command_reads_with_the_adapter_s_tokenizer(tmp_path: Path) -> Non
     )
     weights = []
     for options in named:
-        assert model_spec(options).tokenizer().chat_template == TWICE
-        found = model_spec(options).model().named_parameters()
+        assert options.tokenizer().chat_template == TWICE
+        found = options.model().named_parameters()
         weights.append({name: p.detach() for name, p in found})
     assert any("lora_A" in name for name in weights[0])
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
-    assert model_spec(ModelOptions(model_name_or_path=str(base))).tokenizer().chat_template is None
+    assert ModelOptions(model_name_or_path=str(base)).tokenizer().chat_template is None
 
 
 def test_values_and_merged_folders_are_of_the_adapter_s_template(tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_values_and_merged_folders_are_of_the_adapter_s_template(tmp_path: Path)
     words = ["merge", "--before", str(base), "--adapter", str(lora), "--alpha", "0.5"]
     assert main([*words, "--output_dir", str(merged)]) == 0
     options = ModelOptions(model_name_or_path=str(merged))
-    assert model_spec(options).tokenizer().chat_template == TWICE
+    assert options.tokenizer().chat_template == TWICE
 
 
 def test_rows_that_an_adapter_adds_to_the_embedding_are_loaded(
@@ -124,7 +123,7 @@ def test_an_embedding_without_its_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["./modle", "modle"])
 def test_a_mistyped_folder_is_named_as_the_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such model folder") as caught:
-        model_spec(ModelOptions(model_name_or_path=name)).tokenizer()
+        ModelOptions(model_name_or_path=name).tokenizer()
     assert name in caught.value.got
     base, _ = saved(tmp_path, added=False)
     with pytest.raises(ModelError, match="no such adapter folder"):

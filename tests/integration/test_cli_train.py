@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alphatoken import fit_fisher
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
-from alphatoken.cli.training import build_trainer, told_results
+from alphatoken.cli.training import build_trainer
 from alphatoken.cli.training_data import RunData, load_run_data
 from alphatoken.data import Turn, pair_of
 from alphatoken.data.stdlib import write_files
@@ -264,7 +264,10 @@ def test_more_than_there_is_cannot_be_held_out(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ((), "none named"),
-        (("--train_file", "{rows}", "--validation_file", "no such source!"), "neither a data file"),
+        (
+            ("--train_file", "{rows}", "--validation_file", "no such source!"),
+            "no such data file",
+        ),
         (("--train_file", "{rows}", "--prompt_column", "ask"), "no field 'ask'"),
     ],
 )
@@ -289,14 +292,14 @@ def test_rows_named_here_replace_the_recipes() -> None:
     assert none.data.retention_data is None
 
 
-def test_sources_may_be_folders_of_the_hubs_form(tmp_path: Path) -> None:
-    """``name:split`` goes to ``datasets``, which takes local folders too."""
+def test_a_data_set_of_the_hub_may_be_a_folder_of_its_form(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     Dataset.from_list(rows(8)).to_parquet(folder / "train.parquet")
     Dataset.from_list(rows(3, 100)).to_parquet(folder / "test.parquet")
     data = load(
-        "sft", tmp_path, "--dataset_name", str(folder), "--validation_file", f"{folder}:test",
+        "sft", tmp_path, "--dataset_name", str(folder), "--validation_file",
+        str(folder / "test.parquet"),
         "--fisher_prompts", "0", "--train_limit", "5", small=False,
     )  # fmt: skip
     assert len(data.train) == 5
@@ -408,9 +411,9 @@ def test_pairs_are_written_in_many_ways(record: dict[str, Any]) -> None:
     assert pair.rejected == (Turn("assistant", "no"),)
 
 
-def test_two_texts_part_at_a_word() -> None:
-    pair = pair_of({"chosen": "the sky is blue", "rejected": "the sky is black"}, 0, "here")
-    assert (pair.prompt[0].text, pair.chosen[0].text) == ("the sky is ", "blue")
+def test_two_transcripts_part_where_they_differ() -> None:
+    with pytest.raises(DataError, match="a pair of texts has no prompt"):
+        pair_of({"chosen": "the sky is blue", "rejected": "the sky is black"}, 0, "here")
     before = "\n\nHuman: hello\n\nAssistant: yes?\n\nHuman: ask\n\nAssistant: "
     pair = pair_of({"chosen": f"{before}good", "rejected": f"{before}bad"}, 0, "here")
     assert [turn.role for turn in pair.prompt] == ["user", "assistant", "user"]
@@ -427,22 +430,6 @@ def test_two_texts_part_at_a_word() -> None:
 
 
 # --- what is refused before any work ------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.device_count() >= 4, reason="it has the GPUs that are to be missed")
-def test_gpus_are_counted_first(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What else is refused before any work stands in ``test_dry_run_refuses.py``."""
-    train = jsonl(tmp_path / "train.jsonl", rows(4))
-    words = ["--model_name_or_path", str(model), "--use_cpu", "false", "--bf16", "false",
-             "--train_file", str(train), "--output_dir", str(tmp_path / "out"),
-             "--accelerate_config", "fsdp2"]  # fmt: skip
-    assert main(["sft", *words]) == 2
-    captured = capsys.readouterr()
-    assert "more GPUs than there are" in captured.err
-    assert captured.err.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
@@ -481,20 +468,6 @@ def test_a_folder_with_something_in_it_is_not_touched(
     assert "cannot be drawn" in capsys.readouterr().err
     assert not (out / "checkpoint-3").exists()
     assert (out / "notes.txt").read_text() == "mine"
-
-
-def test_help_prints_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    from dataclasses import fields
-
-    from alphatoken.train.options import AlphaOptions
-
-    assert main(["sft", "--help_all"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for option in fields(AlphaOptions):
-        assert f"--{option.name}" in text
-        assert " ".join(option.metadata["help"].split()) in text, option.name
-    for name in ("--train_file", "--dry_run", "--learning_rate", "--lora_r", "--max_length"):
-        assert name in text
 
 
 # --- a choice of layers ---------------------------------------------------------------------------
@@ -708,16 +681,6 @@ def test_a_run_in_this_process(
         assert "3 steps trained" in in_process(*longer, "--allow_changed", "max_steps").out
 
 
-def test_only_what_a_run_left_is_named(tmp_path: Path) -> None:
-    assert told_results(tmp_path) is None
-    (tmp_path / "alphatoken-report.html").touch()
-    assert told_results(tmp_path) == f"report: {tmp_path}"
-    (tmp_path / "values").mkdir()
-    assert told_results(tmp_path) == f"values and report, which quote training rows: {tmp_path}"
-    (tmp_path / "alphatoken-report.html").unlink()
-    assert told_results(tmp_path) == f"values, which quote training rows: {tmp_path}"
-
-
 def test_a_template_of_trl_has_a_bare_name_on_the_command_line_too() -> None:
     words = ["--model_name_or_path", "m", "--output_dir", "o", "--chat_template_path"]
     given = read_arguments("sft", [*words, "llama3_training.jinja"], AlphaSFTConfig)
@@ -745,37 +708,21 @@ def test_adapters_retention_rows_and_evaluation(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 def test_two_processes_are_launched(library: Path, tmp_path: Path) -> None:
-    words = real(
-        library, "sft", tmp_path / "out", max_steps=1, max_length=96, retention="none",
-        num_processes=2,
+    words = real(library, "sft", tmp_path / "out", max_steps=1, max_length=96, retention="none")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+         *command(*words)[1:]],
+        capture_output=True, text=True, env=environment(tmp_path), check=False,
     )  # fmt: skip
-    done = run(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("1 steps trained") == 1  # the first process speaks
     assert done.stderr.count("rows drawn for validation") == 1
-    assert "2 processes under DistributedDataParallel" in done.stderr
     results = tmp_path / "out" / "_alphatoken"
     found = list(read_values(results / "values"))
     rows = {row for one in found if one.visits for row in one.visits.rows}
     assert len(rows) == 8, "one step of two processes, two micro-batches, two rows each"
     whole = json.loads((results / "values" / "summary.json").read_text())
     assert whole["visits_of_tokens"] == sum(one.response.sum() for one in found)
-
-
-@pytest.mark.slow
-def test_a_terminated_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
-    worker = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(120)"]
-    script = (
-        "import os\nfrom alphatoken.cli.launching import _wait_for\n"
-        f"print('status', _wait_for({worker!r}, dict(os.environ)))\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment(tmp_path)
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert said == f"status {-signal.SIGTERM}\n"
 
 
 # --- the paper's recipes, on tiny models of their families --------------------------------------

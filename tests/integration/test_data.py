@@ -119,10 +119,8 @@ GOOD = '{"prompt": "p", "response": "r"}\n'
         ('{"prompt": "p"}\n', r"no response field.*t\.jsonl, line 1 has 'prompt'"),
         (
             '{"prompt": "p", "chosen": "a", "rejected": "b"}\n',
-            r"preference pair.*alphatoken dpo.*--response_column chosen",
+            r"no response field.*'chosen'.*--response_column",
         ),
-        ('{"chosen": [], "rejected": []}\n', r"preference pair.*--messages_column chosen"),
-        ('{"chosen": "a", "rejected": "b"}\n', r"preference pair.*dpo trains on such rows(?!;)"),
         ('{"title": "p"}\n', r"no prompt field.*'title'.*--prompt_column"),
         ('{"prompt": 3, "response": "r"}\n', r"'prompt' is not text.*line 1: int"),
         ('{"messages": []}\n', r"not a list of messages"),
@@ -234,7 +232,7 @@ def test_empty_response_is_an_error_or_counted(template: str | None) -> None:
     assert report.first_skipped == ["x.jsonl, line 1: empty"]
 
 
-def test_long_rows_are_cut_skipped_or_refused_and_counted() -> None:
+def test_long_rows_are_cut_or_skipped_and_counted() -> None:
     tokenizer = byte_tokenizer(start=True)
     rows = [chat("12", "345678"), chat("1", "2")]
     examples, report = encode_rows(rows, tokenizer, EncodeOptions(max_length=6))
@@ -243,8 +241,6 @@ def test_long_rows_are_cut_skipped_or_refused_and_counted() -> None:
     assert report.response_tokens == 2 + 2
     examples, report = encode_rows(rows, tokenizer, EncodeOptions(max_length=6, on_long="skip"))
     assert (len(examples), report.skipped_long) == (1, 1)
-    with pytest.raises(DataError, match="longer than allowed.*11 tokens, limit 6"):
-        encode_rows(rows, tokenizer, EncodeOptions(max_length=6, on_long="error"))
     with pytest.raises(DataError, match="leaves no room.*beyond the limit of 4"):
         encode_rows(rows, tokenizer, EncodeOptions(max_length=4))
 
@@ -314,7 +310,6 @@ def test_leaks_are_found_after_normalising_and_removed_or_refused() -> None:
     assert pools.counts["removed_same_as_validation"] == 2
     assert pools.counts["removed_same_as_fisher"] == 1
     assert pools.counts["fisher_removed_same_as_validation"] == 1
-    assert pools.counts["repeated_within_train"] == 1
     with pytest.raises(DataError, match="also in the validation pool.*2, first: line 1; line 4"):
         split_pools(data, validation=held, on_leak="error")
     known = {key for row in fisher for key in leak_keys(row)}

@@ -74,9 +74,9 @@ def logged(trainer: Any) -> list[float]:
 
 def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     few = ("--keep_ratio", 0.1, "--keep_scope", "dataset")
-    assert world.score(tmp_path / "v", *few, "--write_dataset", tmp_path / "d") == 0
-    rows = {row["row"]: row for row in load(tmp_path / "d")}
-    counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
+    assert world.score(tmp_path / "v", *few, "--write_dataset") == 0
+    rows = {row["row"]: row for row in load(tmp_path / "v" / "dataset")}
+    counts = json.loads((tmp_path / "v" / "dataset" / "dataset.json").read_text())
     kept = answered = 0
     for example in read_values(tmp_path / "v" / "values"):
         kept += int(example.kept.sum())
@@ -94,17 +94,18 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     assert counts["rows_without_weight"] > 0
     assert counts["rows"] == len(rows) == 20 - counts["rows_without_weight"]
     summary = json.loads((tmp_path / "v" / "summary.json").read_text())
-    assert summary["dataset"] == {k: v for k, v in counts.items() if k not in ("sha256", "run")}
-    # Once more, over an earlier one: the same bytes.
-    words = (*few, "--write_dataset", tmp_path / "d", "--overwrite_output")
-    assert world.score(tmp_path / "w", *words) == 0
-    assert json.loads((tmp_path / "d" / "dataset.json").read_text()) == counts
+    assert summary["dataset"] == {k: v for k, v in counts.items() if k != "sha256"}
+    # Once more, over an earlier and longer one: the same bytes.
+    (tmp_path / "v" / "dataset" / "part-99999.parquet").write_bytes(b"of a longer one")
+    assert world.score(tmp_path / "v", *few, "--write_dataset", "--resume") == 0
+    assert len(load(tmp_path / "v" / "dataset")) == len(rows)
+    assert json.loads((tmp_path / "v" / "dataset" / "dataset.json").read_text()) == counts
 
 
 def test_plain_trl_trains_on_the_mask(world: World, tmp_path: Path) -> None:
-    assert world.score(tmp_path / "v", "--keep_ratio", 0.4, "--write_dataset", tmp_path / "d") == 0
+    assert world.score(tmp_path / "v", "--keep_ratio", 0.4, "--write_dataset") == 0
     model, tokenizer = model_of(world)
-    rows = load(tmp_path / "d")
+    rows = load(tmp_path / "v" / "dataset")
     args = trl.SFTConfig(str(tmp_path / "o"), per_device_train_batch_size=3, **OPTIONS)
     trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
     by_ids = {tuple(row["input_ids"]): row for row in rows}
@@ -127,11 +128,11 @@ def test_float_weights_reach_the_loss(
     packed: bool,
     accumulation: int,
 ) -> None:
-    assert world.score(tmp_path / "v", "--write_dataset", tmp_path / "d") == 0
+    assert world.score(tmp_path / "v", "--write_dataset") == 0
     # Weights of one's own, in place of 0 and 1.
     rows = datasets.Dataset.from_list([
         {**row, "loss_weights": [w * (0.5 + i % 3) for i, w in enumerate(row["loss_weights"])]}
-        for row in load(tmp_path / "d")
+        for row in load(tmp_path / "v" / "dataset")
     ])  # fmt: skip
     lengths = [len(row["input_ids"]) for row in rows]
     limit = sorted(lengths)[len(lengths) // 2]  # half of the rows are cut
@@ -215,64 +216,3 @@ def test_weights_never_fall_onto_other_tokens(order: str) -> None:
 
     with pytest.raises(DataError, match="padded on the right"):
         WeightedCollator(inner)(rows)
-
-
-def test_a_folder_of_something_else_is_refused(
-    world: World,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "thesis.txt").write_text("mine")
-    assert world.score(tmp_path / "v", "--write_dataset", tmp_path / "d") == 2
-    assert "holds something else" in capsys.readouterr().err
-    assert not (tmp_path / "v").exists()
-
-
-def test_the_data_set_of_another_run_is_not_replaced_unasked(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--no_report", "--write_dataset", tmp_path / "d")
-    assert world.score(tmp_path / "v", *words, limit=6) == 0
-    before = (tmp_path / "d" / "dataset.json").read_bytes()
-    for more in ([], ["--resume"]):
-        assert world.score(tmp_path / "w", *words, *more) == 2
-        assert "holds an earlier data set" in capsys.readouterr().err
-        assert not (tmp_path / "w").exists()
-    assert (tmp_path / "d" / "dataset.json").read_bytes() == before
-    assert world.score(tmp_path / "v", *words, "--resume", limit=6) == 0
-    assert (tmp_path / "d" / "dataset.json").read_bytes() == before
-
-
-def test_a_data_set_of_other_rows_with_equal_counts_is_not_taken_for_its_own(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    turned = tmp_path / "turned.jsonl"
-    turned.write_text("".join((world / "train.jsonl").read_text().splitlines(keepends=True)[::-1]))
-    words = ("--no_report", "--keep_scope", "sequence", "--write_dataset")
-    assert world.score(tmp_path / "v", *words, tmp_path / "d") == 0
-    assert world.score(tmp_path / "w", *words, tmp_path / "e", train=turned) == 0
-    files = [tmp_path / name / "dataset.json" for name in "de"]
-    found = [json.loads(file.read_text()) for file in files]
-    of = ("sha256", "run")
-    assert len({json.dumps({k: v for k, v in one.items() if k not in of}) for one in found}) == 1
-    for left in (found[0], {"finished": False, "run": found[0]["run"]}):  # killed at work, too
-        files[0].write_text(json.dumps(left))
-        assert world.score(tmp_path / "w", *words, tmp_path / "d", "--resume", train=turned) == 2
-        assert "holds an earlier data set" in capsys.readouterr().err
-    files[1].write_text(json.dumps({"finished": False, "run": found[1]["run"]}))
-    assert world.score(tmp_path / "w", *words, tmp_path / "e", "--resume", train=turned) == 0
-    assert json.loads(files[1].read_text()) == found[1]
-
-
-def test_rows_of_an_earlier_longer_data_set_go(world: World, tmp_path: Path) -> None:
-    (tmp_path / "short.jsonl").write_text(
-        "".join((world / "train.jsonl").read_text().splitlines(keepends=True)[:8])
-    )
-    words = ("--keep_ratio", 0.9, "--write_dataset", tmp_path / "d")
-    assert world.score(tmp_path / "v", *words) == 0
-    assert len(list((tmp_path / "d").glob("part-*"))) > 1
-    words = (*words, "--overwrite_output")
-    assert world.score(tmp_path / "w", *words, train=tmp_path / "short.jsonl") == 0
-    counts = json.loads((tmp_path / "d" / "dataset.json").read_text())
-    assert len(load(tmp_path / "d")) == counts["rows"] <= 8

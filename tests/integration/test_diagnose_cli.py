@@ -48,12 +48,6 @@ PATIENCE = 550
 # --- names and help -------------------------------------------------------------------------------
 
 
-def test_list_prints_the_nine_names_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    """That nothing large is imported for it is tested in ``test_import.py``."""
-    assert main(["diagnose", "--list"]) == 0
-    assert capsys.readouterr() == ("".join(f"{name}\n" for name in NAMES), "")
-
-
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_question(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", flag]) == 0

@@ -14,8 +14,8 @@ from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.options import default_of, flag_of
-from alphatoken.cli.score import ScoreOptions
-from alphatoken.cli.training_help import USUAL, short_help
+from alphatoken.cli.score import LogprobOptions, ScoreOptions
+from alphatoken.cli.training import help_text
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import ConfigError
 from alphatoken.train.fields import AlphaFields, documentation
@@ -95,7 +95,6 @@ def test_every_option_of_the_trainers_has_one_too(command: str) -> None:
     actions = _parser(command, trainer_of(command)[0])._actions
     assert len(actions) > 200
     assert not [action.dest for action in actions if not (action.help or "").strip()]
-    assert set(USUAL) <= {action.dest for action in actions}
 
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +121,7 @@ def test_lines_on_pages_name_options_as_they_are_called_now() -> None:
     for name, command, flag in found:
         if name not in ("CHANGELOG.md", "log.md") and (command, flag) != ("sft", "debug"):
             known = flags(OF_COMMAND[command]) | {"help"} if command in OF_COMMAND else {flag}
+            known |= flags(LogprobOptions) if command == "score" else set()
             assert {flag, flag.removeprefix("no_")} & known, (name, command, flag)
 
 
@@ -132,7 +132,8 @@ def test_what_commands_share_has_one_name() -> None:
     assert shared <= flags(DiagnoseOptions)
     assert shared <= flags(FilterOptions)
     assert shared - {"validation_file"} <= flags(FisherOptions)
-    ours = flags(RowArguments) | flags(RunArguments) | flags(AlphaFields) | set(USUAL)
+    ours = flags(RowArguments) | flags(RunArguments) | flags(AlphaFields)
+    ours |= {"model_name_or_path", "per_device_train_batch_size"}  # of TRL
     assert shared <= ours
     columns = {"prompt_column", "response_column", "messages_column"}
     for known in (flags(ScoreOptions), flags(FilterOptions), flags(DiagnoseOptions), ours):
@@ -143,7 +144,6 @@ def test_what_commands_share_has_one_name() -> None:
 
 EVERYWHERE = [*KINDS, EvaluateOptions, PaperOptions]
 OTHER = {
-    "budget": "paper: of each figure's diagnostic, ten minutes",
     "fisher_samples": "diagnose: left out, what its budget allows",
     "keep_ratio": "filter and compare: left out, no budget; all rows, the recipe's",
     "max_new_tokens": "evaluate: left out, each task's own",
@@ -180,30 +180,17 @@ def test_help_shows_three_examples_that_can_be_read(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out.replace("\\\n", " ")
     examples = [line.split() for line in said.splitlines() if line.startswith("    alphatoken ")]
     assert [words[1] for words in examples] == ["score", "sft", "diagnose"]
-    training = flags(RowArguments) | flags(RunArguments) | flags(AlphaFields) | set(USUAL)
-    known = [flags(ScoreOptions), training | {"config"}, flags(DiagnoseOptions)]
+    training = flags(RowArguments) | flags(RunArguments) | flags(AlphaFields)
+    training |= {"config", "model_name_or_path"}
+    known = [flags(ScoreOptions), training, flags(DiagnoseOptions)]
     for words, names in zip(examples, known, strict=True):
         assert {word[2:] for word in words if word.startswith("--")} <= names
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
-def test_the_short_help_is_ours(command: str) -> None:
+def test_the_help_is_ours(command: str) -> None:
     """That nothing large is imported for it is tested in ``test_import.py``."""
-    said = short_help(command)
-    for name in (*flags(AlphaFields), *flags(RowArguments), "help_all"):
+    said = help_text(command)
+    for name in (*flags(AlphaFields), *flags(RowArguments)):
         assert f"--{name}" in said
     assert "--weight_decay" not in said
-
-
-@pytest.mark.parametrize("words", [[], ["--config", "metamath-llama"], ["--bf16", "true"]])
-@pytest.mark.parametrize("command", ["sft", "dpo"])
-def test_a_missing_model_is_named_first(
-    command: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    status = main([command, *words])
-    said = capsys.readouterr().err
-    if words[:1] == ["--config"]:  # the recipe names its model: what is wrong is something else
-        assert "no model is named" not in said
-    else:
-        assert (status, said.count("\n")) == (2, 1)
-        assert "no model is named. Remedy: --model_name_or_path" in said

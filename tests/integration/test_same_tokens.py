@@ -62,13 +62,12 @@ def test_score_and_sft_make_the_same_tokens_and_labels(
 ) -> None:
     file = str(jsonl(tmp_path / "rows.jsonl", ROWS))
     tokenizer = merging_tokenizer(template)
-    for separator in ("\n", "", " "):
-        how = EncodeOptions(turns=turns, separator=separator, on_empty="skip")
-        scored, report = encode_rows(read_rows(file), tokenizer, how)
-        words = ["--train_file", file, "--turns", turns, "--separator", separator, "--use_cpu",
-                 "--bf16", "false", "--output_dir", str(tmp_path / "out")]  # fmt: skip
-        reader = RowReader(read_arguments("sft", words, AlphaSFTConfig), tokenizer)
-        trained = reader.dataset(reader.training_rows())
-        assert [row["input_ids"] for row in trained] == [one.input_ids for one in scored]
-        assert [row["labels"] for row in trained] == [one.labels for one in scored]
-        assert report.skipped_empty == len(ROWS) - len(trained)
+    how = EncodeOptions(turns=turns, on_empty="skip")
+    scored, report = encode_rows(read_rows(file), tokenizer, how)
+    words = ["--train_file", file, "--turns", turns, "--use_cpu",
+             "--bf16", "false", "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    reader = RowReader(read_arguments("sft", words, AlphaSFTConfig), tokenizer)
+    trained = reader.dataset(reader.training_rows())
+    assert [row["input_ids"] for row in trained] == [one.input_ids for one in scored]
+    assert [row["labels"] for row in trained] == [one.labels for one in scored]
+    assert report.skipped_empty == len(ROWS) - len(trained)

@@ -255,7 +255,7 @@ def _for_processes(options: Mapping[str, Any], world: int) -> dict[str, Any]:
 
     name = options.get("accelerate_config")
     layout = {} if name in (None, "none") else accelerate_config(str(name))[1]
-    meant = int(options.get("num_processes") or layout.get("num_processes", 1))
+    meant = int(layout.get("num_processes", 1))
     if meant == world:
         return dict(options)
     rows = int(options.get("per_device_train_batch_size", 8))

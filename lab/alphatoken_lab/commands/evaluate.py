@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.cli.common import ColumnOptions, ModelOptions
-from alphatoken.cli.options import option, read_options
+from alphatoken.cli.options import ColumnOptions, option, read_options
+from alphatoken.corpus.options import ModelOptions
 
 __all__ = ["EvaluateOptions", "read"]
 

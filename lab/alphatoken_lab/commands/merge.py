@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.common import ColumnOptions
-from alphatoken.cli.options import option, read_options
+from alphatoken.cli.options import ColumnOptions, option, read_options
 from alphatoken.errors import ConfigError, FisherError
 
 if TYPE_CHECKING:

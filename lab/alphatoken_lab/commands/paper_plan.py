@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.recipes import Recipe, find_recipe
-from alphatoken.errors import ConfigError
-from alphatoken_lab.commands.compare_grid import GridOptions, grid_content, read_grid
+from alphatoken_lab.commands.compare_grid import GridOptions, read_grid
 from alphatoken_lab.commands.paper import PaperOptions
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit
 
 if TYPE_CHECKING:
-    from alphatoken.train.plan import Plan
     from alphatoken_lab.compare.folder import GridFolder
     from alphatoken_lab.compare.grid import Cell, Grid
 
-__all__ = ["Planned", "Work", "planned", "require_names"]
+__all__ = ["Work", "kinds"]
 
 _MODEL = "SmolLM2-135M-Instruct"
 
@@ -116,20 +111,6 @@ class Work:
                 else:
                     os.environ[name] = value
 
-    # --- what a cell's recipe says beside its options -------------------------------------------
-
-    @cached_property
-    def _content(self) -> Mapping[str, Any]:
-        return grid_content(self.exhibit.grid_of(self.scale))[0]
-
-    def recipe_of(self, cell: Cell) -> Recipe | None:
-        """The packaged recipe that a cell's options come from."""
-        part, name = (
-            ("references", cell.policy) if cell.task == "references" else ("tasks", cell.task)
-        )
-        named = self._content.get(part, {}).get(name, {}).get("recipe")
-        return None if named is None else find_recipe(str(named))
-
     def backbone_of(self, cell: Cell) -> str:
         """The model that the cell's training goes back to, by the name that a user fetches."""
         name = str(cell.options["model_name_or_path"])
@@ -197,90 +178,11 @@ def _files_in(value: Any) -> Iterator[str]:
 # --- what it trains -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Planned:
-    """One kind of cell, whatever its seed: how many there are, and what each trains.
-
-    Attributes:
-        name: task and method.
-        cells: how many, one a seed.
-        backbone: model that it goes back to.
-        steps: of one, None where unknown.
-        processes: of one cell.
-        refused: why it could not run, or "".
-    """
-
-    name: str
-    cells: int
-    backbone: str
-    steps: int | None = None
-    processes: int = 1
-    refused: str = ""
-
-
-def planned(work: Work) -> list[Planned]:
-    """Every kind of cell with its plan, as ``alphatoken sft --dry_run`` would make it; offline."""
+def kinds(work: Work) -> Iterator[str]:
+    """A line for every kind of cell, whatever its seed."""
     groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in work.cells:
         groups.setdefault((cell.task, cell.policy, cell.mode), []).append(cell)
-    found = []
     for cells in groups.values():
-        first = cells[0]
-        name = first.name.partition("-seed")[0]
-        one = Planned(name, len(cells), work.backbone_of(first))
-        found.append(one if first.kind != "train" else _with_plan(one, work, first))
-    return found
-
-
-def _with_plan(one: Planned, work: Work, cell: Cell) -> Planned:
-    from alphatoken.errors import AlphaTokenError
-
-    try:
-        plan = _plan(work, cell)
-    except AlphaTokenError as error:
-        return replace(one, refused=" ".join(str(error).split()))
-    return replace(one, steps=plan.steps["steps"], processes=plan.layout["processes"])
-
-
-def _plan(work: Work, cell: Cell) -> Plan:
-    """The plan of one cell, with the shape and rows that its recipe knows.
-
-    Raises:
-        AlphaTokenError: what the run itself would refuse.
-    """
-    recipe = work.recipe_of(cell)
-    own = {**cell.options, "model_name_or_path": work.backbone_of(cell), "command": cell.command}
-    own.pop("collect_value_propagation", None)  # a callback's, none of the trainer's
-    if recipe is not None:
-        own |= {"model_shape": recipe.model_shape, "expected_rows": recipe.expected_rows}
-    return _plan_of(cell.command, json.dumps(own))
-
-
-@cache
-def _plan_of(command: str, options: str) -> Plan:
-    """Tables share cells, so that a list of all of them asks for the same plan again."""
-    from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.launching import layout_of
-    from alphatoken.cli.planning import plan_run
-    from alphatoken.cli.training import trainer_of
-
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "recipe.yaml"  # of which JSON is a part
-        file.write_text(options, encoding="utf-8")
-        words = ["--config", str(file), "--output_dir", place, "--dry_run"]
-        arguments = read_arguments(command, words, trainer_of(command)[0])
-    return plan_run(arguments, layout_of(arguments))
-
-
-def require_names(work: Work, plans: Sequence[Planned]) -> None:
-    """Refuse an exhibit of which cells could not run.
-
-    Raises:
-        ConfigError: names the first one and the reason.
-    """
-    refused = [one for one in plans if one.refused]
-    if refused:
-        raise ConfigError(
-            f"{len(refused)} of {len(plans)} kinds of cells of {work.exhibit.label} cannot run",
-            got=f"{refused[0].name}: {refused[0].refused}",
-        )
+        what = "trained" if cells[0].kind == "train" else "measured only"
+        yield f"{cells[0].name.partition('-seed')[0]}: {len(cells)} x {what}"

@@ -10,7 +10,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.support.storage import read_json, write_json, write_text
 from alphatoken_lab.commands.paper import Asked
 from alphatoken_lab.commands.paper_list import lines
-from alphatoken_lab.commands.paper_plan import Planned, Work, planned, require_names
+from alphatoken_lab.commands.paper_plan import Work, kinds
 from alphatoken_lab.compare.grid import Cell
 from alphatoken_lab.paper.exhibits import LAPTOP
 
@@ -49,11 +49,10 @@ def run(asked: Asked) -> int:
 
 
 def _show(work: Work) -> int:
-    """The plan: every kind of cell, sums, and what is not here.
+    """Every kind of cell, and what is not here.
 
     Raises:
-        ConfigError: the model's folder is not here, by which everything else is planned; lm-eval
-            knows none of some tasks.
+        ConfigError: the model's folder is not here; lm-eval knows none of some tasks.
     """
     from alphatoken_lab.commands.compare import look_up_tasks
 
@@ -66,26 +65,15 @@ def _show(work: Work) -> int:
             got=", ".join(absent),
             remedy="`make models` in the clone, ALPHATOKEN_MODELS=FOLDER, or --model FOLDER",
         )
-    plans = planned(work)
     exhibit = work.exhibit
     print(f"{exhibit.label}: {exhibit.title} ({work.scale} scale)")
-    for one in plans:
-        print(f"  {_line(one)}")
-    print(f"  {sum(one.cells for one in plans)} cells")
+    for line in kinds(work):
+        print(f"  {line}")
+    print(f"  {len(work.cells)} cells")
     for missing in missing_parts(work):
         print(f"  not here: {missing}")
     look_up_tasks(work.cells)
-    require_names(work, plans)
     return 0
-
-
-def _line(one: Planned) -> str:
-    if one.refused:
-        return f"{one.name}: would be refused: {one.refused}"
-    if not one.steps:
-        return f"{one.name}: {one.cells} x measured only"
-    many = "process" if one.processes == 1 else "processes"
-    return f"{one.name}: {one.cells} x {one.steps:,} steps on {one.processes} {many}"
 
 
 # --- what has to be there -----------------------------------------------------------------------
