@@ -157,7 +157,7 @@ SFT: Cases = {
         {"value_unit='token'": {"value_unit": "token"}},
     ),
     "a published divisor": (
-        {"policy": "stm", "kept_normalization": "sum"},
+        {"policy": "stm", "policy_options": {"threshold": 1e9}, "kept_normalization": "sum"},
         {
             "leave it out": {"kept_normalization": "response"},
             "policy_mode='budget'": {"policy_mode": "budget"},
