@@ -221,6 +221,9 @@ class Scorer:
             self.builder.follow(builder)
         self.valuer.warned_as(warned)
 
+    def _lock(self) -> Any:
+        return _LOCKS.setdefault(self.adapter.model, RLock())
+
     def __repr__(self) -> str:
         """Model, layers, what values are taken against, and the options that were changed."""
         layers = ", ".join(map(str, self.scored.scope.layers))
@@ -284,8 +287,9 @@ class Scorer:
         With ``preconditioner="full"`` M depends on the batch as well, and P is left out (P = 1)
         here; ``direction_for`` gives M for a batch.
         """
-        self._follow()
-        return self.builder.direction()
+        with self._lock():
+            self._follow()
+            return self.builder.direction()
 
     # --- what changes over a run -----------------------------------------------------------------
 
@@ -301,8 +305,9 @@ class Scorer:
             UnsupportedError: sharded weights, a ``reduce``, standard errors, or no G at all.
             DataError: the file could not be written.
         """
-        self._follow()
-        save_gradient(self.builder, path)
+        with self._lock():  # a walk moves the weights
+            self._follow()
+            save_gradient(self.builder, path)
 
     def load_gradient(self, path: str | os.PathLike[str]) -> None:
         """Take G from a file that ``save_gradient`` wrote; it is dropped as a built one is.
@@ -311,8 +316,9 @@ class Scorer:
             InputError: it is of other weights, validation rows or parameters.
             DataError: it cannot be read, or was altered. UnsupportedError: as in saving.
         """
-        self._follow()
-        load_gradient(self.builder, path)
+        with self._lock():
+            self._follow()
+            load_gradient(self.builder, path)
 
     def set_validation(
         self, validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any]
@@ -362,7 +368,7 @@ class Scorer:
         Returns:
             ``TokenValues``; index i of each tensor is the value of predicting token i.
         """
-        with _LOCKS.setdefault(self.adapter.model, RLock()):
+        with self._lock():
             return self._score(batch, token_weights, step_weights, components=components)
 
     def _score(
@@ -399,7 +405,7 @@ class Scorer:
         # M first: its forwards on the validation set must not be taken for the observed one.
         self._follow()
         self._require_uncompiled()
-        lock = _LOCKS.setdefault(self.adapter.model, RLock())
+        lock = self._lock()
         with lock:  # proofs and walks move the weights
             frame = self.valuer.prepare()
         self_only = self.config.estimator in SWITCHED

@@ -11,13 +11,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
-    ".": 1_218,
+    ".": 1_224,
     "certificate": 1_415,
     "cli": 3_826,
-    "corpus": 2_142,
+    "corpus": 2_174,
     "data": 2_562,
     "demo": 719,
-    "direction": 3_987,
+    "direction": 4_000,
     "estimate": 2_527,
     "fidelity": 6_598,
     "model": 5_795,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_895), ("tests", 58_538)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_895), ("tests", 58_680)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

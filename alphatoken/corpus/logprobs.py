@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from alphatoken.corpus.folder import file_digest, refuse_foreign, require_writable
 from alphatoken.corpus.results import keep_over_all
 from alphatoken.data import token_texts
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError, DataError, quoted
 from alphatoken.report import ScoredExample, summarise, write_report, write_values
 from alphatoken.report.examples import IGNORE
 from alphatoken.report.files import pyarrow_modules
@@ -37,6 +37,10 @@ from alphatoken.train.loading import load_tokenizer
 __all__ = ["LogprobSpec", "read_pair", "score_logprobs"]
 
 _LISTS = ("input_ids", "labels", "logprobs")
+_UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError)
+"""What pyarrow and numpy raise of a file or a list that is no such one."""
+_NUMBERS, _IDS = 2**63, 2**31
+"""Rows and tokens that a value file can number."""
 _ROWS = 256
 """Rows of a file that are in memory at a time."""
 _BLOCK = 8_192
@@ -106,6 +110,9 @@ def _rows(path: str) -> Iterator[_Row]:
             lacking = [name for name in _LISTS if name not in names]
             if lacking:
                 raise _bad(path, f"no column {lacking[0]!r}; it has {', '.join(names)}")
+            twice = [name for name in (*_LISTS, "row") if names.count(name) > 1]
+            if twice:
+                raise _bad(path, f"more than one column {twice[0]!r}")
             wanted = [*_LISTS, *(n for n in ("row",) if n in names)]
             number = 0
             for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
@@ -114,8 +121,10 @@ def _rows(path: str) -> Iterator[_Row]:
                     own = {name: column[index] for name, column in columns.items()}
                     yield _row(path, own.get("row", number), own)
                     number += 1
-    except (OSError, ValueError, TypeError) as error:  # pyarrow's are ValueErrors
-        raise _bad(path, f"{type(error).__name__}: {error}") from error
+    except DataError:
+        raise
+    except _UNREADABLE as error:
+        raise _bad(path, quoted(error)) from error
 
 
 def _count(path: str) -> int:
@@ -123,8 +132,8 @@ def _count(path: str) -> int:
     try:
         with pq.ParquetFile(path) as file:
             return int(file.metadata.num_rows)
-    except (OSError, ValueError) as error:
-        raise _bad(path, f"{type(error).__name__}: {error}") from error
+    except _UNREADABLE as error:
+        raise _bad(path, quoted(error)) from error
 
 
 def _row(path: str, number: Any, own: dict[str, Any]) -> _Row:
@@ -132,21 +141,44 @@ def _row(path: str, number: Any, own: dict[str, Any]) -> _Row:
     missing = [name for name in _LISTS if own[name] is None]
     if missing or number is None:
         raise _bad(place, f"no {missing[0] if missing else 'number'}")
-    ids, labels = (np.asarray(own[name], np.int64) for name in ("input_ids", "labels"))
-    logprobs = np.asarray(own["logprobs"], np.float64)  # None becomes NaN
+    if type(number) is not int or not 0 <= number < _NUMBERS:
+        raise _bad(place, "its number is no row of a file")
+    ids, labels = (_list(place, name, own[name], np.int64) for name in ("input_ids", "labels"))
+    logprobs = _list(place, "logprobs", own["logprobs"], np.float64)  # None becomes NaN
     if not len(ids) == len(labels) == len(logprobs):
         raise _bad(place, f"{len(ids)} input_ids, {len(labels)} labels, {len(logprobs)} logprobs")
-    row = _Row(int(number), place, ids, labels, logprobs)
+    row = _Row(number, place, ids, labels, logprobs)
     read = row.response
-    for what, wrong in (
-        ("a label that is neither -100 nor the token", (labels != IGNORE) & (labels != ids)),
-        ("a log-probability that is missing, NaN or infinite", read & ~np.isfinite(logprobs)),
-        ("a log-probability above 0", read & (logprobs > 1e-3)),
+    for what, wrong, shown in (
+        ("a token that is no id", (ids < 0) | (ids >= _IDS), ids),
+        (
+            "a label that is neither -100 nor the token",
+            (labels != IGNORE) & (labels != ids),
+            labels,
+        ),
+        (
+            "a log-probability that is missing, NaN or infinite",
+            read & ~np.isfinite(logprobs),
+            logprobs,
+        ),
+        ("a log-probability above 0", read & (logprobs > 1e-3), logprobs),
     ):
         if wrong.any():
             position = int(wrong.argmax())
-            raise _bad(f"{place}, position {position}", f"{what}: {logprobs[position]}")
+            raise _bad(f"{place}, position {position}", f"{what}: {shown[position]}")
     return row
+
+
+def _list(place: str, name: str, given: Any, dtype: type[np.generic]) -> NDArray[Any]:
+    """One number a token, none of them rounded to a whole one."""
+    try:
+        found = np.asarray(given, dtype)
+        whole = dtype is np.float64 or bool((found == np.asarray(given)).all())
+    except _UNREADABLE as error:
+        raise _bad(f"{place}, {name}", quoted(error)) from error
+    if found.ndim != 1 or not whole:
+        raise _bad(f"{place}, {name}", "no list of numbers" if whole else "no whole numbers")
+    return found
 
 
 def _bad(place: str, got: str) -> DataError:
@@ -233,6 +265,7 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
     start, folder = time.monotonic(), Path(spec.output_dir)
     keep_count(spec.ratio, 1, name="--keep_ratio")
     require_writable(folder)
+    texts = _ids if spec.tokenizer is None else partial(_texts, load_tokenizer(spec.tokenizer))
     rows = max(_count(path) for path in (spec.before, spec.after))
     if not rows:
         raise ConfigError("there is no row to value", got=f"{spec.before}, {spec.after}")
@@ -258,7 +291,7 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
         raise
     if spec.scope == "dataset":
         keep_over_all(folder, spec.ratio)
-    _summarise(spec, settings, start)
+    _summarise(spec, settings, texts, start)
 
 
 def _write(spec: LogprobSpec, folder: Path, rows: int) -> None:
@@ -277,13 +310,12 @@ def _write(spec: LogprobSpec, folder: Path, rows: int) -> None:
         write_values(folder / f"part-{number:05d}.{spec.format}", counted())
 
 
-def _summarise(spec: LogprobSpec, settings: dict[str, Any], start: float) -> None:
+def _summarise(
+    spec: LogprobSpec, settings: dict[str, Any], texts: Callable[[Any], list[str]], start: float
+) -> None:
     from alphatoken.report import read_values
 
     folder = Path(spec.output_dir)
-    texts = _ids
-    if spec.tokenizer is not None:
-        texts = partial(_texts, load_tokenizer(spec.tokenizer))
     summary = summarise(
         read_values(folder / "values"), sample=spec.report_rows, seed=spec.seed, texts=texts
     )

@@ -74,6 +74,13 @@ class Reference:
 
     def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
         """Token losses of the second model."""
+        # Its embedding need not have as many rows as that of the first.
+        read_batch(
+            {**batch.inputs, "labels": batch.labels},
+            max_length=self.adapter.max_positions(),
+            role="batch under the reference model",
+            model=self.adapter.model,
+        )
         with torch.no_grad(), evaluation_mode(self.adapter.model):
             return forward_losses(self.adapter, batch, "batch under the reference model")
 
@@ -139,6 +146,9 @@ class WalkBuilder(DirectionBuilder):
         self._reference = reference
         self._weights: dict[str, Tensor] | None = None
         self._passed = 0
+        # Whether the loss is known to depend on what walks: another setting may have switched it
+        # off, and each value would be 0.
+        self._shown = True
 
     def invalidate(self) -> None:
         """Forget the walk; the next ``prepare`` takes a new one from the weights as they are."""
@@ -148,6 +158,7 @@ class WalkBuilder(DirectionBuilder):
     def follow(self, former: DirectionBuilder) -> None:
         """Go on with the walk of another builder of the same weights."""
         assert isinstance(former, WalkBuilder)
+        self._shown = self._shown and former._weights is None
         self._weights, self._passed, self._age = former._weights, former._passed, former._age
 
     def _current_age(self) -> object:
@@ -166,7 +177,9 @@ class WalkBuilder(DirectionBuilder):
         if self._weights is None or (refresh and self._passed >= refresh):
             self._weights = None  # if the walk fails, nothing of it may pass for one
             self._weights, self._passed = self._walked(), 0
-        self._age = age
+        elif not self._shown:
+            made_of.gradient_of_step(0)
+        self._age, self._shown = age, True
         return Frame(
             held, made_of, WalkEnd(made_of.adapter, self._weights, made_of.scored.sharding)
         )

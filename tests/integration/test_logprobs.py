@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,57 @@ def test_values_and_selection_are_those_of_the_models(
     assert "plus" in (tmp_path / "report.html").read_text()  # texts, not ids
 
 
+def _other(rows: list[dict[str, Any]], number: int, **more: Any) -> list[dict[str, Any]]:
+    return [{**row, **more} if i == number else row for i, row in enumerate(rows)]
+
+
+def _at(row: dict[str, Any], name: str, position: int, value: Any) -> dict[str, Any]:
+    return {name: [value if i == position else x for i, x in enumerate(row[name])]}
+
+
+BAD = {
+    "a list of lists": lambda r: (
+        [{**x, **{n: [x[n]] for n in ("input_ids", "labels", "logprobs")}} for x in r],
+        "row 0, input_ids: no list of numbers",
+    ),
+    "halves": lambda r: (
+        [{**x, "input_ids": [i + 0.5 for i in x["input_ids"]]} for x in r],
+        "row 0, input_ids: no whole numbers",
+    ),
+    "texts": lambda r: (
+        [{**x, "input_ids": list(map(str, x["input_ids"]))} for x in r],
+        "row 0, input_ids: no whole numbers",
+    ),
+    "no label": lambda r: (_other(r, 3, **_at(r[3], "labels", 2, None)), "row 3, labels"),
+    "no list": lambda r: (_other(r, 3, labels=None), "^[^:]*: log[^:]*Got: .*row 3: no labels"),
+    "a negative token": lambda r: (
+        _other(r, 4, **_at(r[4], "input_ids", 1, -1)),
+        "row 4, position 1: a token that is no id: -1",
+    ),
+    "a huge token": lambda r: (_other(r, 4, **_at(r[4], "input_ids", 1, 2**40)), "no id"),
+    "a negative row": lambda r: (_other(r, 4, row=-4), "row -4: its number"),
+    "half rows": lambda r: ([{**x, "row": x["row"] + 0.5} for x in r], "row 0.5: its number"),
+}
+"""Rows that no engine should write -> what is said of them."""
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_row_of_something_else_is_refused_by_its_place(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, side: str
+) -> None:
+    """And nothing of the run stays."""
+    good = {"before": models / "model.parquet", "after": models / "after.parquet"}
+    rows, said = BAD[case](pq.read_table(good[side]).to_pylist())
+    good[side] = write(tmp_path / "bad.parquet", rows)
+    out = tmp_path / "out"
+    assert score(out, good["before"], good["after"]) != 0
+    message = capsys.readouterr().err
+    assert re.search(said, message), message
+    assert not (out / "values").exists()
+    assert not (out / "run.json").exists()
+
+
 def test_files_that_are_none_are_refused(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +154,30 @@ def test_files_that_are_none_are_refused(
     assert "row 59: the other file ends before it" in capsys.readouterr().err
     assert not (tmp_path / "out" / "values").exists()
     assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_columns_that_no_row_can_be_read_of_are_refused(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers beyond 64 bits, and a name that stands there twice."""
+    table = pq.read_table(models / "model.parquet")
+    twice = table.append_column("logprobs", table["logprobs"])
+    ids = [[2**63 + 1 for _ in row] for row in table["input_ids"].to_pylist()]
+    place = table.column_names.index("input_ids")
+    huge = table.set_column(place, "input_ids", pa.array(ids, pa.list_(pa.uint64())))
+    for bad, said in ((twice, "more than one column 'logprobs'"), (huge, "row 0, input_ids")):
+        pq.write_table(bad, tmp_path / "bad.parquet")
+        assert score(tmp_path / "out", tmp_path / "bad.parquet", models / "after.parquet") == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_not_there_is_said_before_work(models: Path, tmp_path: Path) -> None:
+    """And the folder is free for the run that has it."""
+    files = models / "model.parquet", models / "after.parquet"
+    for model, code in ((tmp_path / "nowhere", 2), (models / "model", 0)):
+        more = ["--model_name_or_path", str(model), "--no_report"]
+        assert score(tmp_path / "out", *files, *more) == code
+    assert (tmp_path / "out" / "run.json").exists()
 
 
 def test_an_earlier_run_is_kept_unless_it_may_go(models: Path, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.direction.walk import walk
-from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
+from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError, UnsupportedError
 from alphatoken.oracle import composite, gradients
 from alphatoken.oracle import walk as oracle
 from tests.property.profiles import budget
@@ -318,6 +320,61 @@ def test_a_changed_setting_keeps_the_walk() -> None:
     close(found, expected, 1.0 + expected.abs(), 1e-8, name="kept")
 
 
+def lora(*names: str) -> Any:
+    peft = pytest.importorskip("peft")
+    chosen = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(torch.float32), chosen, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, chosen)
+    return model
+
+
+def test_a_walk_of_factors_that_no_forward_uses_is_refused() -> None:
+    """An adapter that was merged, or left for another, after the walk: each value would be 0."""
+    model = lora("first", "second")
+    scorer = Scorer(model, rows_of(1), config=config())
+    with quiet():
+        before = scorer.score(rows_of(2)).total
+        model.merge_adapter()
+        for _ in range(2):
+            with pytest.raises(ModelError, match="depends on no parameter"):
+                scorer.score(rows_of(2))
+        model.unmerge_adapter()
+        assert float((scorer.score(rows_of(2)).total - before).abs().max()) < 1e-5
+        model.base_model.set_adapter("second")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".first." in name)
+        with pytest.raises(ModelError, match="depends on no parameter"):
+            scorer.score(rows_of(2))
+
+
+def test_walks_of_two_threads_wait_for_each_other(tmp_path: Path) -> None:
+    """Also those that a file or a direction is made of: values and weights are to the bit."""
+    model = llama(torch.float32)
+    before = bits(model)
+    first, second = (Scorer(model, rows_of(1), config=config()) for _ in range(2))
+    with quiet():
+        wanted_values = first.score(rows_of(2)).total
+    over = Event()
+
+    def others() -> None:
+        while not over.is_set():
+            second.refresh()
+            second.save_gradient(tmp_path / "walk.safetensors")
+            second.refresh()
+            _ = second.direction
+
+    with quiet(), ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(others)
+        try:
+            found = [first.score(rows_of(2)).total for _ in range(5)]
+        finally:
+            over.set()
+        beside.result()
+    assert all(torch.equal(one, wanted_values) for one in found)
+    assert unchanged(model, before)
+
+
 def test_the_end_of_a_walk_goes_through_a_file(tmp_path: Path) -> None:
     """To the bit; another walk's file is refused."""
     model = CASE.model()
@@ -482,6 +539,15 @@ def test_options_without_a_meaning_are_refused(options: dict[str, Any]) -> None:
     """One sentence each, which names the option."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         ScorerConfig("walk", **options)
+
+
+def test_a_reference_without_a_row_for_a_token_is_refused() -> None:
+    """By its place, and not by an index inside of torch."""
+    other = llama(torch.float32)
+    other.resize_token_embeddings(32)
+    scorer = Scorer(llama(torch.float32), None, config=ScorerConfig("walk"), reference=other)
+    with quiet(), pytest.raises(InputError, match="under the reference model has no row"):
+        scorer.score(rows_of(2))
 
 
 def test_what_belongs_to_a_walk_is_refused_elsewhere() -> None:
