@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.lab import mutants_policies
 from tests.property import (
     mutants,
     mutants_adapters,
@@ -18,6 +19,9 @@ from tests.property import (
 )
 
 LISTED = mutants.LISTED
+OF_LAB = {
+    "Errors in the other methods": mutants_policies.MUTANTS,
+}
 ROOMS = {
     "Errors in further steps of the core": mutants.OWN,
     "Errors in proofs that run on the user's model, and in the Fisher drift": (
@@ -30,6 +34,7 @@ ROOMS = {
     ),
     "Errors in label values by finite differences": mutants_differences.MUTANTS,
     "Errors in values along a walk": mutants_walk.MUTANTS,
+    **OF_LAB,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
     "Errors in how mixtures of experts are captured": mutants_experts.MUTANTS,
     "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,

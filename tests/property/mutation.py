@@ -66,12 +66,17 @@ class Edit:
 
 @dataclass(frozen=True)
 class Claim:
-    """A property, the arguments that it is tried on, and packages that it cannot do without."""
+    """A property, the arguments that it is tried on, and packages that it cannot do without.
+
+    ``late`` is a module that it imports by itself; ``hunt`` does so before anything is drawn, since
+    what Hypothesis decorates inside an example takes over the example's settings.
+    """
 
     check: Callable[..., None]
     arguments: st.SearchStrategy[tuple[Any, ...]]
     examples: int
     needs: tuple[str, ...] = ()
+    late: str = ""
 
     @property
     def name(self) -> str:
@@ -329,6 +334,8 @@ class Kill:
 
 def hunt(mutant: Mutant | None, claim: Claim) -> Kill | None:
     """Try the claim on its examples with the mutant inside, up to the first kill."""
+    if claim.late:
+        importlib.import_module(claim.late)
     seen, kills = 0, list[Kill]()
 
     @settings(
