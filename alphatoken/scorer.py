@@ -161,6 +161,14 @@ class Scorer:
                 got=f"reference={type(reference).__name__}, estimator={config.estimator!r}",
                 remedy="ScorerConfig('walk'), or leave reference out",
             )
+        if reference is not None and _shared(model, reference):
+            raise ConfigError(
+                "the reference model holds parameters of the model itself",
+                got=f"{_shared(model, reference)} of them",
+                why="an adapter that is put onto a model is in use in both, and each value would "
+                "be 0",
+                remedy="load the second model by itself",
+            )
         # G is rebuilt whenever the weights change; an iterator would be empty the second time.
         if isinstance(validation, Iterator):
             validation = list(validation)
@@ -533,3 +541,8 @@ class Scorer:
             fisher_file=fisher_file,
             progress=progress,
         )
+
+
+def _shared(model: nn.Module, other: nn.Module) -> int:
+    """How many parameters two models have in common."""
+    return len({id(p) for p in model.parameters()} & {id(p) for p in other.parameters()})

@@ -266,6 +266,14 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
     keep_count(spec.ratio, 1, name="--keep_ratio")
     require_writable(folder)
     texts = _ids if spec.tokenizer is None else partial(_texts, load_tokenizer(spec.tokenizer))
+    lost = [path for path in (spec.before, spec.after) if _inside(path, folder / "values")]
+    if lost:
+        raise ConfigError(
+            "a file of log-probabilities lies where the values will be",
+            got=lost[0],
+            why="an earlier run's values are removed first",
+            remedy="another --output_dir",
+        )
     rows = max(_count(path) for path in (spec.before, spec.after))
     if not rows:
         raise ConfigError("there is no row to value", got=f"{spec.before}, {spec.after}")
@@ -292,6 +300,10 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
     if spec.scope == "dataset":
         keep_over_all(folder, spec.ratio)
     _summarise(spec, settings, texts, start)
+
+
+def _inside(path: str, folder: Path) -> bool:
+    return folder.resolve() in Path(path).resolve().parents
 
 
 def _write(spec: LogprobSpec, folder: Path, rows: int) -> None:

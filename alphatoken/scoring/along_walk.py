@@ -18,7 +18,9 @@ from alphatoken.values import TokenValues
 __all__ = ["along_walk"]
 
 
-def along_walk(adapter: DecoderAdapter, end: End, seen: Pass) -> TokenValues:
+def along_walk(
+    adapter: DecoderAdapter, end: End, seen: Pass, *, compare: bool = False
+) -> TokenValues:
     """``e_k = l_k(theta) - l_k(end)`` for every response token k, in nats, times its weight.
 
     One forward at the end, and one of the model as it is where the pass has no losses, or has drawn
@@ -28,12 +30,16 @@ def along_walk(adapter: DecoderAdapter, end: End, seen: Pass) -> TokenValues:
         adapter: of the model.
         end: of the walk.
         seen: the pass, its losses (b, t).
+        compare: those losses with a forward of the model as it is, without dropout.
+
+    Raises:
+        InputError: they are others.
 
     Exactness: exact, up to the rounding of two forwards. Source: Rho-1 (excess loss);
     CoLoR-Filter. Oracle: ``alphatoken.oracle.walk.walk_values``.
     """
     there = end.losses(seen.batch)
-    here = _losses(adapter, seen).to(there.device)
+    here = _losses(adapter, seen, compare=compare).to(there.device)
     dtype = wide(here.dtype)
     values = (here.to(dtype) - there.to(dtype)).masked_fill(~seen.batch.mask, 0.0)
     if seen.weights.token is not None:
@@ -50,9 +56,18 @@ def along_walk(adapter: DecoderAdapter, end: End, seen: Pass) -> TokenValues:
     )
 
 
-def _losses(adapter: DecoderAdapter, seen: Pass) -> Tensor:
+def _losses(adapter: DecoderAdapter, seen: Pass, *, compare: bool) -> Tensor:
     """Of the model as it is, without dropout."""
-    if seen.losses is not None and not draws(adapter.model):
-        return seen.losses.detach()
+    known = None if seen.losses is None or draws(adapter.model) else seen.losses.detach()
+    if known is not None and not compare:
+        return known
     with torch.no_grad(), evaluation_mode(adapter.model):
-        return forward_losses(adapter, seen.batch, "batch")
+        own = forward_losses(adapter, seen.batch, "batch")
+    if known is None:
+        return own
+    seen.require_losses(own, tolerance=_ROUNDING)
+    return known
+
+
+_ROUNDING = 5e-2
+"""Between an observed forward, which may be in 16 bits, and one of our own."""

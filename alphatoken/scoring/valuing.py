@@ -21,6 +21,7 @@ from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import AlphaTokenWarning, InputError, NumericalError, warn_caller
 from alphatoken.estimate.columns import ColumnSums, Side, contract_columns
 from alphatoken.estimate.derivatives import Derivative
+from alphatoken.estimate.differences import CHECKED_EVERY
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
 from alphatoken.estimate.proofs import CaptureCheck
 from alphatoken.estimate.token_values import assign_columns, combine
@@ -57,6 +58,7 @@ class Valuer:
         self.config, self.scored = builder.made_of.config, builder.made_of.scored
         self.warn = True
         self._warned = False
+        self._observed = 0  # passes along a walk whose losses came with them
         self._derivative = LabelDerivative(
             adapter,
             self.config.derivative,
@@ -77,6 +79,7 @@ class Valuer:
     def forget(self) -> None:
         """Keep nothing that depends on the batches that were valued."""
         self._derivative.forget()
+        self._observed = 0
 
     # --- before the values -----------------------------------------------------------------------
 
@@ -149,7 +152,10 @@ class Valuer:
     def values(self, frame: Frame, seen: Pass, *, components: bool) -> TokenValues:
         """Values of a pass; without ``components`` the total alone, by one contraction."""
         if frame.end is not None:
-            values = along_walk(self.adapter, frame.end, seen)
+            # Not each time, since it takes a forward.
+            due = self._observed % CHECKED_EVERY == 0
+            values = along_walk(self.adapter, frame.end, seen, compare=due)
+            self._observed += seen.losses is not None
             return values if components else values.total_alone()
         frame = self.at(frame, seen)
         direction = frame.direction

@@ -185,6 +185,10 @@ def test_an_earlier_run_is_kept_unless_it_may_go(models: Path, tmp_path: Path) -
     assert score(tmp_path, *files, "--no_report") == 0
     assert score(tmp_path, *files, "--no_report") != 0
     assert score(tmp_path, *files, "--no_report", "--overwrite_output") == 0
+    lost = tmp_path / "values" / "before.parquet"
+    lost.write_bytes(files[0].read_bytes())
+    assert score(tmp_path, lost, files[1], "--no_report", "--overwrite_output") != 0
+    assert lost.is_file()
 
 
 def test_a_walk_of_the_models_own_and_its_options(

@@ -11,7 +11,7 @@ from alphatoken import oracle
 from alphatoken.select import masks as selection
 from tests.places import nightly
 from tests.property import generate_docs
-from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS
+from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS, OF_LAB
 from tests.property.claims import EQUATIONS, KINDS, ROWS
 from tests.property.mutation import (
     Claim,
@@ -36,9 +36,12 @@ tied or twice-called module overwritten instead of accumulated; stale direction;
 arithmetic inside; ties all kept; ceil in floating point; threshold over padding
 """
 """The errors that the properties must notice, as demanded."""
+OF_METHODS = {mutant.name for room in OF_LAB.values() for mutant in room}
+LATE = [pytest.mark.slow, nightly]  # they run trainings
+EVERY = [pytest.param(name, marks=LATE if name in OF_METHODS else []) for name in BY_NAME]
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_mutant_is_killed_by_each_of_its_properties(name: str, record_property) -> None:
     """A few examples of each named property are enough; the same example passes unmutated."""
     mutant = BY_NAME[name]

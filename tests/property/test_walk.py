@@ -143,6 +143,23 @@ def test_a_forward_with_dropout_is_run_again() -> None:
     assert model.training
 
 
+def test_scores_that_are_not_the_forwards_are_refused() -> None:
+    """Scaled ones, detached ones, and those of other tokens; looked at again on later passes."""
+    model = CASE.model()
+    scorer = Scorer(model, CASE.validation, config=config())
+    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
+    labels = CASE.batch["labels"]
+    with quiet(), scorer.observe() as observed:
+        logits = model(**inputs)
+        for other in (1.5 * logits, 1.5 * logits.detach(), logits.roll(1, -1)):
+            with pytest.raises(InputError, match="do not belong"):
+                observed.values(other, labels)
+        for _ in range(32):
+            observed.values(logits, labels)
+        with pytest.raises(InputError, match="do not belong"):
+            observed.values(1.5 * logits, labels)
+
+
 # --- what walk values are ------------------------------------------------------------------------
 
 
@@ -548,6 +565,13 @@ def test_a_reference_without_a_row_for_a_token_is_refused() -> None:
     scorer = Scorer(llama(torch.float32), None, config=ScorerConfig("walk"), reference=other)
     with quiet(), pytest.raises(InputError, match="under the reference model has no row"):
         scorer.score(rows_of(2))
+
+
+def test_a_reference_that_holds_the_model_itself_is_refused() -> None:
+    """As an adapter put onto the model does: it is in use in both, and each value would be 0."""
+    model = CASE.model()
+    with pytest.raises(ConfigError, match="parameters of the model itself"):
+        Scorer(model, None, config=ScorerConfig("walk"), reference=nn.Sequential(model))
 
 
 def test_what_belongs_to_a_walk_is_refused_elsewhere() -> None:
