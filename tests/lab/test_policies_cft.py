@@ -32,7 +32,7 @@ def rows_of(texts: list[tuple[str, str]], tokenizer: Any) -> list[Row]:
 
 def stage(folder: Path, rows: list[Row], model: Any, tokenizer: Any) -> PolicyStage:
     return PolicyStage(
-        model, rows, (), lambda part: padded_batch(part, 0, "cpu"), None, folder, 3, False,
+        model, rows, (), lambda part: padded_batch(part, 0, "cpu"), folder, 3, False,
         tokenizer=tokenizer,
     )  # fmt: skip
 
