@@ -92,7 +92,7 @@ def test_settings_are_those_of_the_options() -> None:
     assert settings["layers"] == 2
     import inspect
 
-    own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts", "path"}
+    own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts"}
     own |= {"responses", "score_bias"}
     assert set(settings) | own == set(inspect.signature(fit_fisher).parameters)
 

@@ -45,12 +45,12 @@ def gradients(folder: Path, pad: int, **more: Any) -> tuple[dict[str, Tensor], d
     """The first batch with another token in its padding, and what one step on it gives."""
     made = trainer(folder, **more)
     made.create_optimizer_and_scheduler(10)
-    made.current_gradient_accumulation_steps = 1
     made.state.max_steps = 10
     batch = dict(next(iter(made.get_train_dataloader())))
     batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, pad)
     count = (batch["labels"][:, 1:] != -100).sum()
-    made.training_step(made.model, dict(batch), count)
+    (carried,), _ = made.get_batch_samples(iter([dict(batch)]), 1, torch.device("cpu"))
+    made.training_step(made.model, carried, count)
     found = {n: p.grad.clone() for n, p in made.model.named_parameters() if p.grad is not None}
     return batch, found
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from alphatoken import FisherDrift, fit_fisher, masked_sft_loss, select_top
+from alphatoken import fit_fisher, masked_sft_loss, select_top
 from alphatoken.errors import CoverageError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.oracle import gradients, influence, propagation
@@ -339,18 +339,3 @@ def test_the_fisher_of_fresh_factors(structure: str) -> None:
     scale = float(expected.abs().sum())
     close(moved.stability, expected, scale, 1e-6, name="LoRA stability")
     assert scale > 0
-
-
-def test_a_fisher_keyed_by_module_names() -> None:
-    model = adapted()
-    modules = factors(model, (1, 2))
-    fisher = {name: torch.ones_like(module.weight) for name, module in modules.items()}
-    reference = {name: torch.zeros_like(module.weight) for name, module in modules.items()}
-    drift = FisherDrift(fisher, reference)
-    values = scorer_for(model, "path", retention=drift).score(BATCH)
-    weights = {f"{name}.weight": m.weight.detach() for name, m in modules.items()}
-    _, exact = truth(model, modules)
-    psi = influence.exact_influence(model, plain_forward(model), BATCH, modules, weights)
-    scale = at_tokens(influence.column_sums(psi.absolute_scale + exact.absolute_scale))
-    expected = at_tokens(influence.column_sums(psi.matrix))
-    close(values.stability, expected, scale, 1e-6, name="Fisher by module name")

@@ -341,11 +341,9 @@ def test_a_fisher_of_too_few_layers(estimator: str) -> None:
 def test_a_fisher_of_other_shapes(estimator: str) -> None:
     model = model_of()
     weights = {
-        n.removesuffix(".weight"): p.detach()
-        for n, p in model.named_parameters()
-        if "proj" in n and "layers.0" not in n
+        n: p.detach() for n, p in model.named_parameters() if "proj" in n and "layers.0" not in n
     }
-    weights["model.layers.2.mlp.up_proj"] = torch.ones(3, 3, dtype=torch.float64)
+    weights["model.layers.2.mlp.up_proj.weight"] = torch.ones(3, 3, dtype=torch.float64)
     fisher = FisherDrift({n: w.abs() for n, w in weights.items()}, weights)
     refused(
         FisherError,

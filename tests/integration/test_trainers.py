@@ -212,12 +212,12 @@ def test_a_mixture_trains_on_values_over_its_experts(tmp_path: Path) -> None:
 
 
 def test_zero_drift_means_zero_stability_at_the_first_step(tmp_path: Path) -> None:
-    trainer = sft(tmp_path, max_steps=3)
+    trainer = sft(tmp_path, max_steps=3, export_values=True)
     trainer.train()
     entries = [e for e in trainer.state.log_history if "loss" in e]
-    shares = [e["alpha/stability_direct_share"] for e in entries]
-    assert shares[0] == 0.0
-    assert all(share > 0.0 for share in shares[1:])
+    balance = [e["alpha/balance"] for e in entries]
+    assert balance[0] == 0.0
+    assert all(one > 0.0 for one in balance[1:])
     drift = [e["alpha/drift"] for e in entries]  # after the step
     assert drift == sorted(drift)
     assert drift[0] > 0.0

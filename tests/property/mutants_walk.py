@@ -39,7 +39,7 @@ MUTANTS = (
     mutant(
         "walk-value-of-a-dropped-pass",
         "the observed losses count, whatever drew in them",
-        ("scoring.along_walk._losses", " and not draws(adapter.model)", ""),
+        ("scoring.along_walk._losses", "or draws(adapter.model)", ""),
         DROPPED,
     ),
     mutant(
@@ -87,7 +87,7 @@ MUTANTS = (
     _error(
         "walk-lost-with-a-setting",
         "a new walk from the weights as they are",
-        ("WalkBuilder.follow", "former._weights", "None"),
+        ("WalkBuilder.follow", "= former._weights,", "= None,"),
         KEPT,
     ),
     _error(
