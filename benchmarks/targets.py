@@ -55,9 +55,6 @@ TARGETS: dict[str, Target] = {
             ("observe_k3", None, "a step with values at K = 3: at most 1.05 of its floor"),
             ("first_use", 1.0, "the first use, G apart, against a training step"),
             ("peak_memory", 1.15, "peak memory against a training step's"),
-            ("label_central", 0.68, "the same by two forwards at moved weights, restore included"),
-            ("label_one_sided", 0.34, "the same by one, on top of the training step beside it"),
-            ("differences_peak", None, "their peak memory: a copy of the weights above a step's"),
         )
     },
 }

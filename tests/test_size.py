@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_237,
     "certificate": 1_415,
-    "cli": 3_826,
+    "cli": 3_828,
     "corpus": 2_186,
     "data": 2_562,
     "demo": 719,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_895), ("tests", 59_180)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 7_892), ("tests", 59_183)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

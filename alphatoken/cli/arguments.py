@@ -75,7 +75,9 @@ def _parser(command: str, training: Any) -> _Parser:
     """The parser of one command; ``training`` is the trainer's configuration class."""
     kinds: Any = (RunArguments, DataArguments, training, ModelConfig)
     parser = _Parser(kinds, prog=f"alphatoken {command}", allow_abbrev=False)
-    parser.add_argument("--config", action="append")
+    parser.add_argument(
+        "--config", action="append", help="recipe: a packaged name or a YAML file; may be repeated"
+    )
     return parser
 
 

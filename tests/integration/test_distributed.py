@@ -107,7 +107,7 @@ def test_values_equal_one_process(runs: Callable[[str], Ranks], layout: str) -> 
     """Every captured estimator, retention, preference pairs; own and observed forwards."""
     expected, found = runs("single")[0]["values"], runs(layout)
     cases = found[0]["values"].keys()
-    assert len(cases) == (16 if layout in ("ddp", "fsdp2") else 8)
+    assert len(cases) == (18 if layout in ("ddp", "fsdp2") else 9)
     for case in cases:
         seen = []
         for rank in found:
@@ -121,6 +121,9 @@ def test_values_equal_one_process(runs: Callable[[str], Ranks], layout: str) -> 
                     if case.startswith("label"):  # differences: beside a forward, less exact
                         most = 5e-3 if case.endswith("observed") else 5e-4
                         assert off(values, wanted) < most, (case, batch, name)
+                        continue
+                    if case.startswith("walk"):  # AdamW's steps multiply what gradients round
+                        assert (values - wanted).abs().max() <= 5e-5 * wanted.abs().max(), case
                         continue
                     assert close(values, wanted), (case, batch, name)
         assert sorted(seen) == [0, 1, 2, 3]
