@@ -13,7 +13,9 @@ from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS, SPLIT, WALK
 from alphatoken.model.layer_choice import DEFAULT_LAYERS
 from alphatoken.model.parameter_choice import ParameterChoice
 
-__all__ = ["ScorerConfig"]
+__all__ = ["WALK_OPTIONS", "ScorerConfig"]
+
+WALK_OPTIONS = ("walk_steps", "walk_learning_rate", "walk_refresh")  # read by "walk" alone
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "estimator": (*ESTIMATORS, WALK),
@@ -183,9 +185,7 @@ class ScorerConfig:
     def _check_walk(self) -> None:
         """Raise for options that a walk has no use for, and for a walk's that nothing reads."""
         if self.estimator != WALK:
-            first = ScorerConfig.__dataclass_fields__
-            names = ("walk_steps", "walk_learning_rate", "walk_refresh")
-            given = [n for n in names if getattr(self, n) != first[n].default]
+            given = [n for n in WALK_OPTIONS if getattr(self, n) != getattr(ScorerConfig, n)]
             if given:
                 raise ConfigError(
                     f"{given[0]} is an option of the estimator 'walk' alone",

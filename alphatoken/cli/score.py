@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from alphatoken.cli.options import (
@@ -192,21 +192,8 @@ def run(options: ScoreOptions | LogprobOptions) -> None:
     if isinstance(options, LogprobOptions):
         from alphatoken.corpus.logprobs import LogprobSpec, score_logprobs
 
-        before, after = options.logprobs
-        spec_of_files = LogprobSpec(
-            before=before,
-            after=after,
-            output_dir=options.output_dir,
-            tokenizer=options.model_name_or_path,
-            ratio=options.ratio,
-            scope=options.scope,
-            batch_size=options.batch_size,
-            seed=options.seed,
-            report=options.report,
-            report_rows=options.report_rows,
-            quiet=options.quiet,
-        )
-        return score_logprobs(spec_of_files, overwrite=options.overwrite_output)
+        said = {one.name: getattr(options, one.name) for one in fields(LogprobSpec)}
+        return score_logprobs(LogprobSpec(**said), overwrite=options.overwrite_output)
     from alphatoken.cli.reading import job_spec  # loads torch, which --help does not need
     from alphatoken.corpus.run import score_corpus
 

@@ -154,10 +154,7 @@ class _Actor:
 
     def __init__(self, spec: JobSpec) -> None:
         job = open_job(spec)
-        scorer = job.scorer()
-        if job.second is None:
-            scorer.load_gradient(job.gradient)
-        self._valuer = BlockValuer(job, scorer)
+        self._valuer = BlockValuer(job, job.sealed_scorer())
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for number in batch["block"]:

@@ -128,6 +128,13 @@ class Job:
         scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
         return scorer
 
+    def sealed_scorer(self) -> Scorer:
+        """The same with what was built once for all processes, in one that opened the job."""
+        scorer = self.scorer()
+        if self.second is None:  # else nothing is built
+            scorer.load_gradient(self.gradient)
+        return scorer
+
 
 def prepare_job(spec: JobSpec) -> Job:
     """Read everything, and see that it can be used; nothing is written.

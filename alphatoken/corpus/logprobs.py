@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from alphatoken.corpus.folder import file_digest, refuse_foreign, require_writable
-from alphatoken.corpus.results import keep_over_all
-from alphatoken.data import token_texts
+from alphatoken.corpus.results import keep_over_all, texts_of
 from alphatoken.errors import ConfigError, DataError, quoted
 from alphatoken.report import ScoredExample, summarise, write_report, write_values
 from alphatoken.report.examples import IGNORE
@@ -52,29 +51,26 @@ class LogprobSpec:
     """What is read, and what is made of it.
 
     Attributes:
-        before: file of the model as it is.
-        after: file of the model at the end of the walk, or of a reference model.
+        logprobs: two files, of the model as it is, and at the end of the walk (or of a reference
+            model).
         output_dir: folder of the results.
-        tokenizer: model whose tokens they are, for the texts of the report; None shows ids.
+        model_name_or_path: whose tokens they are, for the texts of the report; None shows ids.
         ratio: share of the tokens that are kept.
         scope: they are ranked within a "batch", a "sequence", or the whole "dataset".
         batch_size: rows of a batch.
         seed: of the rows that the report shows.
-        format: "parquet" or "jsonl".
         report: a page is written.
         report_rows: rows that it shows.
         quiet: no progress.
     """
 
-    before: str
-    after: str
+    logprobs: Sequence[str]
     output_dir: str
-    tokenizer: str | None = None
+    model_name_or_path: str | None = None
     ratio: float = 0.5
     scope: str = "batch"
     batch_size: int = 8
     seed: int = 0
-    format: str = "parquet"
     report: bool = True
     report_rows: int = 40
     quiet: bool = False
@@ -236,7 +232,7 @@ def _unlike(got: str) -> DataError:
 
 def _selected(spec: LogprobSpec) -> Iterator[ScoredExample]:
     """With the selection of each batch, as a run with models has it."""
-    waiting = read_pair(spec.before, spec.after)
+    waiting = read_pair(*spec.logprobs)
     while batch := list(islice(waiting, spec.batch_size)):
         longest = max(len(example.ids) for example in batch)
         values = torch.zeros(len(batch), longest, dtype=torch.float64)
@@ -265,8 +261,9 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
     start, folder = time.monotonic(), Path(spec.output_dir)
     keep_count(spec.ratio, 1, name="--keep_ratio")
     require_writable(folder)
-    texts = _ids if spec.tokenizer is None else partial(_texts, load_tokenizer(spec.tokenizer))
-    lost = [path for path in (spec.before, spec.after) if _inside(path, folder / "values")]
+    name = spec.model_name_or_path
+    texts = _ids if name is None else partial(texts_of, load_tokenizer(name))
+    lost = [path for path in spec.logprobs if _inside(path, folder / "values")]
     if lost:
         raise ConfigError(
             "a file of log-probabilities lies where the values will be",
@@ -274,15 +271,15 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
             why="an earlier run's values are removed first",
             remedy="another --output_dir",
         )
-    rows = max(_count(path) for path in (spec.before, spec.after))
+    rows = max(_count(path) for path in spec.logprobs)
     if not rows:
-        raise ConfigError("there is no row to value", got=f"{spec.before}, {spec.after}")
+        raise ConfigError("there is no row to value", got=", ".join(spec.logprobs))
     manifest, values = folder / "run.json", folder / "values"
     refuse_foreign(manifest, [values], resume=False, overwrite=overwrite)
     settings = {
         "estimator": "walk",
-        "logprobs": [spec.before, spec.after],
-        "logprobs_sha256": [file_digest(spec.before), file_digest(spec.after)],
+        "logprobs": list(spec.logprobs),
+        "logprobs_sha256": [file_digest(path) for path in spec.logprobs],
         "keep_ratio": spec.ratio,
         "keep_scope": spec.scope,
         "per_device_train_batch_size": spec.batch_size,
@@ -319,7 +316,7 @@ def _write(spec: LogprobSpec, folder: Path, rows: int) -> None:
                 done += 1
                 tracker.report(done)
 
-        write_values(folder / f"part-{number:05d}.{spec.format}", counted())
+        write_values(folder / f"part-{number:05d}.parquet", counted())
 
 
 def _summarise(
@@ -343,7 +340,7 @@ def _summarise(
     }
     write_json(folder / "summary.json", document)
     if spec.report:
-        title = f"Token values of {Path(spec.before).name}"
+        title = f"Token values of {Path(spec.logprobs[0]).name}"
         write_report(folder / "report.html", summary, title=title, settings=settings, notes=[note])
     print(
         f"{summary.response_tokens} response tokens valued, {summary.kept_tokens} kept; "
@@ -353,7 +350,3 @@ def _summarise(
 
 def _ids(ids: Any) -> list[str]:
     return [str(one) for one in ids]
-
-
-def _texts(tokenizer: Any, ids: Any) -> list[str]:
-    return [piece.text for piece in token_texts(tokenizer, ids)]

@@ -36,7 +36,7 @@ from alphatoken.report.files import read_totals, value_files
 from alphatoken.select.threshold import top_threshold
 from alphatoken.support.storage import write_json, write_jsonl
 
-__all__ = ["keep_over_all", "write_results"]
+__all__ = ["keep_over_all", "texts_of", "write_results"]
 
 
 def write_results(
@@ -67,7 +67,7 @@ def write_results(
         _checked(job),
         sample=wanted.report_rows,
         seed=spec.seed,
-        texts=partial(_texts, job.corpus.tokenizer),
+        texts=partial(texts_of, job.corpus.tokenizer),
     )
     encoded = {"train": survey.encoded, "validation": job.encoded}
     notes = write_notes(survey.counts, encoded, job.fisher, spec.config, summary, warned)
@@ -98,7 +98,8 @@ def write_results(
     _say(job, wanted, summary, certificate, [note for note in notes if note not in told])
 
 
-def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token."""
     return [piece.text for piece in token_texts(tokenizer, ids)]
 
 

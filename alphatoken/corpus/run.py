@@ -141,11 +141,8 @@ def _follow(spec: JobSpec, here: Launched) -> None:
     """Any other process that a launcher started."""
     here.wait()  # until the job is sealed
     job = open_job(spec)
-    scorer = job.scorer()
     if numbers := here.share(job.missing()):
-        if job.second is None:
-            scorer.load_gradient(job.gradient)
-        value_blocks(job, scorer, numbers)
+        value_blocks(job, job.sealed_scorer(), numbers)
     here.wait()
 
 

@@ -9,10 +9,10 @@ the way, and exact for the whole of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,7 +22,7 @@ from alphatoken.direction.age import weights_age
 from alphatoken.direction.algebra import Direction
 from alphatoken.direction.build import Ingredients
 from alphatoken.direction.current import DirectionBuilder, Frame
-from alphatoken.direction.objective import forward_losses
+from alphatoken.direction.objective import forward_losses, weighted_losses
 from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
 from alphatoken.estimate.shift import Moved
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, read_batch
@@ -54,11 +54,17 @@ class WalkEnd:
     weights: Mapping[str, Tensor]
     sharding: Sharding | None = None
 
-    def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
-        """Token losses there; the model's weights come back to the bit, whatever happens."""
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        """Let the model have these weights inside; its own come back to the bit, come what may."""
         moved = Moved(self.adapter.model, self.weights, self.sharding)
-        with torch.no_grad(), evaluation_mode(self.adapter.model), moved.open():
+        with moved.open():
             moved.place(self.weights)
+            yield
+
+    def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
+        """Token losses there."""
+        with torch.no_grad(), evaluation_mode(self.adapter.model), self.there():
             return forward_losses(self.adapter, batch, "batch at the end of the walk")
 
 
@@ -120,7 +126,6 @@ def walk(
     moved = Moved(model, names, sharding)
     with moved.open():
         start = moved.parts()
-        dtypes = {name: part.dtype for name, part in start.items()}
         weights = {n: part.to(wide(part.dtype), copy=True) for n, part in start.items()}
         stepper = optimizer(weights.values())
         for number in range(steps):
@@ -130,7 +135,7 @@ def walk(
             stepper.step()
             stepper.zero_grad()
             moved.place(weights)
-    return {name: weight.to(dtypes[name]) for name, weight in weights.items()}
+    return {name: weight.to(start[name].dtype) for name, weight in weights.items()}
 
 
 class WalkBuilder(DirectionBuilder):
@@ -197,8 +202,9 @@ class WalkBuilder(DirectionBuilder):
             adamw,
             scored.sharding,
         )
-        end = WalkEnd(made_of.adapter, weights, scored.sharding)
-        before, after = (_mean_loss(made_of, losses) for losses in (None, end.losses))
+        before = _mean_loss(made_of, "validation batch")
+        with WalkEnd(made_of.adapter, weights, scored.sharding).there():
+            after = _mean_loss(made_of, "batch at the end of the walk")
         if after > before:
             warn_caller(
                 f"a walk of {config.walk_steps} AdamW steps at rate {rate:g} raised the mean loss "
@@ -221,12 +227,9 @@ class WalkBuilder(DirectionBuilder):
                 why="its parameters need not be those of the model",
                 remedy="take score(); or walk there: leave reference out, with walk_steps",
             )
-        self.prepare()
-        assert self._weights is not None
-        made_of = self.made_of
-        moved = Moved(made_of.adapter.model, self._weights, made_of.scored.sharding)
-        ends = {name: (p, self._weights[name]) for name, p in moved.parts().items()}
-        m = {n: p.to(wide(p.dtype)) - end.to(wide(end.dtype)) for n, (p, end) in ends.items()}
+        end, made_of = self.gradient(), self.made_of
+        parts = Moved(made_of.adapter.model, end, made_of.scored.sharding).parts()
+        m = {n: p.to(wide(p.dtype)) - end[n].to(wide(p.dtype)) for n, p in parts.items()}
         return Direction(m, None, 0.0)
 
     def gradient(self) -> dict[str, Tensor]:
@@ -241,16 +244,13 @@ class WalkBuilder(DirectionBuilder):
         self._weights, self._passed, self._age = gradient, 0, None
 
 
-def _mean_loss(made_of: Ingredients, take: Callable[[LabelledBatch], Tensor] | None) -> float:
-    """Mean token loss of the validation batches, by the model or by ``take``; of pairs 0."""
-    adapter, total, count = made_of.adapter, 0.0, 0
-    batches: Sequence[Any] = made_of.validation
+def _mean_loss(made_of: Ingredients, role: str) -> float:
+    """Mean token loss of the validation batches; of pairs 0."""
+    adapter, batches, total, count = made_of.adapter, made_of.validation, 0.0, 0.0
     if any(isinstance(batch, PreferenceBatch) for batch in batches):
         return 0.0
-    limit, model = adapter.max_positions(), adapter.model
-    with torch.no_grad(), evaluation_mode(model):
+    with torch.no_grad(), evaluation_mode(adapter.model):
         for item in batches:
-            batch = read_batch(item, max_length=limit, role="validation batch", model=model)
-            losses = take(batch) if take else forward_losses(adapter, batch, "validation batch")
-            total, count = total + float(losses.sum()), count + batch.response_tokens
+            for _, losses, _, tokens in weighted_losses(adapter, item, None, role):
+                total, count = total + float(losses().sum()), count + tokens
     return total / max(count, 1)

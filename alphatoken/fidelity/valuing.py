@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.config import ScorerConfig
+from alphatoken.config import WALK_OPTIONS, ScorerConfig
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.estimate.columns import Side, contract_columns
@@ -34,11 +34,9 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
         ConfigError: no such estimator.
     """
     if estimator == WALK:
-        names = ("walk_steps", "walk_learning_rate", "walk_refresh")
-        return ScorerConfig(WALK, **{name: getattr(config, name) for name in names})
+        return ScorerConfig(WALK, **{name: getattr(config, name) for name in WALK_OPTIONS})
     changes: dict[str, Any] = {"estimator": estimator, "curvature": False}
-    if config.estimator == WALK:
-        changes |= {"walk_steps": 24, "walk_learning_rate": None, "walk_refresh": 0}
+    changes |= {name: getattr(ScorerConfig, name) for name in WALK_OPTIONS}
     if estimator != "label":
         changes["derivative"] = "auto"
     if estimator not in SPLIT or (estimator == "direct" and config.part == "causal"):

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from alphatoken.oracle.gradients import Batch, Forward, known_labels, scalar_losses, token_losses
+from alphatoken.oracle.evaluate import batch_losses
+from alphatoken.oracle.gradients import Batch, Forward, run_losses
 
 __all__ = ["curvature_along", "label_values_along", "walk_values", "walked"]
 
@@ -48,17 +49,11 @@ def walked(
     stepper = optimizer([p for p in twin.parameters() if p.requires_grad])
     for step in range(steps):
         batch = batches[step % len(batches)]
-        inputs = {name: x for name, x in batch.items() if name != "labels"}
-        losses = scalar_losses(forward_of(twin)(inputs), known_labels(batch))
+        losses = run_losses(forward_of(twin), batch)
         stepper.zero_grad()
         torch.stack(list(losses.values())).mean().backward()
         stepper.step()
     return twin
-
-
-def _losses(forward: Forward, batch: Batch) -> Float[Tensor, "b t"]:
-    inputs = {name: x for name, x in batch.items() if name != "labels"}
-    return token_losses(forward(inputs), known_labels(batch))
 
 
 @torch.no_grad()
@@ -70,7 +65,7 @@ def walk_values(
     Both models are in the mode that the caller put them in. Exactness: exact.
     Source: Rho-1's excess loss. Oracle of ``Scorer.score`` with ``estimator="walk"``.
     """
-    return _losses(forward_of(model), batch) - _losses(forward_of(end), batch)
+    return batch_losses(forward_of(model), batch) - batch_losses(forward_of(end), batch)
 
 
 def _moved(model: nn.Module, end: nn.Module, share: float) -> nn.Module:
@@ -101,8 +96,7 @@ def label_values_along(
     values = torch.zeros(batch["labels"].shape, dtype=torch.float64)
     for position, weight in zip(positions, weights, strict=True):
         twin = _moved(model, end, float(position + 1) / 2)
-        inputs = {name: x for name, x in batch.items() if name != "labels"}
-        losses = scalar_losses(forward_of(twin)(inputs), known_labels(batch))
+        losses = run_losses(forward_of(twin), batch)
         parameters = list(twin.parameters())
         for (b, i), loss in losses.items():
             found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
@@ -117,8 +111,7 @@ def curvature_along(
     """``D' H_k(theta + share D) D`` of each token's loss, by two backwards."""
     twin = _moved(model, end, share)
     back = _along(model, end)
-    inputs = {name: x for name, x in batch.items() if name != "labels"}
-    losses = scalar_losses(forward_of(twin)(inputs), known_labels(batch))
+    losses = run_losses(forward_of(twin), batch)
     parameters = list(twin.parameters())
     values = torch.zeros(batch["labels"].shape, dtype=torch.float64)
     for (b, i), loss in losses.items():
