@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.errors import UnsupportedError
 from alphatoken.estimate.shift import Shift
@@ -110,6 +111,7 @@ class Differences:
     def __init__(self, adapter: DecoderAdapter, sharding: Sharding | None = None) -> None:
         self._adapter, self._sharding = adapter, sharding
         self._steps: dict[tuple[str, int], Step] = {}
+        self._lengths = WeakTensorKeyDictionary()
 
     def values(
         self,
@@ -148,7 +150,7 @@ class Differences:
         ``alphatoken.oracle.gradients``.
         """
         shift = Shift(self._adapter.model, direction, self._sharding)
-        norm = shift.length()
+        norm = self._length(shift, direction)
         if norm == 0.0:  # M = 0, as V is before the first step: every value is 0
             return torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0
         if not math.isfinite(norm):
@@ -181,6 +183,15 @@ class Differences:
                     raise _inexact(form, step.error)
             self._steps[form, side] = replace(step, left=step.left - 1)
         return values.masked_fill(~batch.mask, 0.0), step.error
+
+    def _length(self, shift: Shift, direction: Mapping[str, Tensor]) -> float:
+        """Norm of M, which is read once and not for each batch."""
+        first = next(iter(direction.values()))
+        stamp = [(name, id(m), m._version) for name, m in direction.items()]
+        known = self._lengths.get(first)
+        if known is None or known[0] != stamp:
+            known = self._lengths[first] = stamp, shift.length()
+        return float(known[1])
 
     def _find(
         self, rows: LabelledBatch, shift: Shift, form: str, weights: float, norm: float

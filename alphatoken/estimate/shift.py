@@ -91,10 +91,18 @@ def _own(weight: Tensor, known: Mapping[int, Any]) -> Tensor | None:
     return weight if id(weight) in known else weight._base
 
 
-class Moved:
-    """Parameters of a model elsewhere for a while, in place, and back to the bit.
+def _put(parameter: Tensor, memory: Tensor) -> None:
+    # Through ``.data``, which counts as no write: graphs of an observed forward hold the weights,
+    # and find them as they were.
+    parameter.data = memory
 
-    Views of the weights, tied places and shards see the move, since no tensor is replaced; a tied
+
+class Moved:
+    """Parameters of a model elsewhere for a while, and back to the bit.
+
+    The parameters are the same objects and have other memory meanwhile: two copies of all weights
+    are spared, a tenth of a short forward's time. A view that a module has made of a weight for
+    good does not see the move. Shards, which others hold views of, are written in place. A tied
     weight moves once. Memory: one more copy of what moves, while ``open``.
 
     Args:
@@ -116,11 +124,10 @@ class Moved:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Keep a copy of the weights inside, and copy it back at the end, whatever happened."""
-        # Through ``.data``, which counts as no write: graphs of an observed forward hold the
-        # weights, and find them as they were.
-        self._targets = self._found()
-        self._before = [target.clone() for target in self._targets]
+        """Keep the weights inside, and put them back at the end, whatever happened."""
+        found = self._found()
+        self._before = found if self._sharding is None else [part.clone() for part in found]
+        self._targets = [] if self._sharding is None else found
         try:
             with self._inside():
                 yield
@@ -129,9 +136,7 @@ class Moved:
             raised: BaseException | None = None
             for _ in range(_ATTEMPTS):
                 try:
-                    for target, before in zip(self._targets, self._before, strict=True):
-                        target.copy_(before)
-                    self._moved()
+                    self._back(found)
                     break
                 except BaseException as error:
                     raised = raised or error
@@ -140,8 +145,25 @@ class Moved:
                 raise raised
 
     def _found(self) -> list[Tensor]:
-        """The memory to write into, by parameter."""
+        """The memory of each parameter, or of this process's part of it."""
         return [self._moving(name, self._part(name))[0] for name in self._parameters]
+
+    def _back(self, found: list[Tensor]) -> None:
+        if self._sharding is None:
+            for parameter, before in zip(self._parameters.values(), self._before, strict=True):
+                _put(parameter, before)
+        else:
+            for part, before in zip(found, self._before, strict=True):
+                part.copy_(before)
+        self._moved()
+
+    def _away(self) -> list[Tensor]:
+        """Memory to write the moved weights into, which is the parameters' from then on."""
+        if not self._targets:
+            self._targets = [torch.empty_like(before) for before in self._before]
+            for parameter, target in zip(self._parameters.values(), self._targets, strict=True):
+                _put(parameter, target)
+        return self._targets
 
     def _inside(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -154,7 +176,7 @@ class Moved:
             weights: name -> weight in the parameter's shape; under ``sharding`` this process's part
                 of it, as in ``parts``.
         """
-        for target, name in zip(self._targets, self._parameters, strict=True):
+        for target, name in zip(self._away(), self._parameters, strict=True):
             target.copy_(self._moving(name, weights[name])[1])
         self._moved()
 
@@ -221,7 +243,7 @@ class Shift(Moved):
     @torch.no_grad()
     def to(self, step: float) -> None:
         """Put the weights at ``theta + step M``."""
-        for target, m, before in zip(self._targets, self._along, self._before, strict=True):
+        for target, m, before in zip(self._away(), self._along, self._before, strict=True):
             torch.add(before, m.to(target.dtype), alpha=step, out=target)
         self._moved()
 
@@ -245,7 +267,7 @@ class Shift(Moved):
                     return None
                 p, before = known
                 if weight is not p:
-                    at = weight.storage_offset() - p.storage_offset()
+                    at = weight.storage_offset() - p.storage_offset() + before.storage_offset()
                     before = before.as_strided(weight.shape, weight.stride(), at)
                 return _Unmoved(before)
 

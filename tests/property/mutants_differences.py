@@ -136,7 +136,11 @@ MUTANTS = (
     _moved(
         "weights-brought-back-by-subtraction",
         "what was added is subtracted, and rounding stays",
-        ("Moved.open", "target.copy_(before)", "target.sub_(_).add_(_)"),
+        (
+            "Moved._back",
+            "_put(parameter, before)",
+            "parameter.data.add_(before - parameter.data)",
+        ),
         BACK,
         SHIFTED,
     ),
