@@ -22,7 +22,7 @@ READY_CARD := $(CARD)/.ready
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help demo models models-if-reachable test test-all fast slow property integration card \
-	coverage lint format types types-tests imports docs tutorials bench gpu gpu-wheels random nightly lock clean
+	coverage lint format types types-tests imports docs tutorials bench gpu random nightly lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -36,8 +36,7 @@ help:
 	@echo "make docs         documentation in docs/_build/html, warnings as errors"
 	@echo "make tutorials    run the recorded tutorials again (TUTORIALS=docs/tutorials/2-choose.ipynb: one)"
 	@echo "make bench        the ratios with a target, about 25 minutes, and the tables of docs"
-	@echo "make gpu          values, a training run and the targets on one CUDA GPU, no network;"
-	@echo "                  make gpu-wheels fetches into wheels/ what such a machine may lack"
+	@echo "make gpu          values, a training run and the targets on one CUDA GPU, no network"
 	@echo "make random       property tests on 4 new examples each; SEED=... repeats a run"
 	@echo "make nightly      5,000 examples a property, hundreds of killed runs, more cases of slow tests"
 	@echo "make lock         versions for continuous integration, anew: writes .ci/lock.txt"
@@ -166,15 +165,9 @@ bench: $(READY)
 	$(RUN) -m benchmarks
 
 # For a bare machine with torch and one GPU: nothing of it is changed. Needs no .venv.
-GPU_WHEELS ?= wheels
 gpu:
-	@test ! -d $(GPU_WHEELS) || $(PY) -m pip install --quiet --no-index --no-deps --upgrade \
-		--find-links $(GPU_WHEELS) --target build/gpu -r $(GPU_WHEELS)/requirements.txt
-	PYTHONPATH=build/gpu:. $(PY) -m benchmarks.gpu
-	PYTHONPATH=build/gpu:. $(PY) -m benchmarks.run --device cuda
-
-gpu-wheels: $(READY)
-	$(RUN) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(GPU_PYTHON)
+	PYTHONPATH=. $(PY) -m benchmarks.gpu
+	PYTHONPATH=. $(PY) -m benchmarks.run --device cuda
 
 nightly: $(READY)
 	@echo "== nightly: make nightly SEED=$(SEED) repeats the properties' examples"

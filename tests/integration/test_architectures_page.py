@@ -34,6 +34,7 @@ def test_no_value_is_wrong(data: dict[str, dict[str, str]]) -> None:
     assert not [said for said in cells if said.startswith("WRONG")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_row_holds(kind: str, data: dict[str, dict[str, str]]) -> None:
     if (

@@ -176,23 +176,6 @@ MEASURING = {
 }
 
 
-@pytest.mark.usefixtures("nothing_loaded")
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("command", MEASURING)
-def test_rows_to_be_measured_are_tokens_before_any_work(
-    command: str, kind: str, model: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    bad, said = BAD[kind]
-    rows, _ = files(tmp_path, bad, pairs=False)
-    words = [word.format(model=model) for word in MEASURING[command]]
-    assert main([*words, "--retention_file", rows, "--output_dir", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert said in error
-    assert "rows.jsonl, line 4" in error
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("command", MEASURING)
 def test_rows_that_are_not_measured_are_counted(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -132,17 +132,6 @@ def test_ends_of_sentences() -> None:
     assert str(ConfigError("a.")) == "a."
 
 
-def test_the_plan_of_an_exhibit_says_once_that_its_model_is_not_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path / "models"))
-    words = ["paper", "ablation_rq3", "--scale", "laptop", "--dry_run"]
-    assert main([*words, "--output_dir", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("is not here") == 1
-    assert "make models" in error
-
-
 # --- a full disk in training ----------------------------------------------------------------------
 
 

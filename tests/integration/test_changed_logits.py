@@ -103,18 +103,6 @@ def test_widened_logits_still_spare_the_logits_of_all_positions() -> None:
 # --- scores of another forward, or of none --------------------------------------------------------
 
 
-@EACH
-@pytest.mark.parametrize("trains", [True, False])
-def test_logits_of_another_forward_are_refused(trains: bool, estimator: str) -> None:
-    model = model_of().train(trains)
-    scorer = scorer_for(model, estimator)
-    with scorer.observe() as observed:
-        first = model(**inputs(OTHER)).logits
-        model(**inputs(BATCH))
-        with pytest.raises(InputError, match="do not belong to the observed forward"):
-            observed.values(first, BATCH["labels"])
-
-
 def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
     model = model_of().eval()
     scorer = scorer_for(model, "label")

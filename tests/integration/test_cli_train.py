@@ -30,7 +30,6 @@ from alphatoken.data.stdlib import write_files
 from alphatoken.demo.model import make_tokenizer
 from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.model.layer_choice import read_layers
 from alphatoken.report import read_values
 from alphatoken.train.datasets import (
     check_preference_rows,
@@ -254,29 +253,6 @@ def test_bad_pairs_are_dropped_or_refused(tmp_path: Path, caplog: pytest.LogCapt
         load("dpo", tmp_path, *words, "--on_empty", "error")
 
 
-def test_more_than_there_is_cannot_be_held_out(tmp_path: Path) -> None:
-    file = str(jsonl(tmp_path / "train.jsonl", rows(10)))
-    with pytest.raises(ConfigError, match=r"40 of 10 rows"):  # 32 and a fifth of them watched
-        load("sft", tmp_path, "--train_file", file, small=False)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "none named"),
-        (
-            ("--train_file", "{rows}", "--validation_file", "no such source!"),
-            "no such data file",
-        ),
-        (("--train_file", "{rows}", "--prompt_column", "ask"), "no field 'ask'"),
-    ],
-)
-def test_sources_that_are_none(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    file = str(jsonl(tmp_path / "train.jsonl", rows(10)))
-    with pytest.raises((ConfigError, DataError), match=said):
-        load("sft", tmp_path, *(word.format(rows=file) for word in words))
-
-
 def test_a_hub_that_is_not_reached_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the data set cannot be loaded"):
         load("sft", tmp_path, "--dataset_name", "no-such-owner/no-such-rows")
@@ -452,43 +428,7 @@ def test_weights_that_were_cut_off_are_one_line(
     assert "files in it are whole" in said
 
 
-def test_a_folder_with_something_in_it_is_not_touched(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    (out / "checkpoint-3").mkdir(parents=True)
-    (out / "notes.txt").write_text("mine")
-    words = ["sft", "--model_name_or_path", str(model), "--use_cpu", "--bf16", "false",
-             "--train_file", str(jsonl(tmp_path / "t.jsonl", rows(4))),
-             "--output_dir", str(out)]  # fmt: skip
-    assert main(words) == 2
-    assert (out / "checkpoint-3").exists()
-    capsys.readouterr()
-    assert main([*words, "--overwrite_output", "--validation_rows", "9"]) == 2  # later: too many
-    assert "cannot be drawn" in capsys.readouterr().err
-    assert not (out / "checkpoint-3").exists()
-    assert (out / "notes.txt").read_text() == "mine"
-
-
 # --- a choice of layers ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "layers"),
-    [("3", 3), (2, 2), ("all", "all"), ("0,4", [0, 4]), ("4,", [4]), (" 1, 2 ", [1, 2])],
-)
-def test_layers_are_read_alike_everywhere(text: str | int, layers: object) -> None:
-    assert read_layers(text) == layers
-    options = AlphaOptions(score_layers=str(text))
-    assert options.scorer_config().layers == layers
-
-
-@pytest.mark.parametrize("text", ["", ",", "last", "1;2", "1,x", "2.5"])
-def test_layers_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="--layers cannot be read"):
-        read_layers(text, "--layers")
-    with pytest.raises(ConfigError, match="score_layers cannot be read"):
-        AlphaOptions(score_layers=text).check_alpha()
 
 
 # --- the Fisher's rows --------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    BertConfig,
-    BertLMHeadModel,
     LlamaForCausalLM,
 )
 
@@ -274,20 +272,6 @@ def test_a_flag_that_makes_a_pass_look_ahead_is_refused_after_any_other(estimato
         with pytest.raises(ModelError, match="looks ahead"):
             scorer.score({**batch, "is_causal": False})
     assert torch.equal(scorer.score({**batch, "is_causal": True}).total, plain)
-
-
-@pytest.mark.parametrize("estimator", ["direct", "label"])
-def test_a_model_that_attends_both_ways_is_refused(estimator: str) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2}
-    for decoder in (False, True):
-        config = BertConfig(**sizes, vocab_size=VOCABULARY, num_hidden_layers=2, is_decoder=decoder)
-        model = BertLMHeadModel(config).double().eval()
-        scorer = scorer_for(model, estimator, layers=1)
-        if decoder:
-            assert bool(scorer.score(BATCH).total.any())
-            continue
-        with pytest.raises(ModelError, match="looks ahead"):
-            scorer.score(BATCH)
 
 
 def test_encoder_decoders_are_refused_by_name() -> None:

@@ -280,19 +280,6 @@ def pair(index: int, prompt: str, response: str) -> Row:
     return Row(index, f"line {index + 1}", (Turn("user", prompt), Turn("assistant", response)))
 
 
-def test_pools_share_nothing() -> None:
-    data = [pair(i, f"prompt {i}", f"response {i}") for i in range(20)]
-    pools = split_pools(data, validation_rows=4, fisher_rows=5, seed=3)
-    indices = [
-        {row.index for row in pool} for pool in (pools.train, pools.validation, pools.fisher)
-    ]
-    assert [len(pool) for pool in indices] == [11, 4, 5]
-    assert set.union(*indices) == set(range(20))
-    assert split_pools(data, validation_rows=4, fisher_rows=5, seed=3) == pools
-    assert split_pools(data, validation_rows=4, fisher_rows=5, seed=4) != pools
-    assert (pools.counts["drawn_validation"], pools.counts["train"]) == (4, 11)
-
-
 def test_leaks_are_found_after_normalising_and_removed_or_refused() -> None:
     data = [
         pair(0, "What is  2+2?", "four"),

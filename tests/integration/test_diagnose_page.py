@@ -1,15 +1,12 @@
-"""The page about diagnoses: its pictures, tables and links as text, and in a real browser."""
+"""The page about diagnoses: its pictures, tables and links as text; test_report.py opens a page."""
 
 from __future__ import annotations
 
 import base64
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +18,7 @@ from alphatoken.fidelity.figures import drawing
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import LEAD, MOST_ROWS, section_of
 from alphatoken.report.drawing import canvas
-from alphatoken.report.page import Section, render_page, write_page
-from tests.integration.browser import Browser, opened
+from alphatoken.report.page import Section, render_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 
@@ -277,159 +273,3 @@ def test_every_link_holds_its_table() -> None:
         "estimators-wide-figure.csv": one.figure("wide").data.csv(),
         "estimators-fidelity.csv": one.table("fidelity").csv(),
     }
-
-
-# --- the page in a browser ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    long = Table.of(
-        "long", "Long", [{f"column_{i}": i * row for i in range(14)} for row in range(90)]
-    )
-    sections = [
-        diagnosis(tables=(*diagnosis().tables, long)),
-        diagnosis("utility"),
-        hostile(),
-        missing("fisher", "Is it so?", "x" * 400),
-    ]
-    text = page_of(
-        *sections,
-        settings={"model": "/a" * 200, "dtype": "float32"},
-        rows=["32 of 350 rows were drawn."],
-        command="alphatoken diagnose all --model " + "/b" * 100,
-    )
-    return write_page(tmp_path_factory.mktemp("page") / "report.html", text)
-
-
-@pytest.fixture(scope="module")
-def browser(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with opened(page, tmp_path_factory.mktemp("profile"), 1400) as found:
-        yield found
-
-
-def test_browser_opens_the_page_as_it_was_meant(browser: Browser) -> None:
-    assert browser.evaluate("document.title") == "How far to trust the values"
-    assert browser.evaluate("document.scripts.length") == 0
-    assert browser.evaluate("document.querySelectorAll('main section').length") == 4
-    drawn_boxes = browser.evaluate(
-        "[...document.querySelectorAll('figure img')].map(i => {"
-        " const b = i.getBoundingClientRect();"
-        " return [b.width, b.height, i.alt.length, i.naturalWidth, i.closest('figure').className];"
-        "})"
-    )
-    assert len(drawn_boxes) == 5
-    for width, height, label, natural, whole in drawn_boxes:
-        assert width > (700 if whole else 400)
-        assert 0.3 < height / width < 0.7
-        assert label > 5
-        assert natural == (11 * 96 if whole else round(6.4 * 96))
-
-
-def test_browser_contents_lead_to_each_section(browser: Browser) -> None:
-    count = browser.evaluate("document.querySelectorAll('.contents a').length")
-    assert count == 4
-    for index in range(count):
-        top = browser.evaluate(
-            f"(() => {{ const a = document.querySelectorAll('.contents a')[{index}]; a.click();"
-            " const s = document.getElementById(decodeURIComponent(a.hash.slice(1)));"
-            " return s.getBoundingClientRect().top; })()"
-        )
-        end = browser.evaluate("document.documentElement.scrollHeight - innerHeight - scrollY < 2")
-        assert -2 <= top <= 40 or end
-        assert browser.evaluate("scrollY") > 100
-    browser.evaluate("document.querySelector('.back a').click()")
-    assert -2 <= browser.evaluate("contents.getBoundingClientRect().top") <= 40
-
-
-def test_browser_keyboard_reaches_what_moves_and_what_leads(browser: Browser) -> None:
-    browser.evaluate("document.activeElement.blur(), window.scrollTo(0, 0)")
-    browser.evaluate("history.replaceState(null, '', location.pathname)")
-    browser.open(Path(browser.evaluate("decodeURIComponent(location.pathname)")))
-    browser.press("Tab")
-    assert browser.evaluate("document.activeElement.className") == "skip"
-    box = browser.evaluate("document.activeElement.getBoundingClientRect().left")
-    assert 0 <= box < 50
-    browser.press("Enter", "\r")
-    assert browser.evaluate("document.activeElement.id") == "main"
-    for selector in (".picture", ".scroll"):
-        assert browser.evaluate(
-            f"[...document.querySelectorAll('{selector}')].every(e => e.tabIndex === 0"
-            " && (e.getAttribute('aria-label') || e.getAttribute('aria-labelledby')))"
-        )
-    levels = browser.evaluate(
-        "[...document.querySelectorAll('h1,h2,h3,h4')].map(h => +h.tagName[1])"
-    )
-    assert levels[0] == 1
-    assert all(after - before <= 1 for before, after in pairwise(levels))
-
-
-def test_browser_needs_no_sideways_scroll(browser: Browser, tmp_path: Path) -> None:
-    try:
-        browser.needs_no_sideways_scroll(320, 360, 768, 1400)
-        browser.resize(360, 800)
-        # A picture is not shrunk until nobody can read it: it moves in its frame.
-        wide = browser.evaluate(
-            "document.querySelector('figure img').getBoundingClientRect().width"
-        )
-        assert wide > 450
-        assert browser.screenshot(tmp_path / "narrow.png").stat().st_size > 5000
-    finally:
-        browser.resize(1400, 900)
-
-
-CONTRAST = """
-(() => {
-  const parse = (c) => c.match(/[0-9.]+/g).map(Number);
-  const lum = (c) => { const p = c.slice(0, 3).map(v => v / 255).map(
-    v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * p[0] + 0.7152 * p[1] + 0.0722 * p[2]; };
-  const behind = (e) => { for (; e; e = e.parentElement) {
-    const c = parse(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; }
-    return parse(getComputedStyle(document.documentElement).backgroundColor); };
-  let worst = [99, ""];
-  const all = "p, li, a, h1, h2, h3, th, td, figcaption, summary, code, span";
-  for (const e of document.querySelectorAll(all)) {
-    if (!e.textContent.trim() || e.closest("svg")) continue;
-    const a = lum(parse(getComputedStyle(e).color)), b = lum(behind(e));
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < worst[0]) worst = [ratio, e.outerHTML.slice(0, 80)];
-  }
-  return worst;
-})()
-"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_browser_text_has_contrast(browser: Browser, scheme: str) -> None:
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    browser.send("Emulation.setEmulatedMedia", features=[feature])
-    try:
-        background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (background == "rgb(255, 255, 255)") == (scheme == "light")
-        ratio, where = browser.evaluate(CONTRAST)
-        assert ratio > 4.5, where
-        paper = browser.evaluate(
-            "getComputedStyle(document.querySelector('.picture')).backgroundColor"
-        )
-        assert paper == "rgb(255, 255, 255)"  # pictures keep the colours they were drawn in
-    finally:
-        browser.send("Emulation.setEmulatedMedia", features=[])
-
-
-@pytest.mark.slow
-def test_browser_runs_nothing_even_if_a_diagnosis_brings_it(tmp_path: Path) -> None:
-    inside = (
-        "<script>parent.document.title = 'owned'</script>"
-        '<image href="http://example.invalid/y.png"/><animate attributeName="x" '
-        "onbegin=\"parent.document.title = 'owned'\"/><rect width='30' height='20'/></svg>"
-    )
-    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="30" height="20">' + inside
-    figure = replace(drawn("curve"), svg=svg)
-    text = page_of(diagnosis(figures=(figure,)))
-    path = write_page(tmp_path / "evil.html", text)
-    with Browser(tmp_path / "profile") as browser:
-        browser.open(path)
-        assert browser.evaluate("document.title") == "How far to trust the values"
-        assert browser.evaluate("document.querySelector('figure img').naturalWidth") == 30
-        assert not any("y.png" in url for url in browser.requests)

@@ -17,6 +17,7 @@ import pytest
 from alphatoken.demo.models import SMOLLM2
 from alphatoken.report import read_values
 from tests.both_programs import main
+from tests.places import nightly
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -60,6 +61,7 @@ def test_real_model_by_hand(library_decoder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@nightly
 @pytest.mark.smollm2
 @pytest.mark.pictures
 def test_the_picture_and_its_values_are_made_by_the_example(smollm2: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from alphatoken import AlphaTokenWarning, ConfigError, InputError
+from alphatoken import AlphaTokenWarning, InputError
 from alphatoken.data import encode_row, row_of
 from alphatoken.train import (
     AlphaConfig,
@@ -220,19 +220,6 @@ def test_bf16_is_chosen_only_where_the_device_can(
         monkeypatch.setattr(given, "is_torch_bf16_gpu_available", lambda: True)
         assert kind(str(tmp_path), use_cpu=True).bf16 is True  # TRL's default stands
         monkeypatch.undo()
-
-
-def test_a_length_beyond_the_model_is_refused_before_a_fisher_is_fitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fitted(*_: Any, **__: Any) -> None:
-        raise AssertionError("a Fisher was fitted")
-
-    monkeypatch.setattr("alphatoken.train.run_rows.fitted_fisher", fitted)
-    with pytest.raises(ConfigError, match="max_length is more than the model allows. Got: 4096"):
-        sft(tmp_path, SUMS, HELD, max_length=4096)
-    with pytest.raises(AssertionError, match="a Fisher was fitted"):
-        sft(tmp_path, SUMS, HELD)
 
 
 # --- rows that cannot be trained on -------------------------------------------------------------

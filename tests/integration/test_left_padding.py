@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from tests.integration.tiny_training import ALPHA, model, options, tokenizer, weights
+from tests.integration.tiny_training import ALPHA, model, options, tokenizer
 
 LENGTHS = (9, 4, 12, 2, 7, 10, 3, 8, 11, 5, 6, 12)
 
@@ -86,13 +86,3 @@ def test_at_ratio_one_the_step_is_the_loss_without_those_tokens(tmp_path: Path) 
     loss.backward()
     for name, p in by_hand.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-7, msg=name)
-
-
-def test_a_run_counts_only_tokens_with_a_value(tmp_path: Path) -> None:
-    run = trainer(tmp_path, keep_ratio=0.5, max_steps=2)
-    before = weights(run.model)
-    run.train()
-    assert any(not torch.equal(before[n], w) for n, w in weights(run.model).items())
-    shares = [log["alpha/kept_share"] for log in run.state.log_history if "alpha/kept_share" in log]
-    assert shares
-    assert all(0.5 <= share < 0.6 for share in shares)

@@ -247,41 +247,6 @@ def test_a_reference_pass_without_the_adapter(estimator: str) -> None:
     close(values.total, expected.total, float(expected.total.abs().sum()), 1e-9, name="reference")
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_scoring_a_peft_model_leaves_no_trace(estimator: str) -> None:
-    model = adapted().train()
-    before = Snapshot(model)
-    scorer_for(model, estimator).score(BATCH)
-    before.check()
-
-
-@pytest.mark.parametrize("estimator", READOUTS)
-def test_of_two_adapters_the_active_one_is_valued(estimator: str) -> None:
-    model = adapted()
-    single = scorer_for(model, estimator).score(BATCH)
-    model.add_adapter("other", LoraConfig(r=3, target_modules=["k_proj", "up_proj"]))
-    model.double()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(8)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B.other" in name:
-                    parameter.normal_(std=0.4)
-    model.set_adapter("default")
-    both = scorer_for(model, estimator)
-    assert all(name.endswith(".default") for name in both.coverage.linears)
-    assert torch.equal(both.score(BATCH).total, single.total)
-    model.set_adapter("other")
-    other = scorer_for(model, estimator)
-    assert set(other.coverage.linears) == set(factors(model, (1, 2), "other"))
-    _, exact = truth(model, factors(model, (1, 2), "other"))
-    scale = at_tokens(
-        influence.row_sums(exact.absolute_scale) + influence.column_sums(exact.absolute_scale)
-    )
-    expected = at_tokens(READOUTS[estimator](exact.matrix))
-    close(other.score(BATCH).total, expected, scale, 1e-6, name="second adapter")
-
-
 # --- variants that do not fit -------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from alphatoken import Scorer, fit_fisher
 from alphatoken.errors import UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.oracle import influence
 from tests.integration import tiny_scorer
 from tests.integration.snapshot import Snapshot, bits
 from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, observed_values, printed_by
@@ -81,9 +80,13 @@ def run_all_layers(model: nn.Module, estimator: str) -> None:
 OPERATIONS = {"score": run_score, "observe": run_observe, "all layers": run_all_layers}
 
 
-@pytest.mark.parametrize("operation", list(OPERATIONS))
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mixtral"])
+EVERY = [("llama", e, o) for e in ESTIMATORS for o in OPERATIONS]
+EVERY += [
+    (n, e, "all layers") for n in ("gemma2", "gpt2", "mixtral") for e in ("alphatoken", "label")
+]
+
+
+@pytest.mark.parametrize(("name", "estimator", "operation"), EVERY)
 def test_values_leave_no_trace(name: str, estimator: str, operation: str) -> None:
     model = odd_model(name)
     before = Snapshot(model)
@@ -152,7 +155,7 @@ def fail_at(module: nn.Module, call: int, *, backward: bool) -> Callable[[], Non
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize("operation", ["score", "observe"])
-@pytest.mark.parametrize("estimator", ["alphatoken", "same_layer_hop", "path", "label"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_an_exception_halfway_leaves_no_trace(
     estimator: str, operation: str, call: int, backward: bool
 ) -> None:
@@ -227,7 +230,7 @@ def masked_gradients(
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma3"])
 def test_checkpointing_stays_on_and_gives_the_same_gradients(
     name: str, reentrant: bool, estimator: str, inside: bool
 ) -> None:
@@ -279,18 +282,6 @@ def test_bf16_weights_give_float32_values_in_nearly_the_same_order(estimator: st
 # --- dropout ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_score_runs_without_dropout(estimator: str) -> None:
-    """GPT-2's default configuration drops 10 % everywhere; score is blind to it."""
-    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    model = BY_NAME["gpt2"].build(6, **rates).train()
-    still = BY_NAME["gpt2"].build(6)
-    first, second = (scorer_for(model, estimator).score(BATCH).total for _ in range(2))
-    assert torch.equal(first, second)
-    assert torch.equal(first, scorer_for(still, estimator).score(BATCH).total)
-    assert model.training
-
-
 @pytest.mark.parametrize("estimator", ["direct", "alphatoken", "same_layer_hop"])
 @pytest.mark.parametrize(
     ("name", "rates"), [("gpt2", {"attn_pdrop": 0.1}), ("llama", {"attention_dropout": 0.1})]
@@ -309,38 +300,3 @@ def test_observed_attention_dropout_is_refused(
         assert part in message
     before.state["torch RNG"] = bits(torch.get_rng_state())  # the user's own pass drew from it
     before.check()
-
-
-@pytest.mark.parametrize(
-    ("estimator", "rates"),
-    [
-        ("path", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
-        ("direct", {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-    ],
-)
-def test_an_observed_pass_is_scored_with_its_own_dropout_masks(
-    estimator: str, rates: dict[str, float]
-) -> None:
-    """The oracle draws the same masks from the same seed."""
-    model = BY_NAME["gpt2"].build(7, **rates).train()
-    scorer = scorer_for(model, estimator, layers=(1,))
-    torch.manual_seed(21)
-    with scorer.observe() as observed:
-        logits = model(**inputs()).logits
-        values = observed.values(logits, BATCH["labels"])
-
-    def same_masks(batch: Any) -> Tensor:
-        torch.manual_seed(21)
-        return model(**batch, use_cache=False).logits
-
-    modules = {n: m for n, m in model.named_modules() if f"{n}.weight" in scorer.parameters}
-    exact = influence.exact_influence(
-        model, same_masks, BATCH, modules, scorer.direction.total(), transposed=list(modules)
-    )
-    readout = influence.column_sums if estimator == "path" else influence.diagonal
-    response = BATCH["labels"] != -100
-    expected = influence.to_token_index(readout(exact.matrix)).masked_fill(~response, 0.0)
-    scale = influence.to_token_index(influence.column_sums(exact.absolute_scale))
-    close(values.total, expected, scale.masked_fill(~response, 0.0), 1e-6, name="dropout masks")
-    without = scorer.score(BATCH).total
-    assert not torch.allclose(without, values.total, rtol=1e-2, atol=0)

@@ -1,24 +1,18 @@
-"""What a run reports: its statistics by hand, across processes and checkpoints."""
+"""What a run reports, by hand; that a run logs it is a property of ``test_trainer_oracle.py``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from alphatoken.train.monitor import TrainMonitor, weight_drift
 from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
-from tests.integration import tiny_training as tiny
-from tests.integration.killed_run import Run, finish
-from tests.places import nightly
 
 NAMES = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
 
@@ -172,72 +166,3 @@ def test_monitor_state_holds_the_looks_and_the_balance() -> None:
     assert logs[0]["alpha/direction_seconds"] == 0.75
     assert second.logs()["alpha/direction_seconds"] == 0.0
     assert second.looked_at == 3
-
-
-# --- in a run -------------------------------------------------------------------------------------
-
-
-class _Sink(TrainerCallback):
-    """What a reporting integration gets."""
-
-    def __init__(self) -> None:
-        self.logs: list[dict[str, Any]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self.logs.append(dict(logs))
-
-
-def test_logs_of_a_run(tmp_path: Path) -> None:
-    """They reach the history and every reporting callback; and they are right."""
-    more = {"save_strategy": "no", "logging_steps": 2, "max_steps": 4, "held_out_steps": 1}
-    run = Run("sft", tmp_path, options=more)
-    trainer, sink = run.trainer(), _Sink()
-    trainer.add_callback(sink)
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in logged] == [2, 4]
-    sent = [logs for logs in sink.logs if "loss" in logs]
-    assert [s["alpha/kept_share"] for s in sent] == [e["alpha/kept_share"] for e in logged]
-    wanted = {
-        "kept_share", "total_mean", "total_std", "balance", "validation_pool",
-        "validation_held_out", "validation_gap", "drift", "relative_drift", "tokens_per_second",
-        "scoring_seconds", "direction_seconds",
-    }  # fmt: skip
-    for entry in logged:
-        assert wanted <= {name.removeprefix("alpha/") for name in entry}
-        assert all(np.isfinite(value) for value in entry.values())
-        assert 0.5 <= entry["alpha/kept_share"] <= 0.55
-        assert entry["alpha/scoring_seconds"] > 0
-        assert entry["alpha/direction_seconds"] > 0
-        assert entry["alpha/validation_gap"] == pytest.approx(
-            entry["alpha/validation_held_out"] - entry["alpha/validation_pool"]
-        )
-    assert not any(name.startswith("alpha/") for name in trainer.state.log_history[-1])
-    reference = tiny.model().state_dict()
-    layers = ("model.layers.1.", "model.layers.2.")
-    apart = [
-        (weight - reference[name]).double().norm()
-        for name, weight in trainer.model.state_dict().items()
-        if name.startswith(layers) and "norm" not in name
-    ]
-    assert logged[-1]["alpha/drift"] == pytest.approx(float(torch.stack(apart).norm()), rel=1e-5)
-
-
-@pytest.mark.slow
-@nightly
-def test_logs_are_over_all_processes(tmp_path: Path) -> None:
-    options = {"score_layers": "1", "max_steps": 1, "logging_steps": 1, "save_steps": 1}
-    one = Run("sft", tmp_path / "one", options={**options, "per_device_train_batch_size": 4})
-    finish(one)
-    two = Run(
-        "sft", tmp_path / "two", processes=2, options={**options, "per_device_train_batch_size": 2}
-    )
-    finish(two)
-    logs = [
-        json.loads((run.out / "checkpoint-1" / "trainer_state.json").read_text())["log_history"][0]
-        for run in (one, two)
-    ]
-    assert logs[0]["alpha/response_tokens"] == logs[1]["alpha/response_tokens"]
-    for name in ("total_mean", "total_std", "validation_pool", "validation_held_out"):
-        name = f"alpha/{name}"
-        assert logs[0][name] == pytest.approx(logs[1][name], rel=1e-3, abs=1e-6), name

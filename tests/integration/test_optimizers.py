@@ -41,8 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
 
-ADAM = {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6}
-
 
 def trained(kind: Any, steps: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer after some steps on random losses."""
@@ -56,37 +54,6 @@ def trained(kind: Any, steps: int, **options: Any) -> tuple[nn.Module, torch.opt
         optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_P_is_the_sensitivity_of_a_step_whose_denominator_is_held(kind: Any) -> None:
-    """With beta2 = 1 in the next step v stays, and a step is linear in the gradient with slope P.
-
-    Independent of the library: two copies take the next step with gradients g and g + d.
-    """
-    moves = []
-    model, optimizer = trained(kind, 2, **ADAM)
-    parameters = dict(model.named_parameters())
-    found = frozen_preconditioners(optimizer, parameters)
-    assert found is not None
-    name = "model.layers.1.mlp.up_proj.weight"
-    generator = torch.Generator().manual_seed(6)
-    g, d = torch.randn(2, *parameters[name].shape, generator=generator, dtype=torch.float64)
-    for gradient in (g, g + d):
-        copy, own = trained(kind, 2, **ADAM)
-        weight = dict(copy.named_parameters())[name]
-        state = own.state[weight]
-        before, second = weight.detach().clone(), state["exp_avg_sq"].clone()
-        step = float(state["step"])
-        weight.grad = gradient
-        # Hold the bias-corrected denominator: v / (1 - beta2^s) of before the step.
-        _, beta2 = own.param_groups[0]["betas"]
-        held = second * (1 - beta2 ** (step + 1)) / (1 - beta2**step)
-        state["exp_avg_sq"] = (held - (1 - beta2) * gradient.square()) / beta2
-        own.step()
-        moves.append(before - weight.detach())
-    slope = (moves[1] - moves[0]) / (ADAM["lr"] * d)
-    close(found[name], slope, slope.abs(), 1e-8, name="P of Adam")
 
 
 def gradients_of(parameters: Mapping[str, Tensor], seed: int = 6) -> dict[str, Tensor]:
@@ -400,74 +367,8 @@ def test_the_scorer_refuses_before_any_work(form: str, kind: Any) -> None:
         Scorer(model, VALIDATION, config=config, optimizer=kind(model.parameters(), lr=0.1))
 
 
-def mean_loss_gradient(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    losses = oracle_losses(model)
-    total = torch.stack(list(losses.values())).mean()
-    return dict(zip(parameters, torch.autograd.grad(total, list(parameters.values())), strict=True))
-
-
 def oracle_losses(model: nn.Module) -> dict[tuple[int, int], Tensor]:
     return gradients.run_losses(plain_forward(model), BATCH)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.AdamW, {"weight_decay": 0.1}),
-        (torch.optim.Adam, {"weight_decay": 0.1}),
-        (torch.optim.NAdam, {}),
-        (torch_optimizer.AdaBelief, {}),
-    ],
-)
-@pytest.mark.parametrize("lora", [False, True])
-def test_full_label_values_are_utilities_of_the_optimizers_own_step(
-    kind: Any, options: dict[str, Any], lora: bool
-) -> None:
-    """value_k = -<G, dtheta'/dw_k> / (lr s_k), theta' by the optimizer's real step.
-
-    The token enters the step's mean loss with weight s_k = 1 / n. With LoRA, A's second moment is 0
-    after the first step (B was 0), and small after the second.
-    """
-
-    def state() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
-        model = adapted(trained=False) if lora else model_of()
-        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizer = kind(trainable.values(), lr=1e-2, **options)
-        for _ in range(3):
-            for parameter, g in zip(
-                trainable.values(), mean_loss_gradient(model, trainable).values(), strict=True
-            ):
-                parameter.grad = g
-            optimizer.step()
-        optimizer.zero_grad()
-        return model, optimizer, trainable
-
-    model, optimizer, trainable = state()
-    config = ScorerConfig("label", layers=2, preconditioner="full", precondition_after=1)
-    scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
-    values = scorer.score(BATCH).total
-    mean = mean_loss_gradient(model, trainable)
-    target = gradients.validation_gradient(
-        model, plain_forward(model), VALIDATION, scorer.parameters
-    )
-    tokens = list(oracle_losses(model))
-    for row, index in tokens[::4]:
-        loss = oracle_losses(model)[row, index]
-        own = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
-        moved = []
-        for h in (1e-4, -1e-4):
-            copy, other, parameters = state()
-            for (name, parameter), g in zip(parameters.items(), own, strict=True):
-                extra = 0.0 if g is None else h * g
-                parameter.grad = (mean[name] + extra).detach()
-            other.step()
-            moved.append({n: p.detach().clone() for n, p in copy.named_parameters()})
-        utility = sum(
-            -((moved[0][n] - moved[1][n]) / (2e-4 * 1e-2) * g).sum() for n, g in target.items()
-        )
-        close(values[row, index], float(utility), float(values.abs().sum()), 1e-4, name="utility")
 
 
 @pytest.mark.parametrize("estimator", ["alphatoken", "path"])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from alphatoken.errors import AlphaTokenError, InputError, ModelError
-from alphatoken.estimate import proofs
+from alphatoken.errors import InputError, ModelError
 from tests.integration.tiny_scorer import scorer_for
 from tests.property.architectures import BY_NAME, VOCABULARY
-from tests.property.strategies import make_batch
 
 EACH = pytest.mark.parametrize("estimator", ["label", "path", "direct"])
 
@@ -76,29 +72,3 @@ def test_a_mask_that_is_none_is_refused(mask: list[list[float]]) -> None:
     batch = packed((2,)) | {"attention_mask": torch.tensor(mask)}
     with pytest.raises(InputError, match="attention_mask"):
         scorer_for(BY_NAME["llama"].build(1), "label").score(batch)
-
-
-def test_boolean_masks_hide_labels_as_numbers_do() -> None:
-    model = BY_NAME["llama"].build(1)
-    batch = make_batch(("..pprrr", "pprrrr."), vocabulary=VOCABULARY, seed=4)
-    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    flags = batch | {"attention_mask": batch["attention_mask"].bool()}
-    for estimator in ("label", "path"):
-        found = [scorer_for(model, estimator).score(b) for b in (batch, flags)]
-        assert torch.equal(found[0].mask, found[1].mask)
-        assert not found[1].mask[0, :3].any()  # token 2 is predicted from padding
-        assert torch.equal(found[0].total, found[1].total)
-
-
-def test_what_was_refused_is_not_taken_for_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = scorer_for(BY_NAME["llama"].build(1), "label")
-
-    def leaks(*args: Any, **more: Any) -> None:
-        raise ModelError("this model lets packed documents see each other", why="here")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(proofs, "prove_documents", leaks)
-        for _ in range(2):
-            with pytest.raises(AlphaTokenError):
-                scorer.score(packed())
-    scorer.score(packed())

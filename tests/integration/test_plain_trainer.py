@@ -15,7 +15,6 @@ from alphatoken.train import AlphaConfig, AlphaSFTConfig, AlphaSFTTrainer, Alpha
 from tests.integration.tiny_training import (
     ALPHA,
     furthest,
-    mixture,
     model,
     options,
     tokenizer,
@@ -149,27 +148,6 @@ def test_the_collator_makes_the_labels(tmp_path: Path, form: str) -> None:
     assert 0.4 < half.state.log_history[0]["alpha/kept_share"] < 0.6
     batch = half.row_batch(half.rows.validation[:3])
     assert torch.equal(batch["labels"] == -100, batch["input_ids"] == 0)
-
-
-def routing(share: float = 0.5) -> Any:
-    made = mixture()
-    made.config.output_router_logits = True
-    made.config.router_aux_loss_coef = made.router_aux_loss_coef = share
-    return made
-
-
-def test_the_routers_of_a_mixture_are_trained_as_in_transformers(tmp_path: Path) -> None:
-    rows = labelled(16)
-    plain = theirs(tmp_path / "plain", rows, padded, model=routing())
-    all_kept = ours(
-        tmp_path / "all", rows, None, padded, model=routing(), policy="random", keep_ratio=1.0
-    )
-    plain.train()
-    all_kept.train()
-    assert furthest(plain, all_kept) < 1e-4
-    other = theirs(tmp_path / "other", rows, padded, model=routing(0.0))
-    other.train()
-    assert furthest(plain, other) > 1e-3, "the routers' loss matters here"
 
 
 def test_a_loss_with_a_part_that_nobody_knows_is_refused(tmp_path: Path) -> None:

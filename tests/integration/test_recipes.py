@@ -21,7 +21,13 @@ OVERLAYS = [recipe for recipe in packaged_recipes() if recipe.name not in NAMES]
 """Recipes that go on top of others."""
 CONFIGURATIONS: dict[str, Any] = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}
 MODELS = ("llama", "gemma", "qwen")
-TASKS = ("magicoder", "metamath", "ultrachat", "ultrafeedback")
+TASKS = {
+    "magicoder": "ise-uiuc/Magicoder-OSS-Instruct-75K",
+    "metamath": "meta-math/MetaMathQA",
+    "ultrachat": "HuggingFaceH4/ultrachat_200k",
+    "ultrafeedback": "argilla/ultrafeedback-binarized-preferences",
+}
+"""And the rows of each."""
 
 
 def read(name: str, *words: str) -> Arguments:
@@ -55,7 +61,7 @@ def the_papers_numbers(task: str, model: str) -> dict[str, Any]:
         "learning_rate": pytest.approx(rate / 10 if pairs else rate, rel=1e-9),
         "lr_scheduler_type": "cosine", "optim": "adamw_torch", "warmup_steps": 0,
         "weight_decay": 0.0, "max_grad_norm": 0.0, "bf16": True, "dtype": "float32",
-        "gradient_checkpointing": True, "use_peft": False, "seed": 0,
+        "gradient_checkpointing": True, "use_peft": False, "seed": 0, "dataset_name": TASKS[task],
     }  # fmt: skip
     if task == "ultrachat":
         return every | {"policy": "all", "retention": "none", "validation_rows": 0, "turns": "all"}

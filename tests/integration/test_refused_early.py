@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.errors import AlphaTokenError
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.tiny_training import (
     ALPHA,
@@ -67,44 +67,6 @@ def test_standard_is_trls_trainer_with_what_weights_would_refuse(tmp_path: Path)
     ours.train()
     theirs.train()
     assert furthest(ours, theirs) == 0
-
-
-@pytest.mark.parametrize(
-    ("more", "rows", "said"),
-    [
-        ({}, 0, "values need a validation dataset"),
-        ({"validation_mode": "pool"}, 3, "too small"),
-        ({"retention": "data"}, 12, "needs a retention dataset"),
-        ({"policy": "less"}, 0, "needs a validation dataset"),
-    ],
-    ids=str,
-)
-def test_what_a_run_lacks_is_said_before_a_row_is_tokenised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], rows: int, said: str
-) -> None:
-    monkeypatch.setattr(SFTTrainer, "__init__", lambda *_, **__: pytest.fail("work was done"))
-    with pytest.raises(ConfigError, match=said):
-        sft(tmp_path, model="nowhere", validation_dataset=sft_rows(rows) if rows else None, **more)
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["named", "at hand"])
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"score_layers": "9"}, "within the model. Got: 9"),
-        ({"score_layers": "1,7"}, "within the model"),
-        ({"max_length": 200}, "more than the model allows. Got: 200, limit 128"),
-    ],
-    ids=str,
-)
-def test_what_the_model_lacks_is_said_before_its_weights_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], said: str, named: bool
-) -> None:
-    place = tmp_path / "model"
-    model().save_pretrained(place)
-    monkeypatch.setattr(SFTTrainer, "__init__", lambda *_, **__: pytest.fail("work was done"))
-    with pytest.raises(ConfigError, match=said):
-        sft(tmp_path, model=str(place) if named else model(), **more)
 
 
 # --- documents one after the other ----------------------------------------------------------------

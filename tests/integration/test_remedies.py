@@ -15,6 +15,8 @@ from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration import tiny_training as tiny
 
+pytestmark = pytest.mark.slow  # fifty short runs
+
 SIZES = {
     "vocab_size": 4 + len(tiny.ALPHABET), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip

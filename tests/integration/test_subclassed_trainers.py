@@ -184,38 +184,6 @@ def dpo(kind: type[AlphaDPOTrainer], folder: Path, **more: Any) -> AlphaDPOTrain
     return cast("AlphaDPOTrainer", made)
 
 
-@pytest.mark.filterwarnings("ignore:.return_outputs=True:FutureWarning")
-@pytest.mark.parametrize(
-    ("kind", "make"), [(AlphaSFTTrainer, sft), (AlphaDPOTrainer, dpo)], ids=["sft", "dpo"]
-)
-@pytest.mark.parametrize("more", [{"retention": "none"}, {"policy": "random"}], ids=str)
-def test_a_loss_with_its_outputs_is_weighted(
-    tmp_path: Path, kind: Any, make: Any, more: dict[str, Any]
-) -> None:
-    """The pattern by which people log a term: the run is the same, and the logits are the model's.
-
-    ``random`` keeps its tokens by a draw, so that what is trained on shows at the first step.
-    """
-    seen: list[Tensor] = []
-
-    class Logging(kind):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
-        ) -> Any:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            seen.append(outputs.logits)
-            return (loss, outputs) if return_outputs else loss
-
-    more = {**more, "keep_ratio": 0.3}
-    own, subclass = make(kind, tmp_path / "own", **more), make(Logging, tmp_path / "sub", **more)
-    own.train()
-    subclass.train()
-    assert furthest(own, subclass) == 0
-    assert "alpha/kept_share" in subclass.state.log_history[0]
-    assert len(seen) == 2
-    assert all(logits.shape[-1] == own.model.config.vocab_size for logits in seen)
-
-
 def test_a_term_of_the_outputs_trains_as_in_transformers(tmp_path: Path) -> None:
     def with_a_term(kind: type[Trainer]) -> type[Trainer]:
         class WithTerm(kind):

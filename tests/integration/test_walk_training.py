@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from alphatoken import ScorerConfig
-from alphatoken.errors import ConfigError
 from alphatoken.fidelity import registry
 from alphatoken.fidelity.valuing import with_estimator
 from alphatoken.oracle import walk as oracle
@@ -129,23 +128,6 @@ def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path, refresh: int) -> No
     assert any(name.startswith("alpha/walk/") for name in held)
     for name, weight in tiny.weights(whole.model).items():
         assert torch.equal(weight, tiny.weights(again.model)[name]), name
-
-
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ({"retention": "diagonal"}, "retention"),
-        ({"policy": "harmless"}, "standard_errors"),
-        ({"score_layers": "2"}, "layers"),
-        ({"estimator": "label"}, "walk_steps"),
-        ({"walk_learning_rate": -1.0}, "walk_learning_rate"),
-    ],
-)
-def test_what_has_no_meaning_is_refused_before_work(
-    tmp_path: Path, more: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        tiny.sft(tmp_path, **{**WALK, **more})
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,6 @@ STM_ORDER = by("test_policies_static::test_stm_takes_easy_tokens_first")
 XTF_CLASS = by("test_policies_static::test_the_second_lowest_class_is_dropped")
 XTF_KNOWN = by("test_policies_static::test_known_tokens_by_hand")
 XTF_TASK = by("test_policies_static::test_task_relevance_by_hand")
-XTF_ATTENTION = by("test_policies_static::test_low_outliers_by_hand")
 OTSU = by("test_policies_static::test_otsu_by_hand")
 RECEIVED = by(
     "test_policies_static::test_attention_received_against_the_eager_matrices",
@@ -89,13 +88,10 @@ CFT = by(
 )
 CFT_MASK = by("test_policies_cft::test_the_mask_is_kept_and_found_in_any_batch", FOLDER)
 CFT_ANSWER = by("test_policies_cft::test_the_last_answer_counts", "3 + 4 = 7", r"\d", "7")
-CUT = by("test_paper_gaps::test_gap_17_prompt_and_response_are_cut_apart")
 SSTOKEN = by("test_methods::test_sstoken_by_hand")
 HEADS = by("test_methods::test_prompt_attention_averages_heads")
 FLOW = by("test_methods::test_flow_by_hand", FOLDER, False)
 FLOW_BY_TOKEN = by("test_methods::test_flow_by_token_and_temperature", FOLDER)
-RANDOM = by("test_policies::test_random_is_select_random")
-STANDARD = by("test_policies::test_standard_keeps_all")
 CONFPO = by("test_policies_preference::test_confpo_by_hand")
 CONFPO_DRAWN = by("test_policies_preference::test_confpo_keeps_what_is_below_the_mean_probability")
 SEPO = by("test_policies_preference::test_sepo_by_hand")
@@ -279,7 +275,6 @@ MUTANTS = (
         "flow-weighs-the-hard",
         "the exponent's sign",
         ("flow.Flow.prepare", "np.exp(-means / tau)", "np.exp(means / tau)"),
-        FLOW,
         FLOW_BY_TOKEN,
     ),
     _policy(

@@ -17,7 +17,6 @@ import pytest
 import torch
 import yaml
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from alphatoken.data import EncodeOptions, encode_rows, read_pairs, read_rows
 from alphatoken.errors import ConfigError, DataError
@@ -105,7 +104,7 @@ def test_a_grid_killed_outright_goes_on_and_a_crash_is_a_line(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     methods = {"broken": {"policy": "random", "max_grad_norm": "no number"}}
-    names = ["start", "standard", "broken", "wise-ft"]
+    names = ["start", "standard", "broken"]
     grid, out = grid_file(tmp_path, model, methods=methods, policies=names), tmp_path / "out"
     words = ["--config", str(grid), "--output_dir", str(out)]
     killed = subprocess.Popen(
@@ -121,36 +120,26 @@ def test_a_grid_killed_outright_goes_on_and_a_crash_is_a_line(
     assert not (second / "result.json").exists()
     stamp, content = first.stat(), first.read_bytes()
 
-    assert subprocess.run(compare(*words), env=ENVIRONMENT, timeout=PATIENCE).returncode == 1
+    with forked_cells():
+        assert main(["compare", *words]) == 1
     assert (first.stat().st_mtime_ns, first.stat().st_ino) == (stamp.st_mtime_ns, stamp.st_ino)
     assert first.read_bytes() == content
     found = {r["policy"]: r for r in json.loads((out / "comparison.json").read_text())}
     assert {n: r["status"] for n, r in found.items()} == {
-        "start": "done", "standard": "done", "broken": "failed", "wise-ft": "done",
+        "start": "done", "standard": "done", "broken": "failed",
     }  # fmt: skip
     assert "max_grad_norm" in found["broken"]["error"]
     assert found["standard"]["kept_tokens"] == found["standard"]["response_tokens"] > 0
     assert found["standard"]["time"] > 0
     assert found["standard"]["peak_memory"] > 50e6
-    assert found["start"]["target"] != found["standard"]["target"] != found["wise-ft"]["target"]
+    assert found["start"]["target"] != found["standard"]["target"]
     page = (out / "comparison.md").read_text()
     assert "| `small/broken-budget-seed0` | failed | " in page
     assert "failed: small/broken" in capfd.readouterr().err
-    _is_between(out, model, found, tmp_path / "target.jsonl")
 
     other = grid_file(tmp_path, model, policies=["start", "standard"], options={"max_steps": 9})
     assert main(["compare", "--config", str(other), "--output_dir", str(out)]) == 2
     assert "had other settings" in capfd.readouterr().err
-
-
-def _is_between(out: Path, model: Path, found: dict[str, Any], target: Path) -> None:
-    """WiSE-FT is the mean of the two models, by weights and by what was measured."""
-    trained = AutoModelForCausalLM.from_pretrained(out / "small/standard-native-seed0/model")
-    start, tokenizer = load_with_tokenizer(model)
-    state, base = trained.state_dict(), start.state_dict()
-    trained.load_state_dict({k: 0.5 * state[k] + 0.5 * base[k] for k in state})
-    loss = mean_response_loss(trained.eval(), encode_rows(read_rows(target), tokenizer)[0])
-    assert found["wise-ft"]["target"] == pytest.approx(loss, rel=1e-5)
 
 
 def _wait(condition: Any) -> None:

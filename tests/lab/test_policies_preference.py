@@ -120,48 +120,7 @@ def pairs(draw: st.DrawFn, least: int = 1) -> Pairs:
     )
 
 
-def log_sigmoid(x: float) -> float:
-    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
-
-
 # --- losses ---------------------------------------------------------------------------------------
-
-
-def loop_dpo(case: Pairs, log_probs: Tensor, reference: Tensor, weights: Tensor, beta: float):
-    sums, kept = [], []
-    for row in zip(*map(case.response, (log_probs, reference, weights)), strict=True):
-        sums.append(sum(w * (a - r) for a, r, w in zip(*row, strict=True)))
-        kept.append(any(w != 0 for w in row[2]))
-    half = len(sums) // 2
-    return [
-        -log_sigmoid(beta * (sums[i] - sums[half + i])) if kept[i] and kept[half + i] else 0.0
-        for i in range(half)
-    ]
-
-
-def loop_simpo(case: Pairs, log_probs: Tensor, weights: Tensor, beta: float, gamma: float):
-    means: list[float | None] = []
-    for a, w in zip(case.response(log_probs), case.response(weights), strict=True):
-        total = sum(w)
-        means.append(sum(x * y for x, y in zip(a, w, strict=True)) / total if total else None)
-    half = len(means) // 2
-    return [
-        0.0
-        if means[i] is None or means[half + i] is None
-        else -log_sigmoid(beta * (means[i] - means[half + i]) - gamma)
-        for i in range(half)
-    ]
-
-
-@given(pairs(), st.sampled_from([0.1, 1.0, 3.0]))
-def test_losses_are_the_loops(case: Pairs, beta: float) -> None:
-    log_probs, reference, weights = case.log_probs(), case.log_probs(3), case.weights()
-    found = weighted_dpo_losses(log_probs, reference, weights, beta=beta)
-    expected = torch.tensor(loop_dpo(case, log_probs, reference, weights, beta), dtype=found.dtype)
-    close(found, expected, 1.0 + expected.abs(), EXACT, name="weighted DPO")
-    found = weighted_simpo_losses(log_probs, weights, beta=beta, gamma=0.7)
-    expected = torch.tensor(loop_simpo(case, log_probs, weights, beta, 0.7), dtype=found.dtype)
-    close(found, expected, 1.0 + expected.abs(), EXACT, name="weighted SimPO")
 
 
 @given(pairs(), st.sampled_from(["dpo", "simpo"]))
@@ -290,33 +249,6 @@ def test_confpo_ties_do_not_depend_on_rounding(dtype: torch.dtype, length: int) 
 # --- SePO -----------------------------------------------------------------------------------------
 
 
-def loop_sepo(case: Pairs, k: Fraction, skip: int, rounding: str) -> list[list[float]]:
-    half = len(case.prompts) // 2
-    oracle, reference = (
-        case.response(case.place(case.draw(4))),
-        case.response(case.place(case.draw(5))),
-    )
-    rows = []
-    for i, (o, r) in enumerate(zip(oracle, reference, strict=True)):
-        gain = [b - a for a, b in zip(o, r, strict=True)]  # log pi_oracle - log pi_ref
-        places = sorted(range(skip, len(gain)), key=lambda j: gain[j], reverse=i < half)
-        size = k * max(len(gain) - skip, 0)
-        count = math.floor(size) if rounding == "floor" else math.ceil(size)
-        rows.append([float(j in places[:count]) for j in range(len(gain))])
-    return rows
-
-
-@given(pairs(), st.integers(1, 100), st.booleans())
-def test_sepo_is_the_loop(case: Pairs, hundredths: int, skip: bool) -> None:
-    """Top k of the chosen, bottom k of the rejected, rounded down in exact arithmetic."""
-    k = hundredths / 100
-    found = SePO(oracle="o", k=k, skip_first=skip).weights(case.batch())
-    assert case.response(found) == loop_sepo(case, Fraction(hundredths, 100), int(skip), "floor")
-    settings = PolicySettings(mode="budget", keep_ratio=k)
-    found = SePO(settings, oracle="o", skip_first=skip).weights(case.batch())
-    assert case.response(found) == loop_sepo(case, Fraction(hundredths, 100), int(skip), "floor")
-
-
 def test_sepo_by_hand() -> None:
     """Ten tokens each, k = 0.3: the three most raised of the chosen, most lowered of the other."""
     gain = torch.tensor([3.0, -1, 0, 5, 2, -4, 1, -2, 4, -3]).expand(2, 10)
@@ -334,38 +266,6 @@ def test_sepo_by_hand() -> None:
 
 
 # --- TI-DPO: weights ------------------------------------------------------------------------------
-
-
-def loop_importance(
-    importance: list[float], mix: float, divisor: float, *, prior: bool, mean: bool
-):
-    size = len(importance)
-    bell = [math.exp(-0.5 * ((j - (size - 1) / 2) / (size / divisor)) ** 2) for j in range(size)]
-    whole = [b / math.fsum(bell) for b in bell]
-    total = math.fsum(importance)
-    share = [i / total for i in importance] if total else whole
-    mixed = [mix * s + (1 - mix) * b for s, b in zip(share, whole if prior else bell, strict=True)]
-    return [w * size / math.fsum(mixed) for w in mixed] if mean else mixed
-
-
-@given(
-    pairs(),
-    st.sampled_from([0.0, 0.3, 0.7, 1.0]),
-    st.sampled_from([4.0, 8.0]),
-    st.booleans(),
-    st.booleans(),
-)
-def test_importance_weights_are_the_loop(
-    case: Pairs, mix: float, divisor: float, prior: bool, mean: bool
-) -> None:
-    importance = case.place(case.draw(6)).abs()
-    found = importance_weights(
-        importance, case.mask, mix=mix, sigma_divisor=divisor, normalize_prior=prior, mean_one=mean
-    )
-    for row, given_row in zip(case.response(found), case.response(importance), strict=True):
-        wanted = loop_importance(given_row, mix, divisor, prior=prior, mean=mean)
-        assert row == pytest.approx(wanted, rel=1e-12, abs=1e-12)
-    assert not bool(found[~case.mask].any())
 
 
 def test_importance_weights_by_hand() -> None:

@@ -22,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.model.batch import label_mask
-from alphatoken.oracle import token_losses as oracle_losses
 from alphatoken.train.documents import split_batch
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
 from alphatoken.train.sft import padded_batch
@@ -325,20 +324,6 @@ def test_losses_of_a_pass_are_those_of_each_row_alone(tmp_path: Path, size: int,
     close(torch.tensor(found.columns["base"]), torch.tensor(expected), 1.0, 2e-5, name="losses")
 
 
-def test_losses_in_float64_match_the_oracle(tmp_path: Path) -> None:
-    at = stage(tmp_path, model=model().double())
-    found = model_losses(at, at.model, "base")
-    assert found.columns["base"].dtype == np.float64
-    expected = []
-    for row in at.rows:
-        batch = right_padded([row])
-        losses = oracle_losses(
-            at.model.eval()(input_ids=batch["input_ids"]).logits, batch["labels"]
-        )
-        expected += losses[label_mask(batch["labels"])].tolist()
-    close(torch.tensor(found.columns["base"]), torch.tensor(expected), 1.0, 1e-6, name="losses")
-
-
 def test_shards_and_packing_change_nothing(tmp_path: Path) -> None:
     at = stage(tmp_path)
     whole = static_pass(at, at.model, ("loss",), measure_losses, "whole")
@@ -428,17 +413,6 @@ def test_stm_takes_easy_tokens_first() -> None:
     assert sorted(np.asarray(P)[kept]) == sorted(sorted(P)[-4:])
 
 
-def test_stm_of_a_real_pass(tmp_path: Path) -> None:
-    at = stage(tmp_path)
-    policy = STM()
-    found = policy.prepare(at)
-    expected = [math.exp(loss) <= 2.5 for loss in by_hand(model(), at.rows)]
-    assert found.columns["keep"].tolist() == expected
-    assert 0 < policy.summary["kept_share"] == sum(expected) / len(expected) < 1
-    with pytest.raises(DataError, match="keeps no token"):
-        STM(threshold=1.0 + 1e-9).prepare(at)
-
-
 @pytest.mark.parametrize("threshold", [1.0, 0.0, math.inf, math.nan])
 def test_stm_refuses_thresholds_without_meaning(threshold: float) -> None:
     with pytest.raises(ConfigError, match="threshold"):
@@ -491,36 +465,6 @@ def test_token_cleaning_needs_a_reference(tmp_path: Path) -> None:
 
 
 # --- XTF ------------------------------------------------------------------------------------------
-
-
-@budget(1.0)
-@given(
-    seed=st.integers(0, 2**16),
-    size=st.integers(3, 40),
-    classes=st.integers(2, 4),
-    bins=st.integers(4, 9),
-)
-def test_otsu_by_trying_all_partitions(seed: int, size: int, classes: int, bins: int) -> None:
-    values = np.random.default_rng(seed).normal(size=size) ** 3
-    found = multi_otsu(values, classes, bins)
-    mass, edges = np.histogram(values, bins=bins)
-    centres = (edges[:-1] + edges[1:]) / 2
-
-    def between(cuts: Sequence[int]) -> float:
-        total = 0.0
-        for a, b in itertools.pairwise([0, *cuts, bins]):
-            weight = mass[a:b].sum()
-            total += (mass[a:b] @ centres[a:b]) ** 2 / weight if weight else -math.inf
-        return total
-
-    every = list(itertools.combinations(range(1, bins), classes - 1))
-    best = max(map(between, every))
-    if best == -math.inf:
-        assert found is None
-        return
-    assert found is not None
-    cuts = [int(np.abs(edges - t).argmin()) for t in found]
-    assert between(cuts) >= best - 1e-9 * abs(best)
 
 
 def test_otsu_by_hand() -> None:
@@ -700,22 +644,6 @@ def test_adam_update_by_hand() -> None:
     paper = adam_update(g, m, v, 9, kind="paper")
     hat = (0.65 / (1 - 0.9**10)) / (math.sqrt(0.25375 / (1 - 0.999**10)) + 1e-8)
     close(paper, torch.tensor([hat]).double(), 1.0, 1e-6)
-
-
-@pytest.mark.parametrize("kind", ["paper"])
-def test_adam_update_is_the_step_that_torch_takes(kind: str) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = torch.optim.Adam([parameter], lr=1.0)
-    for step in range(4):
-        gradient = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) * (step + 1)
-        state = optimizer.state.get(parameter, {})
-        zero = torch.zeros(3, dtype=torch.float64)
-        first, second = (state.get(k, zero).clone() for k in ("exp_avg", "exp_avg_sq"))
-        before = parameter.detach().clone()
-        parameter.grad = gradient
-        optimizer.step()
-        found = adam_update(gradient, first, second, step, kind=kind)
-        close(before - parameter.detach(), found, found.abs(), 1e-9)
 
 
 @budget(1.0)

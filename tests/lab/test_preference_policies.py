@@ -10,15 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from trl import DPOConfig, DPOTrainer
 
 from alphatoken.errors import ConfigError, InputError
@@ -26,7 +17,6 @@ from alphatoken.model.batch import label_mask
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.micro_batch import Carried
 from alphatoken.train.policy import PolicyBatch
-from alphatoken_lab.methods.attribution import gradient_attribution
 from alphatoken_lab.methods.preference import PreferencePolicy
 from alphatoken_lab.methods.sepo import SePO
 from tests.integration.tiny_training import (
@@ -38,7 +28,6 @@ from tests.integration.tiny_training import (
     tokenizer,
     weights,
 )
-from tests.property.tolerance import allowed, close
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when CPOTrainer is imported
 
@@ -216,72 +205,6 @@ def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
         wanted = torch.zeros(mask.shape)
         wanted[:, 1:] = -each
         assert torch.allclose(found[name], wanted * mask, atol=1e-4)
-
-
-def test_attribution_is_the_same_on_either_side(tmp_path: Path) -> None:
-    """transformers' rotary positions: left padding moves all positions of a row alike."""
-    options = {"triplet_gamma": 0.0}
-    trainer = trained(tmp_path, policy="ti-dpo", policy_options=options, max_steps=1)
-    batch, _ = batch_of(trainer)
-    right = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    found = gradient_attribution(trainer.model, right)
-    left = {name: torch.zeros_like(value) for name, value in right.items()}
-    width = found.shape[1]
-    sizes = right["attention_mask"].sum(-1).tolist()
-    assert len(set(sizes)) > 1
-    for row, size in enumerate(sizes):
-        for name, value in right.items():
-            left[name][row, width - size :] = value[row, :size]
-    moved = gradient_attribution(trainer.model, left)
-    for row, size in enumerate(sizes):
-        assert torch.allclose(found[row, :size], moved[row, width - size :], rtol=1e-3, atol=1e-5)
-
-
-def decoders() -> dict[str, PreTrainedModel]:
-    """Tiny models whose embeddings, positions and heads differ."""
-    torch.manual_seed(0)
-    shared = {
-        "vocab_size": 46,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    gemma = Gemma3TextConfig(
-        **shared, final_logit_softcapping=5.0, layer_types=["full_attention"] * 2
-    )
-    return {
-        "gpt2": GPT2LMHeadModel(GPT2Config(vocab_size=46, n_embd=32, n_layer=2, n_head=4)),
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shared, tie_word_embeddings=True)),
-        "gemma3": Gemma3ForCausalLM(gemma),  # scales its embeddings, caps its logits
-        "bfloat16": model().bfloat16(),
-    }
-
-
-@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma3", "bfloat16"])
-def test_attribution_is_the_gradient_at_given_embeddings(name: str) -> None:
-    """The same by ``inputs_embeds``, all logits, and one row at a time."""
-    decoder = decoders()[name].train()
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(4, 46, (3, 9), generator=generator)
-    sizes = [9, 5, 7]
-    real = (torch.arange(9) < torch.tensor(sizes)[:, None]).long()
-    found = gradient_attribution(decoder, {"input_ids": ids, "attention_mask": real})
-    assert decoder.training
-    assert found.dtype == torch.float32
-    decoder.eval()
-    table = decoder.get_input_embeddings()
-    for row, size in enumerate(sizes):
-        leaf = table(ids[row : row + 1, :size]).detach().requires_grad_()
-        # gemma3 scales inside its embedding, so that what is given is scaled already.
-        top = decoder(inputs_embeds=leaf).logits[0, -1].max()
-        (gradient,) = torch.autograd.grad(top, leaf)
-        wanted = gradient.float().abs().sum(-1)[0]
-        error, dtype = (found[row, :size] - wanted).norm(), next(decoder.parameters()).dtype
-        close(error, 0.0, wanted.norm(), allowed("norm", dtype), name=f"attribution, {name}")
-        assert not bool(found[row, size:].any())
 
 
 # --- what is refused ------------------------------------------------------------------------------

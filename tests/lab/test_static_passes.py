@@ -9,8 +9,7 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,12 @@ import torch
 from torch import Tensor
 
 from alphatoken.errors import ConfigError
-from alphatoken.model.batch import label_mask
-from alphatoken.oracle import token_losses
 from alphatoken.support.progress import Progress
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicyStage
 from alphatoken.train.reference import load_reference
 from alphatoken.train.sft import padded_batch
-from alphatoken_lab.methods.less import LESS
 from alphatoken_lab.methods.static import measure_losses, model_losses, static_pass
 from alphatoken_lab.methods.token_table import TokenTable
 from tests.integration import subjects
@@ -46,15 +42,6 @@ def real_rows(name: str, count: int, first: int = 0, length: int = 128) -> list[
     return [{"input_ids": list(e.input_ids), "labels": list(e.labels)} for e in found]
 
 
-def two_turns(name: str, count: int) -> list[Row]:
-    """Prompt, response, prompt, response: two real rows in one conversation."""
-    parts = real_rows(name, 2 * count)
-    return [
-        {key: a[key] + b[key] for key in ("input_ids", "labels")}
-        for a, b in zip(parts[::2], parts[1::2], strict=True)
-    ]
-
-
 def right_padded(rows: Any) -> Any:
     return padded_batch(rows, 0, "cpu")
 
@@ -62,36 +49,6 @@ def right_padded(rows: Any) -> Any:
 def stage(folder: Path, rows: Any, model: Any, **changes: Any) -> PolicyStage:
     fields: dict[str, Any] = {"progress": False, "batch_size": 4}
     return PolicyStage(model, rows, (), right_padded, folder=folder, **fields | changes)
-
-
-def by_row(model: Any, rows: list[Row]) -> np.ndarray[Any, Any]:
-    """-log p of every response token by the oracle, a row at a time."""
-    found = []
-    for row in rows:
-        batch = right_padded([row])
-        with torch.no_grad():
-            losses = token_losses(model(input_ids=batch["input_ids"]).logits, batch["labels"])
-        found.append(losses[label_mask(batch["labels"])].numpy())
-    return np.concatenate(found)
-
-
-# --- real model, real rows ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [real_rows, two_turns])
-@pytest.mark.parametrize("name", ["functions", "topics"])
-def test_losses_of_real_rows(tmp_path: Path, make: Callable[..., list[Row]], name: str) -> None:
-    rows, model = make(name, 10), subjects.model()
-    found = model_losses(stage(tmp_path, rows, model), model, "loss")
-    expected = by_row(model, rows)
-    assert found.columns["loss"].dtype == np.float32
-    np.testing.assert_allclose(found.columns["loss"], expected, atol=2e-5)
-    # found again in a batch of other rows, in another order
-    batch = right_padded([rows[i] for i in (7, 2, 9)])
-    mask = label_mask(batch["labels"])
-    values = found.columns_of(batch, mask)["loss"]
-    again = by_row(model, [rows[i] for i in (7, 2, 9)])
-    np.testing.assert_allclose(values[mask].numpy(), again, atol=2e-5)
 
 
 # --- reference models -----------------------------------------------------------------------------
@@ -154,27 +111,15 @@ def run_pass(folder: Path, measure: Any, progress: Any = False) -> TokenTable:
     return static_pass(at, at.model, ("loss",), measure, "losses", rows_per_shard=4)
 
 
-def run_less(folder: Path, progress: Any = False) -> np.ndarray[Any, Any]:
-    rows = tiny_rows(200)
-    at = replace(
-        stage(folder, rows, tiny.model(layers=1), progress=progress), validation=tiny_rows(4, 9)
-    )
-    policy = LESS(
-        dimension=32, rank=2, alpha=4.0, warmup_epochs=2, warmup_batch_size=4,
-        warmup_learning_rate=1e-3, target_modules=["q_proj", "v_proj"],
-    )  # fmt: skip
-    return policy.influence(at)
-
-
-def _child(kind: str, folder: Path) -> None:
+def _child(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    run_pass(folder, slowly) if kind == "pass" else run_less(folder)
+    run_pass(folder, slowly)
 
 
-def kill_after(kind: str, folder: Path, pattern: str) -> None:
+def kill_after(folder: Path, pattern: str) -> None:
     """Run in a process of its own, SIGKILL it when so many files are there."""
-    process = _SERVER.Process(target=_child, args=(kind, folder))
+    process = _SERVER.Process(target=_child, args=(folder,))
     process.start()
     end = time.monotonic() + PATIENCE
     while not list(folder.glob(pattern)) and process.is_alive() and time.monotonic() < end:
@@ -200,7 +145,7 @@ class Seen:
 def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     expected = run_pass(whole, measure_losses)
-    kill_after("pass", cut, "*.parts/000003.safetensors")
+    kill_after(cut, "*.parts/000003.safetensors")
     assert not list(cut.glob("*.safetensors"))
     seen = Seen()
     found = run_pass(cut, measure_losses, seen)
@@ -210,20 +155,6 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
         assert np.array_equal(getattr(found, name), getattr(expected, name))
     assert np.array_equal(found.columns["loss"], expected.columns["loss"])
     assert [p.suffix for p in cut.iterdir()] == [".safetensors"]
-
-
-@pytest.mark.slow
-def test_killed_less_goes_on_where_it_was(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        expected = run_less(tmp_path / "whole")
-        kill_after("less", tmp_path / "cut", "*.parts/rows-0-00000064.safetensors")
-        seen = Seen()
-        found = run_less(tmp_path / "cut", seen)
-    assert np.array_equal(found, expected)
-    assert [p.suffix for p in (tmp_path / "cut").iterdir()] == [".safetensors"]
-    assert seen.done[0] >= 128  # of the gradients: the warm-up was there as well
-    assert len(expected) == 200
 
 
 # --- several processes ----------------------------------------------------------------------------

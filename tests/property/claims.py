@@ -270,7 +270,6 @@ test_given_preconditioner | | exact_influence | exact
 test_full_is_the_derivative_of_a_real_step | | (the optimizer's own step) | exact
 test_adam_of_torch_is_the_oracles | | adam_step_derivative | exact
 test_full_values_are_the_steps_derivative | | adam_step_derivative | exact
-test_full_values_predict_a_real_step | | (the optimizer's own step) | approximate
 test_full_scales_the_direction_of_captured_estimators | | adam_preconditioner, exact_influence | exact
 test_full_preconditioner_is_the_derivative_of_the_update | | adam_step, adam_step_derivative | exact
 # utility

@@ -442,7 +442,7 @@ class ReferenceDecoder(nn.Module):
             self.head.weight = self.embedding.weight
         if config.tied_linears:
             _tie_linears(blocks)
-        _draw_weights(self, seed)
+        draw_weights(self, seed)
 
     def forward(
         self,
@@ -459,9 +459,7 @@ class ReferenceDecoder(nn.Module):
         if self.config.positions == "learned":
             x = x + self.position_embedding(position_ids)
         context = _Context(
-            _rotary_tables(self.config, position_ids)
-            if self.config.positions == "rotary"
-            else None,
+            rotary_tables(self.config, position_ids) if self.config.positions == "rotary" else None,
             _linked(b, t, attention_mask, documents, x),
         )
         for i, block in enumerate(self.layers):
@@ -523,7 +521,7 @@ def _linked(
     return linked.to(like.dtype).unsqueeze(-1)
 
 
-def _rotary_tables(config: DecoderConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: DecoderConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin (b, 1, t, d), times the rotary factor."""
     half = config.head_dim // 2
     exponent = torch.arange(half, dtype=torch.float64, device=position_ids.device) / half
@@ -541,7 +539,7 @@ def _tie_linears(blocks: Sequence[Block]) -> None:
             block.mlp.up_proj.weight = first.up_proj.weight
 
 
-def _draw_weights(model: ReferenceDecoder, seed: int) -> None:
+def draw_weights(model: ReferenceDecoder, seed: int) -> None:
     """Weights of order 1/sqrt(d_in), gains around 1, everything else of order 1.
 
     Unit-scale queries and keys keep attention far from uniform, so that errors in the score path

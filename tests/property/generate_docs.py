@@ -15,8 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,123 +34,39 @@ COMMAND = "python -m tests.property.generate_docs"
 # --- claims: a table, and what the sources say of it --------------------------------------------
 
 
-Place = tuple[str, str]
-"""(file without its ending, name): a definition of the tests."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """One file of tests: its definitions, and what the names in it mean."""
-
-    functions: dict[str, ast.FunctionDef]
-    uses: dict[str, frozenset[tuple[str, str]]]
-    modules: dict[str, str]
-    imported: dict[str, tuple[str, str]]
+FOLDERS = ("property", "lab")
 
 
 @functools.cache
-def _sources() -> dict[str, _Source]:
-    paths = [*HERE.glob("*.py"), *(HERE.parent / "lab").glob("*.py")]
-    return {path.stem: _read(path) for path in sorted(paths)}
-
-
-def _read(path: Path) -> _Source:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    uses: dict[str, frozenset[tuple[str, str]]] = {}
-    modules: dict[str, str] = {}
-    imported: dict[str, tuple[str, str]] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            for alias in node.names:
-                name = alias.asname or alias.name
-                if node.module in ("tests.property", "tests.lab", "alphatoken.oracle"):
-                    modules[name] = f"{node.module}.{alias.name}"
-                if node.module.startswith(("tests.property", "tests.lab", "alphatoken.oracle")):
-                    imported[name] = (node.module, alias.name)
-        for name in _defined(node):
-            uses[name] = uses.get(name, frozenset()) | frozenset(_names(node))
-    return _Source(functions, uses, modules, imported)
-
-
-def _defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-    return [name.id for t in targets for name in ast.walk(t) if isinstance(name, ast.Name)]
-
-
-def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(name, "") and (module, attribute) of everything that a definition mentions."""
-    for child in ast.walk(node):
-        if isinstance(child, ast.Name):
-            yield child.id, ""
-        elif isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name):
-            yield child.value.id, child.attr
-
-
-def reached(*places: Place) -> frozenset[Place]:
-    """All that definitions use, through other files of tests too; oracles as ("oracle", name)."""
-    found: set[Place] = set()
-    waiting = [*places]
-    while waiting:
-        file, name = waiting.pop()
-        if file == "oracle":
-            inside = {("oracle", n) for n in _oracles().get(name, ())} - found
-            found |= inside
-            waiting += inside
-            continue
-        new = _direct(file, name) - found
-        found |= new
-        waiting += new
-    return frozenset(found)
+def _texts() -> dict[str, str]:
+    """File of properties and what they stand on, without its ending -> its text."""
+    paths = [path for name in FOLDERS for path in (HERE.parent / name).glob("*.py")]
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(paths)}
 
 
 @functools.cache
-def _direct(file: str, name: str) -> frozenset[Place]:
-    source = _sources().get(file)
-    uses = source.uses.get(name, frozenset()) if source else frozenset()
-    meanings = {_meaning(file, first, a) for first, second in uses for a in {"", second}}
-    return frozenset(meaning for meaning in meanings if meaning is not None)
-
-
-@functools.cache
-def _oracles() -> dict[str, frozenset[str]]:
-    """Definitions of the oracle, and which of them each one uses."""
-    nodes = {
-        name: node
-        for path in sorted((DOCS.parent / "alphatoken" / "oracle").glob("*.py"))
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        for name in _defined(node)
-    }
-    return {n: frozenset(x for pair in _names(node) for x in pair) & set(nodes) - {n}
-            for n, node in nodes.items()}  # fmt: skip
-
-
-def _meaning(file: str, name: str, attribute: str) -> Place | None:
-    source = _sources()[file]
-    if attribute:
-        module = source.modules.get(name, "")
-        if module.startswith("alphatoken.oracle"):
-            return "oracle", attribute
-        return (module.rpartition(".")[2], attribute) if module else None
-    if name in source.uses:
-        return file, name
-    module, original = source.imported.get(name, ("", ""))
-    if module.startswith("alphatoken.oracle"):
-        return "oracle", original
-    return (module.rpartition(".")[2], original) if module.count(".") == 2 else None
-
-
-def properties() -> dict[str, str]:
-    """Every test, which is what a row may name -> its file."""
+def properties() -> dict[str, tuple[str, str]]:
+    """Every test, which is what a row may name -> its file, and its docstring."""
     return {
-        name: file
-        for file, source in _sources().items()
-        for name in source.functions
-        if name.startswith("test_")
+        node.name: (file, ast.get_docstring(node) or "")
+        for file, text in _texts().items()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
+
+
+def used_by(file: str) -> str:
+    """The text of a file of tests and of all that it imports of these folders."""
+    texts, found, waiting = _texts(), set[str](), {file}
+    while waiting:
+        found |= (new := waiting & set(texts))
+        named = {word for one in new for line in _IMPORT.findall(texts[one])
+                 for word in re.findall(r"\w+", line)}  # fmt: skip
+        waiting = named - found
+    return "\n".join(texts[one] for one in sorted(found))
+
+
+_IMPORT = re.compile(r"^from tests\.(?:property|lab)(\.\w+| import (?:\([^)]*\)|.*))", re.M)
 
 
 def cited() -> set[str]:
@@ -185,7 +100,6 @@ def claims_text() -> str:
         for one in mutant.claims:
             killed.setdefault(one.name.partition("::")[2], []).append(mutant.name)
     head = ["Claim", "Oracle", "Property", "Mutants", "Kind"]
-    drawn = on_drawn_examples()
     return "\n".join(
         [
             "# Claims\n",
@@ -197,26 +111,11 @@ def claims_text() -> str:
             "was seen to fail ([kill matrix](kill-matrix.md)). The kind says what the quantity "
             "is: *exact*; *unbiased*, so that its mean is exact; or *approximate*, a method's "
             "approximation, which is then computed exactly as it is defined.\n",
-            f"Of {len(ROWS)} properties {sum(row.name in drawn for row in ROWS)} are run on drawn "
-            "examples, the others on cases by hand (the names of the latter are in italics). For "
-            f"{sum(row.name in killed for row in ROWS)} a mutant is planted; for the others "
-            "none is.\n",
-            table(head, [_claim_row(row, killed.get(row.name, []), drawn) for row in ROWS]),
+            table(head, [_claim_row(row, killed.get(row.name, [])) for row in ROWS]),
             "## Equations of the paper\n",
             table(["Equation", "Proved by"], [_equation_row(*one) for one in EQUATIONS.items()]),
         ]
     )
-
-
-def on_drawn_examples() -> set[str]:
-    """Properties that a test of Hypothesis runs: one that ``@given`` decorates, somewhere."""
-    given = {
-        (file, name)
-        for file, source in _sources().items()
-        for name, node in source.functions.items()
-        if any("given" in ast.unparse(one) for one in node.decorator_list)
-    }
-    return {name for _, name in given | reached(*given)}
 
 
 def _equation_row(label: str, by: tuple[str, ...] | str) -> list[str]:
@@ -224,20 +123,18 @@ def _equation_row(label: str, by: tuple[str, ...] | str) -> list[str]:
     return [code(label), proof]
 
 
-def _claim_row(row: ClaimRow, mutants: list[str], drawn: set[str]) -> list[str]:
+def _claim_row(row: ClaimRow, mutants: list[str]) -> list[str]:
     from tests.property.claims import EQUATIONS
 
-    file = properties()[row.name]
-    docstring = ast.get_docstring(_sources()[file].functions[row.name])
-    said = " ".join((docstring or "").partition("\n\n")[0].split())
+    file, docstring = properties()[row.name]
+    said = " ".join(docstring.partition("\n\n")[0].split())
     words = row.name.partition("_")[2].replace("_", " ")
     labels = ", ".join(code(x) if x in EQUATIONS else text(x) for x in row.labels)
     oracles = [text(o) if o.startswith("(") else code(o) for o in row.oracles]
-    where = code(f"{file}.py::{row.name}")
     return [
         (f"{labels}: " if labels else "") + text(said or f"{words[0].upper()}{words[1:]}."),
         ", ".join(oracles),
-        where if row.name in drawn else f"*{where}*",
+        code(f"{file}.py::{row.name}"),
         ", ".join(map(code, dict.fromkeys(mutants))),
         row.kind,
     ]
@@ -346,7 +243,8 @@ def _kills(name: str) -> tuple[str, list[Kill | str]]:
     from tests.property.catalogue import BY_NAME
     from tests.property.mutation import hunt
 
-    return name, [hunt(BY_NAME[name], one) or one.name for one in BY_NAME[name].claims]
+    mutant = BY_NAME[name]
+    return name, [hunt(mutant, one, refusals=True) or one.name for one in mutant.claims]
 
 
 def _words(source: str) -> str:

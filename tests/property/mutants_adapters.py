@@ -70,7 +70,6 @@ MUTANTS = (
             "_dimensions(parameter) == 2",
         ),
         uncovered("mixtral"),
-        uncovered("gpt_oss"),
     ),
     _adapter(
         "experts-named-for-something-else",
@@ -121,7 +120,6 @@ MUTANTS = (
         "padding and windows are unknown to the recomputed weights",
         ("dispatch._translated", "mask=mask,", "mask=None,"),
         call("llama", "left"),
-        call("mistral"),
     ),
     _adapter(
         "dropout-not-passed-on",
@@ -139,7 +137,6 @@ MUTANTS = (
             "        return override(seen, lambda q, k, v: native(q, k.flip(1), v.flip(1)))",
         ),
         call("llama"),
-        call("gemma3"),
     ),
     _adapter(
         "override-not-taken-back",

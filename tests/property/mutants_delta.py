@@ -42,11 +42,6 @@ PROPAGATED = claim(
     "per_head",
 )
 ROW = ("pprprrr",)
-DIRECT = claim(
-    test_hybrids.test_direct_is_the_diagonal_of_a_hybrid,
-    HybridCase(layers=(1,), train=ROW, seed=1),
-    examples=1,
-)
 VALUES = claim(
     test_hybrids.test_propagation_is_exact_for_the_value_rows,
     HybridCase(pattern=(LINEAR, FULL, LINEAR), layers=(2,), train=ROW, seed=1),
@@ -72,7 +67,6 @@ MUTANTS = (
         "the value at a position gets nothing from the output there",
         (_TERMS, "dvalue = beta * s * e", "dvalue = 0 * e"),
         SELF,
-        DIRECT,
     ),
     mutant(
         "delta-own-write-left-out-of-the-key",
@@ -129,7 +123,6 @@ MUTANTS = (
             "summed",
         ),
         SELF,
-        DIRECT,
     ),
     mutant(
         "delta-scale-of-the-query-forgotten",
@@ -146,7 +139,6 @@ MUTANTS = (
             "tensor.repeat(1, self.heads // self.groups, *[1] * (tensor.dim() - 2))",
         ),
         GROUPS,
-        DIRECT,
     ),
     mutant(
         "delta-state-of-the-position-itself",
@@ -175,14 +167,12 @@ MUTANTS = (
             "self.cut(self.decay)[..., :1].expand(-1, -1, -1, self.size).cumsum(-1)",
         ),
         SELF,
-        DIRECT,
     ),
     mutant(
         "delta-projection-left-out-within-a-chunk",
         "what one write takes from another is forgotten",
         (_CHUNKS, "lower = (key @ key.mT) * ratio", "lower = 0 * (key @ key.mT) * ratio"),
         CARRIED,
-        SELF,
     ),
     mutant(
         "delta-projection-left-out-between-chunks",
@@ -206,7 +196,6 @@ MUTANTS = (
             "* self.cut(self.decay).exp().unsqueeze(-2)",
         ),
         CARRIED,
-        SELF,
     ),
     mutant(
         "delta-window-off-by-one",
@@ -233,7 +222,6 @@ MUTANTS = (
         "the read of the own write counts as direct and as causal",
         ("model.uses.DeltaUse.propagated", "(int(j == 0),", "(0,"),
         PROPAGATED,
-        VALUES,
     ),
     mutant(
         "delta-write-of-a-tap-left-out",
@@ -245,7 +233,6 @@ MUTANTS = (
         "delta-propagation-by-the-last-tap",
         "values move by the rule, and not by the convolution",
         ("model.convolution.ConvolutionStatistics.gathered", "errors[:length]", "errors[:1]"),
-        PROPAGATED,
         VALUES,
     ),
     mutant(
@@ -253,7 +240,6 @@ MUTANTS = (
         "the tap that lies j back is taken from the other end",
         ("model.convolution.ConvolutionStatistics.gathered", "-1 - back, None", "back, None"),
         TAPS,
-        PROPAGATED,
     ),
     mutant(
         "delta-slope-of-the-wrong-position",
@@ -291,7 +277,6 @@ MUTANTS = (
             "self.gathered([error] * self.width)",
         ),
         TAPS,
-        DIRECT,
     ),
     mutant(
         "convolution-keeps-its-first-tap",
@@ -322,8 +307,6 @@ MUTANTS = (
             ("model.switch._Gate.backward", 'ctx.switch.mode != "self"', "True"),
         ],
         SELF,
-        MODES,
-        DIRECT,
     ),
     mutant(
         "delta-rule-passes-itself-always",

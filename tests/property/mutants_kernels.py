@@ -104,7 +104,7 @@ MUTANTS = (
         "flash-window-not-read",
         "the sliding window of a flash kernel is left out",
         "dispatch._translated", 'window = named.get("sliding_window")', "window = None",
-        understood("mistral", "bounds"), understood("gemma2", "mask"),
+        understood("mistral", "bounds"),
     ),
     _kernel(
         "saved-of-another-layer",

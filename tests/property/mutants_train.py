@@ -23,18 +23,20 @@ DPO = "train.dpo.AlphaDPOTrainer"
 LEDGER = "train.ledger.ValueLedger"
 POOL = "train.pool.ValidationPool"
 WEIGHED = claim(
-    test_trainer_oracle.test_every_step_is_weighed, Asked(policy="random"), examples=1, needs=NEEDS
-)
+    test_trainer_oracle.test_every_step_is_weighed, Asked(policy="random"), examples=1, needs=NEEDS,
+    tested=True,
+)  # fmt: skip
 MASKS = claim(
-    test_trainer_oracle.test_random_masks, Asked(policy="random"), examples=1, needs=NEEDS
-)
+    test_trainer_oracle.test_random_masks, Asked(policy="random"), examples=1, needs=NEEDS,
+    tested=True,
+)  # fmt: skip
 
 
 @cache
 def run_of(name: str) -> Claim:
     """The claim about one pinned run."""
     check = test_trainer_oracle.test_the_trainer_is_the_reference
-    return claim(check, PINNED[name][0], examples=1, needs=NEEDS)
+    return claim(check, PINNED[name][0], examples=1, needs=NEEDS, tested=True)
 
 
 def _of(name: str, sentence: str, edit: Words, *claims: str | Claim) -> Mutant:
@@ -374,7 +376,6 @@ TRAINERS = (
             "age <= self._lasts",
         ),
         PAPER,
-        OLD,
     ),
     _of(
         "direction-never-pinned",

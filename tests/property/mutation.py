@@ -7,11 +7,12 @@ oracles and the tests' own models are out of reach. It counts as killed by a pro
 
 * the property raised an ``AssertionError`` of its own (not one of the library's, and nothing else),
 * the mutated code was called,
-* the same property on the same example passes without the mutant, and
+* the same property on the same example passes without the mutant (tried here, unless a test of
+  its own runs this very example), and
 * the library's own proofs were switched off meanwhile, so that it was the property that saw it
   (but for mutants of those proofs).
 
-Whether those proofs would have refused the mutant by themselves is recorded beside.
+Whether those proofs would have refused the mutant by themselves is recorded for the documents.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Claim:
     """A property, the arguments that it is tried on, and packages that it cannot do without.
 
     ``late`` is a module that it imports by itself; ``hunt`` does so before anything is drawn, since
-    what Hypothesis decorates inside an example takes over the example's settings.
+    what Hypothesis decorates inside an example takes over the example's settings. ``tested``: a
+    test of its own runs the very examples without a mutant.
     """
 
     check: Callable[..., None]
@@ -77,6 +79,7 @@ class Claim:
     examples: int
     needs: tuple[str, ...] = ()
     late: str = ""
+    tested: bool = False
 
     @property
     def name(self) -> str:
@@ -89,12 +92,14 @@ def claim(
     *arguments: Any,
     examples: int | None = None,
     needs: tuple[str, ...] = (),
+    tested: bool = False,
     **named: Any,
 ) -> Claim:
     """A claim of a test, by the function inside what Hypothesis draws; strategies or plain values.
 
     A property that runs a trainer takes seconds: give it one or two ``examples``, and the packages
     that it ``needs`` ("trl"), which it imports inside; where they are missing, its tests skip.
+    ``tested``: see ``Claim``.
     """
     inner = body(check)
     if examples is None:
@@ -107,7 +112,8 @@ def claim(
             inner(**dict(zip(named, values, strict=True)))
 
         return Claim(positional, st.tuples(*map(_strategy, named.values())), examples, needs)
-    return Claim(inner, st.tuples(*map(_strategy, arguments)), examples, needs)
+    drawn = st.tuples(*map(_strategy, arguments))
+    return Claim(inner, drawn, examples, needs, tested=tested)
 
 
 def body(test: Callable[..., None]) -> Callable[..., None]:
@@ -321,7 +327,8 @@ def without_shapes() -> Iterator[None]:
 class Kill:
     """A mutant's end: the claim that saw it, at which example, what it said.
 
-    ``refused``: the error by which the library's own proofs refuse the mutant, if they do.
+    ``refused``: the error by which the library's own proofs refuse the mutant, if they do and were
+    asked.
     """
 
     mutant: str
@@ -332,8 +339,11 @@ class Kill:
     refused: str | None
 
 
-def hunt(mutant: Mutant | None, claim: Claim) -> Kill | None:
-    """Try the claim on its examples with the mutant inside, up to the first kill."""
+def hunt(mutant: Mutant | None, claim: Claim, *, refusals: bool = False) -> Kill | None:
+    """Try the claim on its examples with the mutant inside, up to the first kill.
+
+    ``refusals``: the killing example runs once more, with the library's own proofs on.
+    """
     if claim.late:
         importlib.import_module(claim.late)
     seen, kills = 0, list[Kill]()
@@ -351,7 +361,7 @@ def hunt(mutant: Mutant | None, claim: Claim) -> Kill | None:
         nonlocal seen
         if not kills:
             seen += 1
-            kill = _try(mutant, claim, arguments, seen)
+            kill = _try(mutant, claim, arguments, seen, refusals=refusals)
             kills.extend([] if kill is None else [kill])
 
     search()
@@ -359,7 +369,7 @@ def hunt(mutant: Mutant | None, claim: Claim) -> Kill | None:
 
 
 def _try(
-    mutant: Mutant | None, claim: Claim, arguments: tuple[Any, ...], number: int
+    mutant: Mutant | None, claim: Claim, arguments: tuple[Any, ...], number: int, *, refusals: bool
 ) -> Kill | None:
     of_proofs = mutant.of_proofs if mutant else claim.name.startswith("test_proof")
     unproved = nullcontext() if of_proofs else without_proofs()
@@ -374,10 +384,11 @@ def _try(
             message = str(error).partition("\n")[0] or f"not ({frames[-1].line})"
     if not calls:
         raise RuntimeError(f"{mutant.name}: {claim.name} failed, and never called what is mutated")
-    _require_clean(claim, arguments)
+    if not claim.tested:
+        _require_clean(claim, arguments)
     # A trainer is above the proofs, which look at the scorer.
-    above = all(edit.target.startswith("train.") for edit in mutant.edits)
-    refused = None if mutant.of_proofs or above else _refusal(mutant, claim, arguments)
+    above = mutant.of_proofs or all(edit.target.startswith("train.") for edit in mutant.edits)
+    refused = _refusal(mutant, claim, arguments) if refusals and not above else None
     return Kill(mutant.name, claim.name, number, message, calls.total(), refused)
 
 

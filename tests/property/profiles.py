@@ -51,7 +51,7 @@ REACH = settings(
 """For looking for a case that must be drawn at all."""
 
 
-def budget(fraction: float, least: int = 5) -> settings:
+def budget(fraction: float, least: int = 3) -> settings:
     """Settings with this share of the active profile's examples, for expensive properties.
 
     A share below ``least`` is ``least``, where the profile itself has as many.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alphatoken import InputError, NumericalError, PreferenceBatch
+from alphatoken import InputError, PreferenceBatch
 from alphatoken.model import batch
 from alphatoken.oracle import gradients, influence
 from alphatoken.select import losses
@@ -96,56 +96,6 @@ def test_one_row_of_position_ids_serves_all_rows() -> None:
 def test_left_padding_is_no_document() -> None:
     data = make_batch(("..pprr", "pprrrr"), vocabulary=7, seed=0, explicit_positions=True)
     assert batch.read_batch(data).document_starts is None
-
-
-def bad_batches() -> list[tuple[dict[str, object], str]]:
-    labels = IDS.clone()
-    nothing = torch.full_like(IDS, -100)
-    first = nothing.clone()
-    first[:, 0] = 1
-    packed = torch.tensor([[0, 1, 0, 1, 2]] * 2)
-    return [
-        ({"labels": labels}, "no tensor 'input_ids'"),
-        ({"input_ids": IDS}, "no tensor 'labels'"),
-        ({"input_ids": IDS, "labels": labels.tolist()}, "'labels' of the batch is no tensor"),
-        ({"input_ids": IDS, "labels": labels[:, 1:]}, r"one shape \(batch, length\)"),
-        ({"input_ids": IDS[0], "labels": labels[0]}, r"one shape \(batch, length\)"),
-        ({"input_ids": IDS, "labels": labels.float()}, "must be integers"),
-        ({"input_ids": IDS, "labels": labels > 0}, "must be integers"),
-        ({"input_ids": IDS, "labels": nothing}, "no response token"),
-        ({"input_ids": IDS, "labels": first}, "no response token"),
-        ({"input_ids": IDS, "labels": labels, "position_ids": packed}, r"labels\[0, 2\]"),
-    ]
-
-
-@pytest.mark.parametrize(("data", "message"), bad_batches())
-def test_what_is_not_a_batch_is_refused(data: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        batch.read_batch(data)
-
-
-def test_too_long_a_sequence_is_refused_with_the_limit() -> None:
-    data = {"input_ids": IDS, "labels": IDS}
-    with pytest.raises(InputError, match=r"5 tokens, limit 4"):
-        batch.read_batch(data, max_length=4, role="validation batch")
-    assert batch.read_batch(data, max_length=5).response_tokens == 8
-    # Of a packed row it is the longest document that counts.
-    starts = torch.tensor([[0, 1, 0, 1, 2]])
-    packed = {"input_ids": IDS[:1], "labels": IDS[:1].clone(), "position_ids": starts}
-    packed["labels"][0, 2] = -100
-    assert batch.read_batch(packed, max_length=3).response_tokens == 3
-    with pytest.raises(InputError, match=r"3 tokens, limit 2"):
-        batch.read_batch(packed, max_length=2)
-
-
-def test_losses_that_are_not_finite_are_named_on_the_response_only() -> None:
-    losses = torch.zeros(2, 5)
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    losses[1, 3] = float("nan")
-    with pytest.raises(NumericalError, match="row 1, token 3"):
-        batch.require_finite(losses, mask, "batch")
-    mask[1, 3] = False
-    batch.require_finite(losses, mask, "batch")
 
 
 def test_preference_pairs_are_checked_once() -> None:

@@ -410,6 +410,7 @@ def test_lora_factors_agree_and_a_fault_is_named() -> None:
     assert "v_proj.lora_A" in str(off["adaptation_direct"].parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.smollm2
 def test_a_real_model_agrees_and_a_fault_does_not(smollm2: Any) -> None:
     """SmolLM2-135M: a few tokens, float32, in less than a minute of one quiet core."""

@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken import (
-    ConfigError,
     CoverageError,
     FisherDrift,
-    ModelError,
-    NumericalError,
     Scorer,
     ScorerConfig,
-    UnsupportedError,
 )
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder
@@ -472,25 +468,6 @@ def test_an_observed_pass_is_valued_with_its_own_dropout() -> None:
     assert not torch.allclose(dry, values.total)
 
 
-def test_attention_dropout_in_an_observed_pass_is_refused() -> None:
-    case = make_case(("pprrr",), (("pprr",),), attention_dropout=0.3)
-    batch = case.batch
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
-    for estimator in ("alphatoken", "direct", "same_layer_hop", "paper_literal"):
-        model = case.model().train()
-        scorer = Scorer(model, case.validation, config=ScorerConfig(estimator, layers=2))
-        with scorer.observe() as observed:
-            logits = model(**inputs)
-            with pytest.raises(UnsupportedError, match=r"dropout.*path"):
-                observed.values(logits, batch["labels"])
-
-
-def test_values_before_a_forward_are_refused() -> None:
-    scorer = Scorer(PLAIN.model(), PLAIN.validation, config=ScorerConfig("path", layers=1))
-    with scorer.observe() as observed, pytest.raises(ModelError, match="the model was not called"):
-        observed.values(torch.zeros(2, 5, 11, dtype=torch.float64), PLAIN.batch["labels"])
-
-
 # --- coverage, isolation, scope ------------------------------------------------------------------
 
 SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
@@ -500,22 +477,6 @@ CAPTURED = (*SELF_ONLY, "path", "paper_literal")
 def score(case: Case, estimator: str, **options: Any) -> Tensor:
     config = ScorerConfig(estimator, **{"layers": 1, **options})
     return Scorer(case.model(), case.validation, config=config).score(case.batch).total
-
-
-@pytest.mark.parametrize("estimator", CAPTURED)
-def test_a_hidden_use_is_caught_by_the_coverage_proof(estimator: str) -> None:
-    case = make_case(("pprrr",), (("pprr",),), hidden_use=True)
-    with pytest.raises(CoverageError, match=r"mlp\.up_proj\.weight.*label"):
-        score(case, estimator)
-
-
-@pytest.mark.parametrize("estimator", CAPTURED)
-def test_a_use_below_the_scored_layers_is_caught(estimator: str) -> None:
-    """One weight in the up projections of all layers: K = 1 does not capture the lower uses."""
-    case = make_case(("pprrr",), (("pprr",),), mlp="plain", tied_linears=True, layers=3)
-    with pytest.raises(CoverageError, match=r"mlp\.up_proj\.weight.*label"):
-        score(case, estimator)
-    score(case, estimator, layers="all")  # there all of them are in scope
 
 
 @pytest.mark.parametrize("estimator", CAPTURED)
@@ -531,23 +492,6 @@ def test_a_use_in_the_embedding_is_caught(estimator: str) -> None:
     m = gradients.validation_gradient(model, forward_of(model), case.validation, scorer.parameters)
     expected = gradients.label_values(model, forward_of(model), case.batch, m)
     close(values, expected, 1.0 + expected.abs().max(), MODEL, name="label, shared with embedding")
-
-
-@pytest.mark.parametrize("estimator", SELF_ONLY)
-@pytest.mark.parametrize("lines", [("pprr",), ("pprr", "...pr"[1:]), ("pr..", "pprr", "..pr")])
-def test_a_hidden_mixer_is_caught_by_the_isolation_proof(
-    estimator: str, lines: tuple[str, ...]
-) -> None:
-    case = make_case(("pprrr",), (lines,), hidden_mixer=True)
-    with pytest.raises(UnsupportedError, match=r"mix outside attention.*'label' or 'path'"):
-        score(case, estimator)
-
-
-@pytest.mark.parametrize("estimator", [*SELF_ONLY, "paper_literal"])
-def test_a_named_mixer_is_refused_with_label_as_the_remedy(estimator: str) -> None:
-    case = make_case(("pprrr",), (("pprr",),), conv_mixer=True)
-    with pytest.raises(UnsupportedError, match=r"layers\.1\.mixer.*causal convolution.*'label'"):
-        score(case, estimator)
 
 
 @pytest.mark.parametrize("estimator", CAPTURED)
@@ -608,30 +552,6 @@ def test_the_coverage_report_says_what_was_proved() -> None:
 # --- bad input -----------------------------------------------------------------------------------
 
 
-def test_layers_outside_the_model_are_refused() -> None:
-    for layers in (0, 4, True, (2,), (-3,), (), "last", ""):
-        with pytest.raises(ConfigError, match="layer"):
-            Scorer(PLAIN.model(), PLAIN.validation, config=ScorerConfig(layers=layers))
-
-
 def test_negative_layer_indices_count_from_the_end() -> None:
     for one, two in (((-1,), 1), ((0, -1), "all"), ((1, 0), (0, 1))):
         assert torch.equal(score(PLAIN, "direct", layers=one), score(PLAIN, "direct", layers=two))
-
-
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
-def test_nan_weights_are_an_error_that_names_the_token(estimator: str) -> None:
-    model = PLAIN.model()
-    with torch.no_grad():
-        model.head.weight[0, 0] = float("nan")
-    before = snapshot(model)["random"]
-    scorer = Scorer(model, PLAIN.validation, config=ScorerConfig(estimator, layers=1))
-    with pytest.raises(NumericalError, match=r"row 0, token 2"):
-        scorer.score(PLAIN.batch)
-    assert snapshot(model)["random"] == before
-
-
-def test_no_trainable_linear_is_refused() -> None:
-    model = PLAIN.model().requires_grad_(False)
-    with pytest.raises(ConfigError, match="no trainable linear"):
-        Scorer(model, PLAIN.validation, config=ScorerConfig("path", layers=1))

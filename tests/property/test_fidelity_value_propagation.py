@@ -74,7 +74,7 @@ def spec_of(model: ReferenceDecoder, layer: int, length: int) -> jacobian.Attent
     assert w_v is not None
     tables = None
     if config.positions == "rotary":
-        tables = decoder._rotary_tables(config, torch.arange(length).unsqueeze(0))
+        tables = decoder.rotary_tables(config, torch.arange(length).unsqueeze(0))
     window = config.window(layer)
     place = torch.arange(length)
     gap = place[:, None] - place

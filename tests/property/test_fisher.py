@@ -23,7 +23,6 @@ from alphatoken.errors import (
     FisherError,
     InputError,
     NumericalError,
-    UnsupportedError,
 )
 from alphatoken.oracle.enumeration import enumerate_responses, enumerated_log_probabilities
 from alphatoken.oracle.retention import exact_fisher
@@ -343,21 +342,6 @@ def test_check_accepts_its_model_also_when_it_has_moved_a_little() -> None:
     assert all(abs(drift - 0.1) < 1e-6 for drift in drifts.values())
 
 
-def test_check_names_what_does_not_fit() -> None:
-    model = ReferenceDecoder(DEEP, 0)
-    fisher = fitted(model, layers=1)
-    with pytest.raises(FisherError, match=r"1 missing, the first is 'layers.0.mlp.up_proj.weight'"):
-        fisher.check(model, [*fisher.names, "layers.0.mlp.up_proj.weight"])
-    with pytest.raises(FisherError, match=r"no parameter of the model.*'layers.9'"):
-        fisher.check(model, ["layers.9"])
-    wider = ReferenceDecoder(DecoderConfig(vocabulary=5, layers=3, hidden=6, mlp_width=3), 0)
-    with pytest.raises(FisherError, match="hidden: 4 in the Fisher, 6 in the model"):
-        fisher.check(wider, fisher.names)
-    anonymous = FisherDrift(fisher.fisher, fisher.reference)
-    with pytest.raises(FisherError, match=r"another shape than the model's"):
-        anonymous.check(wider, fisher.names)
-
-
 def test_a_fisher_of_another_model_of_the_same_shape_is_refused_unless_asked_for() -> None:
     fisher = fitted(ReferenceDecoder(DEEP, 0))
     other = ReferenceDecoder(DEEP, 1)
@@ -373,28 +357,6 @@ def test_a_zero_reference_is_never_divided_by() -> None:
 
 
 # --- files -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_save_and_load_give_the_same_bits(structure: str, transposed: bool, tmp_path: Path) -> None:
-    config = DecoderConfig(vocabulary=5, transposed=transposed, bias=True, tied_linears=True)
-    fisher = fitted(ReferenceDecoder(config, 0), structure=structure, score_bias=True)
-    fisher.save(tmp_path / "fisher.safetensors")
-    loaded = FisherDrift.load(tmp_path / "fisher.safetensors")
-    assert loaded.names == fisher.names
-    assert loaded.metadata == fisher.metadata
-    assert loaded.structure == structure
-    for name in fisher.names:
-        assert torch.equal(loaded.reference[name], fisher.reference[name])
-        if structure == "diagonal":
-            assert torch.equal(loaded.fisher[name], fisher.fisher[name])
-        else:
-            for ours, theirs in zip(loaded.factors[name], fisher.factors[name], strict=True):
-                assert torch.equal(ours, theirs)
-    assert fisher.metadata["layers"] == [0, 1]
-    assert fisher.metadata["samples"] == 2
-    assert fisher.metadata["model"] == ReferenceAdapter(ReferenceDecoder(config, 0)).identity()
 
 
 def test_names_that_end_in_neither_weight_nor_bias_survive(tmp_path: Path) -> None:
@@ -573,14 +535,6 @@ def test_responses_are_cut_to_the_models_limit_and_this_is_counted() -> None:
 # --- bad input ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("parameters", "tied"), [("all", False), ("head.weight", True)])
-def test_an_embedding_that_counts_its_tokens_is_refused(parameters: str, tied: bool) -> None:
-    model = ReferenceDecoder(DecoderConfig(rare_tokens=True, tied_embeddings=tied), 0)
-    with pytest.raises(UnsupportedError, match=r"scale_grad_by_freq.*embedding\.weight"):
-        fit_fisher(model, PROMPTS, samples=1, layers=1, parameters=parameters)
-    fit_fisher(model, PROMPTS, samples=1, layers=1, max_new_tokens=1)  # which is not in its scope
-
-
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no samples": ({"samples": 0}, "samples must be"),
     "bool samples": ({"samples": True}, "samples must be"),
@@ -706,26 +660,3 @@ def test_bfloat16_weights_have_a_float32_fisher() -> None:
     fisher = fitted(tiny_llama(torch.bfloat16))
     assert {F.dtype for F in fisher.fisher.values()} == {torch.float32}
     assert {W.dtype for W in fisher.reference.values()} == {torch.bfloat16}
-
-
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # peft
-def test_under_lora_the_fisher_of_a_is_exactly_zero_and_nothing_is_divided_by_it() -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        tiny_llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
-    )
-    fisher = fitted(model, samples=3)
-    assert len(fisher.names) == 8
-    for name in fisher.names:
-        assert bool(fisher.fisher[name].any()) == ("lora_B" in name)
-    weights = parameters_of(model, fisher.names)
-    with torch.no_grad():
-        for weight in weights.values():
-            weight += 0.01
-    fisher.check(model, fisher.names)
-    assert all("lora_A" in name for name in fisher.drift(weights))
-    for name, V in fisher.direction(weights).items():
-        assert bool(torch.isfinite(V).all())
-        assert bool(V.any()) == ("lora_B" in name)

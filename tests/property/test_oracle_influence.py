@@ -1,7 +1,6 @@
 """The influence oracle against finite differences, ordinary autograd and its own exact cases.
 
-The decoder here is small, pure float64 and local to this file, so that the oracle is not tested on
-the decoder that it later checks.
+The decoder is that of ``decoder.py`` with an attention written out here.
 """
 
 from __future__ import annotations
@@ -17,23 +16,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken.errors import InputError
+from alphatoken.model.protocol import AttentionCall
 from alphatoken.oracle import gradients, influence, jacobian, propagation
+from tests.property.decoder import (
+    DecoderConfig,
+    ReferenceDecoder,
+    TransposedLinear,
+    dense_mask,
+    draw_weights,
+    rotary_tables,
+)
 
 VOCABULARY, WIDTH, HEAD, HIDDEN = 7, 6, 4, 5
 EXACT = 1e-12  # one contraction
 MODEL = 1e-10  # through a whole decoder
-
-
-class Transposed(nn.Module):
-    """A linear whose weight is (in, out), as GPT-2 keeps it."""
-
-    def __init__(self, d_in: int, d_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(d_in, d_out, dtype=torch.float64))
-        self.bias = nn.Parameter(torch.zeros(d_out, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
 
 
 @dataclass(frozen=True)
@@ -43,127 +39,86 @@ class Structure:
     groups: int = 1
     bias: bool = False
     rotary: bool = True
-    key_norm: bool = False
+    qk_norm: bool = False
     softcap: float | None = None
     sinks: bool = False
     window: int | None = None
-    twice: bool = False  # each MLP is called twice
+    twice: bool = False  # a linear in each MLP is called twice
     tied: bool = False  # one MLP module serves all layers
     shared_weight: bool = False  # k and v projections share one Parameter
     transposed: bool = False
     seed: int = 0
 
 
-class Layer(nn.Module):
-    def __init__(self, s: Structure) -> None:
-        super().__init__()
-        self.q = nn.Linear(WIDTH, s.heads * HEAD, bias=s.bias, dtype=torch.float64)
-        self.k = nn.Linear(WIDTH, s.groups * HEAD, bias=s.bias, dtype=torch.float64)
-        self.v = nn.Linear(WIDTH, s.groups * HEAD, bias=s.bias, dtype=torch.float64)
-        self.o = nn.Linear(s.heads * HEAD, WIDTH, bias=s.bias, dtype=torch.float64)
-        self.up = nn.Linear(WIDTH, HIDDEN, bias=s.bias, dtype=torch.float64)
-        down = Transposed(HIDDEN, WIDTH) if s.transposed else None
-        self.down = down or nn.Linear(HIDDEN, WIDTH, bias=s.bias, dtype=torch.float64)
-        self.sinks = nn.Parameter(torch.zeros(s.heads, dtype=torch.float64)) if s.sinks else None
-        norm = torch.zeros(HEAD, dtype=torch.float64)
-        self.key_norm = nn.Parameter(norm) if s.key_norm else None
-
-
-class Decoder(nn.Module):
-    """Pre-norm decoder; ``epsilon`` scales every cross-position gradient and no value."""
+class Decoder(ReferenceDecoder):
+    """``epsilon`` scales every cross-position gradient and no value; each layer leaves a trace."""
 
     def __init__(self, structure: Structure) -> None:
-        super().__init__()
         s = self.structure = structure
+        super().__init__(
+            DecoderConfig(
+                vocabulary=VOCABULARY, layers=s.layers, hidden=WIDTH, heads=s.heads,
+                kv_heads=s.groups, head_dim=HEAD, mlp="plain", mlp_width=HIDDEN, bias=s.bias,
+                positions="rotary" if s.rotary else "none", qk_norm=s.qk_norm, sinks=s.sinks,
+                softcap=s.softcap, windows=(s.window,), repeated_linear=s.twice,
+            )
+        )  # fmt: skip
         self.epsilon = 1.0
-        self.embed = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
-        self.layers = nn.ModuleList(Layer(s) for _ in range(s.layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
-        for layer in self.layers:
-            if s.shared_weight:
-                layer.k.weight = layer.v.weight
-            if s.tied:
-                layer.up, layer.down = self.layers[0].up, self.layers[0].down
-        generator = torch.Generator().manual_seed(s.seed)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.6)
         self.trace: list[dict[str, Tensor]] = []
+        for block in self.layers:
+            attention = block.attention
+            attention.override = self.attend
+            if s.shared_weight:
+                attention.k_proj.weight = attention.v_proj.weight
+            if s.transposed:
+                block.mlp.down_proj = TransposedLinear(HIDDEN, WIDTH, s.bias)
+            if s.tied:
+                block.mlp = self.layers[0].mlp
+            block.register_forward_pre_hook(lambda _, args: self.trace.append({"h": args[0]}))
+            attention.register_forward_pre_hook(lambda _, args: self.note(x=args[0]))
+        self.final_norm.register_forward_pre_hook(lambda _, args: self.trace.append({"h": args[0]}))
+        draw_weights(self, s.seed)
 
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angle = positions[..., None] * torch.tensor([1.0, 0.3], dtype=torch.float64)
-        angle = torch.cat([angle, angle], -1) * float(self.structure.rotary)
-        return angle.cos(), angle.sin()
+    def note(self, **tensors: Tensor) -> None:
+        self.trace[-1] |= tensors
 
-    def mask(self, keys: Tensor) -> Tensor:
-        place = torch.arange(keys.shape[1])
-        gap = place[:, None] - place[None, :]
-        allowed = (gap >= 0) & (gap < (self.structure.window or len(place)))
-        return (allowed & keys[:, None, :]) | (gap == 0)  # padding reads itself, never NaN
-
-    def attention(self, layer: Layer, h: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        s = self.structure
-        x = F.rms_norm(h, (WIDTH,), eps=1e-6)
-        q, k, v = (
-            p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (layer.q, layer.k, layer.v)
-        )
-        if layer.key_norm is not None:
-            k = F.rms_norm(k, (HEAD,), layer.key_norm, eps=1e-6)
-        cos, sin = (table[:, None] for table in self.tables(positions))
-
-        def rotated(u: Tensor) -> Tensor:
-            return u * cos + torch.cat([-u[..., HEAD // 2 :], u[..., : HEAD // 2]], -1) * sin
-
-        q, k = rotated(q), rotated(k)
-
-        def across(u: Tensor) -> Tensor:
-            each = u.repeat_interleave(s.heads // s.groups, dim=1)
-            return self.epsilon * each + (1 - self.epsilon) * each.detach()
+    def attend(self, call: AttentionCall, _: Any) -> Tensor:
+        repeats = self.structure.heads // self.structure.groups
 
         def own(u: Tensor) -> Tensor:
-            return u.repeat_interleave(s.heads // s.groups, dim=1)
+            return u.repeat_interleave(repeats, dim=1)
 
-        self_pair = torch.eye(h.shape[1], dtype=torch.bool)
-        logits = torch.where(self_pair, q @ own(k).mT, q @ across(k).mT) * HEAD**-0.5
-        if s.softcap is not None:
-            logits = s.softcap * torch.tanh(logits / s.softcap)
-        logits = logits.masked_fill(~mask[:, None], -torch.inf)
-        if layer.sinks is not None:
-            sink = layer.sinks[None, :, None, None].expand(*logits.shape[:3], 1)
-            alpha = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
-        else:
-            alpha = logits.softmax(-1)
+        def across(u: Tensor) -> Tensor:
+            return self.epsilon * own(u) + (1 - self.epsilon) * own(u).detach()
+
+        q, k, v, mask = call.query, call.key, call.value, dense_mask(call)
+        self_pair = torch.eye(q.shape[2], dtype=torch.bool)
+        logits = torch.where(self_pair, q @ own(k).mT, q @ across(k).mT) * call.scale
+        if call.softcap is not None:
+            logits = call.softcap * torch.tanh(logits / call.softcap)
+        logits = logits.masked_fill(~mask, -torch.inf)
+        if call.sinks is not None:
+            sink = call.sinks[None, :, None, None].expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, sink], -1)
+        alpha = logits.softmax(-1)[..., : q.shape[2]]
         o = (alpha * self_pair) @ own(v) + (alpha * ~self_pair) @ across(v)
-        self.trace.append({"h": h, "x": x, "k": k, "v": v, "alpha": alpha, "o": o})
-        return layer.o(o.transpose(1, 2).flatten(2))
+        self.note(k=k, v=v, alpha=alpha, o=o, mask=mask)
+        return o
 
-    def forward(self, batch: Any) -> Tensor:
-        ids = batch["input_ids"]
-        keys = batch.get("attention_mask", torch.ones_like(ids)).bool()
-        positions = keys.long().cumsum(1) - 1
-        mask = self.mask(keys)
+    def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
         self.trace = []
-        h = self.embed(ids)
-        for layer in self.layers:
-            h = h + self.attention(layer, h, positions, mask)
-            for _ in range(1 + self.structure.twice):
-                h = h + layer.down(torch.nn.functional.silu(layer.up(h)))
-        self.trace.append({"h": h})
-        return self.head(F.rms_norm(h, (WIDTH,), eps=1e-6))
+        return super().forward(batch["input_ids"])
 
     def scored(self, last: int) -> dict[str, nn.Module]:
-        wanted = ("q", "k", "v", "o", "up", "down")
-        first = len(self.layers) - last
-        return {
-            f"layers.{j}.{part}": getattr(layer, part)
-            for j, layer in enumerate(self.layers)
-            if j >= first
-            for part in wanted
-        }
+        parts = [f"attention.{name}" for name in self.layers[0].attention.linears()]
+        parts += [f"mlp.{name}" for name in self.layers[0].mlp.linears()]
+        chosen = range(len(self.layers) - last, len(self.layers))
+        names = [f"layers.{j}.{part}" for j in chosen for part in parts]
+        return {name: self.get_submodule(name) for name in names}
 
     def conv(self) -> list[str]:
-        names = [name for name, module in self.named_modules(remove_duplicate=False)]
-        return [name for name in names if name.endswith("down") and self.structure.transposed]
+        named = self.named_modules(remove_duplicate=False)
+        return [name for name, module in named if isinstance(module, TransposedLinear)]
 
 
 @dataclass(frozen=True)
@@ -222,7 +177,7 @@ structures = st.builds(
     groups=st.sampled_from([1, 2, 4]),
     bias=st.booleans(),
     rotary=st.booleans(),
-    key_norm=st.booleans(),
+    qk_norm=st.booleans(),
     softcap=st.sampled_from([None, 0.8]),
     sinks=st.booleans(),
     window=st.sampled_from([None, 2]),
@@ -388,7 +343,7 @@ def ordinary_backward(case: Case) -> Tensor:
     path = torch.zeros(case.batch["labels"].shape, dtype=torch.float64)
     for (module, x, _), delta in zip(calls, errors, strict=True):
         m = by_parameter[id(module.weight)]
-        moved = x @ (m if isinstance(module, Transposed) else m.T)
+        moved = x @ (m if isinstance(module, TransposedLinear) else m.T)
         if case.score_bias and module.bias is not None:
             moved = moved + by_parameter[id(module.bias)]
         if delta is not None:
@@ -410,7 +365,7 @@ def test_every_entry_is_the_effect_of_moving_one_use(case: Case) -> None:
     def losses_at(shift: float, t: int) -> Tensor:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             m = by_parameter[id(module.weight)]
-            moved = args[0] @ (m if isinstance(module, Transposed) else m.T)
+            moved = args[0] @ (m if isinstance(module, TransposedLinear) else m.T)
             if case.score_bias and module.bias is not None:
                 moved = moved + by_parameter[id(module.bias)]
             output = output.clone()
@@ -496,12 +451,14 @@ def test_bad_directions_and_modules_are_named() -> None:
     def run(modules: Any, direction: Any, batch: Any = batch) -> None:
         influence.exact_influence(model, model, batch, modules, direction)
 
-    with pytest.raises(InputError, match=r"layers\.0\.o"):
-        run(modules, {n: m for n, m in direction.items() if n != "layers.0.o.weight"})
+    with pytest.raises(InputError, match=r"layers\.0\.attention\.o_proj"):
+        run(
+            modules, {n: m for n, m in direction.items() if n != "layers.0.attention.o_proj.weight"}
+        )
     with pytest.raises(InputError, match="nowhere"):
         run(modules, {**direction, "nowhere.weight": torch.zeros(2, 2)})
     with pytest.raises(InputError, match="another shape"):
-        run(modules, {**direction, "layers.0.o.weight": torch.zeros(2, 2)})
+        run(modules, {**direction, "layers.0.attention.o_proj.weight": torch.zeros(2, 2)})
     with pytest.raises(InputError, match="no scored modules"):
         run({}, direction)
     with pytest.raises(InputError, match="token has no loss"):
@@ -516,24 +473,24 @@ def test_bad_directions_and_modules_are_named() -> None:
 
 def test_a_tied_parameter_moves_one_way() -> None:
     case = make_case(Structure(layers=1, groups=2, shared_weight=True), length=3)
-    m = case.direction["layers.0.k.weight"]
-    both = {**case.direction, "layers.0.v.weight": m.clone()}
+    m = case.direction["layers.0.attention.k_proj.weight"]
+    both = {**case.direction, "layers.0.attention.v_proj.weight": m.clone()}
     once = case.influence()
     assert_within(
         replace(case, direction=both).influence().matrix, once.matrix, once.absolute_scale, EXACT
     )
     with pytest.raises(InputError, match="two directions"):
-        replace(case, direction={**both, "layers.0.v.weight": 2 * m}).influence()
+        replace(case, direction={**both, "layers.0.attention.v_proj.weight": 2 * m}).influence()
 
 
 def test_flattened_positions_are_refused() -> None:
     case = make_case(Structure(layers=1), length=3)
 
     def flat(batch: Any) -> Tensor:
-        case.model.layers[0].up(torch.zeros(3, WIDTH, dtype=torch.float64))
+        case.model.layers[0].mlp.up_proj(torch.zeros(3, WIDTH, dtype=torch.float64))
         return case.model(batch)
 
-    with pytest.raises(InputError, match=r"layers\.0\.up"):
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj"):
         influence.exact_influence(case.model, flat, case.batch, case.modules, case.direction)
 
 
@@ -552,9 +509,9 @@ def recorded_layers(case: Case) -> list[propagation.PropagationLayer]:
     by_parameter = {id(named[name]): m for name, m in case.direction.items()}
     layers = []
     for j, (entry, error) in enumerate(zip(model.trace[:-1], errors, strict=True)):
-        if f"layers.{j}.v" not in case.modules:
+        if f"layers.{j}.attention.v_proj" not in case.modules:
             continue
-        projection = model.layers[j].v
+        projection = model.layers[j].attention.v_proj
         bias = (
             by_parameter[id(projection.bias)] if case.score_bias and model.structure.bias else None
         )
@@ -575,7 +532,7 @@ def recorded_layers(case: Case) -> list[propagation.PropagationLayer]:
 def test_per_head_propagation_is_exact_in_the_last_layer(case: Case) -> None:
     """W = T, last decoder layer: the off-diagonal Psi of the value projection, pair by pair."""
     result = case.influence()
-    name = f"layers.{case.model.structure.layers - 1}.v"
+    name = f"layers.{case.model.structure.layers - 1}.attention.v_proj"
     exact, scale = result.terms[name].tril(-1), result.absolute[name].sum(2, keepdim=True)
     pairs = propagation.value_propagation_pairs(recorded_layers(case)[-1])
     assert_within(pairs, exact, scale.expand_as(exact) + 1e-6, MODEL)
@@ -592,37 +549,38 @@ def test_what_propagation_misses_in_the_last_layer_is_known_exactly(
     case = make_case(structure, last=1, length=length, score_bias=score_bias)
     result = case.influence()
     j = structure.layers - 1
-    layer, recorded = case.model.layers[j], recorded_layers(case)[-1]
+    layer, recorded = case.model.layers[j].attention, recorded_layers(case)[-1]
     x = case.model.trace[j]["x"][0].detach()
-    cos, sin = case.model.tables(torch.arange(length))
-    keys = torch.ones(1, length, dtype=torch.bool)
+    tables = rotary_tables(case.model.config, torch.arange(length)[None])
+    cos, sin = (table[0, 0] for table in tables) if structure.rotary else (None, None)
 
     def frozen(parameter: Tensor | None) -> Tensor | None:
         return None if parameter is None else parameter.detach()
 
     spec = jacobian.AttentionSpec(
-        w_q=layer.q.weight.detach(),
-        w_k=layer.k.weight.detach(),
-        w_v=layer.v.weight.detach(),
+        w_q=layer.q_proj.weight.detach(),
+        w_k=layer.k_proj.weight.detach(),
+        w_v=layer.v_proj.weight.detach(),
         heads=structure.heads,
         groups=structure.groups,
         scale=HEAD**-0.5,
-        b_q=frozen(layer.q.bias),
-        b_k=frozen(layer.k.bias),
-        b_v=frozen(layer.v.bias),
-        k_norm=frozen(layer.key_norm),
+        b_q=frozen(layer.q_proj.bias),
+        b_k=frozen(layer.k_proj.bias),
+        b_v=frozen(layer.v_proj.bias),
+        q_norm=frozen(layer.q_norm.weight if structure.qk_norm else None),
+        k_norm=frozen(layer.k_norm.weight if structure.qk_norm else None),
         cos=cos,
         sin=sin,
         softcap=structure.softcap,
         sinks=frozen(layer.sinks),
-        mask=case.model.mask(keys)[0],
+        mask=case.model.trace[j]["mask"][0, 0],
     )
     alpha = jacobian.attend(spec, x).alpha  # the spec is the decoder's own attention
     assert_within(alpha, recorded.alpha[0], torch.ones_like(alpha), EXACT)
 
-    m_b = case.direction.get(f"layers.{j}.k.bias")
+    m_b = case.direction.get(f"layers.{j}.attention.k_proj.bias")
     missed = jacobian.value_propagation_error(
-        spec, x, recorded.errors[0], case.direction[f"layers.{j}.k.weight"], m_b
+        spec, x, recorded.errors[0], case.direction[f"layers.{j}.attention.k_proj.weight"], m_b
     ).sum(0)
     estimate = propagation.value_propagation_pairs(recorded)[0]
     scale = result.absolute_scale[0].sum(1, keepdim=True).expand_as(missed)
@@ -753,11 +711,11 @@ def test_the_papers_routing_does_not_add_up_to_the_gradient() -> None:
 def test_the_papers_routing_counts_each_block_once_and_at_position_k() -> None:
     """Two blocks, M on the embedding: sum_t "via t" = <grad l_k, M> + (dl_k/dh_k^1).(dh_k^1 M)."""
     case = make_case(Structure(layers=2, heads=4, groups=2), length=5)
-    model, embedding = case.model, case.model.embed.weight
+    model, embedding = case.model, case.model.embedding.weight
     m = torch.randn(
         embedding.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
     )
-    direction = {"embed.weight": m}
+    direction = {"embedding.weight": m}
 
     def hidden() -> list[Tensor]:
         return [entry["h"] for entry in model.trace]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,68 +98,11 @@ def test_no_multiple_of_the_divergence_bounds_the_calibration_gap() -> None:
 
 # --- settings of a run --------------------------------------------------------------------------
 
-SFT = [
-    f"{task}-{model}" for task in ("magicoder", "metamath") for model in ("llama", "gemma", "qwen")
+EVERY = [
+    f"{task}-{model}"
+    for task in ("magicoder", "metamath", "ultrafeedback", "ultrachat")
+    for model in ("llama", "gemma", "qwen")
 ]
-WARM = [f"ultrachat-{model}" for model in ("llama", "gemma", "qwen")]
-PAIRS = [f"ultrafeedback-{model}" for model in ("llama", "gemma", "qwen")]
-VALUED, EVERY = [*SFT, *PAIRS], [*SFT, *PAIRS, *WARM]
-SETTINGS: list[tuple[int, list[str], dict[str, Any]]] = [
-    (11, VALUED, {"retention": "diagonal", "fisher_samples": 1000, "fisher_prompts": 1000}),
-    (12, SFT, {"kept_normalization": "sum"}),
-    (12, PAIRS, {"kept_normalization": "response"}),
-    (13, EVERY, {"max_grad_norm": 0.0}),
-    (14, VALUED, {"keep_scope": "global"}),
-    (16, VALUED, {"validation_mode": "fixed", "validation_rows": 32, "validation_batch_size": 32}),
-    (16, VALUED, {"held_out_share": 0.0, "held_out_steps": 0}),
-    (17, PAIRS, {"max_prompt_length": 1024, "max_response_length": 1024, "long_prompts": "cut"}),
-    (19, PAIRS, {"precompute_ref_log_probs": True}),
-    (20, VALUED, {"fisher_max_new_tokens": 256, "fisher_labels": "sequence"}),
-    (21, VALUED, {"on_leak": "remove"}),
-    (22, EVERY, {"optim": "adamw_torch", "lr_scheduler_type": "cosine"}),
-    (22, EVERY, {"warmup_steps": 0, "weight_decay": 0.0}),
-    (26, EVERY, {"use_peft": False}),
-    (27, VALUED, {"score_layers": "3"}),
-    (29, EVERY, {"seed": 0}),
-    (30, SFT[:3], {"dataset_name": "ise-uiuc/Magicoder-OSS-Instruct-75K"}),
-    (30, SFT[:3], {"prompt_column": "problem", "response_column": "solution"}),
-    (30, SFT[3:], {"dataset_name": "meta-math/MetaMathQA"}),
-    (30, SFT[3:], {"prompt_column": "query", "response_column": "response"}),
-    (30, WARM, {"dataset_name": "HuggingFaceH4/ultrachat_200k"}),
-    (30, PAIRS, {"dataset_name": "argilla/ultrafeedback-binarized-preferences"}),
-    (32, EVERY, {"dtype": "float32", "bf16": True, "gradient_checkpointing": True}),
-    (36, VALUED, {"keep_ratio": 0.5, "stability_weight": 1.5, "window": 32}),
-]  # fmt: skip
-"""Row of the page, recipes, and what they say."""
-
-
-def test_recipes_say_what_the_page_says() -> None:
-    for row, names, settings in SETTINGS:
-        for name in names:
-            options = find_recipe(name).options
-            assert settings == {key: options.get(key) for key in settings}, (row, name)
-
-
-def test_shots_are_those_asked_for_else_the_tasks_own_else_the_papers() -> None:
-    """Row 31."""
-    from alphatoken_lab.compare.harness import settle_shots
-
-    def shots(name: str, own: int | None, asked: int | None = None) -> int:
-        said = {"num_fewshot": own}
-        task = SimpleNamespace(
-            config=SimpleNamespace(num_fewshot=own, fewshot_split="train", fewshot_config=None),
-            has_validation_docs=lambda: True,
-            has_test_docs=lambda: True,
-            set_config=lambda key, value: said.update({key: value}),
-        )
-        number = settle_shots(task, name, asked)
-        assert (said["num_fewshot"] or 0) == number  # what lm-eval will do
-        return number
-
-    paper = {"arc_challenge": 0, "hellaswag": 0, "mmlu": 5, "gsm8k": 5}
-    assert {name: shots(name, None) for name in paper} == paper
-    assert (shots("mmlu", 3), shots("mmlu", 3, 2), shots("mmlu", None, 2)) == (3, 2, 2)
-    assert shots("some_other_task", None) == 0
 
 
 GAINS: dict[str, Any] = {

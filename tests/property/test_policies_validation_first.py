@@ -117,16 +117,18 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert furthest(tiny.weights(again.model), tiny.weights(whole.model)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
-        {"warmup_steps": 100},
-        {"gradient_accumulation_steps": 16},
-        {"lr_scheduler_type": "cosine", "max_steps": 2},
+        {
+            "warmup_steps": 100, "gradient_accumulation_steps": 16,
+            "lr_scheduler_type": "cosine", "max_steps": 2,
+        },
         {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": False},
     ],
     ids=lambda more: next(iter(more)),
-)
+)  # fmt: skip
 def test_the_first_training_has_a_schedule_of_its_own(tmp_path: Path, more: dict[str, Any]) -> None:
     """Two dozen steps are all inside a warm-up, and one step if they accumulate."""
     plain = made(tmp_path / "plain" / "run", ValidationFirst(**POLICY))
@@ -136,6 +138,7 @@ def test_the_first_training_has_a_schedule_of_its_own(tmp_path: Path, more: dict
     assert furthest(tiny.weights(plain.model), tiny.weights(other.model)) == 0
 
 
+@pytest.mark.slow
 def test_it_has_two_dozen_steps_where_the_rows_allow(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +157,7 @@ def test_it_has_two_dozen_steps_where_the_rows_allow(
     assert list(again.token_policy.before) == before
 
 
+@pytest.mark.slow
 def test_an_evaluation_at_the_start_is_of_the_run(tmp_path: Path) -> None:
     rows = {"eval_dataset": tiny.sft_rows(4, 9)}
     more = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
@@ -162,6 +166,7 @@ def test_an_evaluation_at_the_start_is_of_the_run(tmp_path: Path) -> None:
     assert "eval_loss" in trainer.state.log_history[0]
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_handed_over_has_its_kind_and_settings(tmp_path: Path) -> None:
     model = tiny.model(layers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -195,6 +200,7 @@ class Half:
         return found
 
 
+@pytest.mark.slow
 def test_a_collator_of_ones_own_makes_its_batches_too(tmp_path: Path) -> None:
     collator = Half()
     made(tmp_path / "run", ValidationFirst(**POLICY), given={"data_collator": collator})
@@ -212,6 +218,7 @@ class Asking(AlphaSFTTrainer):
         return self.factor * super().compute_loss(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_subclass_has_no_part_in_it_and_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,10 +120,6 @@ def frozen(case: Case) -> Tensor:
     return (p["w"] * case.token).double()
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
-
-
 @given(adam_cases())
 @example(AdamCase(0, 0.9, 0.999, 1e-8, 0))  # step 1: the update is sign(g)
 @example(AdamCase(3, 0.9, 0.999, 1e-8, 0, zeros=True))

@@ -32,7 +32,7 @@ usage: alphatoken-lab compare (--config GRID.yaml | --recipe NAME) [options] [tr
 
 _MORE = """\
 output
-  OUT/comparison.md, .csv, .json   tables and records; OUT/comparison-*.svg figures
+  OUT/comparison.md, .csv, .json   tables and records
   OUT/TASK/CELL/                   recipe.yaml (for alphatoken sft --config), result.json, log.txt
 
 a grid without a file
@@ -292,7 +292,7 @@ def _report(grid: Grid, cells: Sequence[Cell], folder: Any) -> int:
     from alphatoken_lab.compare.page import collect, write_results
 
     found = collect(cells, folder)
-    page = write_results(grid, found, folder.path, variants=grid.variants)
+    page = write_results(grid, found, folder.path)
     return say_results(found, cells, folder, page)
 
 

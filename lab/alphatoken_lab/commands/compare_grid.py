@@ -14,7 +14,6 @@ The file is YAML. ``$NAME`` and ``${NAME}`` in any text are environment variable
       NAME: {command: sft, options: {...}, measures: {...}, policies: [...], tuned_on: NAME}
     references: {NAME: {command: sft, options: {...}}, ...}
     methods: {NAME: {policy: top, objective: adaptation}, ...}
-    ablation: {AXIS: [NAME, ...], ...}
     tune: {learning_rate: [1.0e-4, 3.0e-4, 1.0e-3]}     # one option, and what every method tries
     keep: [alphatoken]                  # methods whose models of the first seed stay
     extends: FILE_OR_NAME               # another grid, whose keys hold where this one says nothing
@@ -45,8 +44,7 @@ __all__ = ["CellOptions", "GridOptions", "expanded", "grid_content", "read_grid"
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
-    "measures", "tasks", "references", "methods", "ablation", "tune",
-    "keep",
+    "measures", "tasks", "references", "methods", "tune", "keep",
 }  # fmt: skip
 _TASK_KEYS = {"command", "recipe", "options", "measures", "policies", "tuned_on"}
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
@@ -132,7 +130,6 @@ def read_grid(options: GridOptions, more: Sequence[str]) -> Grid:
         ),
         references=_references(content, options, extra),
         about=str(content.get("about", "")),
-        variants=dict(content.get("ablation") or {}),
         tune=_mapping(content, "tune"),
         keep=tuple(content.get("keep") or ()),
     )

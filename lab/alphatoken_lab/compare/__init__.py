@@ -6,7 +6,7 @@
    result last and whole; ``folder`` says what is there, so that a grid that was killed goes on.
 3. ``evaluate``: losses on held-out rows, tasks of lm-eval (``harness``; ``code_tasks``:
    those that execute code), answers (``generation``) that a judge compares (``judge``).
-4. ``tables``, ``plots``, ``page``: results as the paper lays them out.
+4. ``tables``, ``page``: results as the paper lays them out.
 
 Code that a model wrote runs in a container that the user names, and nowhere else.
 

@@ -96,7 +96,6 @@ class Grid:
         keep_ratio: of budget cells.
         references: models that are trained first.
         about: one line for the page.
-        variants: axis -> names of methods that are variants of one another, for the ablation table.
         tune: one option of the trainer and the values that every method tries at the first seed;
             the one with the lowest loss on ``choosing_file`` is taken, there and at other seeds. A
             method that sets the option itself is not tuned.
@@ -110,7 +109,6 @@ class Grid:
     keep_ratio: float = 0.5
     references: tuple[Reference, ...] = ()
     about: str = ""
-    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     keep: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Results of cells to tables, laid out as the paper's: quality, cost, ablation; Markdown and CSV.
+"""Results of cells to tables, laid out as the paper's: quality and cost; Markdown and CSV.
 
 ``mean ± s``: s is the sample standard deviation over seeds (n - 1), as in the paper's tables. The
 best of each column is bold, the second best underlined; what is printed alike is not marked, and
@@ -22,7 +22,6 @@ from alphatoken_lab.compare.methods import START
 
 __all__ = [
     "Line",
-    "ablation_table",
     "best_two",
     "cost_table",
     "lines_of",
@@ -223,24 +222,6 @@ def cost_table(lines: Sequence[Line]) -> str:
 def _part(line: Line, key: str) -> str:
     """Seconds of a part of training; a dash where there is none."""
     return _figure(line, key, ".1f") if (line.mean(key) or 0.0) >= 0.05 else "–"
-
-
-def ablation_table(lines: Sequence[Line], variants: Mapping[str, Sequence[str]]) -> str:
-    """Table 3: variants by axis.
-
-    Args:
-        lines: of the task.
-        variants: axis -> names of methods.
-    """
-    by_name = {line.policy: line for line in lines}
-    rows = []
-    for axis, names in variants.items():
-        for name in names:
-            if name in by_name:
-                line = by_name[name]
-                figures = [_figure(line, key) for key in ("retention", "target", "overall")]
-                rows.append([axis, f"`{name}`", *figures])
-    return markdown(["axis", "variant", "retention", "target", "overall"], rows)
 
 
 def problem_table(found: Sequence[Record]) -> str:
