@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from alphatoken.config import ScorerConfig
     from alphatoken.direction.drift import FisherDrift
     from alphatoken.direction.fisher import fit_fisher
+    from alphatoken.direction.influence import InfluenceFactors, fit_influence
     from alphatoken.errors import (
         AlphaTokenError,
         AlphaTokenWarning,
@@ -57,6 +58,7 @@ __all__ = [
     "DecoderAdapter",
     "FisherDrift",
     "FisherError",
+    "InfluenceFactors",
     "InputError",
     "ModelError",
     "NumericalError",
@@ -69,6 +71,7 @@ __all__ = [
     "__version__",
     "dpo_coefficient",
     "fit_fisher",
+    "fit_influence",
     "masked_dpo_loss",
     "masked_sft_loss",
     "register_adapter",
@@ -98,6 +101,7 @@ _HOMES = {
         "UnsupportedError",
     ),
     "direction.fisher": ("fit_fisher",),
+    "direction.influence": ("InfluenceFactors", "fit_influence"),
     "select.losses": ("dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"),
     "estimate.proofs": ("CoverageReport",),
     "scorer": ("Scorer",),

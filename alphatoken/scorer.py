@@ -20,6 +20,7 @@ from alphatoken.direction.build import Ingredients
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.gradient_file import load_gradient, save_gradient
+from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import GradientReducer
 from alphatoken.direction.scored import ScoredParameters, choose_parameters
 from alphatoken.direction.walk import WalkBuilder
@@ -64,6 +65,7 @@ class HandedOver:
         adapter: the user's own; None where it was looked up.
         whole: no ``reduce`` and no ``sharding``: this process has everything.
         reference: the second model; None where there is none.
+        influence: as in ``Scorer``.
     """
 
     model: nn.Module
@@ -74,6 +76,7 @@ class HandedOver:
     adapter: DecoderAdapter | None
     whole: bool
     reference: nn.Module | None = None
+    influence: InfluenceFactors | None = None
 
 
 class Scorer:
@@ -101,6 +104,8 @@ class Scorer:
         reference: for ``estimator="walk"``, a second model of the same tokens, on the same device:
             values are losses of ``model`` less its losses. It stands where a walk would end, so
             that ``validation`` may be None. A walk of the scorer's own needs no second model.
+        influence: for ``preconditioner="kronecker"``, by ``fit_influence``; under DDP the same on
+            every process.
 
     Attributes:
         adapter: of the model.
@@ -153,6 +158,7 @@ class Scorer:
         sharding: Sharding | None = None,
         masters: MasterWeights | None = None,
         reference: nn.Module | None = None,
+        influence: InfluenceFactors | None = None,
     ) -> None:
         config = config or ScorerConfig()
         if reference is not None and config.estimator != WALK:
@@ -174,7 +180,7 @@ class Scorer:
             validation = list(validation)
         whole = reduce is None and sharding is None
         self.given = HandedOver(
-            model, validation, retention, config, optimizer, adapter, whole, reference
+            model, validation, retention, config, optimizer, adapter, whole, reference, influence
         )
         self._spread = reduce, sharding, masters
         self._trained: object = None
@@ -188,8 +194,9 @@ class Scorer:
         config = given.config
         scored = choose_parameters(self.adapter, config, sharding)
         made_of = Ingredients(self.adapter, scored, config, given.optimizer, reduce, masters)
+        to_reference = given.reference is not None
+        made_of = replace(made_of, to_reference=to_reference, influence=given.influence)
         made_of.check_preconditioner()
-        made_of = replace(made_of, to_reference=given.reference is not None)
         made_of = made_of.against(() if given.validation is None else as_batches(given.validation))
         made_of = made_of.retaining(given.retention)
         if config.estimator == WALK:

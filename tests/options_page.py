@@ -24,7 +24,7 @@ OF_SCORER = {
 }
 """Fields of ``ScorerConfig`` that trainers call otherwise, or set by another one."""
 
-ALONE = ("head_reduction", "causal_position", "score_bias", "derivative", "curvature")
+ALONE = ("head_reduction", "causal_position", "score_bias", "derivative", "curvature", "damping")
 """Fields of ``ScorerConfig`` that trainers leave at their defaults."""
 
 _HEAD = """\

@@ -177,7 +177,7 @@ class Oracle:
             return {
                 n: p for n in parameters for a in self.names[n] if (p := kind.get(a)) is not None
             }
-        if kind is None:
+        if kind is None or kind == "kronecker":
             return {}
         gradients = None
         if kind == "full":
@@ -200,6 +200,14 @@ class Oracle:
         )
         return found_scale or {}
 
+    def _preconditioned(
+        self, side: Mapping[str, Tensor], p: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        factors, damping = self.given.influence, self.given.config.damping
+        if factors is not None:
+            return composite.damped_directions(factors, side, damping, self.names.__getitem__)
+        return {n: m * p[n] if n in p else m for n, m in side.items()}
+
     # --- values --------------------------------------------------------------------------------
 
     def expect(self, sampled: Tensor) -> Expected:
@@ -216,10 +224,7 @@ class Oracle:
             ):
                 losses, places = composite.losses_of(self.forward, self.batch)
             p = self.scale(losses, places)
-            sides = [
-                None if side is None else {n: m * p[n] if n in p else m for n, m in side.items()}
-                for side in (gain, keep)
-            ]
+            sides = [None if m is None else self._preconditioned(m, p) for m in (gain, keep)]
             find = self._columns if captured else self._rows
             components, rest, found = find(sides, t, losses, places, sampled)
         return Expected(

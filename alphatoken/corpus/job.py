@@ -257,7 +257,7 @@ def _settings(job: Job) -> dict[str, Any]:
     """What the values depend on, by the name of its flag; a resumed run must have the same."""
     spec, how = job.spec, asdict(job.corpus.how)
     valued = asdict(spec.config)
-    del valued["preconditioner"]  # of no consequence for the values
+    del valued["preconditioner"], valued["damping"]  # of no consequence for the values
     del valued["stability_units"]  # always "plain" here
     layers = valued.pop("layers")
     del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them

@@ -11,6 +11,7 @@
 * ``P``, what an optimizer's step does to a gradient: :mod:`~alphatoken.direction.preconditioner`
   states it, :mod:`~alphatoken.direction.updates` reads it from the state of each known
   optimizer, and :mod:`~alphatoken.direction.optimizers` finds that optimizer and its state.
+  ``P`` may also be ``(K + mu)^-1`` of influence functions: :mod:`~alphatoken.direction.influence`.
 * ``M``: :mod:`~alphatoken.direction.algebra` is the formula on matrices,
   :mod:`~alphatoken.direction.scored` chooses the parameters, :mod:`~alphatoken.direction.build`
   makes M of its ingredients, :mod:`~alphatoken.direction.age` says whether it is stale, and

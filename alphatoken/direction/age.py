@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ def age_of(made_of: Ingredients) -> tuple[object, ...]:
         numbers_of(_tensors_in((made_of.validation, made_of.retention))),
         _identity(made_of.retention),
         numbers_of(_tensors_in(p)) if isinstance(p, Mapping) else _optimizer_age(made_of),
+        _versions(vars(made_of.influence).values() if made_of.influence else ()),
     )
 
 
@@ -56,8 +57,11 @@ def _identity(retention: object) -> object:
     """Which tensors a drift holds in memory: they are constants, so that none of them is read."""
     if not isinstance(retention, FisherDrift):
         return None
-    held = [m for m in (retention.fisher, retention.reference) if isinstance(m, dict)]
-    return [(id(tensor), tensor._version) for m in held for tensor in m.values()]
+    return _versions(m for m in (retention.fisher, retention.reference) if isinstance(m, dict))
+
+
+def _versions(held: Iterable[object]) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for m in held for tensor in _tensors_in(m)]
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:

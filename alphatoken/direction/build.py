@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import Direction, norms, precondition, unit_of_stability
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.drift_parts import ShardedDrift
+from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import (
     GradientReducer,
     captured_parts,
@@ -26,7 +27,7 @@ from alphatoken.direction.objective import (
     sharded_sums,
 )
 from alphatoken.direction.scored import ScoredParameters
-from alphatoken.errors import ConfigError, InputError
+from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
@@ -55,6 +56,7 @@ class Ingredients:
         retention: what V is taken of.
         parts: of a Fisher drift, under sharded weights.
         to_reference: values are taken to a second model, which stands for the validation rows.
+        influence: K, for ``preconditioner="kronecker"``.
     """
 
     adapter: DecoderAdapter
@@ -67,6 +69,7 @@ class Ingredients:
     retention: Retention = None
     parts: ShardedDrift | None = None
     to_reference: bool = False
+    influence: InfluenceFactors | None = None
 
     # --- what is valued against what -------------------------------------------------------------
 
@@ -125,7 +128,22 @@ class Ingredients:
     def check_preconditioner(self) -> None:
         """Raise unless P can be had: from this optimizer, or from matrices that fit."""
         kind = self.config.preconditioner
-        if isinstance(kind, str):
+        if (kind == "kronecker") != (self.influence is not None):
+            raise ConfigError(
+                "preconditioner='kronecker' and influence factors go together",
+                got=f"preconditioner={kind!r:.40}, influence={self.influence!r:.40}",
+                remedy="Scorer(..., influence=fit_influence(model, rows)) with "
+                "ScorerConfig(preconditioner='kronecker')",
+            )
+        if self.influence is not None:
+            if self.scored.sharding is not None:
+                raise UnsupportedError(
+                    "preconditioner='kronecker' cannot be had on sharded weights",
+                    why="eigenvectors mix all rows and columns of G, and no process has them",
+                    remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
+                )
+            self.influence.check(self.scored.shapes(), self.adapter.identity())
+        elif isinstance(kind, str):
             if self.optimizer is None:
                 raise ConfigError(
                     f"preconditioner={kind!r} needs the optimizer",
@@ -182,7 +200,7 @@ class Ingredients:
             weight = weight * unit_of_stability(*sizes(gradient, stability, self.scored.sharding))
         built = Direction(gradient, stability, weight, parts, shares)
         # One P for all of it, since it scales M as a whole.
-        return _preconditioned(built, self._preconditioner())
+        return _preconditioned(built, self._scaling())
 
     def gradient(self) -> dict[str, Tensor]:
         """G by parameter name, without P."""
@@ -265,6 +283,12 @@ class Ingredients:
             return drift
         return self._gradient("retention", as_batches(self.retention, "retention batch"))
 
+    def _scaling(self) -> Scaling:
+        """What P does to G and to V."""
+        if self.influence is not None:
+            return partial(self.influence.solve, damping=self.config.damping)
+        return partial(precondition, preconditioner=self._preconditioner())
+
     def _preconditioner(self) -> Mapping[str, Tensor] | None:
         """P where it is the same for every batch: frozen, or the user's own mapping."""
         kind, sharding = self.config.preconditioner, self.scored.sharding
@@ -312,7 +336,7 @@ class Ingredients:
                 n: p.pop(n).to(m).mul_(m) if n in p else m for n, m in held.adaptation.items()
             }
             return replace(held, adaptation=scaled)
-        return _preconditioned(held, p)
+        return _preconditioned(held, partial(precondition, preconditioner=p))
 
     def step_gradient(self, loss: Tensor, recorder: Recorder) -> dict[str, Tensor]:
         """Gradient of the step's loss in the parameters in scope; the graph stays.
@@ -339,6 +363,8 @@ class Ingredients:
         return self._mean("step", sums, 1.0)
 
 
+Scaling = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
 Sizes = tuple[dict[str, float], dict[str, float]]
 """Norms of G and of V by parameter."""
 
@@ -357,14 +383,14 @@ _COUNT = "tokens of the batch"
 """Stands beside the summed gradients of a part; no parameter has a space in its name."""
 
 
-def _preconditioned(direction: Direction, p: Mapping[str, Tensor] | None) -> Direction:
-    """The direction with each of its matrices scaled by P."""
+def _preconditioned(direction: Direction, scaled: Scaling) -> Direction:
+    """The direction with P applied to each of its matrices."""
     stability = direction.stability
     return replace(
         direction,
-        adaptation=precondition(direction.adaptation, p),
-        stability=None if stability is None else precondition(stability, p),
-        parts=tuple(precondition(part, p) for part in direction.parts),
+        adaptation=scaled(direction.adaptation),
+        stability=None if stability is None else scaled(stability),
+        parts=tuple(scaled(part) for part in direction.parts),
     )
 
 

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alphatoken.direction.drift import FisherDrift, library_version
-from alphatoken.direction.moments import DiagonalMoments, KroneckerMoments
+from alphatoken.direction.moments import CorrectedMoments, DiagonalMoments, KroneckerMoments
 from alphatoken.direction.sampling import (
     Given,
     Prompts,
@@ -50,7 +51,7 @@ from alphatoken.support.precision import wide
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
 
-__all__ = ["fit_fisher"]
+__all__ = ["Settings", "fit_fisher", "fitting"]
 
 _KIND = "alphatoken Fisher checkpoint"
 _FORMAT = "1"
@@ -135,33 +136,57 @@ def fit_fisher(
 
     Source: the paper's Monte-Carlo Fisher. Oracle: alphatoken.oracle.retention.exact_fisher.
     """
-    settings = _Settings(
+    settings = Settings(
         samples, structure, labels, max_new_tokens, parameters, seed, batch_size, score_bias
     )
+    with fitting(
+        model, prompts, settings, layers, checkpoint, checkpoint_every, progress, adapter, responses
+    ) as fit:
+        # Copies: what stays in memory must not follow the weights when they are trained.
+        return fit.result({n: w.detach().clone() for n, w in fit.trained.items()})
+
+
+@contextmanager
+def fitting(
+    model: nn.Module,
+    prompts: Prompts,
+    settings: Settings,
+    layers: int | str | Sequence[int],
+    checkpoint: str | os.PathLike[str] | None,
+    checkpoint_every: int,
+    progress: bool | ProgressSink | None,
+    adapter: DecoderAdapter | None,
+    responses: dict[int, Tensor] | None = None,
+    *,
+    corrected: bool = False,
+) -> Iterator[_Fit]:
+    """A fit whose passes are done, with the model undisturbed; arguments as of ``fit_fisher``.
+
+    ``corrected`` asks for the second pass of ``CorrectedMoments``. The checkpoint is removed when
+    what is done with the fit inside has succeeded.
+    """
     if isinstance(checkpoint_every, bool) or checkpoint_every < 1:
         raise ConfigError("checkpoint_every must be 1 or more", got=repr(checkpoint_every))
     adapter = find_adapter(model) if adapter is None else adapter
-    scope = ParameterChoice.read(parameters).scope(adapter, layers)
-    given = read_given(prompts, labels=labels)[:samples]
+    scope = ParameterChoice.read(settings.parameters).scope(adapter, layers)
+    given = read_given(prompts, labels=settings.labels)[: settings.samples]
     # Prompts and their lengths are checked before the first sample: a fit can take hours.
     budgets = _budgets(given, settings, adapter)
-    tracker = Tracker("Fisher", samples, progress)
     with _undisturbed(adapter):
         trained = _trained(scope, settings)
         _require_derivatives(adapter.model, trained)
         drawn = {} if responses is None else responses
-        fit = _Fit(adapter, scope, settings, given, budgets, trained, drawn)
+        fit = _Fit(adapter, scope, settings, given, budgets, trained, drawn, corrected)
+        tracker = Tracker("Fisher", fit.total, progress)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
-        # Copies: what stays in memory must not follow the weights when they are trained.
-        fitted = fit.result({n: w.detach().clone() for n, w in trained.items()})
+        yield fit
         if store is not None:
             store.remove()
-        return fitted
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
     """The options that the result depends on; model, layers and prompts come beside them."""
 
     samples: int
@@ -206,11 +231,12 @@ class _Fit:
 
     adapter: DecoderAdapter
     scope: Scope
-    settings: _Settings
+    settings: Settings
     given: list[Given]
     budgets: list[int]
     trained: dict[str, Tensor]
     drawn: dict[int, Tensor]
+    corrected: bool = False
     done: int = 0
     response_tokens: int = 0
     moments: DiagonalMoments | KroneckerMoments = field(init=False)
@@ -223,9 +249,16 @@ class _Fit:
         self.whole_graph = used_outside(self.adapter, self.scope.first, self.trained.values())
         if self.settings.structure == "diagonal":
             self.moments = DiagonalMoments(self.trained)
+        elif self.corrected:
+            self.moments = CorrectedMoments(self.adapter, self.scope)
         else:
             bias = self.settings.score_bias
             self.moments = KroneckerMoments(self.adapter, self.scope, score_bias=bias)
+
+    @property
+    def total(self) -> int:
+        """Samples of all passes."""
+        return self.settings.samples * (2 if self.corrected else 1)
 
     def run(self, tracker: Tracker, store: _Checkpoint | None) -> None:
         """Go through the samples that are left, in batches aligned to multiples of batch_size.
@@ -243,15 +276,18 @@ class _Fit:
             notes.append(f"{cut} responses are cut to the model's limit")
         tracker.note("; ".join(notes))
         with self.moments.observing():
-            for start in range(self.done // size * size, samples, size):
-                batch = range(start, min(start + size, samples))
+            for start in range(self.done // size * size, self.total, size):
+                batch = range(start, min(start + size, self.total))
                 self._draw(batch)
                 # Drawing is fast in batches. Gradients are taken sequence by sequence, because the
                 # Fisher squares the gradient of one sequence and never that of a batch.
                 for index in batch:
                     if index < self.done:
                         continue
-                    self._add(index)
+                    if isinstance(self.moments, CorrectedMoments) and index >= samples:
+                        self.moments.turn()
+                    # A second pass draws the labels of the first one again.
+                    self._add(index % samples)
                     self.done += 1
                     if store is not None:
                         store.write_when_due()
@@ -312,11 +348,13 @@ class _Fit:
             log_probs = F.log_softmax(logits.to(wide(logits.dtype)), dim=-1)
             chosen = log_probs.gather(-1, response.to(log_probs.device).unsqueeze(-1))
             self.moments.add(chosen.sum())
-        self.response_tokens += len(response)
+        if self.done < self.settings.samples:
+            self.response_tokens += len(response)
 
-    def result(self, reference: dict[str, Tensor]) -> FisherDrift:
-        """The fitted Fisher with these weights as its reference; the running sums are used up."""
-        metadata = {
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """How it was fitted."""
+        return {
             **asdict(self.settings),
             "library_version": library_version(),
             "model": self.adapter.identity(),
@@ -325,6 +363,10 @@ class _Fit:
             "response_tokens": self.response_tokens,
             "responses_cut": self.responses_cut,
         }
+
+    def result(self, reference: dict[str, Tensor]) -> FisherDrift:
+        """The fitted Fisher with these weights as its reference; the running sums are used up."""
+        metadata = self.metadata
         if isinstance(self.moments, DiagonalMoments):
             diagonal = self.moments.means(self.done)
             return FisherDrift(diagonal, reference, metadata)
@@ -332,7 +374,7 @@ class _Fit:
         return FisherDrift({}, reference, metadata, factors)
 
 
-def _trained(scope: Scope, settings: _Settings) -> dict[str, Tensor]:
+def _trained(scope: Scope, settings: Settings) -> dict[str, Tensor]:
     """The parameters in scope, by name; every one finite."""
     trained = scope.parameters(biases=settings.score_bias)
     if not trained:
@@ -373,7 +415,7 @@ def _require_derivatives(model: nn.Module, trained: Mapping[str, Tensor]) -> Non
             )
 
 
-def _budgets(given: list[Given], settings: _Settings, adapter: DecoderAdapter) -> list[int]:
+def _budgets(given: list[Given], settings: Settings, adapter: DecoderAdapter) -> list[int]:
     """Longest response per prompt: max_new_tokens, or what the model's limit leaves."""
     limit = adapter.max_positions()
     budgets = []
@@ -432,7 +474,7 @@ class _Checkpoint:
         """Write if enough samples have passed since the last time."""
         fit = self._fit
         # Not after the last sample: the result itself is about to be made.
-        if fit.done % self._every or fit.done >= fit.settings.samples:
+        if fit.done % self._every or fit.done >= fit.total:
             return
         description = {"kind": _KIND, "format_version": _FORMAT, **self._bound}
         description |= {"done": str(fit.done), "response_tokens": str(fit.response_tokens)}

@@ -20,7 +20,7 @@ from alphatoken.model.scope import Scope
 from alphatoken.model.uses import LinearUse
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["DiagonalMoments", "KroneckerMoments"]
+__all__ = ["CorrectedMoments", "DiagonalMoments", "KroneckerMoments"]
 
 
 def _finite(tensor: Tensor, name: str, what: str) -> Tensor:
@@ -130,6 +130,14 @@ class KroneckerMoments:
             NumericalError: an input or error is not finite; names the parameter.
             CoverageError: (first sequence) captured uses do not explain a weight's gradient.
         """
+        for use, (x, delta) in self._uses(log_likelihood):
+            name = self._key[use.linear.weight_name]
+            self.sums[f"A/{name}"].addmm_(x.T, x)
+            self.sums[f"S/{name}"].addmm_(delta.T, delta)
+            self.sums[f"uses/{name}"] += len(x)
+
+    def _uses(self, log_likelihood: Tensor) -> list[tuple[LinearUse, tuple[Tensor, Tensor]]]:
+        """Each use of a scored linear in this sequence, with its input and error as rows."""
         assert self._recorder is not None
         uses, self._recorder.linears = self._recorder.linears, []
         # The first sequence also asks for the weights' own gradients, to compare them. The same
@@ -142,12 +150,8 @@ class KroneckerMoments:
         rows = [_rows(use, error) for use, error in zip(uses, gradients, strict=False)]
         if not self._proved:
             self._prove(uses, rows, gradients[len(uses) :])
-        for use, (x, delta) in zip(uses, rows, strict=True):
-            name = self._key[use.linear.weight_name]
-            self.sums[f"A/{name}"].addmm_(x.T, x)
-            self.sums[f"S/{name}"].addmm_(delta.T, delta)
-            self.sums[f"uses/{name}"] += len(x)
         self._recorder.clear()
+        return list(zip(uses, rows, strict=True))
 
     def _prove(
         self,
@@ -188,6 +192,57 @@ class KroneckerMoments:
             if self._bias and linear.trained_bias is not None:
                 pairs[linear.bias_name] = (S, torch.ones_like(S[:1, :1]))
         return pairs
+
+
+class CorrectedMoments(KroneckerMoments):
+    """Kronecker factors first; then squares of gradients in the factors' eigenvectors.
+
+    From ``turn`` on the sums hold Q_S and Q_A, an eigenvector a column, in place of S and A, and
+    ``square`` adds up ``(Q_S^T g Q_A)^2``, g (d_out, d_in) the gradient of one sequence's summed
+    log-likelihood.
+    """
+
+    def __init__(self, adapter: DecoderAdapter, scope: Scope) -> None:
+        super().__init__(adapter, scope, score_bias=False)
+        for name in dict.fromkeys(self._key.values()):
+            S, A = self.sums[f"S/{name}"], self.sums[f"A/{name}"]
+            self.sums[f"square/{name}"] = torch.outer(S[0], A[0])
+        self.sums["turned"] = torch.zeros((), dtype=torch.int64)
+
+    def turn(self) -> None:
+        """Put eigenvectors in place of the factors, once: the second pass begins."""
+        if not self.sums["turned"]:
+            for name, factor in self.sums.items():
+                if name.startswith(("S/", "A/")):
+                    factor.copy_(torch.linalg.eigh(factor.double()).eigenvectors)
+            self.sums["turned"].fill_(1)
+
+    @full_precision
+    def add(self, log_likelihood: Tensor) -> None:
+        """Add this sequence to the factors; after ``turn`` to the squares. Raises as the factors'.
+
+        A gradient is the sum over all uses of a weight, squared as a whole.
+        """
+        if not self.sums["turned"]:
+            super().add(log_likelihood)
+            return
+        gradients: dict[str, Tensor] = {}
+        for use, (x, delta) in self._uses(log_likelihood):
+            key = self._key[use.linear.weight_name]
+            part = (delta @ self.sums[f"S/{key}"]).T @ (x @ self.sums[f"A/{key}"])
+            gradients[key] = gradients[key] + part if key in gradients else part
+        for key, gradient in gradients.items():
+            self.sums[f"square/{key}"] += gradient.square()
+
+    def corrected(self, count: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """(left, right, eigenvalues) of each weight in its stored layout; see ``influence``."""
+        found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        for name, key in self._key.items():
+            left, right = self.sums[f"S/{key}"], self.sums[f"A/{key}"]
+            values = self.sums[f"square/{key}"] / count
+            turned = self._linears[name].transposed
+            found[name] = (right, left, values.T) if turned else (left, right, values)
+        return found
 
 
 def _rows(use: LinearUse, error: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ estimators never see it. **Checked by** finite differences, and oracle against o
 
 from __future__ import annotations
 
+from alphatoken.oracle.composite import corrected_fisher, damped_solve
 from alphatoken.oracle.delta_net import (
     coefficients,
     convolve,
@@ -143,8 +144,10 @@ __all__ = [
     "coefficients",
     "column_sums",
     "convolve",
+    "corrected_fisher",
     "cross_position_jacobian",
     "curvature_along",
+    "damped_solve",
     "delta_rule",
     "diagonal",
     "dpo_gradient",

@@ -7,7 +7,7 @@ formulas. Gradients are autograd's, in the model's own arithmetic, summed in flo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,7 +22,10 @@ __all__ = [
     "Drift",
     "Pairs",
     "adam_scale",
+    "corrected_fisher",
     "counted_tokens",
+    "damped_directions",
+    "damped_solve",
     "fisher_drift",
     "losses_of",
     "objective_gradient",
@@ -212,6 +215,58 @@ def fisher_drift(drift: Drift, parameters: Mapping[str, Tensor], names: Any) -> 
             left, right = (f.to(weight.device).double() for f in drift.factors[known])
             columns = away if away.dim() == 2 else away.unsqueeze(1)
             found[name] = (left @ columns @ right).reshape(away.shape)
+    return found
+
+
+def corrected_fisher(
+    left: Tensor, right: Tensor, gradients: Sequence[Tensor], tokens: int
+) -> Tensor:
+    """K of one linear, dense over its flattened weight, from the gradients of single sequences.
+
+        K = sum_ij Lambda_ij u_ij u_ij^T,    Lambda_ij = sum over sequences of <g, u_ij>^2 / tokens
+
+    with ``u_ij`` the flattened ``l_i r_j^T``, all of them the columns of one matrix.
+
+    Args:
+        left: (rows, rows) eigenvectors l_i in columns.
+        right: (columns, columns) eigenvectors r_j likewise.
+        gradients: (rows, columns) of each sequence's summed log-likelihood.
+        tokens: response tokens of all sequences.
+    """
+    u = torch.kron(left, right)
+    eigenvalues = sum(((g.flatten() @ u).square() for g in gradients), u.new_zeros(len(u))) / tokens
+    return u @ eigenvalues.diag() @ u.T
+
+
+def damped_solve(K: Tensor, matrix: Tensor, damping: float) -> Tensor:
+    """``(K + mu)^-1 m`` of a dense K, mu being ``damping`` times its mean eigenvalue.
+
+    That mean is trace / size, and takes no eigenvalues.
+    """
+    mu = damping * K.trace() / len(K)
+    solved: Tensor = torch.linalg.solve(K + mu * torch.eye(len(K), dtype=K.dtype), matrix.flatten())
+    return solved.reshape(matrix.shape)
+
+
+def damped_directions(
+    factors: Any, side: Mapping[str, Tensor], damping: float, names: Any
+) -> dict[str, Tensor]:
+    """``left ((left^T m right) / (Lambda + mu)) right^T`` by parameter name, float64.
+
+    Args:
+        factors: the library's ``InfluenceFactors``.
+        side: G or V by parameter name.
+        damping: mu as a share of the mean of Lambda.
+        names: parameter name -> all names of that parameter; the factors may use any.
+    """
+    found = {}
+    for name, m in side.items():
+        known = next(n for n in names(name) if n in factors.eigenvalues)
+        parts = (factors.left[known], factors.right[known], factors.eigenvalues[known])
+        left, right, values = (part.to(m.device).double() for part in parts)
+        shrunk = torch.einsum("oa,oi,ib->ab", left, m.double(), right)
+        shrunk /= values + damping * values.mean()
+        found[name] = torch.einsum("oa,ab,ib->oi", left, shrunk, right)
     return found
 
 

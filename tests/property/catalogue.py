@@ -10,6 +10,7 @@ from tests.property import (
     mutants_delta,
     mutants_differences,
     mutants_experts,
+    mutants_influence,
     mutants_kernels,
     mutants_proofs,
     mutants_rules,
@@ -33,6 +34,7 @@ ROOMS = {
         mutants_rules.MUTANTS
     ),
     "Errors in label values by finite differences": mutants_differences.MUTANTS,
+    "Errors in influence directions": mutants_influence.MUTANTS,
     "Errors in values along a walk": mutants_walk.MUTANTS,
     **OF_LAB,
     "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,

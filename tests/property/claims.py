@@ -267,6 +267,11 @@ test_frozen_preconditioner | | adam_preconditioner | approximate
 test_floor_bounds_the_preconditioners | | (the bound itself) | exact
 test_adam_preconditioner | | adam_preconditioner, exact_influence | approximate
 test_given_preconditioner | | exact_influence | exact
+test_influence_direction_is_the_dense_solve | | corrected_fisher, damped_solve | exact
+test_eigenvectors_are_those_of_the_factors | | (the factors in their eigenvectors) | exact
+test_identity_factors_and_large_damping | | (G itself) | exact
+test_values_along_influence_directions | | exact_influence, (a retention term that is M) | exact
+test_influence_of_reduced_gradients | | (one process with all batches) | exact
 test_full_is_the_derivative_of_a_real_step | | (the optimizer's own step) | exact
 test_adam_of_torch_is_the_oracles | | adam_step_derivative | exact
 test_full_values_are_the_steps_derivative | | adam_step_derivative | exact

@@ -981,7 +981,7 @@ OWN = (
     mutant(
         "full-preconditioner-on-one-side",
         "P scales G but not V",
-        ("direction.build._preconditioned", "precondition(stability, p)", "stability"),
+        ("direction.build._preconditioned", "scaled(stability)", "stability"),
         FULL_STEP,
     ),
     mutant(
@@ -1130,7 +1130,7 @@ OWN = (
         "P scales G but not what each validation batch gives to it",
         (
             "direction.build._preconditioned",
-            "precondition(part, p) for part",
+            "scaled(part) for part",
             "part for part",
         ),
         claim(test_confidence.test_standard_errors, SEVERAL_BATCHES, "direct", True),

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from alphatoken import (
     AlphaTokenWarning,
     FisherDrift,
+    InfluenceFactors,
     Scorer,
     ScorerConfig,
     TokenValues,
@@ -272,6 +273,7 @@ def make_scorer(
     model: ReferenceDecoder | None = None,
     retention: bool = True,
     optimizer: torch.optim.Optimizer | None = None,
+    influence: InfluenceFactors | None = None,
     **options: Any,
 ) -> Scorer:
     """A scorer of the setup, with the random direction on its stability side.
@@ -290,7 +292,9 @@ def make_scorer(
         max_relative_drift=None,
         **{"window": None, **options},
     )
-    return Scorer(model, setup.case.validation, drift, config, optimizer=optimizer)
+    return Scorer(
+        model, setup.case.validation, drift, config, optimizer=optimizer, influence=influence
+    )
 
 
 @contextmanager

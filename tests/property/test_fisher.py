@@ -36,7 +36,7 @@ PROMPTS = [torch.tensor([1]), torch.tensor([0, 2, 1]), torch.tensor([2, 2])]
 DEEP = DecoderConfig(vocabulary=5, layers=3, hidden=4, head_dim=2, mlp_width=3, end_token=None)
 
 
-def _gradient_of_drawn_labels(
+def gradient_of_drawn_labels(
     model: ReferenceDecoder, ids: Tensor, index: int, seed: int, weights: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     log_probs = model(ids[:-1].unsqueeze(0))[0, 1:].log_softmax(-1)
@@ -71,7 +71,7 @@ def test_token_fisher_squares_labels_of_the_model(
     squares = {name: torch.zeros_like(w) for name, w in weights.items()}
     largest = 0.0
     for index in range(samples):
-        gradient = _gradient_of_drawn_labels(model, ids[index % 2], index, seed, weights)
+        gradient = gradient_of_drawn_labels(model, ids[index % 2], index, seed, weights)
         for name, g in gradient.items():
             squares[name] += g.square() / samples
             largest = max(largest, float(g.abs().max()))
