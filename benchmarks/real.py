@@ -31,7 +31,7 @@ from benchmarks.measure import Run, compared, flops, in_turn
 from benchmarks.peak import LAYERS, observed_step, plain_step
 from benchmarks.real_rows import batches, source
 
-__all__ = ["GEMMA3", "MODELS", "SIZES", "SMOLLM2", "Real", "rows_of"]
+__all__ = ["GEMMA3", "MODELS", "SIZES", "SMOLLM2", "Real", "differences_of", "rows_of"]
 
 Row = dict[str, Any]
 
@@ -115,19 +115,35 @@ def rows_of(run: Run, real: Real) -> Iterator[Row]:
     model = real.load(run.device)
     for index, (rows, length) in enumerate(QUICK if run.quick else SIZES):
         estimators = ("alphatoken", "label") if index or run.quick else real.estimators
-        yield from _of_batch(run, real, model, (rows, length), estimators)
+        sides = partial(_sides, estimators=estimators)
+        yield from _of_batch(run, real, model, (rows, length), sides, run.pairs(2))
+
+
+def differences_of(run: Run, real: Real) -> Iterator[Row]:
+    """Rows of label values over all parameters by forwards alone; none where it is not here."""
+    if real.here():
+        model = real.load(run.device)
+        for size in QUICK if run.quick else SIZES:
+            yield from _of_batch(run, real, model, size, _by_differences, run.pairs(6))
 
 
 def _of_batch(
-    run: Run, real: Real, model: Any, size: tuple[int, int], estimators: tuple[str, ...]
+    run: Run,
+    real: Real,
+    model: Any,
+    size: tuple[int, int],
+    sides_of: Callable[..., Iterator[Side]],
+    repeats: int,
 ) -> Iterator[Row]:
     batch, validation = real.batches(*size, run.device)
     sides = {
         "step": Side("step", "", partial(plain_step, model, batch), lambda shape: shape.step),
-        **{f"{s.row} {s.what}": s for s in _sides(model, batch, validation, estimators)},
+        "forward": Side(
+            "forward", "", partial(_forward, model, batch), lambda shape: shape.forward
+        ),
+        **{f"{s.row} {s.what}": s for s in sides_of(model, batch, validation)},
     }
     counted = {name: flops(side.work) for name, side in sides.items()}
-    repeats = run.pairs(2)
     seconds = in_turn({name: side.work for name, side in sides.items()}, repeats=repeats)
     for name, inside in [(n, side.beside) for n, side in sides.items() if side.beside]:
         counted[name] -= counted[inside]
@@ -135,9 +151,8 @@ def _of_batch(
     shape = Shape.of(model, *size)
     responses, held = (int((x["labels"][:, 1:] != -100).sum()) for x in (batch, validation))
     text = f"{size[0]} x {size[1]} tokens of {source()}, {responses} of them response"
-    forward = next(name for name, side in sides.items() if side.row == "forward")
     for name, side in sides.items():
-        if side.row != "step":
+        if side.row != "step" and (side.row != "forward" or sides_of is not _by_differences):
             yield {
                 "name": f"{real.key}_{side.row}",
                 "size": f"{side.what}; {text}" if side.what else text,
@@ -147,7 +162,7 @@ def _of_batch(
                 "flops_other": counted["step"],
                 "tokens": shape.tokens,
                 **_note(side, counted[name] / counted["step"]),
-                "ratio_forward": compared(seconds[name], seconds[forward])["ratio"],
+                "ratio_forward": compared(seconds[name], seconds["forward"])["ratio"],
             }
 
 
@@ -174,7 +189,6 @@ def _sides(
     model: Any, batch: dict[str, Tensor], validation: dict[str, Tensor], estimators: tuple[str, ...]
 ) -> Iterator[Side]:
     depth = model.config.num_hidden_layers
-    yield Side("forward", "", partial(_forward, model, batch), lambda shape: shape.forward)
     for estimator in estimators:
         scorer = Scorer(model, validation, None, ScorerConfig(estimator=estimator, layers=LAYERS))
         scorer.score(batch)  # builds G and proves coverage
@@ -198,7 +212,6 @@ def _sides(
         scorer = Scorer(model, validation, None, config)
         scorer.score(batch)
         yield Side(row, f"label, {parameters}", partial(scorer.score, batch), floor)
-    yield from _by_differences(model, batch, validation)
 
 
 def _by_differences(
@@ -211,7 +224,7 @@ def _by_differences(
         step = partial(observed_step, scorer, model, batch, components=True)
         work = step if form == "one_sided" else partial(scorer.score, batch)
         # The error is looked at on the first batch and the 2nd, 4th, 8th, 16th: two forwards more,
-        # on each 32nd in a longer run. None of the timed ones is such a batch.
+        # on each 32nd in a longer run. None of the timed ones is such a batch: one counts FLOPs.
         for _ in range(_LOOKED):
             work()
         beside = "step" if form == "one_sided" else ""

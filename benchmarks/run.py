@@ -66,6 +66,16 @@ def real_gemma3(run: Run) -> Iterator[Row]:
     yield from real.rows_of(run, real.GEMMA3)
 
 
+def differences_smollm2(run: Run) -> Iterator[Row]:
+    """SmolLM2-135M: label values over all parameters by two forwards, or by one beside a step."""
+    yield from real.differences_of(run, real.SMOLLM2)
+
+
+def differences_gemma3(run: Run) -> Iterator[Row]:
+    """Gemma 3 270M likewise."""
+    yield from real.differences_of(run, real.GEMMA3)
+
+
 CASES = (
     Case(cases.projected_vs_gram, 0.7),
     Case(cases.label_vs_per_token, 0.3),
@@ -76,6 +86,8 @@ CASES = (
     Case(cases.score_peak_memory, 1.3),
     Case(real_smollm2, 5.0),
     Case(real_gemma3, 8.0),
+    Case(differences_smollm2, 6.0),
+    Case(differences_gemma3, 10.0),
     Case(real_memory, 4.0),
     *(Case(work, 1.5, target=False) for work in peers.CASES),
 )

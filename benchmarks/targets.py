@@ -55,6 +55,9 @@ TARGETS: dict[str, Target] = {
             ("observe_k3", None, "a step with values at K = 3: at most 1.05 of its floor"),
             ("first_use", 1.0, "the first use, G apart, against a training step"),
             ("peak_memory", 1.15, "peak memory against a training step's"),
+            ("label_central", 0.68, "label values over all parameters by two forwards"),
+            ("label_one_sided", 0.34, "the same by one forward more, beside a training step"),
+            ("differences_peak", None, "their peak memory: at most a copy of the weights more"),
         )
     },
 }

@@ -21,6 +21,8 @@ it checks. All are meant for small models in float64; none is fast.
   it (eq. local_utility_def), and over every coalition.
 - ``walk``: a copy that is trained on the validation rows, what a token's loss falls by, and label
   values and curvature along the way.
+- ``run``: the derivative of the last validation loss by every token's weight in every step of a
+  run, through all steps of SGD or AdamW; and the ledger of its steps.
 - ``scope``: what is scored, found again from the model alone; ``evaluate``: what several stand on.
 
 **May import** ``errors`` alone. **Read by** ``fidelity``, ``benchmarks`` and the tests only: the
@@ -107,6 +109,7 @@ from alphatoken.oracle.retention import (
     retention_gradient,
     retention_loss,
 )
+from alphatoken.oracle.run import Run, ledger_values, run_end, run_loss, run_values
 from alphatoken.oracle.shapley import exact_shapley
 from alphatoken.oracle.transfer import (
     TransferBound,
@@ -135,6 +138,7 @@ __all__ = [
     "PreferencePairs",
     "PropagationLayer",
     "ProxyBound",
+    "Run",
     "TransferBound",
     "adam_preconditioner",
     "adam_step",
@@ -170,6 +174,7 @@ __all__ = [
     "label_values",
     "label_values_along",
     "leave_one_out_utility",
+    "ledger_values",
     "left_out_bound",
     "lipschitz_constant",
     "masked_dpo_gradient",
@@ -189,6 +194,9 @@ __all__ = [
     "retention_gradient",
     "retention_loss",
     "row_sums",
+    "run_end",
+    "run_loss",
+    "run_values",
     "score_residual_norm",
     "sgd_step",
     "standard_errors",

@@ -21,8 +21,9 @@ from tests.property.strategies import make_batch
 
 # --- numbers --------------------------------------------------------------------------------------
 
-SIZE = 2 * 2**16 + 8
-"""Bytes or words of 64 bits: more than are read at once on a CPU, by either."""
+BLOCK = 32 * 8191
+SIZE = 2 * BLOCK + 3 * 8191 + 8
+"""Bytes or words of 64 bits: two blocks, some rows and a rest, by either."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
@@ -33,7 +34,7 @@ def test_each_number_shows_wherever_it_stands(dtype: torch.dtype, offset: int) -
     numbers = torch.randint(1, 100, (SIZE + offset,), generator=drawn).to(dtype)[offset:]
     before = numbers_of([numbers])
     assert numbers_of([numbers.clone()]) == before or offset  # words may begin elsewhere
-    for place in (0, 7, 2**16, SIZE - 1):
+    for place in (0, 7, BLOCK // 8, BLOCK, 2 * BLOCK + 8191, SIZE - 9, SIZE - 1):
         kept = numbers[place].clone()
         numbers[place] = 0
         assert numbers_of([numbers]) != before
@@ -41,9 +42,15 @@ def test_each_number_shows_wherever_it_stands(dtype: torch.dtype, offset: int) -
     assert numbers_of([numbers]) == before
 
 
-def test_blocks_that_change_places_show() -> None:
-    numbers = torch.arange(2 * 2**16).double()
-    assert numbers_of([numbers]) != numbers_of([numbers.roll(2**16)])
+@pytest.mark.parametrize("size", [(4, BLOCK), (9, 512), (64, 2048), (40, 8190), (7, 64, 33)])
+def test_rows_that_change_places_show(size: tuple[int, ...]) -> None:
+    """Blocks as they are read, and rows of weights of other widths."""
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    before = numbers_of([numbers])
+    for order in ([1, 0, *range(2, size[0])], [*range(1, size[0]), 0]):
+        assert numbers_of([numbers[order]]) != before
+    assert numbers_of([numbers[:0]]) != before
+    assert numbers_of([-numbers]) != before
 
 
 def test_tensors_that_change_places_show() -> None:

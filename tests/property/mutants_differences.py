@@ -139,7 +139,7 @@ MUTANTS = (
         (
             "Moved._back",
             "_put(parameter, before)",
-            "parameter.data.add_(before - parameter.data)",
+            "_put(parameter, (before + 0.1) - 0.1)",
         ),
         BACK,
 

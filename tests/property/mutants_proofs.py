@@ -425,8 +425,8 @@ DRIFT = (
         "numbers that change places are taken for those of before",
         (
             "model.fingerprint._digest",
-            "(factors[: len(block)] * block).sum()",
-            "block.long().sum()",
+            "(rest * factors[: len(rest)]).sum(0, keepdim=True)",
+            "rest.long().sum(0, keepdim=True)",
         ),
         claim(test_direction.test_direction_is_never_stale, small(), "path"),
     ),

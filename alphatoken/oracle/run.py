@@ -1,0 +1,301 @@
+"""Values of a whole run: the derivative of the last validation loss by a token's weight in a step.
+
+    w_(s,t)     weight of token t in step s, 1 in plain training
+    theta_S(w)  the weights after S optimizer steps;  J  the mean token loss of the validation rows
+    run value of (s, t)  =  - dJ(theta_S(w)) / dw_(s,t)   at w = 1
+
+What later steps repair, cover or amplify is in it. Reverse mode goes through every step: with
+x = (theta, m, v) the weights and the optimizer's moments, and step s the map x' = F_s(x, w_s),
+
+    a_S = (dJ/dtheta, 0, 0),   a_s = (dF_s/dx)' a_(s+1),   values of step s = - (dF_s/dw_s)' a_(s+1)
+
+so a value along the run is the label value of its step with a_(s+1), through the optimizer's step,
+in place of the gradient G of J there. A ledger sums one-step values: it takes G(theta_s), which
+knows nothing of later steps.
+
+Formulas are written out, so that autograd can go through them; nothing here is an optimizer's own
+code. Slow: each step is run three times, and once by a double backward, which the attention must
+have (``attn_implementation="eager"`` of transformers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from alphatoken.errors import InputError
+from alphatoken.oracle.evaluate import batch_losses, batch_mask, displaced, gradient, undisturbed
+from alphatoken.oracle.gradients import Batch, Forward
+from alphatoken.oracle.utility import AdamState, adam_direction
+
+__all__ = ["Run", "ledger_values", "run_end", "run_loss", "run_values"]
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps of a run, as formulas.
+
+    A step trains on ``sum w l / N`` over all its batches, N the number of their response tokens.
+
+    Attributes:
+        steps: the batches of each step; several are one step with accumulated gradients.
+        rates: learning rate of each step; warm-up and decay are in it.
+        optimizer: "adamw", or "sgd" (``theta' = theta - rate (g + weight_decay theta)``).
+        betas: of AdamW.
+        eps: of AdamW.
+        weight_decay: AdamW's is decoupled: ``theta' = (1 - rate weight_decay) theta - rate u``.
+        undecayed: names of parameters without weight decay.
+        clip: largest norm of a step's gradient; None to clip nothing.
+    """
+
+    steps: Sequence[Sequence[Batch]]
+    rates: Sequence[float]
+    optimizer: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    undecayed: frozenset[str] = frozenset()
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("adamw", "sgd"):
+            raise InputError("a run is by AdamW or SGD", got=f"optimizer={self.optimizer!r}")
+        if len(self.rates) != len(self.steps):
+            raise InputError(
+                "every step has a learning rate",
+                got=f"{len(self.steps)} steps, {len(self.rates)} rates",
+            )
+        empty = [s for s, batches in enumerate(self.steps) if not self.count(s)]
+        if empty:
+            raise InputError("a step has no response token", got=f"step {empty[0]}")
+
+    def count(self, number: int) -> int:
+        """N, the response tokens of a step."""
+        return sum(int(batch_mask(batch).sum()) for batch in self.steps[number])
+
+    def after(self, number: int, state: _State, gradients: Tensors) -> _State:
+        """What step ``number`` makes of weights and moments; differentiable in all of them."""
+        rate, clipped = self.rates[number], self._clipped(gradients)
+        theta, m, v = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+        for name, value in state.theta.items():
+            g, decay = clipped[name], 0.0 if name in self.undecayed else self.weight_decay
+            if self.optimizer == "sgd":
+                theta[name] = value - rate * (g + decay * value)
+                m[name], v[name] = state.m[name], state.v[name]
+                continue
+            adam = AdamState(number, state.m, state.v, self.betas, self.eps)
+            u, m[name], v[name] = adam_direction(g, state.m[name], state.v[name], adam)
+            theta[name] = (1 - rate * decay) * value - rate * u
+        return _State(theta, m, v)
+
+    def _clipped(self, gradients: Tensors) -> Tensors:
+        """``g min(1, clip / (|g| + 1e-6))``, as torch's clip_grad_norm_."""
+        if self.clip is None:
+            return gradients
+        norm = sum((g.square().sum() for g in gradients.values()), torch.zeros(())).sqrt()
+        scale = self.clip / (norm + 1e-6)
+        return {name: g * scale for name, g in gradients.items()} if scale < 1 else gradients
+
+
+@dataclass(frozen=True)
+class _State:
+    """Weights and moments by parameter name; or their adjoints."""
+
+    theta: Tensors
+    m: Tensors
+    v: Tensors
+
+    def flat(self) -> list[Tensor]:
+        return [tensor for part in (self.theta, self.m, self.v) for tensor in part.values()]
+
+    def detached(self) -> _State:
+        parts = ({n: t.detach() for n, t in p.items()} for p in (self.theta, self.m, self.v))
+        return _State(*parts)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    model: nn.Module
+    forward: Forward
+    run: Run
+    parameters: Tensors
+
+    def start(self) -> _State:
+        theta = {name: p.detach().clone() for name, p in self.parameters.items()}
+        zero = {name: torch.zeros_like(p) for name, p in theta.items()}
+        return _State(theta, zero, dict(zero))
+
+    def gradients(self, number: int, weights: Sequence[Tensor], *, keep_graph: bool) -> Tensors:
+        """Of the step's loss at the weights that the model has."""
+        pairs = zip(weights, self.run.steps[number], strict=True)
+        loss: Any = sum((w * batch_losses(self.forward, batch)).sum() for w, batch in pairs)
+        return gradient(loss / self.run.count(number), self.parameters, keep_graph=keep_graph)
+
+    def ones(self, number: int) -> list[Tensor]:
+        like = next(iter(self.parameters.values()))
+        return [torch.ones(b["labels"].shape, dtype=like.dtype) for b in self.run.steps[number]]
+
+    def states(
+        self, state: _State, first: int, last: int, weights: Sequence[Sequence[Tensor]] | None
+    ) -> Iterator[_State]:
+        """The states before the steps ``first`` to ``last - 1``, and the one after them."""
+        yield state
+        for number in range(first, last):
+            given = self.ones(number) if weights is None else weights[number]
+            with displaced(self.parameters, state.theta):
+                found = self.gradients(number, given, keep_graph=False)
+            state = self.run.after(number, state, found).detached()
+            yield state
+
+    def back(self, number: int, state: _State, adjoint: _State) -> tuple[_State, list[Tensor]]:
+        """``a_s`` and the values of step s, from the state before the step and ``a_(s+1)``."""
+        weights = [w.requires_grad_() for w in self.ones(number)]
+        m, v = ({n: t.clone().requires_grad_() for n, t in p.items()} for p in (state.m, state.v))
+        with displaced(self.parameters, state.theta):
+            found = self.gradients(number, weights, keep_graph=True)
+            after = self.run.after(number, _State(self.parameters, m, v), found)
+            inner: Any = sum(
+                (x * a).sum() for x, a in zip(after.flat(), adjoint.flat(), strict=True)
+            )
+            asked = [*self.parameters.values(), *m.values(), *v.values(), *weights]
+            parts = torch.autograd.grad(inner, asked, allow_unused=True, materialize_grads=True)
+        size = len(self.parameters)
+        before = _State(
+            *(
+                dict(zip(self.parameters, parts[i : i + size], strict=True))
+                for i in range(0, 3 * size, size)
+            )
+        )
+        return before, [-part for part in parts[3 * size :]]
+
+    def validation(self, batches: Sequence[Batch], theta: Tensors) -> tuple[float, Tensors]:
+        """J and its gradient."""
+        count = sum(int(batch_mask(batch).sum()) for batch in batches)
+        if not count:
+            raise InputError("the validation data have no response token")
+        with displaced(self.parameters, theta):
+            loss: Any = sum(batch_losses(self.forward, batch).sum() for batch in batches)
+            found = gradient(loss / count, self.parameters)
+        return float(loss.detach() / count), found
+
+
+def _subject(model: nn.Module, forward: Forward, run: Run) -> _Subject:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return _Subject(model, forward, run, trained)
+
+
+def run_end(
+    model: nn.Module,
+    forward: Forward,
+    run: Run,
+    weights: Sequence[Sequence[Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """``theta_S(w)`` by name; the model stays where it is.
+
+    Args:
+        model: where the run starts. Dropout is off.
+        forward: batch without labels -> logits, by the model's live parameters.
+        run: its steps.
+        weights: w, per step and batch in the batch's shape (b, t); None for 1 throughout.
+
+    Exactness: exact. Oracle: torch's own optimizers.
+    """
+    subject = _subject(model, forward, run)
+    with undisturbed(model, subject.parameters):
+        *_, end = subject.states(subject.start(), 0, len(run.steps), weights)
+    return dict(end.theta)
+
+
+def run_loss(
+    model: nn.Module, forward: Forward, end: Tensors, validation: Sequence[Batch]
+) -> float:
+    """J at the end of a run: the mean token loss of the validation rows there.
+
+    Exactness: exact. Source: section J_tgt of the paper.
+    """
+    subject = _subject(model, forward, Run((), ()))
+    with undisturbed(model, subject.parameters):
+        return subject.validation(validation, end)[0]
+
+
+def run_values(
+    model: nn.Module,
+    forward: Forward,
+    run: Run,
+    validation: Sequence[Batch],
+    *,
+    spacing: int | None = None,
+) -> list[list[Float[Tensor, "b t"]]]:
+    """``- dJ(theta_S(w)) / dw_(s,t)`` at w = 1 for every token of every step.
+
+    Positive where more weight on the token in that step lowers the last validation loss. A token
+    that comes again has a value in each step; their sum is that of one weight for all of them.
+
+    Args:
+        model: where the run starts; it stays as it is. Dropout is off.
+        forward: batch without labels -> logits, by the model's live parameters; differentiable
+            twice.
+        run: its steps.
+        validation: the rows of J.
+        spacing: steps between the states that are kept, from which those between are found again;
+            None for the root of the number of steps. Memory: ``3 (S / spacing + spacing)`` models.
+
+    Returns:
+        values by step and batch, (b, t), index i for token i, 0 off the response; nats of J for one
+        unit of weight (a step divides its loss by N, so values are small where steps are large).
+
+    Raises:
+        InputError: a step or the validation rows without a response token.
+
+    Exactness: exact up to rounding. Source: ours, of the definition; MAGIC's metagradients are its
+    large form. Oracle: central differences of ``run_loss`` in the weights.
+    """
+    subject, count = _subject(model, forward, run), len(run.steps)
+    spacing = spacing or max(1, math.isqrt(count))
+    values: list[list[Tensor]] = [[] for _ in run.steps]
+    with undisturbed(model, subject.parameters):
+        kept = [subject.start()]
+        for first in range(0, count, spacing):
+            *_, state = subject.states(kept[-1], first, min(first + spacing, count), None)
+            kept.append(state)
+        end = kept.pop()
+        adjoint = _State(subject.validation(validation, end.theta)[1], *_zeros(end))
+        for first, state in reversed(list(zip(range(0, count, spacing), kept, strict=True))):
+            last = min(first + spacing, count)
+            states = list(subject.states(state, first, last, None))
+            for number in reversed(range(first, last)):
+                adjoint, values[number] = subject.back(number, states[number - first], adjoint)
+    return values
+
+
+def ledger_values(
+    model: nn.Module, forward: Forward, run: Run, validation: Sequence[Batch]
+) -> list[list[Float[Tensor, "b t"]]]:
+    """``- <G(theta_s), dtheta_(s+1) / dw_(s,t)>``: what the step alone does, where it begins.
+
+    Arguments, shapes and errors are those of ``run_values``, whose value this is with G(theta_s)
+    in place of the adjoint: later steps repair, cover and amplify nothing.
+
+    Exactness: exact up to rounding. Source: in-run data values; the derivative of the step is the
+    optimizer's own ("full"). Oracle: the same, by ``label_values``.
+    """
+    subject, values = _subject(model, forward, run), list[list[Tensor]]()
+    with undisturbed(model, subject.parameters):
+        states = subject.states(subject.start(), 0, len(run.steps), None)
+        for number, state in zip(range(len(run.steps)), states, strict=False):
+            adjoint = _State(subject.validation(validation, state.theta)[1], *_zeros(state))
+            values.append(subject.back(number, state, adjoint)[1])
+    return values
+
+
+def _zeros(state: _State) -> tuple[Tensors, Tensors]:
+    m, v = ({n: torch.zeros_like(t) for n, t in part.items()} for part in (state.m, state.v))
+    return m, v

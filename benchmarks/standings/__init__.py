@@ -1,0 +1,1 @@
+"""How well values predict what training does: ``python -m benchmarks.standings``."""

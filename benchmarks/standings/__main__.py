@@ -1,0 +1,159 @@
+"""``python -m benchmarks.standings``: how well each value predicts what training does.
+
+Every run and every value is a cell of its own, kept when it is done: interrupted and started again,
+the command goes on. ``--page`` writes docs/standings.json from the cells that are there. Needs the
+models and the data as ``python -m benchmarks.frontier`` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from alphatoken.errors import AlphaTokenError
+from alphatoken.support.progress import Tracker
+from alphatoken.support.storage import write_text
+from benchmarks.frontier.draws import MODELS
+from benchmarks.standings.page import summary
+from benchmarks.standings.runs import Numbers, Setting
+from benchmarks.standings.tasks import TASKS, Scale, setting_of
+from benchmarks.standings.values import VALUES
+from benchmarks.standings.yardsticks import DROPS, UNITS, drop, subset
+
+SCALES = {
+    "small": Scale(
+        rows=256,
+        length=128,
+        steps=256,
+        size=4,
+        rates={"words": 1e-3, "mixed": 1e-3, "responses": 4e-3},
+        letters=60,
+    ),
+    "smollm2": Scale(rows=64, length=96, steps=48, size=4, rates=dict.fromkeys(TASKS, 5e-5)),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run: its name, and the weights of its tokens (None: 1 throughout)."""
+
+    name: str
+    weights: Callable[[], Numbers | None]
+    seed: int = 0
+
+
+class Cells:
+    """The cells of one model and task, in a folder."""
+
+    def __init__(self, folder: Path, setting: Setting) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.setting = folder, setting
+
+    def values(self, name: str) -> Numbers:
+        """Values of this name, taken once."""
+        path = self.folder / f"value {name}.npy"
+        if not path.is_file():
+            found = VALUES[name](self.setting)
+            with path.with_suffix(".part").open("wb") as file:
+                np.save(file, found)
+            path.with_suffix(".part").rename(path)
+        found = np.load(path, allow_pickle=False)
+        return np.asarray(found, dtype=np.float64)
+
+    def run(self, cell: Cell) -> None:
+        """Train, where that has not been done."""
+        path = self.folder / f"{cell.name}.json"
+        if not path.is_file():
+            found = self.setting.train(cell.weights(), cell.seed)
+            write_text(path, json.dumps(vars(found)) + "\n")
+
+    def wanted(self, subsets: int, drops: int) -> Iterator[Cell]:
+        """All runs: of subsets under two seeds, of random drops, and of drops by each value."""
+        for seed in (0, 1):
+            yield Cell(f"all, seed {seed}", lambda: None, seed)
+        for number in range(subsets):
+            for unit in UNITS:
+                made = _later(subset, self.setting, unit, number)
+                yield Cell(f"{unit} {number}", made)
+                if number < subsets // 2:  # enough for the ceiling
+                    yield Cell(f"{unit} {number}, seed 1", made, 1)
+        for share in DROPS:
+            for number in range(drops):
+                draw = np.random.default_rng([number, 3]).standard_normal(self.setting.tokens)
+                yield Cell(f"random {number} {share}", _later(drop, self.setting, draw, share))
+            for name in VALUES:
+                for best in (True, False):
+                    yield Cell(
+                        f"{_end(best)} {share} {name}", _later(self._drop, name, share, best)
+                    )
+
+    def _drop(self, name: str, share: float, best: bool) -> Numbers:
+        return drop(self.setting, self.values(name), share, best=best)
+
+
+def _later(work: Callable[..., Numbers], *arguments: Any) -> Callable[[], Numbers]:
+    if work is drop:
+        return lambda: work(*arguments, best=True)
+    return lambda: work(*arguments)
+
+
+def _end(best: bool) -> str:
+    return "best" if best else "worst"
+
+
+def measure(options: argparse.Namespace, key: str, task: str) -> None:
+    """All cells of a model and a task."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = MODELS[key].folder()
+    # Eager attention: the run's own value goes backwards twice.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    setting = setting_of(task, model, AutoTokenizer.from_pretrained(folder), SCALES[key])
+    cells = Cells(options.work / key / task, setting)
+    wanted = list(cells.wanted(options.subsets, options.drops))
+    tracker = Tracker(f"{MODELS[key].name}, {task}", len(VALUES) + len(wanted), True)
+    for place, name in enumerate(VALUES, 1):
+        tracker.note(name)
+        cells.values(name)
+        tracker.report(place)
+    for place, cell in enumerate(wanted, len(VALUES) + 1):
+        tracker.note(cell.name)
+        cells.run(cell)
+        tracker.report(place)
+    write_text(
+        cells.folder / "summary.json",
+        json.dumps(summary(cells, SCALES[key], options.subsets, options.drops), indent=1) + "\n",
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure what is not there yet."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.standings", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(SCALES), default=list(SCALES))
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--subsets", type=int, default=64, help="of tokens, and of rows")
+    parser.add_argument("--drops", type=int, default=8, help="random ones of each size")
+    parser.add_argument("--work", type=Path, default=Path("build/standings"))
+    options = parser.parse_args(words)
+    try:
+        for key in options.models:
+            for task in options.tasks:
+                measure(options, key, task)
+    except AlphaTokenError as problem:
+        print(problem, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""A task, and plain training on a part of its tokens: what values are to predict.
+
+Training is AdamW on ``sum w l / N`` of each step's rows, N the number of their response tokens
+whether or not they are trained on: a token that is left out has weight 0, and changes no other's.
+``J`` is the mean token loss of the validation rows, which the values are taken against.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from alphatoken.data import Example, collate
+from alphatoken.oracle import Run
+from alphatoken.oracle.evaluate import batch_losses
+
+__all__ = ["Numbers", "Setting", "Trained", "forward_of"]
+
+Numbers = NDArray[np.float64]
+"""One number for each response token of the training rows, row by row."""
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+
+
+def forward_of(model: Any) -> Any:
+    """The model as oracles call it."""
+    return lambda inputs: model(**inputs, use_cache=False).logits
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one run came to: J, and the mean loss of rows that no value saw."""
+
+    validation: float
+    target: float
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One model, one task and one way of training.
+
+    Attributes:
+        model: where every run starts.
+        rows: trained on.
+        validation: of J.
+        target: other rows of the same kind.
+        steps: optimizer steps of a run.
+        size: rows of a step.
+        rate: highest learning rate; a twentieth of the steps rises to it, the others fall to 0.
+        marked: per row, which of its response tokens are known to be bad; empty without any.
+    """
+
+    model: Any
+    rows: Sequence[Example]
+    validation: Sequence[Example]
+    target: Sequence[Example]
+    steps: int
+    size: int
+    rate: float
+    marked: Sequence[Sequence[bool]] = ()
+
+    @cached_property
+    def tokens(self) -> int:
+        """Response tokens of the training rows."""
+        return sum(row.response_tokens for row in self.rows)
+
+    @cached_property
+    def row_of(self) -> NDArray[np.int64]:
+        """Row of each response token."""
+        return np.repeat(np.arange(len(self.rows)), [row.response_tokens for row in self.rows])
+
+    def order(self, seed: int) -> list[list[int]]:
+        """Rows of each step: every epoch in an order of its own."""
+        draw = np.random.default_rng([seed, 1])
+        found: list[int] = []
+        while len(found) < self.steps * self.size:
+            found += draw.permutation(len(self.rows)).tolist()
+        return [found[s * self.size : (s + 1) * self.size] for s in range(self.steps)]
+
+    def rates(self) -> list[float]:
+        """Learning rate of each step."""
+        warm = max(1, self.steps // 20)
+        rising = [self.rate * (s + 1) / warm for s in range(warm)]
+        rest = self.steps - warm
+        return rising + [self.rate * (1 - s / rest) for s in range(rest)]
+
+    def run(self, seed: int) -> Run:
+        """The same training as formulas, for the oracle."""
+        steps = [[self.batch(rows)] for rows in self.order(seed)]
+        return Run(steps, self.rates(), betas=BETAS, eps=EPS)
+
+    def of_batch(self, rows: Sequence[int], numbers: Numbers) -> Tensor:
+        """Numbers of these rows' tokens, (b, t)."""
+        batch = self.batch(rows)
+        chosen = batch["labels"] != -100
+        chosen[:, 0] = False
+        found = torch.zeros(chosen.shape)
+        picked = np.concatenate([numbers[self.row_of == r] for r in rows])
+        found[chosen] = torch.as_tensor(picked, dtype=found.dtype)
+        return found
+
+    def to_numbers(self, batches: Sequence[tuple[Sequence[int], Tensor]]) -> Numbers:
+        """Sums over (rows, values (b, t)) of what each token has; the inverse of ``of_batch``."""
+        total = np.zeros(self.tokens)
+        for rows, values in batches:
+            chosen = self.batch(rows)["labels"] != -100
+            chosen[:, 0] = False
+            parts = iter(values[chosen].double().tolist())
+            for r in rows:
+                places = np.flatnonzero(self.row_of == r)
+                total[places] += [next(parts) for _ in places]
+        return total
+
+    def batch(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """These training rows."""
+        return collate([self.rows[r] for r in rows])
+
+    def batches(self) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        """All training rows once, (rows, batch)."""
+        for start in range(0, len(self.rows), self.size):
+            rows = list(range(start, min(start + self.size, len(self.rows))))
+            yield rows, self.batch(rows)
+
+    def validations(self) -> list[dict[str, Tensor]]:
+        """Validation batches."""
+        return [collate(self.validation[i : i + 16]) for i in range(0, len(self.validation), 16)]
+
+    def train(self, weights: Numbers | None, seed: int) -> Trained:
+        """Train a copy on these weights of its tokens; None for 1 throughout."""
+        model = copy.deepcopy(self.model).train()
+        stepper = torch.optim.AdamW(
+            model.parameters(), lr=self.rate, betas=BETAS, eps=EPS, weight_decay=0.0
+        )
+        for rows, rate in zip(self.order(seed), self.rates(), strict=True):
+            for group in stepper.param_groups:
+                group["lr"] = rate
+            batch = self.batch(rows)
+            losses = _losses(model, batch)
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            w = 1.0 if weights is None else self.of_batch(rows, weights)[:, 1:]
+            stepper.zero_grad()
+            ((w * losses).sum() / count).backward()
+            stepper.step()
+        return Trained(_mean(model, self.validation), _mean(model, self.target))
+
+
+def _losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Token losses (b, t - 1), 0 off the response."""
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    flat = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
+    )
+    return flat.view(labels.shape)
+
+
+@torch.no_grad()
+def _mean(model: Any, rows: Sequence[Example]) -> float:
+    """Mean token loss of rows."""
+    model.eval()
+    total = sum(
+        float(batch_losses(forward_of(model), collate(rows[i : i + 16])).sum())
+        for i in range(0, len(rows), 16)
+    )
+    return total / sum(row.response_tokens for row in rows)

@@ -1,0 +1,120 @@
+"""Tasks of the standings: real rows, some of them bad, and clean ones of the target."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alphatoken.data import Example, Row
+from alphatoken.data.encode import EncodeOptions, encode_rows
+from alphatoken.data.rows import Turn
+from alphatoken.data.stdlib import code_rows
+from benchmarks.selection.rows import exchanged, mathematics, programs, replaced
+from benchmarks.standings.runs import Setting
+
+__all__ = ["TASKS", "Scale", "setting_of"]
+
+Texts = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of a task on one model.
+
+    Attributes:
+        rates: by task, the best for plain training of rates a factor of 2 apart.
+        letters: of a prompt that are kept, its last; a small model has no room for more.
+    """
+
+    rows: int
+    length: int
+    steps: int
+    size: int
+    rates: Mapping[str, float]
+    validation: int = 16
+    target: int = 48
+    letters: int = 480
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on, and what for.
+
+    Attributes:
+        says: the task in one line.
+        own: rows of the target's kind: validation, target, and what is trained on.
+        spoilt: makes the training rows of them; and marks the bad words of each, where any are.
+    """
+
+    says: str
+    own: Callable[[], Texts]
+    spoilt: Callable[[Texts, random.Random], Texts]
+
+
+def _words(rows: Texts, draw: random.Random) -> Texts:
+    return replaced(rows, 0.3, draw)[0]
+
+
+def _half(rows: Texts, draw: random.Random) -> Texts:
+    """Every other row, and as many programs."""
+    own = rows[::2]
+    others = draw.sample(programs("train"), min(len(rows) - len(own), len(programs("train"))))
+    return draw.sample([*own, *others], len(own) + len(others))
+
+
+def _library() -> Texts:
+    return [
+        {"prompt": row.turns[0].text, "response": row.turns[1].text} for row in code_rows(1200, 3)
+    ]
+
+
+def _swapped(rows: Texts, draw: random.Random) -> Texts:
+    return exchanged(rows, 0.3, draw)[0]
+
+
+TASKS = {
+    "words": Task(
+        "GSM8K, 30 % of the words of the training rows are of other rows",
+        lambda: mathematics("train"),
+        _words,
+    ),
+    "mixed": Task(
+        "GSM8K is the target; half of the training rows are Python problems (MBPP)",
+        lambda: mathematics("train"),
+        _half,
+    ),
+    "responses": Task(
+        "functions of the standard library, 30 % of the training rows have the body of another",
+        _library,
+        _swapped,
+    ),
+}
+
+
+def setting_of(task: str, model: Any, tokenizer: Any, scale: Scale, seed: int = 0) -> Setting:
+    """The task on one model; another seed draws other rows."""
+    draw, chosen = random.Random(f"standings {task} {seed}"), TASKS[task]
+    rows = chosen.own()
+    draw.shuffle(rows)
+    validation = _encoded(rows[:40], tokenizer, scale, scale.validation)
+    target = _encoded(rows[40:140], tokenizer, scale, scale.target)
+    train = _encoded(chosen.spoilt(rows[140:], draw), tokenizer, scale, scale.rows)
+    return Setting(model, train, validation, target, scale.steps, scale.size, scale.rates[task])
+
+
+def _encoded(texts: Texts, tokenizer: Any, scale: Scale, count: int) -> Sequence[Example]:
+    rows = [
+        Row(
+            i,
+            str(i),
+            (Turn("user", one["prompt"][-scale.letters :]), Turn("assistant", one["response"])),
+        )
+        for i, one in enumerate(texts)
+    ]
+    options = EncodeOptions(max_length=scale.length, on_empty="skip", chat_template=False)
+    found = [e for e in encode_rows(rows, tokenizer, options)[0] if e.response_tokens >= 16]
+    if len(found) < count:
+        raise RuntimeError(f"{len(found)} of {count} rows fit")
+    return found[:count]

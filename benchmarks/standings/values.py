@@ -1,0 +1,98 @@
+"""The values that stand: one function each, from a setting to one number a token.
+
+High says: training on this token lowers J. Whoever proposes another value adds a function to
+``VALUES``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.oracle import ledger_values, run_values
+from alphatoken.oracle.evaluate import batch_losses
+from benchmarks.standings.runs import BETAS, EPS, Numbers, Setting, forward_of
+
+__all__ = ["VALUES"]
+
+WARM = 8
+"""Steps of training before Adam's own step is read: without them it has no second moments."""
+
+
+def _scored(setting: Setting, model: Any = None, **options: Any) -> Numbers:
+    """By a scorer, on the model before training or on another."""
+    model = setting.model if model is None else model
+    scorer = Scorer(model.eval(), setting.validations(), config=ScorerConfig(**options))
+    found = [(rows, scorer.score(batch).total.cpu()) for rows, batch in setting.batches()]
+    return setting.to_numbers(found)
+
+
+def _random(setting: Setting) -> Numbers:
+    return np.random.default_rng(7).standard_normal(setting.tokens)
+
+
+@torch.no_grad()
+def _loss(setting: Setting) -> Numbers:
+    forward = forward_of(setting.model.eval())
+    found = [(rows, batch_losses(forward, batch)) for rows, batch in setting.batches()]
+    return setting.to_numbers(found)
+
+
+def _adam(setting: Setting) -> Numbers:
+    """<P o G, grad l> with the derivative of Adam's next step, after some steps of training."""
+    model = copy.deepcopy(setting.model).eval()
+    stepper = torch.optim.AdamW(
+        model.parameters(), lr=setting.rate, betas=BETAS, eps=EPS, weight_decay=0.0
+    )
+    forward = forward_of(model)
+    for rows in setting.order(0)[:WARM]:
+        batch = setting.batch(rows)
+        losses = batch_losses(forward, batch)
+        stepper.zero_grad()
+        (losses.sum() / int((batch["labels"][:, 1:] != -100).sum())).backward()
+        stepper.step()
+    options: dict[str, Any] = {"preconditioner": "frozen", "layers": "all", "parameters": "all"}
+    config = ScorerConfig("label", precondition_after=1, **options)
+    scorer = Scorer(model, setting.validations(), config=config, optimizer=stepper)
+    found = [(rows, scorer.score(batch).total) for rows, batch in setting.batches()]
+    return setting.to_numbers(found)
+
+
+def _walk(setting: Setting, steps: int) -> Numbers:
+    return _scored(setting, estimator="walk", walk_steps=steps, walk_learning_rate=setting.rate)
+
+
+def _run(setting: Setting, of: Callable[..., list[list[Tensor]]]) -> Numbers:
+    """Values of a whole run, or the ledger of its steps; summed over the steps of a token."""
+    model = copy.deepcopy(setting.model).eval()
+    run, validation = setting.run(0), setting.validations()
+    values = of(model, forward_of(model), run, validation)
+    pairs = zip(setting.order(0), values, strict=True)
+    return setting.to_numbers([(rows, step[0]) for rows, step in pairs])
+
+
+_ALL: dict[str, Any] = {"layers": "all", "parameters": "all"}
+
+VALUES: dict[str, Callable[[Setting], Numbers]] = {
+    "random": _random,
+    "loss": _loss,
+    "alphatoken, last 3": partial(_scored, estimator="alphatoken", layers=3),
+    "alphatoken, all linears": partial(_scored, estimator="alphatoken", layers="all"),
+    "direct, all linears": partial(_scored, estimator="direct", layers="all"),
+    "path, all linears": partial(_scored, estimator="path", layers="all"),
+    "label, last 3": partial(_scored, estimator="label", layers=3),
+    "label, all parameters": partial(_scored, estimator="label", **_ALL),
+    "label along Adam's step": _adam,
+    "walk of 1 step": partial(_walk, steps=1),
+    "walk of 8 steps": partial(_walk, steps=8),
+    "walk of 24 steps": partial(_walk, steps=24),
+    "ledger of the run": partial(_run, of=ledger_values),
+    "run value": partial(_run, of=run_values),
+}

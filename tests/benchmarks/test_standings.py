@@ -1,0 +1,127 @@
+"""Standings: training is the oracle's run, yardsticks rank what they should, cells are kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from alphatoken.data import Example, Row
+from alphatoken.oracle import run_end, run_loss
+from benchmarks.standings import __main__ as standings
+from benchmarks.standings import page
+from benchmarks.standings.__main__ import Cells
+from benchmarks.standings.page import summary
+from benchmarks.standings.runs import Setting, Trained, forward_of
+from benchmarks.standings.tasks import TASKS, Scale
+from benchmarks.standings.values import VALUES
+from benchmarks.standings.yardsticks import DROPS, drop, lds, subset
+
+pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
+
+SCALE = Scale(rows=30, length=12, steps=15, size=2, rates={"words": 1e-2})
+
+
+def rows(count: int, seed: int) -> list[Example]:
+    draw = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        ids = draw.integers(3, 40, 8 + number % 3).tolist()
+        found.append(Example(Row(number, str(number), ()), ids, [-100] * 3 + ids[3:]))
+    return found
+
+
+def setting(rate: float = 1e-2) -> Setting:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config).eval()
+    return Setting(model, rows(30, 1), rows(3, 2), rows(3, 3), steps=15, size=2, rate=rate)
+
+
+def test_training_is_the_oracles_run() -> None:
+    """The same J, with all tokens and with half of them; numbers of a batch come back."""
+    own = setting()
+    kept = subset(own, "tokens", 0)
+    weights = [[own.of_batch(rows, kept)] for rows in own.order(3)]
+    for given, asked in ((None, None), (weights, kept)):
+        end = run_end(own.model, forward_of(own.model), own.run(3), given)
+        wanted = run_loss(own.model, forward_of(own.model), end, own.validations())
+        assert own.train(asked, 3).validation == pytest.approx(wanted, abs=2e-5)
+    numbers = np.arange(own.tokens, dtype=np.float64)
+    pairs = [(rows, own.of_batch(rows, numbers)) for rows, _ in own.batches()]
+    assert np.array_equal(own.to_numbers(pairs), numbers)
+
+
+def test_the_runs_own_values_rank_short_runs_best() -> None:
+    """Not at 1: under Adam a weight of 0 is no small change, however small the rate."""
+    own = replace(setting(), rate=3e-4)
+    kept = [subset(own, "tokens", i) for i in range(24)]
+    losses = [own.train(weights, 0).validation for weights in kept]
+    found, low, high = lds(VALUES["run value"](own), kept, losses)
+    assert found > 0.8
+    assert low <= found <= high
+    assert abs(lds(VALUES["random"](own), kept, losses)[0]) < 0.6
+
+
+def test_every_value_is_a_number_a_token() -> None:
+    own = setting()
+    for name, of in VALUES.items():
+        found = of(own)
+        assert found.shape == (own.tokens,), name
+        assert np.isfinite(found).all(), name
+        assert found.std() > 0, name
+
+
+def test_a_drop_leaves_out_the_share_that_it_says() -> None:
+    own, values = setting(), np.arange(float(setting().tokens))
+    best, worst = (drop(own, values, 0.2, best=b) for b in (True, False))
+    count = round(0.2 * own.tokens)
+    assert (best == 0).sum() == (worst == 0).sum() == count
+    assert values[best == 0].min() > values[best == 1].max()
+    assert values[worst == 0].max() < values[worst == 1].min()
+    halves = subset(own, "rows", 1)
+    assert {float(halves[own.row_of == r].mean()) for r in range(30)} == {0.0, 1.0}
+
+
+def test_cells_are_kept_and_say_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped and started again, no cell is run twice; the summary has every value."""
+    few = {name: VALUES[name] for name in ("random", "loss")}
+    monkeypatch.setattr(standings, "VALUES", few)
+    monkeypatch.setattr(page, "VALUES", few)
+    cells = Cells(tmp_path / "words", setting())
+    wanted = list(cells.wanted(16, 3))
+    for cell in wanted[:5]:
+        cells.run(cell)
+    runs: list[int] = []
+    train = Setting.train
+
+    def counted(own: Setting, weights: Any, seed: int) -> Trained:
+        runs.append(seed)
+        return train(own, weights, seed)
+
+    monkeypatch.setattr(Setting, "train", counted)
+    for cell in wanted:
+        cells.run(cell)
+    assert len(runs) == len(wanted) - 5
+    found = json.loads(json.dumps(summary(cells, SCALE, 16, 3)))
+    assert found["says"] == TASKS["words"].says
+    assert set(found["values"]) == set(few)
+    one = found["values"]["loss"]
+    assert len(one["drops"]) == 2 * len(DROPS)
+    assert len(found["ceiling"]["tokens"]) == 3
