@@ -83,8 +83,13 @@ def worth(found: Sequence[Mapping[str, Any]], gain: float = 0.02) -> list[Mappin
 
 
 def with_differences(one: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The records of a model, with label values by differences where they were measured."""
-    return [*one["records"], *one.get("differences", {"records": []})["records"]]
+    """The records of a model, with label values by central differences where they were measured.
+
+    Not the one-sided ones: the forward that they lie beside is no part of their price, and is of
+    everybody else's.
+    """
+    found = one.get("differences", {"records": []})["records"]
+    return [*one["records"], *(r for r in found if "beside" not in r["name"])]
 
 
 def save(models: Mapping[str, Any], path: Path) -> None:
