@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alphatoken import Scorer, ScorerConfig
+from alphatoken import Scorer, ScorerConfig, fit_influence
 from alphatoken.oracle import ledger_values, run_values
 from alphatoken.oracle.evaluate import batch_losses
 from benchmarks.standings.runs import BETAS, EPS, Numbers, Setting, forward_of
@@ -65,6 +65,16 @@ def _adam(setting: Setting) -> Numbers:
     return setting.to_numbers(found)
 
 
+def _influence(setting: Setting) -> Numbers:
+    """Along (K + mu)^-1 G, K by one drawn label at every response position of the training rows."""
+    model, rows = setting.model.eval(), setting.batch(range(len(setting.rows)))
+    options: dict[str, Any] = {"samples": len(setting.rows), "layers": "all", "progress": False}
+    factors = fit_influence(model, rows, **options)
+    config = ScorerConfig("label", layers="all", preconditioner="kronecker")
+    scorer = Scorer(model, setting.validations(), config=config, influence=factors)
+    return setting.to_numbers([(r, scorer.score(b).total) for r, b in setting.batches()])
+
+
 def _walk(setting: Setting, steps: int) -> Numbers:
     return _scored(setting, estimator="walk", walk_steps=steps, walk_learning_rate=setting.rate)
 
@@ -90,6 +100,7 @@ VALUES: dict[str, Callable[[Setting], Numbers]] = {
     "label, last 3": partial(_scored, estimator="label", layers=3),
     "label, all parameters": partial(_scored, estimator="label", **_ALL),
     "label along Adam's step": _adam,
+    "influence function, all linears": _influence,
     "walk of 1 step": partial(_walk, steps=1),
     "walk of 8 steps": partial(_walk, steps=8),
     "walk of 24 steps": partial(_walk, steps=24),
