@@ -24,11 +24,10 @@ from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import GradientReducer
 from alphatoken.direction.scored import ScoredParameters, choose_parameters
 from alphatoken.direction.walk import WalkBuilder
-from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError, UnsupportedError
-from alphatoken.estimate.columns import Columns, Side, contract_columns
+from alphatoken.errors import AlphaTokenWarning, ConfigError, ModelError, UnsupportedError
 from alphatoken.estimate.estimators import SWITCHED, WALK
 from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
-from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches
+from alphatoken.model.batch import PreferenceBatch, as_batches
 from alphatoken.model.capture import record
 from alphatoken.model.fingerprint import settings_of, trained_of
 from alphatoken.model.head import watch_head
@@ -37,7 +36,7 @@ from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.scoring.observed import Observed
-from alphatoken.scoring.passes import Pass, Weights
+from alphatoken.scoring.passes import Pass
 from alphatoken.scoring.valuing import Valuer
 from alphatoken.support.progress import ProgressSink
 from alphatoken.values import TokenValues
@@ -185,6 +184,7 @@ class Scorer:
         self._spread = reduce, sharding, masters
         self._trained: object = None
         self._settings: object = None
+        self._observing = False
         self._build()
 
     def _build(self) -> None:
@@ -310,6 +310,7 @@ class Scorer:
 
     def refresh(self) -> None:
         """Drop G, V and a walk; the next use builds them anew, as a new scorer would."""
+        self._require_outside("refresh")
         self.builder.invalidate()
         self.valuer.forget()
 
@@ -394,6 +395,7 @@ class Scorer:
         *,
         components: bool,
     ) -> TokenValues:
+        self._require_outside("score")
         self._follow()
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
@@ -436,10 +438,21 @@ class Scorer:
                 self_only=self_only,
                 lock=lock,
             )
+            self._observing = True
             try:
                 yield observed
             finally:
+                self._observing = False
                 observed.close()
+
+    def _require_outside(self, method: str) -> None:
+        """Raise inside ``observe``, whose pass a forward of the scorer's own would replace."""
+        if self._observing:
+            raise ModelError(
+                f"{method}() was called inside observe()",
+                why="its own forward, or another M, would take the place of what is observed",
+                remedy=f"call {method}() before or after the context, or observed.values() inside",
+            )
 
     def _require_uncompiled(self) -> None:
         """Raise where the user's forward is compiled code, which calls none of our hooks."""
@@ -469,41 +482,6 @@ class Scorer:
         frame = valuer.prepare(checked)
         with valuer.forward(checked, weights) as seen:
             return valuer.at(frame, seen).direction
-
-    def columns(
-        self,
-        batch: LabelledBatch,
-        *,
-        weights: Tensor | None = None,
-        direction: Mapping[str, Tensor] | None = None,
-    ) -> Columns:
-        """Columns by position of use for one direction, with weighted losses; for diagnostics.
-
-        This needs an estimator with captured errors (label gives rows of Psi and no columns), and
-        weights that are not sharded.
-
-        Args:
-            batch: checked.
-            weights: (b, t) factors on the token losses.
-            direction: parameter name -> M; by default the total of ``direction``.
-
-        Raises:
-            InputError: a direction that lacks a scored parameter.
-        """
-        self._follow()
-        matrices = self.builder.direction().total() if direction is None else direction
-        lacking = set(self.scored.names.values()) - matrices.keys()
-        if lacking:
-            raise InputError(
-                "the direction lacks a scored parameter",
-                got=min(lacking),
-                why="its part of every value would be missing",
-                remedy="give every scored parameter a matrix, of zeros where it takes no part",
-            )
-        side = Side(matrices)
-        with self.valuer.forward(batch, Weights(weights, None)) as seen:
-            errors = self.valuer.errors(seen)
-            return contract_columns(seen.recorded[0], errors, [side], self.scored.names)[0]
 
     def verify(
         self,

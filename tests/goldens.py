@@ -152,7 +152,7 @@ def diagnoses() -> Golden:
     from tests.integration.subjects import subject
 
     small: dict[str, dict[str, Any]] = {
-        "estimators": {"layers": (1, 3), "draws": 30},
+        "estimators": {"layers": (1, 3)},
         "coverage": {"draws": 40, "clusters": 6, "points": 200},
         "drift": {"probes": 8},
         "sensitivity": {

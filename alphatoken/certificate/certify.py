@@ -6,7 +6,7 @@ The oracle builds scope, labels, G, V, P, lambda and M anew from what the user g
 one table of tolerances (``certificate.tolerances``). What is off is named: component, token, place.
 
 What an estimator approximates is certified to be what its definition says; how far that lies from
-the exact causal value, and how the values rank beside the label values, is reported.
+the exact causal value is reported. How values rank is the diagnostic ``estimators``'.
 """
 
 from __future__ import annotations
@@ -24,13 +24,8 @@ from torch import Tensor
 from alphatoken.certificate.entries import Entry
 from alphatoken.certificate.expected import SIDES, Expected, Oracle, evaluating
 from alphatoken.certificate.localise import values_by_parameter
-from alphatoken.certificate.metrics import sign_agreement, spearman, top_overlap
-from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
-from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.oracle.composite import read_drift
-from alphatoken.scoring.label import LabelDerivative
-from alphatoken.scoring.passes import Pass, Weights
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.values import TokenValues
 
@@ -93,12 +88,6 @@ class Certificate:
         arithmetic: row of the table of tolerances.
         causal_error: relative distance of the causal approximation from the exact causal value
             (Euclidean norm over the compared tokens); None where nothing is approximated.
-        spearman: rank correlation of the total with the label value, same weights, same M.
-        sign_agreement: share of tokens with the same sign.
-        overlap: share of the kept half in common.
-        spearman_all: rank correlation of the adaptation value with the label value over all
-            trainable parameters.
-        overlap_all: overlap of the kept half with that.
         passes: forwards and backwards that the oracle took.
         seconds: that everything took.
         dtype: of the model's weights.
@@ -114,11 +103,6 @@ class Certificate:
     batch_tokens: int
     arithmetic: str
     causal_error: float | None
-    spearman: float
-    sign_agreement: float
-    overlap: float
-    spearman_all: float
-    overlap_all: float
     passes: int
     seconds: float
     dtype: str
@@ -165,13 +149,6 @@ class Certificate:
             lines.append(
                 f"  causal part: approximate, {self.causal_error:.2f} of the exact one away from it"
             )
-        lines += [
-            f"  against the label value, same weights ({self.batch_tokens} tokens): Spearman "
-            f"{_show(self.spearman)}, sign agreement {_show(self.sign_agreement)}, "
-            f"kept-half overlap {_show(self.overlap)}",
-            f"  adaptation against the label value over all trainable parameters: Spearman "
-            f"{_show(self.spearman_all)}, kept-half overlap {_show(self.overlap_all)}",
-        ]
         if self.passed:
             lines.append(
                 f"  every component agrees with the per-token oracle: error {self.error:.1e} of "
@@ -182,14 +159,6 @@ class Certificate:
             names = ", ".join(check.component for check in self.failures)
             lines.append(f"  DOES NOT AGREE with the per-token oracle: {names} does not agree")
         return "\n".join(lines)
-
-
-def _show(number: float) -> str:
-    return (
-        "not defined (too few tokens, or all values equal)"
-        if math.isnan(number)
-        else f"{number:.2f}"
-    )
 
 
 def certify(
@@ -206,8 +175,8 @@ def certify(
     """Check a scorer on ``batch``; see ``Certificate``. The model is left as found.
 
     Cost: a forward and a backward for each validation batch, two or three of both for ``batch``,
-    and one backward for each sampled token; besides three scorings, two label passes and one full
-    validation gradient for the ranks. ``progress`` says the number before the first one.
+    and one backward for each sampled token; besides three scorings. ``progress`` says the number
+    before the first one.
 
     Raises:
         InputError: fewer than one token. UnsupportedError: see ``Scorer.verify``.
@@ -262,7 +231,6 @@ def certify(
         dtype=str(weights).removeprefix("torch."),
         derivative=found["score"].derivative,
         stated_error=stated,
-        **_ranks(scorer, batch, found["score"], step_weights),
     )
 
 
@@ -312,9 +280,7 @@ def _ways(
     with evaluating(scorer.adapter.model), scorer.observe() as observed:
         with torch.enable_grad():
             scores = scorer.adapter.forward(inputs)
-        found["observe"] = observed.values(
-            scores, batch["labels"], components=True, keep_errors=False, **weights
-        )
+        found["observe"] = observed.values(scores, batch["labels"], components=True, **weights)
     return found
 
 
@@ -489,39 +455,3 @@ def _causal_error(values: TokenValues, expected: Expected) -> float | None:
     away = float((found.double().cpu()[expected.mask] - exact).norm())
     norm = float(exact.norm())
     return away / norm if norm > 0 else (0.0 if away == 0 else math.inf)
-
-
-def _ranks(
-    scorer: Scorer, batch: Mapping[str, Any], values: TokenValues, step_weights: Tensor | None
-) -> dict[str, float]:
-    """How the values rank beside the library's label values; no part of the verdict."""
-    checked = read_batch(batch, max_length=scorer.adapter.max_positions())
-    direction = scorer.direction_for(batch, step_weights=step_weights).total()
-    label = _label(scorer, checked, direction, scorer.scored.first)
-    everything = _label_over_everything(scorer, checked)
-    adaptation = values.adaptation
-    assert adaptation is not None  # components are there unless they are declined
-    return {
-        "spearman": spearman(values.total, label, checked.mask),
-        "sign_agreement": sign_agreement(values.total, label, checked.mask),
-        "overlap": top_overlap(values.total, label.to(values.total), checked.mask),
-        "spearman_all": spearman(adaptation, everything, checked.mask),
-        "overlap_all": top_overlap(adaptation, everything, checked.mask),
-    }
-
-
-def _label_over_everything(scorer: Scorer, batch: LabelledBatch) -> Tensor:
-    adapter = scorer.adapter
-    named = {n: p for n, p in adapter.model.named_parameters() if p.requires_grad}
-    gradient = objective_gradient(adapter, named, scorer.validation, first=None)
-    return _label(scorer, batch, gradient, None)
-
-
-def _label(
-    scorer: Scorer, batch: LabelledBatch, direction: Mapping[str, Tensor], first: int | None
-) -> Tensor:
-    """Label values by whichever derivative works on this model, forward mode where both do."""
-    named = dict(scorer.adapter.model.named_parameters(remove_duplicate=False))
-    moved = {name: named[name] for name in direction}
-    derivative = LabelDerivative(scorer.adapter, "auto", first or 0, moved)
-    return derivative.of(Pass(batch, Weights(None, None)), direction).values

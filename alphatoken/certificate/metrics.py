@@ -23,7 +23,6 @@ __all__ = [
     "auc",
     "kept",
     "overlap",
-    "sign_agreement",
     "spearman",
     "top_overlap",
 ]
@@ -62,12 +61,6 @@ def spearman(a: Column, b: Column, mask: Tensor | None = None) -> float:
     r, q = stats.rankdata(x), stats.rankdata(y)
     r, q = r - r.mean(), q - q.mean()
     return float(r @ q) / math.sqrt(float(r @ r) * float(q @ q))
-
-
-def sign_agreement(a: Column, b: Column, mask: Tensor | None = None) -> float:
-    """Share of tokens on whose sign both agree."""
-    x, y = _pair(a, b, mask)
-    return float((np.sign(x) == np.sign(y)).mean()) if len(x) else math.nan
 
 
 def top_overlap(a: Column, b: Column, mask: Tensor | None = None, ratio: float = 0.5) -> float:

@@ -56,7 +56,9 @@ class FisherDrift:
         reference: weights of the reference model, one for each entry.
         metadata: how it was fitted; plain JSON values. ``metadata["model"]`` is compared with
             the scored model's identity where present.
-        factors: (left, right) per parameter; empty for the diagonal. Use :meth:`from_kronecker`.
+        factors: (left, right) per parameter; empty for the diagonal. Scale: A_F a mean over tokens,
+            S_F a mean over sequences of the sum over positions; then tr(S_F) tr(A_F) is comparable
+            with the trace of the per-sequence diagonal.
         shapes: of each parameter.
 
     Raises:
@@ -82,7 +84,7 @@ class FisherDrift:
             raise FisherError(
                 "exactly one of a diagonal Fisher and Kronecker factors is needed",
                 got=f"{len(self.fisher)} diagonal entries, {len(self.factors)} pairs of factors",
-                remedy="pass fisher={name: tensor}, or use FisherDrift.from_kronecker",
+                remedy="pass fisher={name: tensor}, or factors={name: (left, right)}",
             )
         _check_names(set(self.names), set(self.reference))
         for name, weight in self.reference.items():
@@ -92,34 +94,6 @@ class FisherDrift:
             else:
                 _check_factors(*self.factors[name], weight, name)
             self.shapes[name] = weight.shape
-
-    @classmethod
-    def from_kronecker(
-        cls,
-        factors: Mapping[str, tuple[Tensor, Tensor]],
-        reference: Mapping[str, Tensor],
-        *,
-        transposed: Iterable[str] = (),
-        metadata: Mapping[str, Any] | None = None,
-    ) -> FisherDrift:
-        """Build it from pairs (S_F, A_F), (d_out, d_out) and (d_in, d_in): V = S_F (W - W_ref) A_F.
-
-        Scale: A_F a mean over tokens, S_F a mean over sequences of the sum over positions; then
-        tr(S_F) tr(A_F) is comparable with the trace of the per-sequence diagonal.
-
-        Args:
-            factors: by name of the weight.
-            reference: weights of the reference model, under the same names.
-            transposed: those whose weight is stored as (d_in, d_out) (GPT-2's Conv1D).
-            metadata: see the class.
-
-        Raises:
-            FisherError: as for the class.
-        """
-        # The transpose of V = S (W - W_ref) A is A (W - W_ref)^T S, both factors being symmetric.
-        turned = set(transposed)
-        pairs = {n: (A, S) if n in turned else (S, A) for n, (S, A) in factors.items()}
-        return cls({}, reference, {} if metadata is None else metadata, pairs)
 
     @property
     def structure(self) -> str:
@@ -406,8 +380,8 @@ def _check_factors(left: Tensor, right: Tensor, weight: Tensor, name: str) -> No
             raise FisherError(
                 f"the {side} Kronecker factor of '{name}' does not fit its reference weight",
                 got=f"{tuple(factor.shape)} beside {tuple(weight.shape)}",
-                remedy="pass (S_F, A_F) of shapes (d_out, d_out), (d_in, d_in); name weights "
-                "stored as (d_in, d_out) in transposed=",
+                remedy="pass (S_F, A_F) of shapes (d_out, d_out), (d_in, d_in); (A_F, S_F) of a "
+                "weight stored as (d_in, d_out)",
             )
         if factor.numel() and float(factor.diagonal().min()) < 0:
             raise FisherError(

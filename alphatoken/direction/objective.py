@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from alphatoken.errors import InputError, ModelError, NumericalError
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
@@ -43,6 +44,7 @@ __all__ = [
     "mean_gradient",
     "objective_gradient",
     "objective_sums",
+    "objective_value",
     "require_finite_gradient",
     "scoring_forward",
     "stream_losses",
@@ -137,6 +139,24 @@ def _known(
     if not trunk.plain or len(trunk.hidden) != len(branches):  # a block that is used twice
         return losses, [None] * len(branches)
     return losses, [Start(h, x) for h, x in zip(trunk.hidden, losses, strict=True)]
+
+
+@torch.no_grad()
+def objective_value(
+    adapter: DecoderAdapter,
+    item: Mapping[str, Any] | PreferenceBatch,
+    role: str = "validation batch",
+) -> tuple[float, float]:
+    """(sum, count) of the objective on one batch: token losses, or ``-log sigma(s)`` of pairs."""
+    pieces = list(weighted_losses(adapter, item, None, role))
+    with evaluation_mode(adapter.model):
+        losses = [forward_losses(adapter, piece[0], role) for piece in pieces]
+    if not isinstance(item, PreferenceBatch):
+        return float(losses[0].sum()), float(pieces[0][0].response_tokens)
+    margin = (losses[1].sum(-1) - losses[0].sum(-1)) - (
+        item.reference_chosen.to(losses[0]) - item.reference_rejected.to(losses[0])
+    )
+    return float(-logsigmoid(item.beta * margin).sum()), float(len(margin))
 
 
 @runtime_checkable

@@ -22,10 +22,10 @@ from alphatoken.direction.age import weights_age
 from alphatoken.direction.algebra import Direction
 from alphatoken.direction.build import Ingredients
 from alphatoken.direction.current import DirectionBuilder, Frame
-from alphatoken.direction.objective import forward_losses, weighted_losses
+from alphatoken.direction.objective import forward_losses, objective_value
 from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
 from alphatoken.estimate.shift import Moved
-from alphatoken.model.batch import LabelledBatch, PreferenceBatch, read_batch
+from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
@@ -202,9 +202,9 @@ class WalkBuilder(DirectionBuilder):
             adamw,
             scored.sharding,
         )
-        before = _mean_loss(made_of, "validation batch")
+        before = _mean(made_of, "validation batch")
         with WalkEnd(made_of.adapter, weights, scored.sharding).there():
-            after = _mean_loss(made_of, "batch at the end of the walk")
+            after = _mean(made_of, "batch at the end of the walk")
         if after > before:
             warn_caller(
                 f"a walk of {config.walk_steps} AdamW steps at rate {rate:g} raised the mean loss "
@@ -244,13 +244,7 @@ class WalkBuilder(DirectionBuilder):
         self._weights, self._passed, self._age = gradient, 0, None
 
 
-def _mean_loss(made_of: Ingredients, role: str) -> float:
-    """Mean token loss of the validation batches; of pairs 0."""
-    adapter, batches, total, count = made_of.adapter, made_of.validation, 0.0, 0.0
-    if any(isinstance(batch, PreferenceBatch) for batch in batches):
-        return 0.0
-    with torch.no_grad(), evaluation_mode(adapter.model):
-        for item in batches:
-            for _, losses, _, tokens in weighted_losses(adapter, item, None, role):
-                total, count = total + float(losses().sum()), count + tokens
-    return total / max(count, 1)
+def _mean(made_of: Ingredients, role: str) -> float:
+    """The mean objective of the validation batches."""
+    found = [objective_value(made_of.adapter, item, role) for item in made_of.validation]
+    return sum(total for total, _ in found) / max(sum(count for _, count in found), 1)

@@ -1,9 +1,7 @@
 """How far two rankings of the same tokens agree, and what both keep: the same for all diagnostics.
 
-    spearman         rank correlation of the values
-    sign_agreement   share of the tokens on whose sign both agree
-    overlap          share of the tokens kept by the one that the other keeps too; by chance the
-                     ratio
+    spearman   rank correlation of the values
+    overlap    share of the tokens kept by the one that the other keeps too; by chance the ratio
 
 Kept are the first ``ceil(ratio n)`` of all tokens in one pool.
 """
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.certificate.metrics import kept, overlap, sign_agreement, spearman
+from alphatoken.certificate.metrics import kept, overlap, spearman
 from alphatoken.fidelity.intervals import Estimate, bootstrap
 
 __all__ = ["agreement"]
@@ -29,17 +27,15 @@ def agreement(
     ratio: float,
     rows: NDArray[Any],
     *,
-    draws: int = 200,
     seed: int = 0,
 ) -> dict[str, Estimate]:
     """How far ``values`` rank and keep the tokens as ``truth`` does; intervals are over rows."""
     ours, theirs = kept(values, ratio), kept(truth, ratio)
 
     def estimate(statistic: Any, *columns: NDArray[Any]) -> Estimate:
-        return bootstrap(statistic, *columns, groups=rows, draws=draws, seed=seed)
+        return bootstrap(statistic, *columns, groups=rows, seed=seed)
 
     return {
         "spearman": estimate(spearman, values, truth),
-        "sign_agreement": estimate(sign_agreement, values, truth),
         "overlap": estimate(overlap, ours, theirs),
     }

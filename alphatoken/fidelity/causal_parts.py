@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.certificate.metrics import spearman
 from alphatoken.data import Example
 from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.estimate.columns import Side, contract_columns
@@ -35,7 +34,6 @@ from alphatoken.scorer import Scorer
 __all__ = [
     "PARTS",
     "CausalParts",
-    "agreement_records",
     "causal_columns",
     "causal_parts",
     "causal_scorer",
@@ -180,9 +178,7 @@ def causal_parts(subject: Subject, scorer: Scorer, rows: Sequence[Example]) -> C
     )
 
 
-def share_records(
-    parts: Mapping[str, Numbers], rows: Numbers, layer: str, draws: int
-) -> list[dict[str, Any]]:
+def share_records(parts: Mapping[str, Numbers], rows: Numbers, layer: str) -> list[dict[str, Any]]:
     """One record a part of the exact causal value.
 
     ``signed = <part, exact> / <exact, exact>`` adds up to 1 over the parts and may be negative or
@@ -193,7 +189,7 @@ def share_records(
         {
             "layer": layer,
             "part": title,
-            "signed": bootstrap(_signed, parts[name], exact, groups=rows, draws=draws),
+            "signed": bootstrap(_signed, parts[name], exact, groups=rows),
         }
         for name, title in PARTS.items()
     ]
@@ -202,29 +198,3 @@ def share_records(
 def _signed(part: Numbers, exact: Numbers) -> float:
     whole = float(exact @ exact)
     return float(part @ exact) / whole if whole else math.nan
-
-
-def _size(part: Numbers, exact: Numbers) -> float:
-    whole = float(np.linalg.norm(exact))
-    return float(np.linalg.norm(part)) / whole if whole else math.nan
-
-
-def agreement_records(
-    parts: Mapping[str, Numbers], rows: Numbers, layer: str, draws: int
-) -> list[dict[str, Any]]:
-    """Distance from the exact causal value, and rank correlation with it, as parts are added."""
-    exact, value = parts["exact"], parts["window"] + parts["beyond"]
-    steps = {
-        "Value-Propagation, window W": parts["window"],
-        "Value-Propagation, no window": value,
-        "same-layer hop": value + parts["score"],
-    }
-    return [
-        {
-            "layer": layer,
-            "approximation": title,
-            "relative_error": bootstrap(_size, found - exact, exact, groups=rows, draws=draws),
-            "spearman": bootstrap(spearman, found, exact, groups=rows, draws=draws),
-        }
-        for title, found in steps.items()
-    ]

@@ -21,7 +21,7 @@ from alphatoken.estimate.estimators import ESTIMATORS, WALK
 from alphatoken.fidelity.clouds import clusters_of, entropy, picture_of
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
-from alphatoken.fidelity.intervals import FEWEST, Estimate, jackknife
+from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.states import TokenStates, token_states
@@ -30,7 +30,7 @@ from alphatoken.fidelity.tokenwise import draw
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.select.masks import keep_count
 
-__all__ = ["POLICIES", "Options", "band_of", "diagnose", "evenness", "kept_by_any"]
+__all__ = ["POLICIES", "Options", "band_of", "diagnose", "kept_by_any"]
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -83,7 +83,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         for name in options.policies
     }
     band = band_of(labels, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)
-    even = {name: evenness(labels, mask, belongs) for name, mask in kept.items()}
+    even = {name: entropy(labels[mask], _count(labels)) for name, mask in kept.items()}
     union = kept_by_any(kept)
     drawn = union[draw(len(union), options.points, subject.seed)]
     places = picture_of(states.states[drawn], seed=subject.seed)
@@ -105,15 +105,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 def _count(labels: Indices) -> int:
     return int(labels.max()) + 1
-
-
-def evenness(labels: Indices, kept: Mask, rows: Indices) -> Estimate:
-    """Entropy over the clusters of the kept tokens; the jackknife leaves out rows of candidates."""
-
-    def of(among: Indices) -> float:
-        return entropy(labels[among[kept[among]]], _count(labels))
-
-    return jackknife(of, len(kept), groups=rows)
 
 
 def band_of(labels: Indices, kept: int, draws: int, seed: int) -> tuple[float, float]:
@@ -141,7 +132,7 @@ def _ranking(
     return subject.score(scorer, rows)["total"]
 
 
-def _entropy_table(even: Mapping[str, Estimate], band: tuple[float, float], whole: float) -> Table:
+def _entropy_table(even: Mapping[str, float], band: tuple[float, float], whole: float) -> Table:
     records = [
         {
             "policy": name,
@@ -197,16 +188,16 @@ def _map(
 # --- words --------------------------------------------------------------------------------------
 
 
-def _conclusion(even: Mapping[str, Estimate], band: tuple[float, float]) -> str:
+def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
     """Of the first policy: evenness of what it keeps, beside random selections."""
     name = next((name for name in even if name != "random"), "random")
     found, (low, high) = even[name], band
     how = "as even as"
-    how = "less even than" if found.value < low else how
-    how = "more even than" if found.value > high else how
+    how = "less even than" if found < low else how
+    how = "more even than" if found > high else how
     return (
-        f"What {name} keeps is {how} a random choice: entropy over clusters of contexts {found}, "
-        f"{low:.3f} to {high:.3f} at random."
+        f"What {name} keeps is {how} a random choice: entropy over clusters of contexts "
+        f"{found:.3f}, {low:.3f} to {high:.3f} at random."
     )
 
 

@@ -54,12 +54,6 @@ class Table:
         rows = tuple(tuple(record.get(name) for name in columns) for record in flat)
         return cls(key, title, columns, rows, note)
 
-    @classmethod
-    def of_numbers(cls, numbers: Mapping[str, Any]) -> Table:
-        """Named numbers that stand in no other table of a diagnosis."""
-        records = [{"number": name, "value": value} for name, value in numbers.items()]
-        return cls.of("numbers", "Further numbers", records)
-
     def csv(self) -> str:
         """RFC 4180 text with a header; None and NaN are empty."""
         text = io.StringIO()

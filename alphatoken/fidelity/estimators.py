@@ -23,7 +23,7 @@ from alphatoken.fidelity.cost import direction_flops, step_flops, values_flops
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap
-from alphatoken.fidelity.noise import Planted, calibration, plant
+from alphatoken.fidelity.noise import Planted, plant
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.readings import (
     WINDOWED,
@@ -62,7 +62,6 @@ class Options(CheckedOptions):
         above=0,
         below=1,
     )
-    draws: int = option(200, "Bootstrap samples of each interval.", least=1)
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -103,11 +102,11 @@ def _plan(subject: Subject, options: Options, estimators: Sequence[str]) -> _Pla
 
 
 def _agreements(
-    subject: Subject, options: Options, readings: Readings, plan: _Plan
+    subject: Subject, readings: Readings, plan: _Plan
 ) -> dict[Setting, dict[str, Estimate]]:
     truth, rows = readings.values[plan.truth], readings.row
     return {
-        setting: agreement(values, truth, subject.ratio, rows, draws=options.draws)
+        setting: agreement(values, truth, subject.ratio, rows)
         for setting, values in readings.values.items()
         if setting != plan.truth
     }
@@ -115,11 +114,8 @@ def _agreements(
 
 def _oracle(
     subject: Subject, rows: Sequence[Example], exact: Numbers, direction: Mapping[str, Tensor]
-) -> tuple[float, str]:
-    """Largest distance of the exact values from the oracle, of the largest sum of |terms|.
-
-    And a sentence on the tokens that it was measured on.
-    """
+) -> str:
+    """How far the exact values lie from the oracle's, and the tokens that it was measured on."""
     where = places_of(rows)
     lengths = [len(row.input_ids) for row in rows]
     places, longest = draw_short(lengths, where[:, 0], subject.oracle_tokens, subject.seed)
@@ -130,11 +126,11 @@ def _oracle(
     terms = inner_products(gradients, direction, tracker.report)
     scale = float(np.abs(terms).sum(1).max())
     away = float(np.abs(exact[places] - terms.sum(1)).max())
-    said = (
+    return (
         f"The exact value was checked on {len(places)} tokens by the per-token oracle, drawn at "
-        f"random from rows of at most {longest} positions: each costs a backward through its row."
+        f"random from rows of at most {longest} positions (each costs a backward through its row): "
+        f"largest distance {away / (scale or 1.0):.1e} of the largest sum of absolute terms."
     )
-    return away / (scale or 1.0), said
 
 
 # --- cost ----------------------------------------------------------------------------------------
@@ -192,9 +188,9 @@ def _noise_table(
     planted = plant(rows, options.noise_share, alphabet, subject.seed)
     settings = _noise_settings(plan)
     readings = read(subject, planted.rows, direction, settings)
-    records = [{"score": "loss, high"} | _found(options, readings, planted, -readings.loss)]
+    records = [{"score": "loss, high"} | _found(readings, planted, -readings.loss)]
     for setting in settings:
-        found = _found(options, readings, planted, readings.values[setting])
+        found = _found(readings, planted, readings.values[setting])
         records.append({"score": f"{setting}, low"} | found)
     return Table.of(
         "noise",
@@ -204,11 +200,9 @@ def _noise_table(
     )
 
 
-def _found(
-    options: Options, readings: Readings, planted: Planted, good: Numbers
-) -> dict[str, Estimate]:
+def _found(readings: Readings, planted: Planted, good: Numbers) -> dict[str, Estimate]:
     """How well ``good`` tells real tokens (high) from planted ones (low)."""
-    auc = bootstrap(metrics.auc, -good, planted.marked, groups=readings.row, draws=options.draws)
+    auc = bootstrap(metrics.auc, -good, planted.marked, groups=readings.row)
     return {"auc": auc}
 
 
@@ -228,8 +222,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     plan = replace(plan, own=plan.own if plan.own in settings else plan.truth)
     readings = read(subject, rows, direction, settings)
     truth = readings.values[plan.truth]
-    found = _agreements(subject, options, readings, plan)
-    error, checked = _oracle(subject, rows, truth, direction)
+    found = _agreements(subject, readings, plan)
+    checked = _oracle(subject, rows, truth, direction)
     costs = _costs(subject, rows, settings, proved)
     noise = _noise_table(subject, options, rows, plan, direction)
 
@@ -250,11 +244,11 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         f"value costs {costs[plan.truth]['cost_in_training_steps']:.1f}."
         if own in found
         else "Your setting is the exact first-order value.",
-        [layers, noise, _numbers(subject, error)],
+        [layers, noise],
         _figures(table("pareto", "Cost against fidelity", list(found)), layers),
         valued=rows,
         notes=[checked, *_notes(subject, refused, plan)],
-        settings={"noise_share": options.noise_share, "draws": options.draws},
+        settings={"noise_share": options.noise_share},
     )
 
 
@@ -294,17 +288,6 @@ def _figures(priced: Table, layers: Table) -> list[Figure]:
             **ranked,
         ),
     ]
-
-
-def _numbers(subject: Subject, error: float) -> Table:
-    seen = calibration(subject, subject.validation)
-    return Table.of_numbers(
-        {
-            "label pass, largest distance from the oracle over the absolute terms": error,
-            "mean loss of the validation tokens": seen.loss,
-            "the same as the model expects it (entropy)": seen.entropy,
-        }
-    )
 
 
 def _notes(subject: Subject, refused: Mapping[str, str], plan: _Plan) -> list[str]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-__all__ = ["Figure", "Guide", "draw", "drawing"]
+__all__ = ["Figure", "Guide", "draw"]
 
 Numbers = NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -121,14 +121,9 @@ def draw(figure: Figure) -> Drawing:
         x, y = _axis_labels(figure)
         names = ", ".join(dict.fromkeys(label for axes in every for label in _labels(axes)))
         alt = f"{figure.title}: {y} against {x}" + (f" ({names})" if names else "")
-        return drawing(picture, figure.key, figure.title, figure.caption, figure.table, alt=alt)
-
-
-def drawing(
-    picture: Canvas, key: str, title: str, caption: str, data: Table, *, alt: str
-) -> Drawing:
-    """What was drawn, as a diagnosis keeps it; call it inside ``canvas``, whose style holds."""
-    return Drawing(key, title, caption, data, svg_text(picture), alt)
+        return Drawing(
+            figure.key, figure.title, figure.caption, figure.table, svg_text(picture), alt
+        )
 
 
 # --- panels ---------------------------------------------------------------------------------------

@@ -48,7 +48,6 @@ class Options(CheckedOptions):
 
     rows: int = option(8, "held-out rows of each retention set", least=1)
     max_new_tokens: int = option(48, "longest sampled response", least=1)
-    draws: int = option(60, "bootstrap samples of each interval", least=10)
 
 
 def random_overlap(tokens: int, ratio: float) -> Estimate:
@@ -106,7 +105,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     columns = values_along(subject, model.scorer, rows, list(directions.values()), "Scores")
     scores, row = dict(zip(directions, columns.T, strict=True)), places_of(rows)[:, 0]
     targets = [POOLED, *(f"oracle {name}" for name in retention)]
-    agreed = _agreement_table(subject, options, scores, list(fishers), targets, row)
+    agreed = _agreement_table(subject, scores, list(fishers), targets, row)
     return conclude(
         NAME,
         subject,
@@ -114,7 +113,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         [agreed],
         [
             _scatter(scores["diagonal"], scores[POOLED]),
-            _overlap_figure(scores, list(fishers), row, options.draws),
+            _overlap_figure(scores, list(fishers), row),
         ],
         valued=rows,
         notes=[said, *notes, *_notes(subject, retention)],
@@ -124,7 +123,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 def _agreement_table(
     subject: Subject,
-    options: Options,
     scores: Mapping[str, Numbers],
     proxies: Sequence[str],
     targets: Sequence[str],
@@ -132,7 +130,7 @@ def _agreement_table(
 ) -> Table:
     records = [
         {"retention": target, "proxy": proxy}
-        | agreement(scores[proxy], scores[target], subject.ratio, rows, draws=options.draws)
+        | agreement(scores[proxy], scores[target], subject.ratio, rows)
         for target in targets
         for proxy in proxies
     ]
@@ -173,11 +171,9 @@ def _scatter(proxy: Numbers, oracle: Numbers) -> Figure:
     )
 
 
-def _overlap_figure(
-    scores: Mapping[str, Numbers], proxies: Sequence[str], rows: Numbers, draws: int
-) -> Figure:
+def _overlap_figure(scores: Mapping[str, Numbers], proxies: Sequence[str], rows: Numbers) -> Figure:
     """Overlap of the kept part with the oracle's, by ratio, beside a random choice."""
-    overlap = partial(bootstrap, groups=rows, draws=draws)
+    overlap = partial(bootstrap, groups=rows)
     curve = [
         {
             "proxy": proxy,

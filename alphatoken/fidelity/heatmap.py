@@ -1,8 +1,8 @@
 """Which tokens of my text are valued, and by which component?
 
 Values are drawn over the text of chosen rows, normalised within each response; what the picture
-suggests is then measured over a whole sample of rows: which kinds of tokens are kept, which
-component decides, and whether another estimator would say the same.
+suggests is then measured over a whole sample of rows: which kinds of tokens are kept, and which
+component decides.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.estimate.estimators import ESTIMATORS, WALK
-from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
@@ -49,11 +47,6 @@ class Options(CheckedOptions):
         (), "training rows to show, from 0; default: the first sampled", least=0
     )
     examples: int = option(3, "how many rows, where none are named", least=1)
-    against: str = option(
-        "label",
-        "the estimator whose total is shown beside, or none",
-        choices=(*ESTIMATORS, WALK, "none"),
-    )
     colours: str = option(
         "signed",
         "signed (blue helps, orange harms) or relative (the paper's: from the lowest value of the "
@@ -78,8 +71,6 @@ class Valued:
         position: (n,) its index there.
         columns: component -> (n,) as it enters the total (lambda applied); "total" first.
         kept: (n,) by the total.
-        other: (n,) total of what it is compared with, or None.
-        other_kept: (n,) by that.
     """
 
     places: Sequence[int]
@@ -88,8 +79,6 @@ class Valued:
     position: NDArray[np.int64]
     columns: Mapping[str, Numbers]
     kept: Mask
-    other: Numbers | None = None
-    other_kept: Mask | None = None
 
     @property
     def parts(self) -> list[str]:
@@ -153,19 +142,18 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     subject.require_tokens(
         [subject.train[place] for place in pool], FEWEST, "shares and agreement are statistics"
     )
-    valued = _valued(subject, options, pool)
+    valued = _valued(subject, pool)
     words = [subject.texts(row) for row in valued.rows]
     own = [words[row][at].text for row, at in zip(valued.belongs, valued.position, strict=True)]
     texts = [_text_of(valued, subject, options, place) for place in shown]
     tokens = _tokens_table(valued, own, shown)
     kinds, shares = _kinds_table(valued, own), _shares_table(valued)
-    agreed = [] if valued.other is None else [_agreement_table(valued, subject, options)]
     drawn = [heatmap_figure(text, _row_table(tokens, text.row)) for text in texts]
     return conclude(
         "heatmap",
         subject,
         _conclusion(kinds, subject.ratio),
-        [kinds, shares, *agreed, tokens],
+        [kinds, shares, tokens],
         [*drawn, _kinds_figure(kinds, subject.ratio)],
         valued=valued.rows,
         notes=_notes(subject, valued),
@@ -188,16 +176,11 @@ def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
     return shown, sorted({*sampled, *shown})
 
 
-def _valued(subject: Subject, options: Options, pool: Sequence[int]) -> Valued:
-    """Values of the pool, and of the estimator that they are compared with."""
-    retention = retention_term(subject)
+def _valued(subject: Subject, pool: Sequence[int]) -> Valued:
+    """Values of the pool."""
     rows = [subject.train[place] for place in pool]
-    found = subject.score(scorer_for(subject, retention=retention), rows)
+    found = subject.score(scorer_for(subject, retention=retention_term(subject)), rows)
     columns = parts_of(found, subject.config.stability_weight)
-    total = None
-    if options.against != "none":
-        scorer = scorer_for(subject, options.against, retention=retention)
-        total = subject.score(scorer, rows)["total"]
     return Valued(
         pool,
         rows,
@@ -205,8 +188,6 @@ def _valued(subject: Subject, options: Options, pool: Sequence[int]) -> Valued:
         found["position"],
         columns,
         kept(columns["total"], subject.ratio),
-        total,
-        None if total is None else kept(total, subject.ratio),
     )
 
 
@@ -214,7 +195,7 @@ def _valued(subject: Subject, options: Options, pool: Sequence[int]) -> Valued:
 
 
 def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> ValuedText:
-    """One row with its panels: the total, the other total, the components that are not 0."""
+    """One row with its panels: the total, the components that are not 0."""
     row = list(valued.places).index(place)
     example = valued.rows[row]
     own = valued.belongs == row
@@ -225,9 +206,6 @@ def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> 
     if options.panels != "components":
         total = valued.columns["total"][own]
         panels.append(Panel(f"Total, {estimator}", total, valued.kept[own], relative))
-    if options.panels == "all" and valued.other is not None and valued.other_kept is not None:
-        other, also = valued.other[own], valued.other_kept[own]
-        panels.append(Panel(f"Total, {options.against}", other, also, relative))
     if options.panels != "total":
         panels += [
             Panel(_NAMES[key], valued.columns[key][own], valued.kept[own], relative)
@@ -249,9 +227,6 @@ def _tokens_table(valued: Valued, words: Sequence[str], shown: Sequence[int]) ->
             record = {"row": place, "position": int(valued.position[token]), "token": words[token]}
             record |= {key: float(values[token]) for key, values in valued.columns.items()}
             record |= {"normalised": colour, "kept": bool(valued.kept[token])}
-            if valued.other is not None and valued.other_kept is not None:
-                record["other_total"] = float(valued.other[token])
-                record["other_kept"] = bool(valued.other_kept[token])
             records.append(record)
     note = "normalised: total over the largest absolute total of the response."
     return Table.of("heatmap-tokens", "Tokens of the rows shown", records, note)
@@ -270,13 +245,6 @@ def _shares_table(valued: Valued) -> Table:
     records = [{"component": key, "share": share} for key, share in shares_of(valued).items()]
     note = "Of the summed magnitudes; stability times lambda."
     return Table.of("heatmap-shares", "What the values are made of", records, note)
-
-
-def _agreement_table(valued: Valued, subject: Subject, options: Options) -> Table:
-    assert valued.other is not None
-    found = agreement(valued.columns["total"], valued.other, subject.ratio, valued.belongs)
-    record = {"estimator": subject.config.estimator, "against": options.against, **found}
-    return Table.of("heatmap-agreement", "Agreement of the two totals", [record])
 
 
 def _kinds_figure(kinds: Table, ratio: float) -> Figure:

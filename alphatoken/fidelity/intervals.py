@@ -1,8 +1,4 @@
-"""A statistic and how far it can be trusted: intervals of 95 %, refused below a size.
-
-By ``bootstrap`` where a statistic is a mean or a correlation, by ``jackknife`` where it counts
-items.
-"""
+"""A statistic and how far it can be trusted: intervals of 95 %, refused below a size."""
 
 from __future__ import annotations
 
@@ -16,12 +12,10 @@ from numpy.typing import NDArray
 
 from alphatoken.errors import InputError
 
-__all__ = ["FEWEST", "Estimate", "bootstrap", "few_rows", "jackknife", "percent"]
+__all__ = ["FEWEST", "Estimate", "bootstrap", "few_rows", "percent"]
 
 FEWEST = 8
 """Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
-
-_GROUPS = 20  # of single items, for a jackknife with too few rows
 
 Numbers = NDArray[np.float64]
 
@@ -153,44 +147,6 @@ def _members(groups: Sequence[int] | NDArray[np.int64] | None) -> list[NDArray[n
         return []
     labels = np.asarray(groups)
     return [np.flatnonzero(labels == group) for group in np.unique(labels)]
-
-
-def jackknife(
-    statistic: Callable[[NDArray[np.int64]], float],
-    count: int,
-    *,
-    groups: NDArray[np.int64] | None = None,
-) -> Estimate:
-    """``statistic(indices of the items)`` with a delete-a-group jackknife interval (95 %, normal).
-
-        value +- 1.96 sqrt((G - 1) / G  sum_g (statistic without group g - their mean)^2)
-
-    A bootstrap sample holds items twice: it has fewer distinct tokens, less entropy and smaller
-    covariances than the items themselves. Its interval then lies beside the number. Leaving groups
-    out does none of this.
-
-    Args:
-        statistic: of the indices that are left; NaN where not defined.
-        count: items.
-        groups: which row an item belongs to. With fewer than ``FEWEST`` rows 20 groups are made
-            of single items, and the interval is a lower limit of the truth. None: each item is its
-            own group.
-    """
-    if count < FEWEST:
-        return Estimate.undefined(count, f"{count} tokens, {FEWEST} needed")
-    every = np.arange(count)
-    value = statistic(every)
-    labels = every if groups is None else np.asarray(groups)
-    names = np.unique(labels)
-    if len(names) < FEWEST:
-        labels = every % _GROUPS  # neighbours apart: a row is in every group
-        names = np.unique(labels)
-    found = np.array([statistic(every[labels != name]) for name in names])
-    if math.isnan(value) or np.isnan(found).any():
-        return Estimate.undefined(count, "not defined, or not with some of them left out")
-    size = len(names)
-    error = math.sqrt((size - 1) / size * float(((found - found.mean()) ** 2).sum()))
-    return Estimate(value, value - 1.96 * error, value + 1.96 * error, count)
 
 
 def percent(share: Estimate) -> str:

@@ -6,18 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.subject import Subject
-from alphatoken.model.batch import IGNORE, read_batch, token_losses
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.batch import IGNORE
 
-__all__ = ["Calibration", "Planted", "calibration", "plant"]
-
-_POSITIONS = 64  # whose distributions are looked at together, in float64
+__all__ = ["Planted", "plant"]
 
 
 @dataclass(frozen=True)
@@ -71,35 +66,3 @@ def plant(rows: Sequence[Example], share: float, alphabet: Sequence[int], seed: 
         for row, ids, marks in zip(rows, inputs, labels, strict=True)
     ]
     return Planted(changed, marked)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Does the model expect the losses that it has?
-
-    Attributes:
-        loss: mean over the response tokens, nats.
-        entropy: mean of its own predictions there: the loss that it expects of itself.
-    """
-
-    loss: float
-    entropy: float
-
-
-@torch.no_grad()
-def calibration(subject: Subject, rows: Sequence[Example]) -> Calibration:
-    """Mean loss and mean entropy of the predictions of the response tokens of ``rows``."""
-    adapter = subject.adapter
-    loss = entropy = 0.0
-    count = 0
-    for batch in subject.batches(rows):
-        checked = read_batch(batch, max_length=adapter.max_positions())
-        with evaluation_mode(adapter.model):
-            logits = adapter.forward(checked.inputs)
-        loss += float(token_losses(logits, checked.labels).double().sum())
-        predicting = checked.mask[:, 1:].nonzero()
-        for row, position in (part.unbind(-1) for part in predicting.split(_POSITIONS)):
-            log_p = logits[row, position].double().log_softmax(-1)
-            entropy -= float((log_p.exp() * log_p).sum())
-        count += checked.response_tokens
-    return Calibration(loss / count, entropy / count)

@@ -33,7 +33,7 @@ def classify(keep_share: Numbers) -> NDArray[np.int64]:
 
 
 def keep_shares(
-    columns: RowColumns, rest: Numbers, ratio: float, size: int, resamples: int, *, seed: int
+    columns: RowColumns, rest: Numbers, ratio: float, resamples: int, *, seed: int
 ) -> Numbers:
     """(n,) share of the resamples in which each token is kept.
 
@@ -41,12 +41,11 @@ def keep_shares(
         columns: values against each of V rows.
         rest: (n,) what is added to them, the same in each resample.
         ratio: share to keep, at one threshold for all tokens.
-        size: rows of a resample, drawn from the V with replacement.
-        resamples: how many.
+        resamples: how many, each of V rows drawn from the V with replacement.
         seed: of the draws.
     """
     rows = len(columns.tokens)
     generator = np.random.default_rng(seed)
-    weights = generator.multinomial(size, np.full(rows, 1 / rows), size=resamples)
+    weights = generator.multinomial(rows, np.full(rows, 1 / rows), size=resamples)
     share: Numbers = kept(columns.at(weights) + rest, ratio).mean(0)
     return share

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.certificate.metrics import kept
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import norms
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
@@ -24,7 +23,7 @@ from alphatoken.estimate.estimators import ESTIMATORS, WALK
 from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
-from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
+from alphatoken.fidelity.intervals import percent
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import OwnValues
 from alphatoken.fidelity.readings import WINDOWED, depths_of, windows_of
@@ -35,11 +34,6 @@ from alphatoken.fidelity.valuing import scorer_for, with_estimator
 __all__ = ["Options", "diagnose", "scored"]
 
 Numbers = NDArray[np.float64]
-
-_CHANGED = 0.1
-"""Share of the decisions whose change by lambda is looked for."""
-_DECADES = 4
-_PER_DECADE = 8
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         "sensitivity",
         subject,
         _conclusion(settings),
-        [settings, _numbers_table(own)],
+        [settings],
         [_figure(settings, subject.ratio)],
         valued=own.rows,
         notes=own.notes,
@@ -184,46 +178,6 @@ def _norm(direction: Mapping[str, Tensor]) -> float:
     return float(np.linalg.norm(list(norms(direction).values())))
 
 
-# --- lambda ------------------------------------------------------------------------------------
-
-
-def reversed_by(gain: Numbers, keep: Numbers, weight: float, ratio: float) -> float:
-    """Share of the decisions of ``gain`` alone that ``gain + weight * keep`` reverses."""
-    return float((kept(gain, ratio) != kept(gain + weight * keep, ratio)).mean())
-
-
-def weight_for_change(gain: Numbers, keep: Numbers, ratio: float, changed: float) -> float:
-    """The smallest lambda at which the stability side reverses ``changed`` of the decisions.
-
-    Looked for on a grid of four decades on either side of the lambda that makes both sides equal
-    in mean magnitude, then between its two neighbours there, to 1 %. NaN if no lambda on the grid
-    does, or if a side is zero.
-
-    Args:
-        gain: adaptation values.
-        keep: stability values, before lambda.
-        ratio: share to keep.
-        changed: share of all decisions.
-    """
-    ours, theirs = float(np.abs(gain).mean()), float(np.abs(keep).mean())
-    if ours == 0 or theirs == 0:
-        return math.nan
-    steps = np.arange(-_DECADES * _PER_DECADE, _DECADES * _PER_DECADE + 1) / _PER_DECADE
-    low = 0.0
-    for weight in ours / theirs * 10.0**steps:
-        if reversed_by(gain, keep, weight, ratio) >= changed:
-            break
-        low = float(weight)
-    else:
-        return math.nan
-    high = float(weight)
-    while low > 0 and high / low > 1.01:
-        middle = math.sqrt(low * high)
-        reached = reversed_by(gain, keep, middle, ratio) >= changed
-        low, high = (low, middle) if reached else (middle, high)
-    return high
-
-
 # --- what is said ------------------------------------------------------------------------------
 
 
@@ -239,27 +193,6 @@ def _settings_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
 
 def _said(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _numbers_table(own: OwnValues) -> Table:
-    ratio = own.subject.ratio
-
-    def estimate(statistic: Any, *columns: Numbers, draws: int = 200) -> Estimate:
-        return bootstrap(statistic, *columns, groups=own.groups, draws=draws, seed=own.subject.seed)
-
-    found: dict[str, Any] = {
-        "share of tokens with a positive value": estimate(
-            lambda total: float((total > 0).mean()), own.total
-        )
-    }
-    if _retains(own):
-        found[f"lambda that reverses {100 * _CHANGED:g} % of the decisions"] = estimate(
-            lambda a, b: weight_for_change(a, b, ratio, _CHANGED),
-            own.values["adaptation"],
-            own.values["stability"],
-            draws=50,
-        )
-    return Table.of_numbers(found)
 
 
 def _figure(settings: Table, ratio: float) -> Figure:

@@ -50,13 +50,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     base = OwnValues.of(subject)
     columns = row_columns(subject, base.scorer, base.rows, base.validation)
     rows = len(base.validation)
-    shares = {
-        size: keep_shares(
-            columns, base.rest, subject.ratio, size, options.resamples, seed=subject.seed
-        )
-        for size in (rows // 2, rows, 2 * rows, 4 * rows)
-    }
-    state = classify(shares[rows])
+    shares = keep_shares(columns, base.rest, subject.ratio, options.resamples, seed=subject.seed)
+    state = classify(shares)
     decisions = Table.of(
         "decisions",
         "Which decisions hold under other validation rows",
@@ -69,23 +64,14 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             for number, name in enumerate(DECISIONS)
         ],
     )
-    sizes = Table.of(
-        "sizes",
-        "Noise by the number of validation rows",
-        [
-            {"validation rows": size, "noise": _share(base, classify(share) == NOISE)}
-            for size, share in shares.items()
-        ],
-        f"Each number is drawn with replacement from the {rows} rows that there are.",
-    )
     noise = percent(decisions.estimate(NOISE, "share"))
     return conclude(
         "stability",
         subject,
         f"With {rows} validation rows {noise} of the decisions to keep or drop a token are noise: "
         f"more than {100 * UNCERTAIN:g} % of the redrawn validation sets reverse them.",
-        [decisions, sizes],
-        _figures(_tokens_table(base, shares[rows], state), sizes),
+        [decisions],
+        [_figure(_tokens_table(base, shares, state))],
         valued=base.rows,
         notes=[*base.notes, *_dependence(base)],
         settings=asdict(options),
@@ -112,36 +98,22 @@ def _tokens_table(base: OwnValues, keep_share: Numbers, state: NDArray[np.int64]
     return Table.of("keep_probability", "Keep share of each token", records)
 
 
-def _figures(tokens: Table, sizes: Table) -> list[Figure]:
-    return [
-        Figure(
-            "scatter",
-            "keep_probability",
-            tokens,
-            "How sure each decision is under other validation rows",
-            "A sharp step means sure decisions, a long slope that which tokens are kept depends on "
-            "the validation rows drawn. Between the lines a decision counts as noise.",
-            x="rank",
-            y="keep share",
-            series="decision",
-            guides=(Guide(UNCERTAIN, "y"), Guide(1 - UNCERTAIN, "y")),
-            xlabel="tokens, by falling value",
-            ylabel="share of resamples that keep it",
-            limits=(None, (-0.03, 1.03)),
-        ),
-        Figure(
-            "lines",
-            "sizes",
-            sizes,
-            "How many validation rows sure decisions need",
-            "Where the share of noise flattens, more rows buy little.",
-            x="validation rows",
-            y="noise",
-            ylabel="share of noise decisions",
-            scales=("log", "linear"),
-            limits=(None, (0.0, None)),
-        ),
-    ]
+def _figure(tokens: Table) -> Figure:
+    return Figure(
+        "scatter",
+        "keep_probability",
+        tokens,
+        "How sure each decision is under other validation rows",
+        "A sharp step means sure decisions, a long slope that which tokens are kept depends on "
+        "the validation rows drawn. Between the lines a decision counts as noise.",
+        x="rank",
+        y="keep share",
+        series="decision",
+        guides=(Guide(UNCERTAIN, "y"), Guide(1 - UNCERTAIN, "y")),
+        xlabel="tokens, by falling value",
+        ylabel="share of resamples that keep it",
+        limits=(None, (-0.03, 1.03)),
+    )
 
 
 def _dependence(base: OwnValues) -> list[str]:

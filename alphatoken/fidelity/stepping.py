@@ -23,10 +23,7 @@ Weights = dict[str, Tensor]
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
 }
 OPTIMIZERS = tuple(_OPTIMIZERS)
 
@@ -68,7 +65,6 @@ class Stepper:
         *,
         dtype: torch.dtype | None = None,
         weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
     ) -> None:
         self.model = copy.deepcopy(model).eval()
         if dtype is not None:
@@ -79,7 +75,6 @@ class Stepper:
         made = _OPTIMIZERS[optimizer]
         # The learning rate is set at each step.
         self.optimizer = made(self.parameters.values(), lr=0.0, weight_decay=weight_decay)
-        self.max_grad_norm = max_grad_norm
         self.validation = [self.read(batch) for batch in validation]
         # The weights to go back to are the user's own, which no step touches: no copy of them.
         self._start = {n: p for n, p in model.named_parameters() if n in self.parameters}
@@ -100,13 +95,6 @@ class Stepper:
             )
         return dict(zip(self.parameters, found, strict=True))
 
-    def clip_factor(self, gradient: Mapping[str, Tensor]) -> float:
-        """What clipping multiplies this gradient by; 1 without clipping."""
-        if not self.max_grad_norm:
-            return 1.0
-        norm = torch.stack([g.double().norm() for g in gradient.values()]).norm()
-        return min(1.0, self.max_grad_norm / (float(norm) + 1e-6))
-
     # --- steps -----------------------------------------------------------------------------------
 
     def warm_up(self, batches: Iterator[LabelledBatch]) -> None:
@@ -116,9 +104,8 @@ class Stepper:
         """
         for batch in batches:
             gradient = self.gradient(batch, batch.mask / batch.response_tokens)
-            factor = self.clip_factor(gradient)
             for name, p in self.parameters.items():
-                p.grad = (factor * gradient.pop(name)).to(p)
+                p.grad = gradient.pop(name).to(p)
             self.set_rate(0.0)
             self.optimizer.step()
             for p in self.parameters.values():
@@ -132,7 +119,6 @@ class Stepper:
         Afterwards they are the copy's own again. The optimizer steps one parameter at a time, on a
         copy of that parameter's state alone: no second set of weights or of moments is held.
         """
-        factor = self.clip_factor(gradient)
         self.set_rate(lr)
         try:
             for name, p in self.parameters.items():
@@ -142,7 +128,7 @@ class Stepper:
                         key: value.clone() if isinstance(value, Tensor) else value
                         for key, value in held.items()
                     }
-                p.grad = (factor * gradient[name]).to(p)
+                p.grad = gradient[name].to(p)
                 self.optimizer.step()  # parameters without a gradient stay
                 p.grad = None
                 self.optimizer.state.pop(p, None)

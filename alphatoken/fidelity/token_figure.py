@@ -1,30 +1,21 @@
-"""Token heatmaps as a figure: letters of equal width in coloured boxes."""
+"""Token heatmaps as a figure: letters of equal width in coloured boxes, written as SVG."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from html import escape
 
 from alphatoken.fidelity.diagnosis import Drawing, Table
-from alphatoken.fidelity.figures import drawing
-from alphatoken.fidelity.token_text import Panel, ValuedText, laid_out, printable
-from alphatoken.report.drawing import canvas, colour_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
+from alphatoken.fidelity.token_text import Panel, Piece, ValuedText, laid_out
+from alphatoken.report.drawing import colour_of
 
 __all__ = ["heatmap_figure"]
 
-_FONT = "DejaVu Sans Mono"  # comes with matplotlib
-_SIZE = 7.0  # points
-_LETTER = 0.602 * _SIZE / 72  # width of every letter, inches
-_LINE = 1.6 * _SIZE / 72
-_COLUMNS, _GAP, _HEAD = 72, 0.25, 0.32
+_LETTER, _LINE, _GAP, _HEAD = 6.0, 16.0, 24.0, 28.0  # pixels
+_COLUMNS = 72
 _PROMPT = 2 * _COLUMNS  # letters of the prompt that are shown
 _LINES = 16  # of text in a panel; more is cut, and the title says so
-
 
 _SIGNED = (
     "Blue: training on the token lowers the objective; orange: it does harm; full colour is the "
@@ -44,47 +35,35 @@ def heatmap_figure(text: ValuedText, data: Table) -> Drawing:
         text: the row.
         data: what is drawn.
     """
-    prompt, tokens = _end_of(text.prompt), text.shown
-    panels = list(text.panels)
-    rows = [panels[start : start + 2] for start in range(0, len(panels), 2)]
-    heights = [
-        _HEAD + _LINE * max(_lines_of(tokens, prompt if row == 0 else ""), 1)
-        for row in range(len(rows))
-    ]
-    size = (2 * _COLUMNS * _LETTER + 3 * _GAP, sum(heights) + 0.35)
-    with canvas(*size) as fig:
-        fig.set_layout_engine("none")  # every box has its place
-        known = _known_letters()
-        prompt, tokens = printable(prompt, known), [printable(token, known) for token in tokens]
-        top = size[1] - 0.22
-        title = printable(text.place, known)
-        fig.text(
-            _GAP / size[0], 1 - 0.15 / size[1], title, fontsize=9, va="center", parse_math=False
-        )
-        for row, (own, height) in enumerate(zip(rows, heights, strict=True)):
-            for column, panel in enumerate(own):
-                left = _GAP + column * (_COLUMNS * _LETTER + _GAP)
-                box = (left, top - height, _COLUMNS * _LETTER, height - _HEAD)
-                axes = _axes(fig, box, size, round(box[3] / _LINE))
-                _draw(axes, panel, tokens, prompt if row == 0 else "")
-            top -= height
-        return drawing(
-            fig,
-            data.key,
-            f"Values over the text of {text.place}",
-            (_RELATIVE if any(panel.relative for panel in panels) else _SIGNED)
-            + " Underlined tokens are kept.",
-            data,
-            alt=f"Text of {text.place} with each response token coloured by its value, in panels: "
-            f"{', '.join(panel.title for panel in panels)}.",
-        )
-
-
-def _known_letters() -> Container[int]:
-    from matplotlib import font_manager
-
-    found: Container[int] = font_manager.get_font(font_manager.findfont(_FONT)).get_charmap()
-    return found
+    tokens, prompt = text.shown, _end_of(text.prompt)
+    pieces, shown = laid_out(tokens, _COLUMNS, _LINES)
+    cut = "" if shown == len(tokens) else f"; first {shown} of {len(tokens)} tokens"
+    lines = pieces[-1].line + 1 if pieces else 1
+    drawn, top = [_written(_GAP, _LINE, text.place)], 2 * _LINE
+    for number, panel in enumerate(text.panels):
+        left = _GAP + number % 2 * (_COLUMNS * _LETTER + _GAP)
+        if number and not number % 2:
+            top += _HEAD + _LINE * lines
+            lines, prompt = lines - len(_folded(prompt)), ""  # the first two panels show it
+        elif not number:
+            lines += len(_folded(prompt))
+        drawn += _panel(panel, pieces, prompt, left, top, cut)
+    width, height = 2 * _COLUMNS * _LETTER + 3 * _GAP, top + _HEAD + _LINE * lines
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" font-family="monospace" font-size="10">'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(drawn)}</svg>\n'
+    )
+    return Drawing(
+        data.key,
+        f"Values over the text of {text.place}",
+        (_RELATIVE if any(panel.relative for panel in text.panels) else _SIGNED)
+        + " Underlined tokens are kept.",
+        data,
+        svg,
+        f"Text of {text.place} with each response token coloured by its value, in panels: "
+        f"{', '.join(panel.title for panel in text.panels)}.",
+    )
 
 
 def _end_of(prompt: str) -> str:
@@ -93,56 +72,38 @@ def _end_of(prompt: str) -> str:
     return flat if len(flat) <= _PROMPT else "\u2026" + flat[1 - _PROMPT :]
 
 
-def _lines_of(tokens: Sequence[str], prompt: str) -> int:
-    pieces, _ = laid_out(tokens, _COLUMNS, _LINES)
-    used = pieces[-1].line + 1 if pieces else 0
-    return used + math.ceil(len(prompt) / _COLUMNS)
+def _folded(prompt: str) -> list[str]:
+    """Its lines."""
+    count = math.ceil(len(prompt) / _COLUMNS)
+    return [prompt[line * _COLUMNS : (line + 1) * _COLUMNS] for line in range(count)]
 
 
-def _axes(fig: Canvas, box: tuple[float, ...], size: tuple[float, float], lines: int) -> Axes:
-    left, bottom, width, height = box
-    axes = fig.add_axes(
-        (left / size[0], bottom / size[1], width / size[0], height / size[1]), frameon=False
+def _written(x: float, y: float, text: str, colour: str = "#111") -> str:
+    """Letters of equal width, whichever font there is; spaces count."""
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{colour}" xml:space="preserve" '
+        f'textLength="{_LETTER * len(text):g}" lengthAdjust="spacingAndGlyphs">'
+        f"{escape(text)}</text>"
     )
-    axes.set_xlim(0, _COLUMNS)
-    axes.set_ylim(lines, 0)
-    axes.set_axis_off()
-    return axes
 
 
-def _draw(axes: Axes, panel: Panel, tokens: Sequence[str], prompt: str) -> None:
-    from matplotlib.collections import LineCollection, PatchCollection
-    from matplotlib.patches import Rectangle
-
-    written: dict[str, Any] = {
-        "family": _FONT,
-        "fontsize": _SIZE,
-        "va": "center_baseline",
-        "parse_math": False,
-    }
-    first = math.ceil(len(prompt) / _COLUMNS)
-    for line in range(first):
-        part = prompt[line * _COLUMNS : (line + 1) * _COLUMNS]
-        axes.text(0, line + 0.5, part, color="#6b7280", **written)
-    pieces, shown = laid_out(tokens, _COLUMNS, _LINES)
+def _panel(
+    panel: Panel, pieces: Sequence[Piece], prompt: str, left: float, top: float, cut: str
+) -> Iterator[str]:
+    """Title, prompt in grey, and every piece of a token in its box."""
+    yield _written(left, top + 0.7 * _LINE, f"{panel.title}   ({panel.scale}{cut})")
+    top += _HEAD
+    for part in _folded(prompt):
+        yield _written(left, top + 0.7 * _LINE, part, "#6b7280")
+        top += _LINE
     colours = panel.colours
-    boxes = [
-        Rectangle((piece.column, first + piece.line + 0.06), len(piece.text), 0.88)
-        for piece in pieces
-    ]
-    fills = [colour_of(colours[piece.token]) for piece in pieces]
-    axes.add_collection(PatchCollection(boxes, facecolors=fills, linewidths=0))
-    under = [
-        [(start + 0.08, line + 0.94), (start + len(piece.text) - 0.08, line + 0.94)]
-        for piece in pieces
-        if panel.kept[piece.token]
-        for start, line in [(piece.column, first + piece.line)]
-    ]
-    axes.add_collection(LineCollection(under, colors="#222222", linewidths=0.8))
     for piece in pieces:
+        x, y = left + _LETTER * piece.column, top + _LINE * piece.line
+        fill = "".join(f"{round(255 * channel):02x}" for channel in colour_of(colours[piece.token]))
+        box = f'x="{x:g}" y="{y:g}" width="{_LETTER * len(piece.text):g}"'
+        yield f'<rect {box} height="{_LINE - 2:g}" fill="#{fill}"/>'
+        if panel.kept[piece.token]:
+            line = f'x="{x:g}" y="{y + _LINE - 3:g}" width="{_LETTER * len(piece.text):g}"'
+            yield f'<rect {line} height="1" fill="#222"/>'
         if not piece.text.isspace():
-            place = piece.column, first + piece.line + 0.5
-            axes.text(*place, piece.text, color="#111111", **written)
-    cut = "" if shown == len(tokens) else f"; first {shown} of {len(tokens)} tokens"
-    heading = f"{panel.title}   ({panel.scale}{cut})"
-    axes.set_title(heading, fontsize=8, loc="left", pad=3, parse_math=False)
+            yield _written(x, y + 0.7 * _LINE, piece.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +19,10 @@ __all__ = [
     "kind_of",
     "laid_out",
     "normalised",
-    "printable",
     "ranged",
 ]
 
 Numbers = NDArray[np.float64]
-MISSING = "\u25af"
-"""Drawn for a character that the figure's font does not have."""
 
 
 @dataclass(frozen=True)
@@ -163,17 +160,3 @@ def laid_out(tokens: Sequence[str], columns: int, lines: int) -> tuple[list[Piec
             return pieces, number
         pieces += own
     return pieces, len(tokens)
-
-
-def printable(text: str, known: Container[int]) -> str:
-    """The text with a box for each character that takes no or two places, or is not ``known``."""
-    return "".join(
-        character if character == "\n" or _one_place(character, known) else MISSING
-        for character in text
-    )
-
-
-def _one_place(character: str, known: Container[int]) -> bool:
-    wide = unicodedata.east_asian_width(character) in "WF"
-    alone = unicodedata.category(character) not in ("Mn", "Me", "Cf", "Cc", "Cs")
-    return alone and not wide and ord(character) in known

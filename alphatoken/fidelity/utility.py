@@ -42,7 +42,6 @@ from alphatoken.scorer import Scorer
 __all__ = ["Options", "Prediction", "diagnose"]
 
 Numbers = NDArray[np.float64]
-_ADAPTIVE = tuple(name for name in OPTIMIZERS if name != "sgd")
 _FLOAT64 = 20_000_000
 """Models of at most so many parameters are stepped as float64 copies, against cancellation."""
 
@@ -56,20 +55,18 @@ class Options(CheckedOptions):
     )
     learning_rate: float = option(1e-4, "Step size of your run.", above=0)
     weight_decay: float = option(0.0, "Weight decay of your run.", least=0)
-    max_grad_norm: float = option(0.0, "Gradient clipping of your run; 0: none.", least=0)
     warmup: int = option(
         32,
         "Steps of size 0 that fill the optimizer's state at the model's own weights.",
         least=0,
     )
-    draws: int = option(200, "Bootstrap samples of each interval.", least=1)
 
     def __post_init__(self) -> None:
         """Check every option."""
         super().__post_init__()
-        if self.optimizer in _ADAPTIVE and self.warmup < 1:
+        if self.optimizer == "adamw" and self.warmup < 1:
             raise ConfigError(
-                f"{self.optimizer} needs at least one warm-up step",
+                "adamw needs at least one warm-up step",
                 got=repr(self.warmup),
                 why="without second moments its first step is the gradient's sign",
             )
@@ -122,7 +119,7 @@ class _Bench:
         )
 
     def gradient_without(self, token: int | None) -> Mapping[str, Tensor]:
-        """Gradient of the training loss without this token, before clipping.
+        """Gradient of the training loss without this token.
 
         Each matrix is formed when it is read.
         """
@@ -131,14 +128,9 @@ class _Bench:
         part = self.gradient_of(token)
         return Formed(self.summed, lambda name: (self.summed[name] - part[name]) / self.count)
 
-    @property
-    def factor(self) -> float:
-        """What clipping multiplies the whole gradient by."""
-        return self.stepper.clip_factor(self.gradient_without(None))
-
     def predicted(self, prediction: Prediction, tokens: Sequence[int]) -> Numbers:
-        """First-order changes at the user's step size, with the clipping of the whole gradient."""
-        scale = self.factor * self.options.learning_rate / self.count
+        """First-order changes at the user's step size."""
+        scale = self.options.learning_rate / self.count
         return scale * prediction.values[list(tokens)]
 
 
@@ -152,9 +144,8 @@ def _bench(subject: Subject, options: Options) -> _Bench:
         subject.batches(subject.validation),
         dtype=torch.float64 if size <= _FLOAT64 else None,
         weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
     )
-    if options.optimizer in _ADAPTIVE:
+    if options.optimizer == "adamw":
         tracker = subject.tracker("Filling the optimizer's state", options.warmup)
         stepper.warm_up(_warm_up_batches(subject, stepper, options.warmup, tracker))
     stepper.set_rate(options.learning_rate)
@@ -181,7 +172,7 @@ def _predictions(bench: _Bench) -> tuple[list[Prediction], list[str]]:
     found, notes = [], []
     wanted = _wanted(bench)
     tracker = bench.subject.tracker("Predictions", len(wanted))
-    adaptive = bench.options.optimizer in _ADAPTIVE
+    adaptive = bench.options.optimizer == "adamw"
     for number, (name, config, own) in enumerate(wanted):
         kind = config.preconditioner
         if adaptive:
@@ -198,35 +189,20 @@ def _predictions(bench: _Bench) -> tuple[list[Prediction], list[str]]:
 
 def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
     """(name, options, whether they are the user's) of every prediction."""
-    adaptive = bench.options.optimizer in _ADAPTIVE
+    adaptive = bench.options.optimizer == "adamw"
     kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
     given = replace(
         bench.subject.config, objective="adaptation", precondition_after=1, curvature=False
     )
     own = given if adaptive else replace(given, preconditioner=None)
     exact = replace(own, estimator="label", part="both", derivative="forward_mode")
-    layers = len(resolve_layers(bench.subject.adapter, own.layers))
     whole = replace(exact, layers="all", parameters="all")
-    scored = replace(exact, parameters="linears")
-    bases = [("exact, all parameters", whole)]
-    if own.parameters != "all":
-        bases.append((f"exact, linears of {layers} layers", scored))
-    tried = [(name, replace(base, preconditioner=p)) for name, base in bases for p in kinds]
-    listed = own.estimator == "label" and own.parameters in ("linears", "all")
-    known = listed and not isinstance(own.preconditioner, Mapping)
-    found = [(name, c, known and _alike(c, own)) for name, c in tried]
-    if not known:
-        further = "" if own.parameters == "linears" else f", {own.parameters}"
-        name = f"{own.estimator}, {layers} layers{further}"
-        if adaptive and own.preconditioner != "full":
-            found.append((name, replace(own, preconditioner="full"), False))
-        found.append((name, own, True))
-    return found
-
-
-def _alike(config: ScorerConfig, own: ScorerConfig) -> bool:
-    names = ("parameters", "preconditioner")
-    return all(getattr(config, name) == getattr(own, name) for name in names)
+    found = [("exact, all parameters", replace(whole, preconditioner=p), False) for p in kinds]
+    further = "" if own.parameters == "linears" else f", {own.parameters}"
+    name = f"{own.estimator}, {len(resolve_layers(bench.subject.adapter, own.layers))} layers"
+    if adaptive and own.preconditioner != "full":
+        found.append((name + further, replace(own, preconditioner="full"), False))
+    return [*found, (name + further, own, True)]
 
 
 def _values(bench: _Bench, config: ScorerConfig) -> Numbers:
@@ -235,7 +211,7 @@ def _values(bench: _Bench, config: ScorerConfig) -> Numbers:
     scorer = Scorer(bench.stepper.model, validation, None, config, optimizer=optimizer)
     values = scorer.score(
         {**bench.batch.inputs, "labels": bench.batch.labels},
-        step_weights=bench.factor * bench.batch.mask.double() / bench.count,
+        step_weights=bench.batch.mask.double() / bench.count,
     )
     found: Numbers = values.total[bench.batch.mask].detach().double().cpu().numpy()
     return found
@@ -290,12 +266,11 @@ def _quality(
     rows = np.array([bench.places[token][0] for token in tokens])
 
     def boot(statistic: Any) -> Estimate:
-        return bootstrap(statistic, predicted, actual, groups=rows, draws=bench.options.draws)
+        return bootstrap(statistic, predicted, actual, groups=rows)
 
     unscaled = Estimate.undefined(len(actual), "not in units of the loss")
     return {
         "spearman": boot(metrics.spearman),
-        "sign_agreement": boot(metrics.sign_agreement),
         "slope": boot(slope) if prediction.calibrated else unscaled,
         "relative_error": boot(relative_error) if prediction.calibrated else unscaled,
     }
@@ -377,15 +352,10 @@ def _notes(bench: _Bench) -> list[str]:
         f"loss is over {tokens} validation response tokens.",
         f"Steps were taken on a {dtype} copy of the model.",
     ]
-    if options.optimizer in _ADAPTIVE:
+    if options.optimizer == "adamw":
         notes.append(
             f"The optimizer's state comes from {options.warmup} steps of size 0 on training rows, "
             "so it belongs to the model's present weights."
-        )
-    if options.max_grad_norm:
-        notes.append(
-            f"Clipping multiplies the whole gradient by {bench.factor:.3g}; that leaving a token "
-            "out changes this factor is in the actual effects, not in the predictions."
         )
     if subject.retention or subject.fisher is not None:
         notes.append("Predictions are of the validation side alone: no retention term.")

@@ -19,7 +19,6 @@ import numpy as np
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity.causal_parts import (
-    agreement_records,
     causal_parts,
     causal_scorer,
     share_records,
@@ -58,7 +57,6 @@ class Options(CheckedOptions):
     collected: str | None = option(
         None, "file of pairs that a training run collected; drawn beside those of the model"
     )
-    draws: int = option(60, "bootstrap samples of each interval", least=10)
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -207,11 +205,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         )
     pairs = PairCounts.total(counted.values())
     clear = _layers_with_self_rule(subject, layers)
-    shares, agreement = _shares(subject, rows, clear, options.draws)
-    tables = [
-        Table.of("shares", "Parts of the exact causal value", shares),
-        Table.of("agreement", "Approximations of it", agreement),
-    ]
+    shares = _shares(subject, rows, clear)
     figures = [density_figure("density", pairs, "The causal-window pairs")]
     notes = _notes(subject, pairs, looked_at, others, layers, set(layers) - set(clear))
     if collected is not None:
@@ -224,8 +218,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     return conclude(
         NAME,
         subject,
-        _conclusion(tables[0]),
-        tables,
+        _conclusion(shares),
+        [shares],
         figures,
         valued=rows,
         notes=notes,
@@ -239,19 +233,14 @@ def _layers_with_self_rule(subject: Subject, layers: Sequence[int]) -> list[int]
     return [n for n in layers if not mixers_without_rule(subject.adapter, range(n, depth))]
 
 
-def _shares(
-    subject: Subject, rows: Sequence[Example], layers: Sequence[int], draws: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    if not layers:
-        return [], []
-    found = causal_parts(subject, causal_scorer(subject, layers), rows)
-    shares: list[dict[str, Any]] = []
-    agreement: list[dict[str, Any]] = []
-    scopes = {str(layer): parts for layer, parts in found.parts.items()} | {"all": found.total()}
-    for layer, parts in scopes.items():
-        shares += share_records(parts, found.row, layer, draws)
-        agreement += agreement_records(parts, found.row, layer, draws)
-    return shares, agreement
+def _shares(subject: Subject, rows: Sequence[Example], layers: Sequence[int]) -> Table:
+    records: list[dict[str, Any]] = []
+    if layers:
+        found = causal_parts(subject, causal_scorer(subject, layers), rows)
+        scopes = {str(layer): parts for layer, parts in found.parts.items()}
+        for layer, parts in (scopes | {"all": found.total()}).items():
+            records += share_records(parts, found.row, layer)
+    return Table.of("shares", "Parts of the exact causal value", records)
 
 
 def _notes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,12 +35,11 @@ class Observed:
         self._lock = lock
         self._valuer, self._frame, self._recorder = valuer, frame, recorder
         self._self_only = self_only
-        self._last: tuple[Pass, TokenValues] | None = None
-        self._open = True
+        self._valued, self._open = False, True
 
     def __repr__(self) -> str:
         """Whether values were taken of it already."""
-        return f"Observed({'valued' if self._last is not None else 'not valued yet'})"
+        return f"Observed({'valued' if self._valued else 'not valued yet'})"
 
     def values(
         self,
@@ -51,7 +49,6 @@ class Observed:
         token_weights: Tensor | None = None,
         step_weights: Tensor | None = None,
         components: bool = True,
-        keep_errors: bool = False,
     ) -> TokenValues:
         """Values of the observed forward; its graph, and every .grad, stay as they are.
 
@@ -69,9 +66,6 @@ class Observed:
             components: False gives the total alone, by one contraction (one dual forward under
                 ``label``) with ``P o (G + lambda V)`` instead of one for each side. The same
                 total up to rounding. The warning about one-sided values needs the components.
-            keep_errors: keep the errors of all scored linears, so that ``components`` needs no
-                backward of its own. Else each is contracted inside the backward and let go: less
-                memory by about the activations of the scored layers.
 
         Raises:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as
@@ -84,7 +78,6 @@ class Observed:
                 token_weights,
                 step_weights,
                 components=components,
-                keep_errors=keep_errors,
             )
 
     def _values(
@@ -95,7 +88,6 @@ class Observed:
         step_weights: Tensor | None,
         *,
         components: bool,
-        keep_errors: bool,
     ) -> TokenValues:
         valuer, recorder = self._valuer, self._recorder
         self._require_open()
@@ -122,10 +114,9 @@ class Observed:
             and not _follows(logits_or_log_probs, recorder)
         ):
             raise foreign_scores("the graph of another forward")
-        seen = Pass(batch, weights, losses, recorder, head=head)
-        seen = valuer.with_kept_errors(seen, asked=keep_errors)
+        seen = valuer.with_kept_errors(Pass(batch, weights, losses, recorder, head=head))
         values = valuer.values(self._frame, seen, components=components)
-        self._last = seen, values
+        self._valued = True
         return values
 
     def close(self) -> None:
@@ -157,33 +148,6 @@ class Observed:
         if "input_ids" not in inputs:  # a model that was called on embeddings
             del batch.inputs["input_ids"]
         return batch
-
-    def components(self) -> TokenValues:
-        """The values of the last ``values`` call with their components.
-
-        ``total``, ``unassigned`` and ``parts`` are the very tensors of that call, so that looking
-        at the components cannot change a selection. The components sum to them up to rounding.
-
-        Raises:
-            ModelError: ``values`` was not called.
-        """
-        if self._last is None:
-            raise ModelError(
-                "components() follows values()",
-                why="it is about the tokens and weights of that call",
-                remedy="call observed.values(...) first",
-            )
-        seen, values = self._last
-        if values.adaptation is not None:
-            return values
-        components = self._valuer.values(self._frame, seen, components=True)
-        return replace(
-            components,
-            total=values.total,
-            unassigned=values.unassigned,
-            parts=values.parts,
-            part_shares=values.part_shares,
-        )
 
 
 def _follows(scores: Tensor, recorder: Recorder) -> bool:

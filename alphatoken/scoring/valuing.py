@@ -225,14 +225,13 @@ class Valuer:
             raise foreign_scores("the graph of another forward")
         return errors
 
-    def with_kept_errors(self, seen: Pass, *, asked: bool = False) -> Pass:
+    def with_kept_errors(self, seen: Pass) -> Pass:
         """The pass with the errors at all scored linears, where they are to be kept.
 
-        They are kept if somebody ``asked``, and always under sharded weights: the processes must
-        gather M's matrices in one order, and a backward promises none. Label values need no errors,
-        so there the pass comes back as it is.
+        They are kept under sharded weights alone: the processes must gather M's matrices in one
+        order, and a backward promises none. Label values need no errors.
         """
-        if not self.config.captured or not (asked or self.scored.sharding is not None):
+        if not self.config.captured or self.scored.sharding is None:
             return seen
         errors = self.errors(seen)
         self.witness.see(*seen.recorded, seen.batch.mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.objective import forward_losses, weighted_losses
+from alphatoken.direction.objective import objective_value
 from alphatoken.estimate.estimators import WALK
-from alphatoken.model.batch import PreferenceBatch
-from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
 from alphatoken.train.distributed import Ranks, even_micro_batches
@@ -156,19 +154,3 @@ class Valuation:
         loss = torch.tensor(total, dtype=torch.float64, device=self.ranks.device)
         summed, count = self.ranks.sum_gradients({"loss": loss}, count)
         return float(summed["loss"]) / max(count, 1.0)
-
-
-@torch.no_grad()
-def objective_value(
-    adapter: DecoderAdapter, item: Mapping[str, Any] | PreferenceBatch
-) -> tuple[float, float]:
-    """(sum, count) of the objective on one batch: token losses, or ``-log sigma(s)`` of pairs."""
-    pieces = list(weighted_losses(adapter, item, None))
-    with evaluation_mode(adapter.model):
-        losses = [forward_losses(adapter, piece[0], "validation batch") for piece in pieces]
-    if not isinstance(item, PreferenceBatch):
-        return float(losses[0].sum()), float(pieces[0][0].response_tokens)
-    margin = (losses[1].sum(-1) - losses[0].sum(-1)) - (
-        item.reference_chosen.to(losses[0]) - item.reference_rejected.to(losses[0])
-    )
-    return float(-nn.functional.logsigmoid(item.beta * margin).sum()), float(len(margin))

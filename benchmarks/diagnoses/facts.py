@@ -57,10 +57,6 @@ def _covered(label: str, policy: str) -> Fact:
     return Fact(label, "coverage", "coverage-entropy", "entropy", {"policy": policy})
 
 
-def _number(label: str, name: str) -> Fact:
-    return Fact(label, "sensitivity", "numbers", "value", {"number": name})
-
-
 FACTS: dict[str, tuple[Fact, ...]] = {
     "estimators": (
         _at_three("`label`", "label"),
@@ -85,7 +81,6 @@ FACTS: dict[str, tuple[Fact, ...]] = {
         _step("exact, all parameters, full P", "exact, all parameters, P=full"),
         _step("exact, all parameters, frozen P", "exact, all parameters, P=frozen"),
         _step("exact, all parameters, P = 1", "exact, all parameters, P=1"),
-        _step("exact, linears of 3 layers, full P", "exact, linears of 3 layers, P=full"),
         _step("`alphatoken`, 3 layers, P = 1", "alphatoken, 3 layers, P=1"),
     ),
     "retention": (
@@ -103,7 +98,6 @@ FACTS: dict[str, tuple[Fact, ...]] = {
     "heatmap": (
         Fact("share of the causal part", "heatmap", "heatmap-shares", "share",
              {"component": "adaptation_causal"}),
-        Fact("rank correlation with `label`", "heatmap", "heatmap-agreement", "spearman", {}),
     ),
     "coverage": (
         _covered("what low perplexity keeps", "low-perplexity"),
@@ -115,17 +109,12 @@ FACTS: dict[str, tuple[Fact, ...]] = {
         Fact("change of the loss on code", "drift", "drift-sets", "loss_change",
              {"set": "mbpp"}),
     ),
-    "sensitivity": (
-        _number("tokens with a positive value", "share of tokens with a positive value"),
-        _number("lambda that reverses a tenth of the decisions",
-                "lambda that reverses 10 % of the decisions"),
-    ),
 }  # fmt: skip
 """By table of docs/fidelity.md."""
 
 
 def cell(fact: Fact, diagnosis: Diagnosis) -> list[float] | None:
-    """Value, low and high; None where the diagnosis has no such row.
+    """Value, low and high, or the value alone; None where the diagnosis has no such row.
 
     Raises:
         KeyError: it has no such table or column.
@@ -133,6 +122,8 @@ def cell(fact: Fact, diagnosis: Diagnosis) -> list[float] | None:
     table = diagnosis.table(fact.table)
     for number, record in enumerate(table.records()):
         if all(record[name] == value for name, value in fact.where.items()):
+            if f"{fact.column}_low" not in record:
+                return [round(float(record[fact.column] or 0), 4)]
             found = table.estimate(number, fact.column)
             return [round(x, 4) for x in (found.value, found.low, found.high)]
     return None

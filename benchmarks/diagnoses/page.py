@@ -51,8 +51,8 @@ def _side_by_side(name: str) -> str:
 def _estimate(found: list[float] | None, *, percent: bool = False) -> str:
     if found is None:
         return ""
-    value, low, high = (f"{100 * x:.0f}" if percent else f"{x:.2f}" for x in found)
-    return f"{value}{' %' if percent else ''} [{low}, {high}]"
+    value, *ends = (f"{100 * x:.0f}" if percent else f"{x:.2f}" for x in found)
+    return f"{value}{' %' if percent else ''}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
 def _ranking() -> str:

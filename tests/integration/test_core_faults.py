@@ -94,7 +94,7 @@ from alphatoken import AlphaTokenWarning
 from tests.integration import test_core_faults as own
 from tests.integration.tiny_scorer import inputs
 for estimator in ("alphatoken", "path", "label"):
-    for how in ("score", "values", "components"):
+    for how in ("score", "values"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = own.model_of()
@@ -105,8 +105,7 @@ for estimator in ("alphatoken", "path", "label"):
             else:
                 with scorer.observe() as observed:
                     logits = model(**inputs()).logits
-                    observed.values(logits, own.BATCH["labels"], components=how == "values")  # here
-                    observed.components()  # here
+                    observed.values(logits, own.BATCH["labels"])  # here
         found = [w for w in caught if issubclass(w.category, AlphaTokenWarning)]
         print(estimator, how, *(f"{w.filename}:{w.lineno}" for w in found))
 """
@@ -116,8 +115,8 @@ for estimator in ("alphatoken", "path", "label"):
 def test_a_warning_points_at_the_users_line() -> None:
     """In a process of its own: the run-time type checks of pytest stand between the frames."""
     here = [n for n, line in enumerate(POINTED.split("\n"), 1) if line.endswith("# here")]
-    score, values, components = (f"<string>:{line}" for line in here)
-    lines = {"score": score, "values": values, "components": components}
+    score, values = (f"<string>:{line}" for line in here)
+    lines = {"score": score, "values": values}
     expected = [
         f"{estimator} {how} {line}"
         for estimator in ("alphatoken", "path", "label")
@@ -393,15 +392,3 @@ def test_documents_are_told_apart_beside_logits_that_are_no_numbers(change: Any)
 def test_a_nan_in_a_document_that_is_proved_is_said() -> None:
     with pytest.raises(NumericalError, match="not finite"):
         prove_documents(*packed(last_is_nan, leaks=False))
-
-
-def test_a_direction_without_a_scored_parameter_is_refused() -> None:
-    model = model_of()
-    scorer = scorer_for(model, "path")
-    whole = dict(scorer.direction.total())
-    batch = read_batch(BATCH)
-    scorer.columns(batch, direction=whole)
-    missing = sorted(whole)[0]
-    del whole[missing]
-    with pytest.raises(InputError, match=missing):
-        scorer.columns(batch, direction=whole)

@@ -14,10 +14,9 @@ import pytest
 
 from alphatoken.errors import DataError
 from alphatoken.fidelity.diagnosis import Diagnosis, Drawing, Table
-from alphatoken.fidelity.figures import drawing
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import LEAD, MOST_ROWS, section_of
-from alphatoken.report.drawing import canvas
+from alphatoken.report.drawing import canvas, svg_text
 from alphatoken.report.page import Section, render_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
@@ -46,7 +45,8 @@ def drawn(key: str, title: str = "A curve", *, width: float = 6.4) -> Drawing:
         figure.colorbar(mesh)
         axes.set_title("a -- b > c")
         data = Table.of(f"{key}_data", title, records)
-        return drawing(figure, key, title, "Look for the bend.", data, alt=f"{title}: it bends.")
+        svg = svg_text(figure)
+        return Drawing(key, title, "Look for the bend.", data, svg, f"{title}: it bends.")
 
 
 def diagnosis(name: str = "estimators", **changes: Any) -> Diagnosis:

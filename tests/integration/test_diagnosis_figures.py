@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from alphatoken.errors import ConfigError
 from alphatoken.fidelity import figures
-from alphatoken.fidelity.diagnosis import Drawing, Table
+from alphatoken.fidelity.diagnosis import Table
 from alphatoken.fidelity.figures import Figure, Guide, draw
 from alphatoken.fidelity.intervals import Estimate
 
@@ -32,11 +32,11 @@ def drawn(one: Figure, monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
     """Its axes, as matplotlib has them when the picture is kept."""
     seen: list[Axes] = []
 
-    def kept(picture: Any, *given: Any, alt: str) -> Drawing:
+    def kept(picture: Any) -> str:
         seen.extend(picture.axes)
-        return Drawing(*given, "", alt)
+        return ""
 
-    monkeypatch.setattr(figures, "drawing", kept)
+    monkeypatch.setattr(figures, "svg_text", kept)
     draw(one)
     return seen
 

@@ -13,10 +13,9 @@ import matplotlib as mpl
 import pytest
 
 from alphatoken.errors import DataError
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.figures import drawing
+from alphatoken.fidelity.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.fidelity.intervals import Estimate
-from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, canvas
+from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, canvas, svg_text
 
 pytestmark = pytest.mark.pictures
 
@@ -36,7 +35,8 @@ def example() -> Diagnosis:
         axes = figure.subplots()
         axes.plot([0, 1], [1, 2], color=COLOURS[0], linestyle=DASHES[1], marker=MARKERS[2])
         data = Table.of("line", "Line", [{"x": 0.0, "y": 1.0}, {"x": 1.0, "y": 2.0}])
-        drawn = drawing(figure, "line", "Line", "Look for its slope.", data, alt="a rising line")
+        svg = svg_text(figure)
+        drawn = Drawing("line", "Line", "Look for its slope.", data, svg, "a rising line")
     return Diagnosis(
         "estimators",
         "Which?",

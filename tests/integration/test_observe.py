@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig, TokenValues, masked_sft_loss, select_top
+from alphatoken.errors import ModelError
 from alphatoken.estimate.estimators import ESTIMATORS
 from tests.integration import tiny_scorer
 from tests.integration.snapshot import Snapshot, bits
@@ -269,3 +270,18 @@ def test_the_first_pass_of_a_model_that_reads_its_own_outputs(estimator: str) ->
     assert bool(first.total[first.mask].abs().max() > 0)
     again = Scorer(model, batch, None, ScorerConfig(**options, uncovered="skip")).score(batch)
     assert torch.allclose(first.total, again.total, rtol=1e-4, atol=1e-6)
+
+
+def test_what_would_spoil_the_observed_pass_is_refused() -> None:
+    model = tiny_scorer.model_of()
+    scorer = tiny_scorer.scorer_for(model, "path")
+    expected = scorer.score(BATCH).total
+    with scorer.observe() as observed:
+        logits = model(**inputs()).logits
+        with pytest.raises(ModelError, match="score.. was called inside observe"):
+            scorer.score(BATCH)
+        with pytest.raises(ModelError, match="refresh.. was called inside observe"):
+            scorer.refresh()
+        found = observed.values(logits, BATCH["labels"]).total
+    torch.testing.assert_close(found, expected)
+    scorer.refresh()

@@ -391,16 +391,6 @@ DRIFT = (
         V_KRONECKER,
     ),
     mutant(
-        "kronecker-sides-of-a-transposed-weight",
-        "a weight stored as (d_in, d_out) is multiplied as one stored as (d_out, d_in)",
-        (
-            "direction.drift.FisherDrift.from_kronecker",
-            "(A, S) if n in turned else (S, A)",
-            "(S, A)",
-        ),
-        V_KRONECKER,
-    ),
-    mutant(
         "fisher-of-another-parameter",
         "every weight is multiplied with the first one's Fisher",
         (

@@ -433,7 +433,7 @@ TRAINERS = (
         "gap-without-the-reference",
         "the preference loss that is logged leaves the reference model out",
         (
-            "train.valuation.objective_value",
+            "direction.objective.objective_value",
             "item.beta * margin",
             "item.beta * (losses[1].sum(-1) - losses[0].sum(-1))",
         ),

@@ -516,7 +516,7 @@ def test_what_a_file_says_is_compared_with_what_was_loaded(tmp_path: Path) -> No
         n: tuple(torch.eye(size, dtype=torch.float64) * 0.5 + 0.1 for size in w.shape)
         for n, w in weights.items()
     }
-    kronecker = FisherDrift.from_kronecker(factors, scorer.given.retention.reference)
+    kronecker = FisherDrift({}, scorer.given.retention.reference, factors=factors)
     for number, drift in enumerate((scorer.given.retention, kronecker)):
         path = tmp_path / f"{number}.safetensors"
         drift.save(path)

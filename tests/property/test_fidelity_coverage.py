@@ -20,7 +20,6 @@ from alphatoken.fidelity.clouds import (
     picture_of,
 )
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.intervals import jackknife
 from alphatoken.fidelity.states import token_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import with_estimator
@@ -101,15 +100,13 @@ def test_missing_scikit_learn_is_said_with_its_remedy(monkeypatch: pytest.Monkey
 # --- what a selection covers -------------------------------------------------------------------
 
 LABELS = np.repeat([0, 1], 60)
-ROWS = np.arange(120) % 10
 
 
 def test_keeping_everything_is_even_and_keeping_one_cluster_is_not():
-    everything = coverage.evenness(LABELS, np.ones(120, dtype=bool), ROWS)
-    assert everything.value == pytest.approx(1.0, abs=1e-12)
-    one = coverage.evenness(LABELS, LABELS == 0, ROWS)
+    assert entropy(LABELS, 2) == pytest.approx(1.0, abs=1e-12)
+    one = entropy(LABELS[LABELS == 0], 2)
     low, high = coverage.band_of(LABELS, 60, 100, seed=1)
-    assert one.value == 0.0 < low <= high
+    assert one == 0.0 < low <= high
     assert "less even than" in coverage._conclusion({"direct": one}, (low, high))
 
 
@@ -118,29 +115,6 @@ def test_the_band_holds_random_selections():
     generator = np.random.default_rng(99)
     inside = sum(low <= entropy(generator.permutation(LABELS)[:60], 2) <= high for _ in range(100))
     assert inside >= 86  # of 100 at 95 %: 4 standard deviations
-
-
-# --- jackknife -----------------------------------------------------------------------------------
-
-
-def test_the_jackknife_of_a_mean_is_its_standard_error():
-    values = np.random.default_rng(4).standard_normal(40)
-    found = jackknife(lambda kept: float(values[kept].mean()), 40)
-    half = 1.96 * values.std(ddof=1) / math.sqrt(40)
-    assert found.value == pytest.approx(values.mean())
-    assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half))
-
-
-def test_the_jackknife_refuses_few():
-    assert not jackknife(lambda kept: 1.0, 7).defined
-    assert not jackknife(lambda kept: math.nan, 9).defined
-
-
-def test_too_few_rows_fall_back_to_groups_of_tokens():
-    values = np.arange(100.0)
-    found = jackknife(lambda kept: float(values[kept].mean()), 100, groups=np.repeat([0, 1], 50))
-    assert found.defined
-    assert found.low < found.value < found.high
 
 
 # --- states --------------------------------------------------------------------------------------

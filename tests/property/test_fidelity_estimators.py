@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 
@@ -17,7 +16,7 @@ from alphatoken.errors import ConfigError, InputError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.noise import calibration, plant
+from alphatoken.fidelity.noise import plant
 from alphatoken.fidelity.readings import (
     WINDOWED,
     Setting,
@@ -35,7 +34,7 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
 
-QUICK = diagnostic.Options(layers=(1, 3), draws=20)
+QUICK = diagnostic.Options(layers=(1, 3))
 
 
 def subject_of(model: nn.Module, **changes: object) -> Subject:
@@ -137,9 +136,8 @@ def diagnosed() -> Diagnosis:
 
 def test_the_exact_value_is_the_oracles() -> None:
     """As the diagnosis says itself, of some tokens."""
-    numbers = {r["number"]: r["value"] for r in diagnosed().table("numbers").records()}
-    away = numbers["label pass, largest distance from the oracle over the absolute terms"]
-    assert 0 < float(away or 0) < 1e-9
+    (said,) = (note for note in diagnosed().notes if note.startswith("The exact value was checked"))
+    assert 0 < float(said.split("largest distance ")[1].split()[0]) < 1e-9
 
 
 def test_label_values_are_per_token_autograd() -> None:
@@ -239,18 +237,6 @@ def test_bad_noise_is_refused() -> None:
         plant(rows, 1.0, range(9), 0)
     with pytest.raises(ConfigError, match="two different tokens"):
         plant(rows, 0.5, [3, 3], 0)
-
-
-def test_calibration_of_a_model_that_knows_nothing() -> None:
-    """Uniform predictions: loss and entropy are both log V."""
-    model = decoder_of()
-    with torch.no_grad():
-        model.head.weight.zero_()
-    found = calibration(subject_of(model), rows_of([9, 8]))
-    assert found.loss == pytest.approx(math.log(11), abs=1e-12)
-    assert found.entropy == pytest.approx(math.log(11), abs=1e-12)
-    found = calibration(subject_of(model), rows_of([9]))
-    assert found.loss <= found.entropy
 
 
 # --- models and input that do not go all the way -------------------------------------------------

@@ -32,7 +32,7 @@ from tests.property.tolerance import close
 MODEL = 1e-9
 CONTEXTS, LABELS, READ = 8, 16, 4
 DOWN = "layers.0.mlp.down_proj.weight"
-TINY = diagnostic.Options(rows=CONTEXTS * LABELS, max_new_tokens=4, draws=10)
+TINY = diagnostic.Options(rows=CONTEXTS * LABELS, max_new_tokens=4)
 
 
 def example(ids: Sequence[int], prompt: int = 1) -> Example:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -20,12 +20,10 @@ from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_figure import heatmap_figure
 from alphatoken.fidelity.token_text import (
-    MISSING,
     Panel,
     ValuedText,
     laid_out,
     normalised,
-    printable,
     ranged,
 )
 from alphatoken.report.drawing import MINUS, PLUS, colour_of
@@ -99,11 +97,11 @@ def test_relative_colours_are_darker_the_higher_the_value(values: list[float]):
     [
         ("total", ["Total, alphatoken"]),
         ("components", ["Adaptation, direct", "Adaptation, causal"]),
-        ("all", ["Total, alphatoken", "Total, direct", "Adaptation, direct", "Adaptation, causal"]),
+        ("all", ["Total, alphatoken", "Adaptation, direct", "Adaptation, causal"]),
     ],
 )
 def test_the_papers_two_figures_are_the_total_and_the_components(panels: str, keys: list[str]):
-    options = heatmap.Options(rows=(0,), against="direct", panels=panels, colours="relative")
+    options = heatmap.Options(rows=(0,), panels=panels, colours="relative")
     found = heatmap.diagnose(tiny_subject(), options)
     (figure,) = [f for f in found.figures if f.key.startswith("heatmap-row")]
     assert figure.alt.endswith(f"in panels: {', '.join(keys)}.")
@@ -135,30 +133,20 @@ def test_layout_stops_at_the_last_line_with_whole_tokens():
     assert laid_out(["abcdefgh"], 3, 2) == ([], 0)
 
 
-def test_letters_without_one_place_in_the_font_become_boxes():
-    known = set(range(0x20, 0x250)) | {0x301, 0x4F60, 0x200B}
-    assert printable("a$b\n", known) == "a$b\n"
-    assert printable("\u4f60\U0001f600\u0301\u200b\x07", known) == MISSING * 5
-    assert len(printable(visible("".join(HOSTILE)), known)) == len(visible("".join(HOSTILE)))
-
-
 def fills(svg: str, colour: tuple[int, int, int]) -> int:
     """How often a colour stands in a drawing."""
     return svg.count("#{:02x}{:02x}{:02x}".format(*colour))
 
 
-@pytest.mark.pictures
 def test_a_figure_of_hostile_text_shows_both_colours():
     figure = heatmap_figure(valued_text(), Table("key", "title", ("a",), ((1,),)))
     for colour in (PLUS, MINUS):
         assert fills(figure.svg, colour) > 0, colour
     assert "<script" not in figure.svg
-    assert "http://" not in figure.svg.replace("http://www.w3.org", "").replace(
-        "http://purl.org", ""
-    ).replace("http://creativecommons.org", "")
+    assert "http://" not in figure.svg.replace("http://www.w3.org", "")
+    ElementTree.fromstring(figure.svg)
 
 
-@pytest.mark.pictures
 def test_the_first_token_is_coloured_by_its_own_value():
     for value, colour, other in ((2.0, PLUS, MINUS), (-2.0, MINUS, PLUS)):
         panel = Panel("T", np.array([value, 1e-9]), np.array([False, False]))
@@ -166,12 +154,6 @@ def test_the_first_token_is_coloured_by_its_own_value():
         svg = heatmap_figure(text, Table("k", "t", ("a",), ())).svg
         assert fills(svg, colour) == 1
         assert fills(svg, other) == 0
-
-
-def test_matplotlib_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="matplotlib"):
-        heatmap_figure(valued_text(), Table("key", "title", ("a",), ()))
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -191,8 +173,6 @@ def planted(**changes) -> heatmap.Valued:
             "stability_direct": np.full(size, -1.0),
         },
         "kept": np.arange(size) >= size // 2,
-        "other": total.copy(),
-        "other_kept": np.arange(size) >= size // 2,
     }
     return heatmap.Valued(**{**given, **changes})
 
@@ -248,13 +228,12 @@ def tiny_subject(**changes) -> Subject:
 
 
 def test_rows_that_are_asked_for_are_shown_and_their_parts_add_up():
-    found = heatmap.diagnose(tiny_subject(), heatmap.Options(rows=(13, 0), against="direct"))
+    found = heatmap.diagnose(tiny_subject(), heatmap.Options(rows=(13, 0)))
     records = found.table("heatmap-tokens").records()
     assert [r["row"] for r in records] == [13] * 5 + [0] * 5
     for r in records:
         parts = sum(r[key] for key in r if key.startswith(("adaptation_", "stability_")))
         assert parts == pytest.approx(r["total"], rel=1e-9, abs=1e-12)
-        assert r["other_total"] == pytest.approx(r["adaptation_direct"], rel=1e-9, abs=1e-12)
     for row in (13, 0):
         own = [r for r in records if r["row"] == row]
         largest = max(abs(r["total"]) for r in own)
@@ -266,9 +245,7 @@ def test_rows_that_are_asked_for_are_shown_and_their_parts_add_up():
 
 def test_stability_is_there_away_from_the_reference():
     subject = tiny_subject()
-    found = heatmap.diagnose(
-        tiny_subject(reference=moved(subject.model, 0.05)), heatmap.Options(against="none")
-    )
+    found = heatmap.diagnose(tiny_subject(reference=moved(subject.model, 0.05)))
     shares = {r["component"]: r["share"] for r in found.table("heatmap-shares").records()}
     assert shares["stability_direct"] > 0
     assert math.isclose(sum(shares.values()), 1.0)
@@ -277,11 +254,9 @@ def test_stability_is_there_away_from_the_reference():
 
 def test_an_estimator_without_split_shows_its_sides():
     config = ScorerConfig(estimator="path")
-    found = heatmap.diagnose(tiny_subject(config=config), heatmap.Options(against="none"))
+    found = heatmap.diagnose(tiny_subject(config=config))
     columns = found.table("heatmap-tokens").columns
     assert "adaptation" in columns
-    assert "other_total" not in columns
-    assert {table.key for table in found.tables}.isdisjoint({"heatmap-agreement"})
     assert any("one value" in note for note in found.notes)
 
 

@@ -77,12 +77,11 @@ def test_only_masked_tokens_count() -> None:
     b = torch.tensor([[7.0, 1.0, 2.0, 3.0, -99.0]])
     mask = torch.tensor([[False, True, True, True, False]])
     assert metrics.spearman(a, b, mask) == pytest.approx(1.0)
-    assert metrics.sign_agreement(a, b, mask) == 1.0
     assert metrics.top_overlap(a, b, mask) == 1.0
     assert metrics.auc(a, torch.tensor([[1, 0, 0, 1, 0]]), mask) == 1.0
 
 
-@pytest.mark.parametrize("name", ["spearman", "sign_agreement", "top_overlap", "auc"])
+@pytest.mark.parametrize("name", ["spearman", "top_overlap", "auc"])
 def test_columns_of_different_lengths_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="one shape"):
         getattr(metrics, name)([1.0, 2.0, 3.0], [1.0, 2.0])

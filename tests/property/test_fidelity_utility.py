@@ -27,7 +27,7 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
 
-QUICK = diagnostic.Options(warmup=2, draws=20, learning_rate=1e-4)
+QUICK = diagnostic.Options(warmup=2, learning_rate=1e-4)
 
 
 def decoder_of(**config: object) -> ReferenceDecoder:
@@ -63,18 +63,18 @@ def moved(stepper: Stepper, gradient: Mapping[str, Tensor], lr: float) -> dict[s
         return {name: p.detach().clone() for name, p in stepper.parameters.items()}
 
 
-def adam_state(stepper: Stepper, name: str) -> oracle.AdamState:
+def adam_state(stepper: Stepper) -> oracle.AdamState:
     held = {n: stepper.optimizer.state[p] for n, p in stepper.parameters.items()}
     return oracle.AdamState(
         step=int(next(iter(held.values()))["step"]),
         m={n: s["exp_avg"].clone() for n, s in held.items()},
         v={n: s["exp_avg_sq"].clone() for n, s in held.items()},
         weight_decay=float(stepper.optimizer.param_groups[0]["weight_decay"]),
-        decoupled=name == "adamw",
+        decoupled=True,
     )
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_leaving_one_out_is_the_oracles(optimizer: str) -> None:
     """The diagnostic's steps, shared gradients and all, against one fresh step a token."""
     subject = subject_of(decoder_of(tied_embeddings=True))
@@ -96,7 +96,7 @@ def test_leaving_one_out_is_the_oracles(optimizer: str) -> None:
         1e-2,
         "response",
         parameters=stepper.parameters,
-        state=adam_state(stepper, optimizer) if adaptive else None,
+        state=adam_state(stepper) if adaptive else None,
     )
     assert len(tokens) == bench.count == int(bench.batch.mask.sum())
     exact = wanted[bench.batch.mask].double()
@@ -139,21 +139,6 @@ def test_the_users_model_is_left_alone() -> None:
         assert p.grad is None
 
 
-def test_clipping_is_torchs() -> None:
-    subject = subject_of(decoder_of())
-    stepper = stepped(subject, max_grad_norm=0.05)
-    batch = stepper.read(*subject.batches(subject.train))
-    gradient = stepper.gradient(batch, batch.mask)
-    loose = [nn.Parameter(torch.zeros_like(g)) for g in gradient.values()]
-    for p, g in zip(loose, gradient.values(), strict=True):
-        p.grad = g.clone()
-    torch.nn.utils.clip_grad_norm_(loose, 0.05)
-    after = moved(stepper, gradient, 1.0)
-    for (name, p), clipped in zip(stepper.parameters.items(), loose, strict=True):
-        assert clipped.grad is not None
-        close(p.detach() - after[name], clipped.grad, 0.05, 1e-10, name=name)
-
-
 def test_a_step_into_nowhere_is_reported() -> None:
     stepper = stepped(subject_of(decoder_of()))
     broken = {n: torch.full_like(p, math.nan) for n, p in stepper.parameters.items()}
@@ -191,7 +176,7 @@ def test_full_preconditioning_predicts_adam_where_frozen_does_not() -> None:
     What is left is that one token of a hundred is no infinitesimal part of the gradient.
     """
     subject = subject_of(decoder_of(), train=rows_of([9] * 48, prompt=1), batch_size=12)
-    options = replace(QUICK, optimizer="adam", learning_rate=1e-6, warmup=30)
+    options = replace(QUICK, learning_rate=1e-6, warmup=30)
     bench = diagnostic._bench(subject, options)
     found, _ = diagnostic._predictions(bench)
     by_name = {p.name: p for p in found}
@@ -212,7 +197,7 @@ def test_predictions_are_the_oracles_derivative() -> None:
     bench = diagnostic._bench(subject, replace(QUICK, optimizer="adamw", warmup=4))
     best, *_ = diagnostic._predictions(bench)[0]
     stepper = bench.stepper
-    state, total = adam_state(stepper, "adamw"), bench.gradient_without(None)
+    state, total = adam_state(stepper), bench.gradient_without(None)
     slope_here = full_gradient(replace(subject, model=stepper.model))
     wanted = []
     for place in diagnostic._tokens(bench):
@@ -248,7 +233,6 @@ def test_tables_and_figures() -> None:
     one = found.table("one-token").records()
     assert [r["prediction"] for r in one] == [
         *(f"exact, all parameters, P={k}" for k in ("full", "frozen", "1")),
-        *(f"exact, linears of 1 layers, P={k}" for k in ("full", "frozen", "1")),
         "alphatoken, 1 layers, P=full",
         "alphatoken, 1 layers, P=1",
     ]
@@ -276,7 +260,7 @@ def test_a_model_with_another_mixer_leaves_the_estimator_out() -> None:
     subject = subject_of(decoder_of(conv_mixer=True), train=rows_of([9] * 8), batch_size=8)
     found = diagnostic.diagnose(subject, replace(QUICK, optimizer="sgd"))
     assert any("is left out" in note for note in found.notes)
-    assert len(found.table("one-token").rows) == 2
+    assert len(found.table("one-token").rows) == 1
 
 
 def test_too_few_tokens_are_refused() -> None:

@@ -30,7 +30,7 @@ from tests.property.tolerance import close
 from tests.rows import random_rows
 
 MODEL = 1e-11
-TINY = diagnostic.Options(pairs=100_000, draws=10)
+TINY = diagnostic.Options(pairs=100_000)
 
 
 def rows_of(config: DecoderConfig, lengths: Sequence[int], prompt: int = 1) -> list[Example]:
@@ -246,7 +246,7 @@ def test_one_response_token_has_no_pairs_and_no_causal_value() -> None:
     total = parts.total()
     assert all(float(np.abs(total[name]).max()) == 0.0 for name in (*causal_parts.PARTS, "exact"))
     assert diagnostic.collect_pairs(subject, subject.train, [0, 1], 100) == ({}, 0.0)
-    records = causal_parts.share_records(total, parts.row, "all", 10)
+    records = causal_parts.share_records(total, parts.row, "all")
     assert not any(record["signed"].defined for record in records)
     with pytest.raises(InputError, match="no causal-window pair"):
         diagnostic.diagnose(subject, TINY)
@@ -264,7 +264,7 @@ def test_shares_add_up_and_keep_their_signs() -> None:
     parts["score"] = -0.5 * parts["window"]  # works against the rest
     parts["exact"] = sum(parts.values())
     rows = np.arange(50) // 5
-    records = causal_parts.share_records(parts, rows, "0", 20)
+    records = causal_parts.share_records(parts, rows, "0")
     assert sum(record["signed"].value for record in records) == pytest.approx(1.0)
     by_part = {record["part"]: record for record in records}
     assert by_part["score path"]["signed"].value < 0

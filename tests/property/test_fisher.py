@@ -282,7 +282,7 @@ def test_direction_is_computed_in_float32_at_least_and_has_no_graph() -> None:
 
 
 def pairs_of(**factors: Tensor) -> FisherDrift:
-    return FisherDrift.from_kronecker({"m": (factors["S"], factors["A"])}, {"m": torch.ones(3, 2)})
+    return FisherDrift({}, {"m": torch.ones(3, 2)}, factors={"m": (factors["S"], factors["A"])})
 
 
 ONE, TWO = torch.ones(1), torch.ones(2)

@@ -351,7 +351,7 @@ def _fisher(asked: Asked, model: Any, seen: Seen) -> Any:
         seen.fisher = {
             n: tuple(map(_square, map(draw, w.shape, w.shape))) for n, w in weights.items()
         }
-        return FisherDrift.from_kronecker(seen.fisher, seen.reference)
+        return FisherDrift({}, seen.reference, factors=seen.fisher)
     seen.fisher = {n: 30 * draw(*w.shape) for n, w in weights.items()}
     return FisherDrift(seen.fisher, seen.reference)
 
