@@ -13,11 +13,11 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_243,
     "certificate": 1_343,
-    "cli": 3_759,
+    "cli": 3_761,
     "corpus": 2_181,
     "data": 2_562,
     "demo": 719,
-    "direction": 4_330,
+    "direction": 4_325,
     "estimate": 2_560,
     "fidelity": 6_057,
     "model": 5_813,
@@ -26,7 +26,7 @@ ROOMS = {
     "scoring": 988,
     "select": 568,
     "support": 491,
-    "train": 10_256,
+    "train": 10_257,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_294), ("tests", 57_698)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_294), ("tests", 57_714)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -71,6 +71,8 @@ def run(options: FisherOptions) -> None:
     keys = sorted({key for row in used for key in leak_keys(row)})
     fisher = replace(fisher, metadata={**fisher.metadata, "row_keys": keys})
     fisher.save(options.output_file)
+    if options.checkpoint is not None:
+        Path(options.checkpoint).unlink(missing_ok=True)  # not before its result is on disk
     print(f"Fisher of {options.samples} samples on {len(used)} prompts: {options.output_file}")
 
 

@@ -117,7 +117,8 @@ def fit_fisher(
         seed: sample i is a function of (seed, i), the model and its prompt.
         batch_size: responses generated at a time (gradients are always taken one by one).
         checkpoint: file for running sums. An interrupted fit that is started again with the same
-            arguments goes on from there and gives the same bits; at success the file is removed.
+            arguments goes on from there and gives the same bits. The file stays: whoever has saved
+            the result removes it.
         checkpoint_every: samples between two writes; so many are lost at most.
         progress: None prints to stderr if that is a terminal, True always, False never; a
             function gets a :class:`alphatoken.support.progress.Progress` after every sample.
@@ -181,8 +182,6 @@ def fitting(
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
         yield fit
-        if store is not None:
-            store.remove()
 
 
 @dataclass(frozen=True)
@@ -508,10 +507,6 @@ class _Checkpoint:
         fit.done = int(description["done"])
         fit.response_tokens = int(description["response_tokens"])
         tracker.resume(fit.done)
-
-    def remove(self) -> None:
-        """Remove the file; called when the fit is complete and its result is written."""
-        self._path.unlink(missing_ok=True)
 
 
 def _prompts_fingerprint(given: list[Given]) -> str:

@@ -166,6 +166,7 @@ def fitted_fisher(
         partial = path.with_suffix(".partial")
         fitted = fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
     replace(fitted, metadata={**fitted.metadata, "cache_key": path.stem}).save(path)
+    partial.unlink(missing_ok=True)
     return read()
 
 

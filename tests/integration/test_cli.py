@@ -204,6 +204,23 @@ def test_fisher_file_knows_its_model_and_prompts(world: World) -> None:
     assert torch.equal(fisher.reference[name], weights[name])
 
 
+def test_a_checkpoint_goes_when_its_fisher_is_saved(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, out = tmp_path / "state", tmp_path / "f.safetensors"
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FisherDrift, "save", killed)
+        assert world.fit(out, "--checkpoint", state, samples=60) == 130
+    assert state.exists()
+    assert world.fit(out, "--checkpoint", state, samples=60) == 0
+    assert out.exists()
+    assert not state.exists()
+
+
 @pytest.mark.parametrize("more", [("--labels", "token"), ("--structure", "kronecker")])
 def test_other_fishers_fit_and_score(world: World, tmp_path: Path, more: tuple[str, str]) -> None:
     out = tmp_path / "f.safetensors"
