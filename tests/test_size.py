@@ -13,13 +13,13 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_243,
     "certificate": 1_343,
-    "cli": 3_761,
+    "cli": 3_817,
     "corpus": 2_181,
     "data": 2_562,
     "demo": 719,
     "direction": 4_325,
     "estimate": 2_560,
-    "fidelity": 6_057,
+    "fidelity": 6_201,
     "model": 5_813,
     "oracle": 5_450,
     "report": 1_522,
@@ -32,7 +32,7 @@ ROOMS = {
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_358,
+    "commands": 2_360,
     "compare": 4_030,
     "methods": 4_755,
     "paper": 814,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_294), ("tests", 57_714)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_295), ("tests", 57_916)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

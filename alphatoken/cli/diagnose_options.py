@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -35,6 +36,7 @@ __all__ = [
     "DiagnoseOptions",
     "Request",
     "build_parser",
+    "parse_budget",
     "read_request",
 ]
 
@@ -102,14 +104,21 @@ class _Subject:
 
 
 def _size(text: str, name: str) -> Any:
-    """A size of which the subject has the default."""
-    return option(None, f"{text} (default {getattr(Subject, name)})", least=1)
+    """A size that stays as it is given; where it is not, the budget may stop before it."""
+    most = getattr(Subject, name)
+    return option(None, f"{text} (default {most}, fewer where the budget stops before)", least=1)
 
 
 @dataclass(kw_only=True)
 class _Work:
     """How much work."""
 
+    budget: str = option(
+        "10m",
+        "time after which each diagnostic stops reading (15m, 90s, 2h), or none; sizes that are "
+        "given stay",
+        metavar="TIME",
+    )
     tokens: int | None = _size("most response tokens that are valued", "tokens")
     oracle_tokens: int | None = _size("most tokens sent one by one", "oracle_tokens")
     fisher_samples: int | None = _size("of a Fisher fitted here", "fisher_samples")
@@ -146,13 +155,20 @@ class Request:
         entries: the diagnostics, in their order.
         options: name -> its ``Options``.
         shared: everything else.
+        given: sizes that the command line says, and which no budget makes smaller.
         command: the whole command line, for the report.
     """
 
     entries: tuple[Entry, ...]
     options: Mapping[str, Any]
     shared: DiagnoseOptions
+    given: frozenset[str]
     command: str
+
+    @property
+    def budget(self) -> float | None:
+        """Seconds of each diagnostic; None for no limit."""
+        return parse_budget(self.shared.budget)
 
 
 def read_request(name: str, *words: str) -> Request:
@@ -171,7 +187,39 @@ def read_request(name: str, *words: str) -> Request:
     given = {} if name == ALL else {name: own}
     options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
     command = shlex.join(["alphatoken", "diagnose", name, *words])
-    return Request(entries, options, shared, command)
+    ours = {one for one in SIZES if getattr(shared, one) is not None}
+    # Whoever draws them from the training rows must say how many; the budget may stop before.
+    if shared.validation_rows is not None and shared.validation_file is not None:
+        ours |= {"objective_rows"}
+    request = Request(entries, options, shared, frozenset(ours), command)
+    _ = request.budget  # a bad one is refused before any work
+    return request
+
+
+def parse_budget(text: str) -> float | None:
+    """Seconds of a budget as a user writes it; None for "none".
+
+    >>> parse_budget("15m"), parse_budget("90s"), parse_budget("1.5h"), parse_budget("none")
+    (900.0, 90.0, 5400.0, None)
+
+    Raises:
+        ConfigError: it is no such time.
+    """
+    if text.strip().lower() == "none":
+        return None
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = text.strip().lower()[:-1], text.strip().lower()[-1:]
+    try:
+        seconds = float(number) * scale[unit]
+    except (ValueError, KeyError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            "the budget is not a time",
+            got=repr(text),
+            remedy="a number with its unit, such as 15m, 90s or 1.5h, or none for no limit",
+        )
+    return seconds
 
 
 SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps")

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import LEAD, section_of
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
+from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import missing_libraries, render_page, write_page
 from alphatoken.support.storage import write_json
@@ -91,7 +93,13 @@ def _run_each(
             print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
         start = time.monotonic()
         try:
-            diagnosis = _diagnosed(entry, request.options[entry.name], subject)
+            diagnosis = diagnosed_within(
+                request.budget,
+                subject,
+                request.given,
+                partial(_one_round, entry, request.options[entry.name]),
+                said=request.shared.budget,
+            )
         except Exception as error:
             if count == 1 or isinstance(error, OSError) or request.shared.traceback:
                 raise
@@ -103,8 +111,8 @@ def _run_each(
         _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
 
 
-def _diagnosed(entry: Entry, options: Any, subject: Subject) -> Diagnosis:
-    """One diagnosis; it does not depend on what ran before it."""
+def _one_round(entry: Entry, options: Any, subject: Subject) -> Diagnosis:
+    """A diagnosis of these sizes; it does not depend on what ran before it."""
     torch.manual_seed(subject.seed)
     try:
         with collected_warnings() as warned:

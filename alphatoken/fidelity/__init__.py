@@ -14,7 +14,8 @@ Each has ``Options`` and ``diagnose(subject, options)``, which goes the same way
 ``subject`` are drawn and valued (``valuing``: one engine, any settings, any directions), compared
 (``agreement``, ``intervals``), put into tables, and ``result.conclude`` makes these a
 :class:`~alphatoken.fidelity.diagnosis.Diagnosis`: an answer of four fields, tables, and figures,
-which ``figures`` draws as they are declared. ``page`` makes one HTML page of all.
+which ``figures`` draws as they are declared. ``page`` makes one HTML page of all; ``rounds`` keeps
+a diagnosis to a time.
 
 **May import** ``scorer`` and the rooms below, ``data``, ``report``, and the ``oracle``, which
 otherwise only tests and benchmarks may; no trainer. **Tests**: planted cases with known answers in

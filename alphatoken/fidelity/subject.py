@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,24 @@ class Subject:
                 count += size
         return [self.train[place] for place in sorted(taken)]
 
+    def resized(self, **sizes: Any) -> Subject:
+        """The same subject with other sizes; what is fitted or fine-tuned is shared with it.
+
+        Args:
+            **sizes: fields, and ``objective_rows``: so many of the validation rows, drawn at
+                random, in their own order.
+        """
+        rows = sizes.pop("objective_rows", len(self.validation))
+        if rows < len(self.validation):
+            order = np.random.default_rng(self.seed).permutation(len(self.validation))
+            sizes["validation"] = [self.validation[place] for place in sorted(order[:rows])]
+        if sizes.get("fisher_samples", self.fisher_samples) != self.fisher_samples:
+            for name in [name for name in self._kept if name.startswith("fisher ")]:
+                del self._kept[name]  # a Fisher and its reference are as large as what is scored
+        found = replace(self, **sizes)
+        object.__setattr__(found, "_kept", self._kept)
+        return found
+
     def batches(self, rows: Sequence[Example], size: int | None = None) -> list[dict[str, Tensor]]:
         """Rows in padded batches on the model's device."""
         return [
@@ -211,8 +229,11 @@ class Subject:
                 self.model,
                 "Before: the reference given; after: the model given.",
             )
-        if "after" not in self._kept:
-            self._kept["after"] = fine_tuned(
+        key = f"after {self.tuning_steps}"
+        if key not in self._kept:
+            for other in [name for name in self._kept if name.startswith("after ")]:
+                del self._kept[other]  # one copy of the model at a time
+            self._kept[key] = fine_tuned(
                 copy.deepcopy(self.model),
                 list(self.batches(self.train)),
                 steps=self.tuning_steps,
@@ -225,7 +246,7 @@ class Subject:
             f"on the training rows for {self.tuning_steps} AdamW steps at {self.rate:.2g} is the "
             "model after."
         )
-        return self.model, self._kept["after"], said
+        return self.model, self._kept[key], said
 
     @property
     def rate(self) -> float:

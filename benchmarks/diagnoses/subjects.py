@@ -81,6 +81,7 @@ SUBJECTS: dict[str, Subject] = {
         "SmolLM2-135M-Instruct (30 layers, head tied to the embedding) on the same mathematics",
         f"$MODELS/{SMOLLM2.name}",
         "gsm8k/train.jsonl",
+        ("--budget", "15m"),
     ),
     "gemma3": Subject(
         "Gemma 3 270M",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -315,7 +316,7 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``all`` on what is there: eight diagnoses, one reason, exit status 1."""
-    assert world.run(ALL, tmp_path / "out") == 1
+    assert world.run(ALL, tmp_path / "out", *SMALL) == 1
     said = capsys.readouterr()
     last = said.err.strip().splitlines()[-1]
     assert last.startswith("alphatoken: ")
@@ -459,7 +460,55 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
     assert by_default == (whole // 5 if whole >= 40 else 0)
 
 
+# --- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["soon", "0", "90", "1d", "5 x", "m"])
+def test_a_budget_that_is_no_time_is_refused_before_any_model(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str
+) -> None:
+    missing = str(tmp_path / "no model")
+    assert world.run("coverage", tmp_path / "out", "--budget", budget, model=missing) == 2
+    error = capsys.readouterr().err
+    assert "the budget is not a time" in error
+    assert error.count("\n") == 1
+
+
+def test_sizes_that_are_given_are_told_from_defaults() -> None:
+    request = read_request(ALL, *NEEDED, "--tokens", "70")
+    assert request.budget == 600
+    assert request.given == {"tokens"}
+    words = [*NEEDED, "--validation_rows", "9", "--clusters", "5", "--budget", "none"]
+    request = read_request("coverage", *words)
+    assert request.budget is None
+    assert request.given == {"objective_rows"}
+    # Drawn from the training rows they must be said: no wish that a budget would have to keep.
+    drawn = [word for word in words if word not in ("--validation_file", "v")]
+    request = read_request("coverage", *drawn)
+    assert request.given == frozenset()
+
+
+def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) -> None:
+    """Of almost nothing: the least is read all the same. Without one: everything."""
+    out = tmp_path / "out"
+    assert main(world.words("heatmap", out, "--budget", "0.001s", tokens=None)) == 0
+    found = Diagnosis.load(out / "heatmap")
+    assert found.settings["tokens"] < 96
+    assert found.settings["budget"] == "0.001s"
+    assert re.fullmatch(
+        r"Read \d+ of \d+ tokens.* \(stopped by the budget of 0\.001s\)\.", found.notes[0]
+    )
+    words = world.words("heatmap", tmp_path / "whole", "--budget", "none", tokens=None)
+    assert main(words) == 0
+    whole = Diagnosis.load(tmp_path / "whole" / "heatmap")
+    assert whole.settings["tokens"] == Subject.tokens
+    assert not any("stopped by the budget" in note for note in whole.notes)
+
+
 # --- interruption ---------------------------------------------------------------------------------
+
+SMALL = ("--budget", "0.001s")
+"""Of all nine the least."""
 
 
 def start(words: Sequence[str]) -> subprocess.Popen[str]:
@@ -481,7 +530,7 @@ def test_all_killed_in_the_middle_is_resumed(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    words = world.words(ALL, out, *world.retention)
+    words = world.words(ALL, out, *world.retention, *SMALL)
     process, end = start(words), time.monotonic() + PATIENCE
     try:
         while len(finished(out)) < 2 and process.poll() is None and time.monotonic() < end:
@@ -517,7 +566,7 @@ def test_all_killed_in_the_middle_is_resumed(
 def test_interrupt_says_how_to_go_on(world: World, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process, end = (
-        start(world.words(ALL, out, *world.retention)),
+        start(world.words(ALL, out, *world.retention, *SMALL)),
         time.monotonic() + PATIENCE,
     )
     while not (out / "run.json").exists() and process.poll() is None and time.monotonic() < end:

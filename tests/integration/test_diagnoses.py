@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -185,7 +184,7 @@ def test_every_token_has_a_decision_and_padding_only_rounds() -> None:
 def test_a_resample_is_a_scoring_on_the_real_model() -> None:
     """Float64 copy: through transformers' float32 casts, so to 1e-6."""
     one = given("stability")
-    wide, rows = copy.deepcopy(one.model).double(), replace(one, tokens=200).sample()
+    wide, rows = copy.deepcopy(one.model).double(), one.resized(tokens=200).sample()
     scorer = Scorer(wide, one.batches(one.validation), None, one.config)
     columns = row_columns(one, scorer, rows, one.validation[:4])
     weights = np.array([2, 0, 1, 1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -30,8 +28,8 @@ def test_rows_are_drawn_up_to_a_number_of_tokens() -> None:
     indices = [row.row.index for row in drawn]
     assert indices == sorted(indices)
     assert [row.row.index for row in subject(tokens=300, seed=5).sample()] != indices
-    assert replace(found, tokens=10**9).sample() == list(found.train)
-    assert len(replace(found, tokens=1).sample()) == 1  # a row is never cut
+    assert found.resized(tokens=10**9).sample() == list(found.train)
+    assert len(found.resized(tokens=1).sample()) == 1  # a row is never cut
 
 
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])
@@ -114,6 +112,20 @@ def test_retention_rows_are_the_first_of_each_set() -> None:
     rows = found.retention_rows(3)
     assert set(rows) == set(found.retention)
     assert all(len(part) == 3 for part in rows.values())
+
+
+def test_other_sizes_share_what_was_made() -> None:
+    found = subject()
+    smaller = found.resized(tokens=100, objective_rows=2)
+    assert (smaller.tokens, len(smaller.validation), found.tokens) == (100, 2, 600)
+    assert all(any(row is one for one in found.validation) for row in smaller.validation)
+    after = found.before_and_after()[1]
+    assert smaller.before_and_after()[1] is after
+    assert found.fitted_fisher() is smaller.fitted_fisher()
+    other = found.resized(tuning_steps=3, fisher_samples=5)
+    assert other.before_and_after()[1] is not after
+    assert other.fitted_fisher().metadata["samples"] == 5
+    assert found.fitted_fisher().metadata["samples"] == 24
 
 
 def test_texts_join_to_the_row() -> None:

@@ -588,7 +588,7 @@ def test_every_exhibit_runs_in_small(
     exhibit: Exhibit, runs: Path, eight_layers: Path, few_rows: None
 ) -> None:
     """Two steps a cell on a tiny decoder; cells of earlier exhibits are found."""
-    words = ["--model", str(eight_layers), "--seeds", "0", "--quiet"]
+    words = ["--model", str(eight_layers), "--seeds", "0", "--budget", "none", "--quiet"]
     more = ["--max_steps", "2", "--max_length", "320", "--bf16", "false", "--fisher_samples", "4",
             "--fisher_max_new_tokens", "4"]  # fmt: skip
     common = ["--scale", "laptop", "--output_dir", str(runs), *words, "--processes", "2", *more]

@@ -71,6 +71,7 @@ class _Inputs:
 class _Running(CellOptions):
     """How to run."""
 
+    budget: str = option("10m", "time of a diagnostic that makes a figure; none for no limit")
     code_container: str | None = option(
         None, "image in which lm-eval executes generated code (HumanEval)"
     )
