@@ -322,7 +322,7 @@ def test_a_diagnosis_cut_small(model: Any, tokenizer: Any, examples: list[Exampl
         config=ScorerConfig(layers=1),
         names={"model": "a real model", "train": "functions"},
     )
-    found = heatmap.diagnose(subject, heatmap.Options(examples=1, against="direct"))
+    found = heatmap.diagnose(subject, heatmap.Options(examples=1))
     records = found.table("heatmap-tokens").records()
     assert len(records) > 10
     text = "".join(str(record["token"]) for record in records)

@@ -133,7 +133,6 @@ def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path, refresh: int) -> No
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("heatmap", {"against": "walk"}),
         pytest.param("coverage", {"policies": ("random", "walk")}, marks=pytest.mark.slow),
         pytest.param(
             "sensitivity",

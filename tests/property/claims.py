@@ -148,14 +148,14 @@ test_weights_come_back_after_an_exception_in_a_shifted_forward | | (the weights 
 test_walk_values_are_those_of_a_trained_copy | | walked, walk_values | exact
 test_a_forward_with_dropout_is_run_again | | walked, walk_values | exact
 test_token_weights_scale_their_token | | (values without weights) | exact
-test_values_are_differences_of_whole_runs | | (differences of whole runs) | exact
-test_values_of_every_decoder_are_differences | | (differences of whole runs) | exact
-test_a_run_is_that_of_torch | | (torch's optimizers) | exact
-test_one_step_of_sgd_gives_label_values | | label_values, validation_gradient | exact
-test_the_last_step_of_adamw_is_the_full_preconditioner | | label_values, validation_gradient | exact
-test_one_weight_for_all_steps_has_the_sum | | (differences of whole runs) | exact
-test_a_ledger_leaves_out_what_later_steps_do | | label_values, hessian | exact
-test_states_between_those_that_are_kept_change_no_bit | | (all states kept) | exact
+test_values_are_differences_of_whole_runs | | run_values, run_end, run_loss, (differences of whole runs) | exact
+test_values_of_every_decoder_are_differences | | run_values, run_end, run_loss, (differences of whole runs) | exact
+test_a_run_is_that_of_torch | | run_end, (torch's optimizers) | exact
+test_one_step_of_sgd_gives_label_values | | run_values, run_end, label_values, validation_gradient | exact
+test_the_last_step_of_adamw_is_the_full_preconditioner | | run_values, run_end, label_values, validation_gradient | exact
+test_one_weight_for_all_steps_has_the_sum | | run_values, run_end, run_loss, (differences of whole runs) | exact
+test_a_ledger_leaves_out_what_later_steps_do | | run_values, ledger_values, run_end, label_values, validation_gradient, hessian | exact
+test_states_between_those_that_are_kept_change_no_bit | | run_values, (all states kept) | exact
 test_one_short_step_is_the_label_value | | label_values, validation_gradient | exact
 test_a_walk_on_a_quadratic_is_the_filtered_newton_step | | (closed form) | exact
 test_a_walk_value_is_the_mean_label_value_along_the_way | | label_values_along | exact

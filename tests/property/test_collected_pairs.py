@@ -148,7 +148,7 @@ def test_the_diagnostic_draws_a_file_beside_the_models_own_pairs(tmp_path: Path)
     collected().save(path)
     model = ReferenceDecoder(DecoderConfig(layers=2, heads=4, kv_heads=2), 5)
     subject = subject_of(model, rows_of(model.config, [7, 6]))
-    options = diagnostic.Options(pairs=500, draws=10, collected=str(path))
+    options = diagnostic.Options(pairs=500, collected=str(path))
     found = diagnostic.diagnose(subject, options)
     assert {"density", "density_training", "risk_training"} <= {f.key for f in found.figures}
     assert any("a probe of 2 rows with 9 response tokens" in note for note in found.notes)

@@ -493,26 +493,26 @@ def test_weights_come_back_after_an_exception_in_a_shifted_forward(fails: str) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
 ) -> None:
     """Ctrl-C, or a handler that ends the process when it is preempted."""
     model = CASE.model()
     before = bits(model)
     shift = Shift(model, direction(model))
-    put, handler = shift_module._put, signal.getsignal(number)
+    put, handler, patch = shift_module._put, signal.getsignal(number), pytest.MonkeyPatch()
 
     def end(*_: object) -> None:
         raise SystemExit("preempted")
 
     def interrupted(parameter: Tensor, memory: Tensor) -> None:
-        monkeypatch.undo()
+        patch.undo()
         os.kill(os.getpid(), number)
         put(parameter, memory)
 
     def move() -> None:
         with shift.open():
             shift.to(1.0)
-            monkeypatch.setattr(shift_module, "_put", interrupted)
+            patch.setattr(shift_module, "_put", interrupted)
 
     if number != signal.SIGINT:
         signal.signal(number, end)
@@ -520,6 +520,7 @@ def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
         with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
             move()
     finally:
+        patch.undo()
         signal.signal(number, handler)
     assert unchanged(model, before)
 

@@ -34,7 +34,6 @@ def test_every_option_has_its_help_and_every_number_its_limits(name: str) -> Non
         ("coverage", {"policies": ()}, "no policy"),
         ("coverage", {"policies": ("random", "random")}, "named twice"),
         ("drift", {"label": "before"}, "label must tell"),
-        ("heatmap", {"against": "gradients"}, "against must be one of"),
         ("sensitivity", {"estimators": ("magic",)}, "estimators must be one of"),
         ("utility", {"optimizer": "lion"}, "optimizer must be one of"),
         ("utility", {"warmup": 0}, "at least one warm-up step"),
