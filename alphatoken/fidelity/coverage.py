@@ -197,7 +197,7 @@ def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
     how = "more even than" if found > high else how
     return (
         f"What {name} keeps is {how} a random choice: entropy over clusters of contexts "
-        f"{found:.3f}, {low:.3f} to {high:.3f} at random."
+        f"{found:.3f}; of random choices 95 % lie in [{low:.3f}, {high:.3f}]."
     )
 
 

@@ -45,7 +45,7 @@ def test_rows_are_whole_and_the_two_batches_share_nothing(library_decoder: Path)
 
 
 def test_every_side_is_measured_and_none_goes_below_its_floor(small: real.Real) -> None:
-    found = list(real.rows_of(QUICK, small))
+    found = [*real.rows_of(QUICK, small), *real.differences_of(QUICK, small)]
     names = {row["name"].removeprefix("smollm2_") for row in found}
     assert names == {
         "forward", "score_k3", "observe_k3", "validation", "first_use", "label_linears",
