@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import example, given
 from hypothesis.strategies import booleans, integers, sampled_from
 from torch import Tensor, nn
 
+from alphatoken.certificate.metrics import spearman
+from alphatoken.data import EncodeOptions, collate, encode_rows
+from alphatoken.data.stdlib import code_rows
 from alphatoken.direction.optimizers import full_preconditioners
 from alphatoken.errors import InputError
 from alphatoken.oracle import Run, gradients, ledger_values, run_end, run_loss, run_values
@@ -311,3 +315,24 @@ def test_runs_that_say_nothing_are_refused() -> None:
         Run([[batch]], [0.1], optimizer="lion")
     with pytest.raises(InputError, match="validation data have no response token"):
         run_values(model, forward_of(model), Run([[batch]], [0.1]), [empty])
+
+
+@pytest.mark.slow
+def test_float32_serves_on_a_trained_decoder(library_decoder: Path) -> None:
+    """20 AdamW steps of a decoder of 260,000 parameters, in float32 as in float64."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(library_decoder)
+    options = EncodeOptions(max_length=96, on_empty="skip")
+    rows = encode_rows(code_rows(200), tokenizer, options)[0]
+    steps = [[collate(rows[i : i + 2])] for i in range(8, 48, 2)]
+    rates = [1e-3 * min(1.0, (s + 1) / 4) * (1 - s / 20) for s in range(20)]
+    run, found = Run(steps, rates, weight_decay=0.01, clip=1.0), []
+    for dtype in (torch.float32, torch.float64):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            library_decoder, dtype=dtype, attn_implementation="eager"
+        )
+        values = run_values(model, lambda b, m=model: m(**b).logits, run, [collate(rows[:8])])
+        pairs = zip(values, steps, strict=True)
+        found.append(torch.cat([v[batch_mask(b)].double() for (v,), (b,) in pairs]))
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.02
+    assert spearman(*found) > 0.999
