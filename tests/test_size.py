@@ -17,11 +17,11 @@ ROOMS = {
     "corpus": 2_181,
     "data": 2_562,
     "demo": 719,
-    "direction": 4_325,
+    "direction": 4_324,
     "estimate": 2_560,
     "fidelity": 6_201,
     "model": 5_813,
-    "oracle": 5_450,
+    "oracle": 5_449,
     "report": 1_522,
     "scoring": 988,
     "select": 568,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_295), ("tests", 57_940)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_274), ("tests", 57_924)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

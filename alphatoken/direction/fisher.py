@@ -163,8 +163,7 @@ def fitting(
 ) -> Iterator[_Fit]:
     """A fit whose passes are done, with the model undisturbed; arguments as of ``fit_fisher``.
 
-    ``corrected`` asks for the second pass of ``CorrectedMoments``. The checkpoint is removed when
-    what is done with the fit inside has succeeded.
+    ``corrected`` asks for the second pass of ``CorrectedMoments``.
     """
     if isinstance(checkpoint_every, bool) or checkpoint_every < 1:
         raise ConfigError("checkpoint_every must be 1 or more", got=repr(checkpoint_every))

@@ -136,7 +136,7 @@ class Moved:
             raised: BaseException | None = None
             for _ in range(_ATTEMPTS):
                 try:
-                    self._back(found)
+                    self._back()
                     break
                 except BaseException as error:
                     raised = raised or error
@@ -148,13 +148,13 @@ class Moved:
         """The memory of each parameter, or of this process's part of it."""
         return [self._moving(name, self._part(name))[0] for name in self._parameters]
 
-    def _back(self, found: list[Tensor]) -> None:
+    def _back(self) -> None:
         if self._sharding is None:
             for parameter, before in zip(self._parameters.values(), self._before, strict=True):
                 _put(parameter, before)
         else:
-            for part, before in zip(found, self._before, strict=True):
-                part.copy_(before)
+            for target, before in zip(self._targets, self._before, strict=True):
+                target.copy_(before)
         self._moved()
 
     def _away(self) -> list[Tensor]:

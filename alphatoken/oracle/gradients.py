@@ -132,7 +132,8 @@ def _chosen(losses: Mapping[Token, Tensor], tokens: Sequence[Token] | None) -> l
     return [(b, i) for b, i in tokens]
 
 
-def _trainable(model: nn.Module) -> dict[str, Tensor]:
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that train, by name; a tied one once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -181,7 +182,7 @@ def per_token_gradients(
     """
     losses = run_losses(forward, batch)
     chosen = _chosen(losses, tokens)
-    wanted = _trainable(model) if parameters is None else parameters
+    wanted = trainable(model) if parameters is None else parameters
     for token in chosen:
         yield _gradients(losses[token], wanted)
 
@@ -329,7 +330,7 @@ def validation_gradient(
 
     Source: eq. grad_alignment. Oracle of: the adaptation part of the direction M.
     """
-    wanted = _trainable(model) if parameters is None else parameters
+    wanted = trainable(model) if parameters is None else parameters
     several = [batches] if isinstance(batches, Mapping) else list(batches)
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in wanted.items()}
     count = 0

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError
 from alphatoken.oracle.evaluate import batch_losses, batch_mask, displaced, gradient, undisturbed
-from alphatoken.oracle.gradients import Batch, Forward
+from alphatoken.oracle.gradients import Batch, Forward, trainable
 from alphatoken.oracle.utility import AdamState, adam_direction
 
 __all__ = ["Run", "ledger_values", "run_end", "run_loss", "run_values"]
@@ -176,20 +176,24 @@ class _Subject:
         )
         return before, [-part for part in parts[3 * size :]]
 
-    def validation(self, batches: Sequence[Batch], theta: Tensors) -> tuple[float, Tensors]:
-        """J and its gradient."""
-        count = sum(int(batch_mask(batch).sum()) for batch in batches)
-        if not count:
-            raise InputError("the validation data have no response token")
-        with displaced(self.parameters, theta):
-            loss: Any = sum(batch_losses(self.forward, batch).sum() for batch in batches)
-            found = gradient(loss / count, self.parameters)
-        return float(loss.detach() / count), found
+    def adjoint(self, batches: Sequence[Batch], state: _State) -> _State:
+        """``(dJ/dtheta, 0, 0)`` at the weights of a state."""
+        _, found = _objective(self.forward, self.parameters, batches, state.theta)
+        m, v = ({n: torch.zeros_like(t) for n, t in p.items()} for p in (state.m, state.v))
+        return _State(found, m, v)
 
 
-def _subject(model: nn.Module, forward: Forward, run: Run) -> _Subject:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return _Subject(model, forward, run, trained)
+def _objective(
+    forward: Forward, parameters: Tensors, batches: Sequence[Batch], theta: Tensors
+) -> tuple[float, Tensors]:
+    """J and its gradient."""
+    count = sum(int(batch_mask(batch).sum()) for batch in batches)
+    if not count:
+        raise InputError("the validation data have no response token")
+    with displaced(parameters, theta):
+        loss: Any = sum(batch_losses(forward, batch).sum() for batch in batches)
+        found = gradient(loss / count, parameters)
+    return float(loss.detach() / count), found
 
 
 def run_end(
@@ -208,7 +212,7 @@ def run_end(
 
     Exactness: exact. Oracle: torch's own optimizers.
     """
-    subject = _subject(model, forward, run)
+    subject = _Subject(model, forward, run, trainable(model))
     with undisturbed(model, subject.parameters):
         *_, end = subject.states(subject.start(), 0, len(run.steps), weights)
     return dict(end.theta)
@@ -221,9 +225,9 @@ def run_loss(
 
     Exactness: exact. Source: section J_tgt of the paper.
     """
-    subject = _subject(model, forward, Run((), ()))
-    with undisturbed(model, subject.parameters):
-        return subject.validation(validation, end)[0]
+    parameters = trainable(model)
+    with undisturbed(model, parameters):
+        return _objective(forward, parameters, validation, end)[0]
 
 
 def run_values(
@@ -258,7 +262,7 @@ def run_values(
     Exactness: exact up to rounding. Source: ours, of the definition; MAGIC's metagradients are its
     large form. Oracle: central differences of ``run_loss`` in the weights.
     """
-    subject, count = _subject(model, forward, run), len(run.steps)
+    subject, count = _Subject(model, forward, run, trainable(model)), len(run.steps)
     spacing = spacing or max(1, math.isqrt(count))
     values: list[list[Tensor]] = [[] for _ in run.steps]
     with undisturbed(model, subject.parameters):
@@ -267,7 +271,7 @@ def run_values(
             *_, state = subject.states(kept[-1], first, min(first + spacing, count), None)
             kept.append(state)
         end = kept.pop()
-        adjoint = _State(subject.validation(validation, end.theta)[1], *_zeros(end))
+        adjoint = subject.adjoint(validation, end)
         for first, state in reversed(list(zip(range(0, count, spacing), kept, strict=True))):
             last = min(first + spacing, count)
             states = list(subject.states(state, first, last, None))
@@ -287,15 +291,9 @@ def ledger_values(
     Exactness: exact up to rounding. Source: in-run data values; the derivative of the step is the
     optimizer's own ("full"). Oracle: the same, by ``label_values``.
     """
-    subject, values = _subject(model, forward, run), list[list[Tensor]]()
+    subject, values = _Subject(model, forward, run, trainable(model)), list[list[Tensor]]()
     with undisturbed(model, subject.parameters):
         states = subject.states(subject.start(), 0, len(run.steps), None)
         for number, state in zip(range(len(run.steps)), states, strict=False):
-            adjoint = _State(subject.validation(validation, state.theta)[1], *_zeros(state))
-            values.append(subject.back(number, state, adjoint)[1])
+            values.append(subject.back(number, state, subject.adjoint(validation, state))[1])
     return values
-
-
-def _zeros(state: _State) -> tuple[Tensors, Tensors]:
-    m, v = ({n: torch.zeros_like(t) for n, t in part.items()} for part in (state.m, state.v))
-    return m, v

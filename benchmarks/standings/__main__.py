@@ -1,8 +1,8 @@
 """``python -m benchmarks.standings``: how well each value predicts what training does.
 
 Every run and every value is a cell of its own, kept when it is done: interrupted and started again,
-the command goes on. ``--page`` writes docs/standings.json from the cells that are there. Needs the
-models and the data as ``python -m benchmarks.frontier`` does.
+the command goes on; a task that is done has a summary.json beside its cells. Needs the models and
+the data as ``python -m benchmarks.frontier`` does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ import torch
 
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import write_text
+from alphatoken.support.storage import replacing, write_text
 from benchmarks.frontier.draws import MODELS
 from benchmarks.standings.page import summary
 from benchmarks.standings.runs import Numbers, Setting
 from benchmarks.standings.tasks import TASKS, Scale, setting_of
 from benchmarks.standings.values import VALUES
-from benchmarks.standings.yardsticks import DROPS, UNITS, drop, subset
+from benchmarks.standings.yardsticks import DROPS, ENDS, UNITS, drop, subset
 
 SCALES = {
     "small": Scale(
@@ -62,9 +63,8 @@ class Cells:
         path = self.folder / f"value {name}.npy"
         if not path.is_file():
             found = VALUES[name](self.setting)
-            with path.with_suffix(".part").open("wb") as file:
+            with replacing(path) as temporary, temporary.open("wb") as file:
                 np.save(file, found)
-            path.with_suffix(".part").rename(path)
         found = np.load(path, allow_pickle=False)
         return np.asarray(found, dtype=np.float64)
 
@@ -81,32 +81,22 @@ class Cells:
             yield Cell(f"all, seed {seed}", lambda: None, seed)
         for number in range(subsets):
             for unit in UNITS:
-                made = _later(subset, self.setting, unit, number)
+                made = partial(subset, self.setting, unit, number)
                 yield Cell(f"{unit} {number}", made)
                 if number < subsets // 2:  # enough for the ceiling
                     yield Cell(f"{unit} {number}, seed 1", made, 1)
         for share in DROPS:
             for number in range(drops):
                 draw = np.random.default_rng([number, 3]).standard_normal(self.setting.tokens)
-                yield Cell(f"random {number} {share}", _later(drop, self.setting, draw, share))
+                made = partial(drop, self.setting, draw, share, best=True)
+                yield Cell(f"random {number} {share}", made)
             for name in VALUES:
-                for best in (True, False):
-                    yield Cell(
-                        f"{_end(best)} {share} {name}", _later(self._drop, name, share, best)
-                    )
+                for end in ENDS:
+                    made = partial(self._drop, name, share, best=end == "best")
+                    yield Cell(f"{end} {share} {name}", made)
 
-    def _drop(self, name: str, share: float, best: bool) -> Numbers:
+    def _drop(self, name: str, share: float, *, best: bool) -> Numbers:
         return drop(self.setting, self.values(name), share, best=best)
-
-
-def _later(work: Callable[..., Numbers], *arguments: Any) -> Callable[[], Numbers]:
-    if work is drop:
-        return lambda: work(*arguments, best=True)
-    return lambda: work(*arguments)
-
-
-def _end(best: bool) -> str:
-    return "best" if best else "worst"
 
 
 def measure(options: argparse.Namespace, key: str, task: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.standings.tasks import TASKS, Scale
 from benchmarks.standings.values import VALUES
-from benchmarks.standings.yardsticks import DROPS, UNITS, lds, rivals, subset
+from benchmarks.standings.yardsticks import DROPS, ENDS, UNITS, lds, rivals, subset
 
 __all__ = ["summary"]
 
@@ -38,7 +38,7 @@ def summary(cells: Any, scale: Scale, subsets: int, drops: int) -> dict[str, Any
                 f"{end} {share}": (loss(f"{end} {share} {name}") - statistics.fmean(random[share]))
                 / spread[share]
                 for share in DROPS
-                for end in ("best", "worst")
+                for end in ENDS
             },
         }
     return {

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.data import Example, collate
+from alphatoken.model.batch import token_losses
 from alphatoken.oracle import Run
-from alphatoken.oracle.evaluate import batch_losses
+from alphatoken.oracle.evaluate import batch_mask
 
-__all__ = ["Numbers", "Setting", "Trained", "forward_of"]
+__all__ = ["Numbers", "Setting", "Trained", "forward_of", "losses_of"]
 
 Numbers = NDArray[np.float64]
 """One number for each response token of the training rows, row by row."""
@@ -55,7 +56,6 @@ class Setting:
         steps: optimizer steps of a run.
         size: rows of a step.
         rate: highest learning rate; a twentieth of the steps rises to it, the others fall to 0.
-        marked: per row, which of its response tokens are known to be bad; empty without any.
     """
 
     model: Any
@@ -65,7 +65,6 @@ class Setting:
     steps: int
     size: int
     rate: float
-    marked: Sequence[Sequence[bool]] = ()
 
     @cached_property
     def tokens(self) -> int:
@@ -99,9 +98,7 @@ class Setting:
 
     def of_batch(self, rows: Sequence[int], numbers: Numbers) -> Tensor:
         """Numbers of these rows' tokens, (b, t)."""
-        batch = self.batch(rows)
-        chosen = batch["labels"] != -100
-        chosen[:, 0] = False
+        chosen = batch_mask(self.batch(rows))
         found = torch.zeros(chosen.shape)
         picked = np.concatenate([numbers[self.row_of == r] for r in rows])
         found[chosen] = torch.as_tensor(picked, dtype=found.dtype)
@@ -111,8 +108,7 @@ class Setting:
         """Sums over (rows, values (b, t)) of what each token has; the inverse of ``of_batch``."""
         total = np.zeros(self.tokens)
         for rows, values in batches:
-            chosen = self.batch(rows)["labels"] != -100
-            chosen[:, 0] = False
+            chosen = batch_mask(self.batch(rows))
             parts = iter(values[chosen].double().tolist())
             for r in rows:
                 places = np.flatnonzero(self.row_of == r)
@@ -133,35 +129,38 @@ class Setting:
         """Validation batches."""
         return [collate(self.validation[i : i + 16]) for i in range(0, len(self.validation), 16)]
 
-    def train(self, weights: Numbers | None, seed: int) -> Trained:
-        """Train a copy on these weights of its tokens; None for 1 throughout."""
-        model = copy.deepcopy(self.model).train()
+    def stepped(
+        self,
+        model: Any,
+        order: Sequence[Sequence[int]],
+        rates: Sequence[float],
+        weights: Numbers | None = None,
+    ) -> torch.optim.Optimizer:
+        """Train a model in place on the rows of each step, and give its optimizer."""
         stepper = torch.optim.AdamW(
             model.parameters(), lr=self.rate, betas=BETAS, eps=EPS, weight_decay=0.0
         )
-        for rows, rate in zip(self.order(seed), self.rates(), strict=True):
+        for rows, rate in zip(order, rates, strict=True):
             for group in stepper.param_groups:
                 group["lr"] = rate
             batch = self.batch(rows)
-            losses = _losses(model, batch)
-            count = int((batch["labels"][:, 1:] != -100).sum())
-            w = 1.0 if weights is None else self.of_batch(rows, weights)[:, 1:]
+            w = 1.0 if weights is None else self.of_batch(rows, weights)
             stepper.zero_grad()
-            ((w * losses).sum() / count).backward()
+            ((w * losses_of(model, batch)).sum() / batch_mask(batch).sum()).backward()
             stepper.step()
+        return stepper
+
+    def train(self, weights: Numbers | None, seed: int) -> Trained:
+        """Train a copy on these weights of its tokens; None for 1 throughout."""
+        model = copy.deepcopy(self.model).train()
+        self.stepped(model, self.order(seed), self.rates(), weights)
         return Trained(_mean(model, self.validation), _mean(model, self.target))
 
 
-def _losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Token losses (b, t - 1), 0 off the response."""
-    logits = model(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
-    ).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    flat = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
-    )
-    return flat.view(labels.shape)
+def losses_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Token losses (b, t), 0 off the response."""
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    return token_losses(forward_of(model)(inputs), batch["labels"])
 
 
 @torch.no_grad()
@@ -169,7 +168,6 @@ def _mean(model: Any, rows: Sequence[Example]) -> float:
     """Mean token loss of rows."""
     model.eval()
     total = sum(
-        float(batch_losses(forward_of(model), collate(rows[i : i + 16])).sum())
-        for i in range(0, len(rows), 16)
+        float(losses_of(model, collate(rows[i : i + 16])).sum()) for i in range(0, len(rows), 16)
     )
     return total / sum(row.response_tokens for row in rows)

@@ -45,7 +45,7 @@ class Task:
     Attributes:
         says: the task in one line.
         own: rows of the target's kind: validation, target, and what is trained on.
-        spoilt: makes the training rows of them; and marks the bad words of each, where any are.
+        spoilt: makes the training rows of them.
     """
 
     says: str

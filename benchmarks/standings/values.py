@@ -17,21 +17,24 @@ from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig, fit_influence
 from alphatoken.oracle import ledger_values, run_values
-from alphatoken.oracle.evaluate import batch_losses
-from benchmarks.standings.runs import BETAS, EPS, Numbers, Setting, forward_of
+from benchmarks.standings.runs import Numbers, Setting, forward_of, losses_of
 
 __all__ = ["VALUES"]
 
 WARM = 8
 """Steps of training before Adam's own step is read: without them it has no second moments."""
 
+_ALL: dict[str, Any] = {"layers": "all", "parameters": "all"}
 
-def _scored(setting: Setting, model: Any = None, **options: Any) -> Numbers:
-    """By a scorer, on the model before training or on another."""
-    model = setting.model if model is None else model
-    scorer = Scorer(model.eval(), setting.validations(), config=ScorerConfig(**options))
-    found = [(rows, scorer.score(batch).total.cpu()) for rows, batch in setting.batches()]
-    return setting.to_numbers(found)
+
+def _valued(setting: Setting, scorer: Scorer) -> Numbers:
+    return setting.to_numbers([(r, scorer.score(b).total) for r, b in setting.batches()])
+
+
+def _scored(setting: Setting, **options: Any) -> Numbers:
+    """By a scorer, on the model before training."""
+    config = ScorerConfig(**options)
+    return _valued(setting, Scorer(setting.model.eval(), setting.validations(), config=config))
 
 
 def _random(setting: Setting) -> Numbers:
@@ -40,29 +43,16 @@ def _random(setting: Setting) -> Numbers:
 
 @torch.no_grad()
 def _loss(setting: Setting) -> Numbers:
-    forward = forward_of(setting.model.eval())
-    found = [(rows, batch_losses(forward, batch)) for rows, batch in setting.batches()]
-    return setting.to_numbers(found)
+    model = setting.model.eval()
+    return setting.to_numbers([(r, losses_of(model, b)) for r, b in setting.batches()])
 
 
 def _adam(setting: Setting) -> Numbers:
-    """<P o G, grad l> with the derivative of Adam's next step, after some steps of training."""
+    """<P o G, grad l> with the denominator of Adam's next step, after some steps of training."""
     model = copy.deepcopy(setting.model).eval()
-    stepper = torch.optim.AdamW(
-        model.parameters(), lr=setting.rate, betas=BETAS, eps=EPS, weight_decay=0.0
-    )
-    forward = forward_of(model)
-    for rows in setting.order(0)[:WARM]:
-        batch = setting.batch(rows)
-        losses = batch_losses(forward, batch)
-        stepper.zero_grad()
-        (losses.sum() / int((batch["labels"][:, 1:] != -100).sum())).backward()
-        stepper.step()
-    options: dict[str, Any] = {"preconditioner": "frozen", "layers": "all", "parameters": "all"}
-    config = ScorerConfig("label", precondition_after=1, **options)
-    scorer = Scorer(model, setting.validations(), config=config, optimizer=stepper)
-    found = [(rows, scorer.score(batch).total) for rows, batch in setting.batches()]
-    return setting.to_numbers(found)
+    stepper = setting.stepped(model, setting.order(0)[:WARM], [setting.rate] * WARM)
+    config = ScorerConfig("label", preconditioner="frozen", precondition_after=1, **_ALL)
+    return _valued(setting, Scorer(model, setting.validations(), config=config, optimizer=stepper))
 
 
 def _influence(setting: Setting) -> Numbers:
@@ -71,8 +61,7 @@ def _influence(setting: Setting) -> Numbers:
     options: dict[str, Any] = {"samples": len(setting.rows), "layers": "all", "progress": False}
     factors = fit_influence(model, rows, **options)
     config = ScorerConfig("label", layers="all", preconditioner="kronecker")
-    scorer = Scorer(model, setting.validations(), config=config, influence=factors)
-    return setting.to_numbers([(r, scorer.score(b).total) for r, b in setting.batches()])
+    return _valued(setting, Scorer(model, setting.validations(), config=config, influence=factors))
 
 
 def _walk(setting: Setting, steps: int) -> Numbers:
@@ -87,8 +76,6 @@ def _run(setting: Setting, of: Callable[..., list[list[Tensor]]]) -> Numbers:
     pairs = zip(setting.order(0), values, strict=True)
     return setting.to_numbers([(rows, step[0]) for rows, step in pairs])
 
-
-_ALL: dict[str, Any] = {"layers": "all", "parameters": "all"}
 
 VALUES: dict[str, Callable[[Setting], Numbers]] = {
     "random": _random,

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from alphatoken.certificate.metrics import spearman
 from benchmarks.standings.runs import Numbers, Setting
 
-__all__ = ["DROPS", "UNITS", "drop", "lds", "rivals", "subset"]
+__all__ = ["DROPS", "ENDS", "UNITS", "drop", "lds", "rivals", "subset"]
 
 UNITS = ("tokens", "rows")
 DROPS = (0.01, 0.05, 0.2)
 """Shares of the tokens that are left out."""
+ENDS = ("best", "worst")
+"""Whether those of highest value or of lowest."""
 
 
 def subset(setting: Setting, unit: str, number: int) -> Numbers:

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.data import Example, Row
 from alphatoken.oracle import run_end, run_loss
+from benchmarks.models import decoder
 from benchmarks.standings import __main__ as standings
 from benchmarks.standings import page
 from benchmarks.standings.__main__ import Cells
@@ -38,17 +37,8 @@ def rows(count: int, seed: int) -> list[Example]:
 
 
 def setting(rate: float = 1e-2) -> Setting:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).eval()
+    sizes: dict[str, Any] = {"intermediate_size": 24, "num_key_value_heads": 2}
+    model = decoder(16, 4, vocabulary=40, heads=2, attn_implementation="eager", **sizes).eval()
     return Setting(model, rows(30, 1), rows(3, 2), rows(3, 3), steps=15, size=2, rate=rate)
 
 

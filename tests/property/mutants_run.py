@@ -34,8 +34,8 @@ MUTANTS = (
         "every step of the ledger has J's gradient where the run starts",
         (
             "ledger_values",
-            "subject.validation(validation, state.theta)",
-            "subject.validation(validation, subject.start().theta)",
+            "subject.adjoint(validation, state)",
+            "subject.adjoint(validation, subject.start())",
         ),
         LEDGER,
     ),
@@ -74,8 +74,8 @@ MUTANTS = (
         "J has its gradient before the first step",
         (
             "run_values",
-            "subject.validation(validation, end.theta)",
-            "subject.validation(validation, kept[0].theta)",
+            "subject.adjoint(validation, end)",
+            "subject.adjoint(validation, kept[0])",
         ),
         LEDGER,
     ),

@@ -124,6 +124,12 @@ def setups(draw: st.DrawFn, *, last: bool = False, **pins: Any) -> Setup:
     return Setup(case, layers, case.config.bias and draw(st.booleans()))
 
 
+def smooth(setup: Setup) -> bool:
+    """Whether autograd gives true derivatives of every embedding's rows, as it need not."""
+    chosen = setup.case.config
+    return not chosen.rare_tokens and chosen.padding_token is None
+
+
 def is_certain(case: Case) -> bool:
     """Whether a response token is predicted with a probability above 1 - 1e-4.
 

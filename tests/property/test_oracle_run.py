@@ -23,7 +23,7 @@ from alphatoken.oracle.evaluate import batch_losses, batch_mask, displaced, flat
 from alphatoken.oracle.retention import hessian
 from tests.property.decoder import ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.setups import Setup, forward_of, setups
+from tests.property.setups import Setup, forward_of, setups, smooth
 from tests.property.strategies import make_case
 from tests.property.tolerance import close
 
@@ -34,12 +34,6 @@ BIASES = ("bias", "norm")
 
 Batches = Sequence[dict[str, Tensor]]
 Values = list[list[Tensor]]
-
-
-def smooth(setup: Setup) -> bool:
-    """Whether autograd gives true derivatives of every embedding's rows, as it need not."""
-    chosen = setup.case.config
-    return not chosen.rare_tokens and chosen.padding_token is None
 
 
 def run_of(setup: Setup, count: int, **options: Any) -> Run:

@@ -22,7 +22,7 @@ from alphatoken.errors import ConfigError, InputError, ModelError, NumericalErro
 from alphatoken.oracle import composite, gradients
 from alphatoken.oracle import walk as oracle
 from tests.property.profiles import budget
-from tests.property.setups import Setup, forward_of, label_truth, quiet, setups
+from tests.property.setups import Setup, forward_of, label_truth, quiet, setups, smooth
 from tests.property.strategies import make_case
 from tests.property.tolerance import close
 
@@ -54,12 +54,6 @@ def wanted(setup: Setup, model: nn.Module, steps: int = STEPS) -> Tensor:
 
 def bits(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def smooth(setup: Setup) -> bool:
-    """Whether autograd gives true derivatives of every embedding's rows, as it need not."""
-    chosen = setup.case.config
-    return not chosen.rare_tokens and chosen.padding_token is None
 
 
 def unchanged(model: nn.Module, before: list[Tensor]) -> bool:
