@@ -18,7 +18,6 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.certificate.metrics import spearman
 from alphatoken.data import Example, Row
 from alphatoken.data.rows import Turn
-from alphatoken.errors import ModelError, NumericalError
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
@@ -137,13 +136,6 @@ def test_a_tied_matrix_has_two_parts_as_its_untied_copy_has() -> None:
     torch.testing.assert_close(found, part_values(find_adapter(untied), batch, both).values)
 
 
-def test_a_decoder_whose_parts_would_not_sum_is_refused() -> None:
-    model = llama(tied=False)
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY, dtype=torch.float64))
-    with pytest.raises(ModelError, match="head is not one product"):
-        part_values(find_adapter(model), read_batch(batch_of()), direction_of(model))
-
-
 # --- a draw --------------------------------------------------------------------------------------
 
 
@@ -215,17 +207,6 @@ def test_adams_truth_is_the_scorers_with_the_full_preconditioner() -> None:
     np.testing.assert_allclose(shares.columns["total"], said, rtol=1e-6, atol=1e-9)
     every = settings_by_name()["label, all parameters"].values(shares)
     np.testing.assert_allclose(every, said, rtol=1e-6, atol=1e-9)
-
-
-def test_parts_that_do_not_sum_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off(*given: Any) -> Any:
-        found = part_values(*given)
-        found.values[:, 0] *= 1.1
-        return found
-
-    monkeypatch.setattr(measuring, "part_values", off)
-    with pytest.raises(NumericalError, match="do not sum"):
-        shares_of(llama(tied=True))
 
 
 # --- prices --------------------------------------------------------------------------------------

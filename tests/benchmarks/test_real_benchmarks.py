@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from alphatoken.estimate.estimators import ESTIMATORS
-from benchmarks import real, real_rows
-from benchmarks.measure import Run, flops
+from benchmarks import real
+from benchmarks.measure import Run
 from benchmarks.targets import judged
 
 pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
@@ -28,20 +27,6 @@ def small(library_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> real.Real:
     monkeypatch.setenv("ALPHATOKEN_MODELS", str(library_decoder.parent))
     monkeypatch.delenv("ALPHATOKEN_DATA", raising=False)
     return real.Real("smollm2", library_decoder.name, ESTIMATORS)
-
-
-def test_rows_are_whole_and_the_two_batches_share_nothing(library_decoder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
-    batch, validation = real_rows.batches(tokenizer, 4, 160)
-    for one in (batch, validation):
-        assert set(one) == {"input_ids", "labels"}
-        assert one["input_ids"].shape == one["labels"].shape == (4, 160)
-        response = one["labels"] != -100
-        assert torch.equal(one["labels"][response], one["input_ids"][response])
-        assert bool(response.any(-1).all())
-        assert not bool(response[:, 0].any()), "a row begins with its problem"
-    rows = {tuple(row) for one in (batch, validation) for row in one["input_ids"].tolist()}
-    assert len(rows) == 8
 
 
 def test_every_side_is_measured_and_none_goes_below_its_floor(small: real.Real) -> None:
@@ -68,13 +53,3 @@ def test_every_side_is_measured_and_none_goes_below_its_floor(small: real.Real) 
     for name in ("label_central", "label_one_sided"):  # no look at the error among the timed
         row = next(row for row in found if row["name"].endswith(name))
         assert row["flops"] / row["flops_other"] <= 1.01 * row["floor"], name
-
-
-def test_no_side_leaves_work_to_another(small: real.Real) -> None:
-    """Each side counts the same FLOPs first and after all others, which run in either order."""
-    model = small.load(QUICK.device)
-    batch, validation = small.batches(1, 96, QUICK.device)
-    sides = list(real._sides(model, batch, validation, ("alphatoken", "label")))
-    there = [flops(side.work) for side in sides]
-    back = [flops(side.work) for side in sides[::-1]][::-1]
-    assert there == back == [flops(side.work) for side in sides]

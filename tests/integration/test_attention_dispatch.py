@@ -165,29 +165,6 @@ def test_one_model_observed_twice_at_a_time() -> None:
         assert torch.equal(seen(scorers[1], inner), expected[1])
 
 
-def test_threads_observe_models_of_their_own() -> None:
-    scorers = [scorer_of(0), scorer_of(1)]
-    expected = [scorer.score(BATCH).total for scorer in scorers]
-    together, found = threading.Barrier(2), [[], []]
-
-    def work(index: int) -> None:
-        for _ in range(3):
-            together.wait(30)
-            with scorers[index].observe() as observed:
-                together.wait(30)
-                found[index].append(seen(scorers[index], observed))
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for values, alone in zip(found, expected, strict=True):
-        assert len(values) == 3
-        assert all(torch.equal(value, alone) for value in values)
-    assert entry("sdpa") is MISSING
-
-
 def test_a_second_thread_may_not_override_the_same_model() -> None:
     """Its passes would be taken for those of the first."""
     caught: list[BaseException] = []

@@ -49,8 +49,9 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("estimator", ["label", "path"])
-@pytest.mark.parametrize("where", ["model", "head"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "where"), [*((name, "model") for name in CHANGES), ("capped in place", "head")]
+)
 def test_changed_logits_have_the_values_of_their_own_loss(
     change: str, where: str, estimator: str
 ) -> None:

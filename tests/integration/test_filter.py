@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@cache
 def values_by_hand(world: World) -> list[tuple[float, float, int]]:
     """Mean value of each response, jackknifed error, tokens: from whole scorers, row by row."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -180,12 +180,18 @@ def of_a_mapping(model: Any) -> tuple[Scorer, Callable[[], object]]:
 
 
 def of_an_optimizer(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    """A step of warm-up with learning rate 0 moves no weight, and moves P."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    model(**BATCH).loss.backward()
-    optimizer.step()
+
+    def stepped(batch: dict[str, Tensor]) -> None:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+
+    stepped(BATCH)
     config = ScorerConfig("label", layers=2, preconditioner="frozen", precondition_after=1)
     scorer = Scorer(model, rows(2), config=config, optimizer=optimizer)
-    return scorer, lambda: optimizer.param_groups[0].update(eps=0.1)
+    return scorer, lambda: stepped(rows(3))
 
 
 @pytest.mark.parametrize("made", [of_batches, of_a_drift, of_pairs, of_a_mapping, of_an_optimizer])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from alphatoken import fit_fisher, masked_sft_loss, select_top
 from alphatoken.errors import CoverageError
-from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.oracle import gradients, influence, propagation
 from tests.integration.snapshot import Snapshot
 from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, scorer_for
@@ -81,7 +80,6 @@ READOUTS = {
 }
 
 
-@pytest.mark.parametrize("estimator", READOUTS)
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
@@ -93,9 +91,7 @@ READOUTS = {
     ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
-def test_factors_have_the_values_of_per_token_autograd(
-    name: str, targets: tuple[str, ...], estimator: str
-) -> None:
+def test_factors_have_the_values_of_per_token_autograd(name: str, targets: tuple[str, ...]) -> None:
     model = adapted(name=name, target_modules=list(targets))
     layers = (BY_NAME[name].depth - 2, BY_NAME[name].depth - 1)
     modules = factors(model, layers)
@@ -107,12 +103,18 @@ def test_factors_have_the_values_of_per_token_autograd(
         }
     assert len(modules) == 2 * 2 * len(targets)
     _, exact = truth(model, modules)
-    values = scorer_for(model, estimator).score(BATCH)
+    for estimator in READOUTS:
+        compare(model, estimator, exact)
+
+
+def compare(model: nn.Module, estimator: str, exact: Any, **options: Any) -> None:
+    """Values against their readout of Psi."""
+    values = scorer_for(model, estimator, **options).score(BATCH)
     scale = at_tokens(
         influence.row_sums(exact.absolute_scale) + influence.column_sums(exact.absolute_scale)
     )
     expected = at_tokens(READOUTS[estimator](exact.matrix))
-    close(values.total, expected, scale, 1e-6, name=f"lora {name} {estimator}")
+    close(values.total, expected, scale, 1e-6, name=f"lora {estimator}")
     assert float(expected.abs().max()) > 0
 
 
@@ -166,45 +168,29 @@ def test_names_are_those_of_the_model() -> None:
     assert not base & set(scorer.coverage.parameters)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_before_the_first_step_all_signal_is_in_B(estimator: str) -> None:
+def test_before_the_first_step_all_signal_is_in_B() -> None:
     """B = 0: the gradient of A vanishes, so A's direction is zero and so are its values."""
     model = adapted(trained=False)
     modules = factors(model, (1, 2))
-    scorer = scorer_for(model, estimator)
-    values = scorer.score(BATCH)
+    scorer = scorer_for(model, "alphatoken")
+    assert float(scorer.score(BATCH).total.abs().max()) > 0
     for name, m in scorer.direction.adaptation.items():
         assert bool((m == 0).all()) == ("lora_A" in name), name
-    assert float(values.total.abs().max()) > 0
-    if estimator in READOUTS:
-        only_b = {n: m for n, m in modules.items() if "lora_B" in n}
-        _, exact = truth(model, only_b)
-        scale = at_tokens(
-            influence.row_sums(exact.absolute_scale) + influence.column_sums(exact.absolute_scale)
-        )
-        expected = at_tokens(READOUTS[estimator](exact.matrix))
-        close(values.total, expected, scale, 1e-6, name="B alone")
+    _, exact = truth(model, {n: m for n, m in modules.items() if "lora_B" in n})
+    for estimator in READOUTS:
+        compare(model, estimator, exact)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_frozen_trunk(estimator: str) -> None:
+def test_a_frozen_trunk() -> None:
     """Adapters in the last layer only: nothing below or around requires gradients."""
     model = adapted(layers_to_transform=[2])
-    values = scorer_for(model, estimator, layers=1).score(BATCH)
-    assert bool(torch.isfinite(values.total).all())
-    if estimator in READOUTS:
-        _, exact = truth(model, factors(model, (2,)))
-        scale = at_tokens(
-            influence.row_sums(exact.absolute_scale) + influence.column_sums(exact.absolute_scale)
-        )
-        expected = at_tokens(READOUTS[estimator](exact.matrix))
-        close(values.total, expected, scale, 1e-6, name=f"frozen trunk {estimator}")
+    _, exact = truth(model, factors(model, (2,)))
+    for estimator in READOUTS:
+        compare(model, estimator, exact, layers=1)
 
 
-@pytest.mark.parametrize(
-    "targets", [TARGETS, ("down_proj",), ("o_proj",), ("q_proj",), ("v_proj",)]
-)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("targets", [TARGETS, ("down_proj",), ("v_proj",)])
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
 def test_observing_a_frozen_trunk(estimator: str, targets: tuple[str, ...]) -> None:
     """The training pass has a graph only where the adapters reach; values are the scored ones."""
     model = adapted(layers_to_transform=[2], target_modules=list(targets)).train()
@@ -229,28 +215,10 @@ def test_observing_a_frozen_trunk(estimator: str, targets: tuple[str, ...]) -> N
             close(error, 0.0, expected.grad.norm() + 1e-9, 1e-10, name=name)
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
-def test_a_reference_pass_without_the_adapter(estimator: str) -> None:
-    """``disable_adapter`` gives the base's own logits, and the values do not notice."""
-    model = adapted()
-    base = BY_NAME["llama"].build(1)
-    scorer = scorer_for(model, estimator)
-    expected = scorer.score(BATCH)
-    before = Snapshot(model)
-    with scorer.observe() as observed:
-        logits = model(**inputs()).logits
-        with model.disable_adapter(), torch.no_grad():
-            reference = model(**inputs()).logits
-        values = observed.values(logits, BATCH["labels"])
-    before.check()
-    assert torch.equal(reference, base(**inputs()).logits)
-    close(values.total, expected.total, float(expected.total.abs().sum()), 1e-9, name="reference")
-
-
 # --- variants that do not fit -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop", "path"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "path"])
 def test_dora_is_refused_by_name(estimator: str) -> None:
     model = adapted(use_dora=True)
     before = Snapshot(model)

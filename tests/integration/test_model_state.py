@@ -80,7 +80,8 @@ def run_all_layers(model: nn.Module, estimator: str) -> None:
 OPERATIONS = {"score": run_score, "observe": run_observe, "all layers": run_all_layers}
 
 
-EVERY = [("llama", e, o) for e in ESTIMATORS for o in OPERATIONS]
+EVERY = [("llama", e, "observe") for e in ESTIMATORS]
+EVERY += [("llama", e, "score") for e in ("alphatoken", "label")]
 EVERY += [
     (n, e, "all layers") for n in ("gemma2", "gpt2", "mixtral") for e in ("alphatoken", "label")
 ]
@@ -121,11 +122,10 @@ def test_fitting_a_fisher_leaves_no_trace(structure: str, labels: str) -> None:
     before.check()
 
 
-@pytest.mark.parametrize("parameters", ["linears", "all"])
-def test_label_values_leave_no_trace_under_either_scope(parameters: str) -> None:
+def test_label_values_over_all_parameters_leave_no_trace() -> None:
     model = odd_model("gemma3")
     before = Snapshot(model)
-    scorer_for(model, "label", parameters=parameters).score(BATCH)
+    scorer_for(model, "label", parameters="all").score(BATCH)
     before.check()
 
 
@@ -230,12 +230,11 @@ def masked_gradients(
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["gemma3"])
 def test_checkpointing_stays_on_and_gives_the_same_gradients(
-    name: str, reentrant: bool, estimator: str, inside: bool
+    reentrant: bool, estimator: str, inside: bool
 ) -> None:
     """The scored layers run without it during the observed pass, the trunk with it."""
-    model = BY_NAME[name].build(4).train()
+    model = BY_NAME["gemma3"].build(4).train()
     keep = BATCH["labels"] != -100
     keep[0, -3:] = False
     plain = masked_gradients(model, keep, None)
@@ -263,7 +262,7 @@ def test_values_are_the_same_with_checkpointing() -> None:
 # --- narrow weights -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["label", "path", "direct", "alphatoken"])
+@pytest.mark.parametrize("estimator", ["label", "alphatoken"])
 def test_bf16_weights_give_float32_values_in_nearly_the_same_order(estimator: str) -> None:
     """Against float64 arithmetic on the same (rounded) weights; 60 tokens."""
     batch = make_batch(("pp" + "r" * 30,) * 2, vocabulary=VOCABULARY, seed=3)

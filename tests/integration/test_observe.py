@@ -13,7 +13,7 @@ from alphatoken import Scorer, ScorerConfig, TokenValues, masked_sft_loss, selec
 from alphatoken.errors import ModelError
 from alphatoken.estimate.estimators import ESTIMATORS
 from tests.integration import tiny_scorer
-from tests.integration.snapshot import Snapshot, bits
+from tests.integration.snapshot import bits
 from tests.integration.tiny_scorer import BATCH, inputs
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
@@ -69,10 +69,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1][mask[:, 1:]], labels[mask])
 
 
-@pytest.mark.parametrize(("name", "estimator"), EVERY)
-def test_masked_gradients_equal_those_of_a_fresh_run(name: str, estimator: str) -> None:
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_masked_gradients_equal_those_of_a_fresh_run(estimator: str) -> None:
     """Values and this loss share one error of the head, so that the last bits may differ."""
-    model, fresh = (BY_NAME[name].build(1).train() for _ in range(2))
+    model, fresh = (BY_NAME["llama"].build(1).train() for _ in range(2))
     values, logits = observe(scorer_for(model, estimator), model)
     keep = select_top(values.total, values.mask, ratio=0.5)
     masked_sft_loss(logits, BATCH["labels"], keep).backward()
@@ -102,59 +102,7 @@ def test_label_values_after_the_training_backward_are_those_before_it() -> None:
     assert torch.equal(after.total, before.total)
 
 
-@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
-def test_training_with_an_observed_pass_gives_the_same_weights(
-    estimator: str, inside: bool
-) -> None:
-    """Three AdamW steps; each step's direction follows the weights of that step."""
-    watched, plain = (BY_NAME["gemma3"].build(2).train() for _ in range(2))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (watched, plain)]
-    scorer, judge = scorer_for(watched, estimator), scorer_for(plain, estimator)
-    masks = []
-    for batch in (BATCH, OTHER, BATCH):
-        with scorer.observe() as observed:
-            logits = watched(**inputs(batch)).logits
-            values = observed.values(logits, batch["labels"])
-            keep = select_top(values.total, values.mask, ratio=0.5)
-            loss = masked_sft_loss(logits, batch["labels"], keep)
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        scored = judge.score(batch)
-        chosen = select_top(scored.total, scored.mask, ratio=0.5)
-        assert torch.equal(chosen, keep)
-        masked_sft_loss(plain(**inputs(batch)).logits, batch["labels"], chosen).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        masks.append(keep)
-    assert not torch.equal(masks[0], masks[2])  # the same batch, after two steps: M has moved
-    for (name, found), (_, expected) in zip(
-        watched.named_parameters(), plain.named_parameters(), strict=True
-    ):
-        error = (found.detach() - expected.detach()).norm()
-        close(error, 0.0, expected.detach().norm(), 1e-9, name=name)
-
-
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path"])
-def test_accumulated_gradients_equal_unobserved_ones(estimator: str) -> None:
-    """Two micro-batches into one .grad; values never touch what is already there."""
-    watched, plain = (BY_NAME["llama"].build(3).train() for _ in range(2))
-    scorer = scorer_for(watched, estimator)
-    for batch in (BATCH, OTHER):
-        before = Snapshot(watched)
-        values, logits = observe(scorer, watched, batch)
-        before.check()
-        keep = select_top(values.total, values.mask, ratio=0.5)
-        masked_sft_loss(logits, batch["labels"], keep, normalization="sum").backward()
-        fresh = plain(**inputs(batch)).logits
-        masked_sft_loss(fresh, batch["labels"], keep, normalization="sum").backward()
-    same_gradients(watched, plain, 1e-12)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_autocast(estimator: str) -> None:
     """bf16 arithmetic on float32 weights: float32 values, untouched gradients."""
     watched, plain = (BY_NAME["llama"].build(4, dtype=torch.float32).train() for _ in range(2))
@@ -193,7 +141,7 @@ def test_token_weights_scale_each_tokens_error(estimator: str) -> None:
     assert not weighted.total.requires_grad
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_token_log_probabilities_serve_as_well_as_logits(estimator: str) -> None:
     model = BY_NAME["llama"].build(5)
     scorer = scorer_for(model, estimator)
@@ -237,7 +185,7 @@ def test_the_last_of_several_passes_counts(estimator: str) -> None:
     assert torch.equal(values.total, expected.total)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_inputs_given_by_position(estimator: str) -> None:
     model = BY_NAME["llama"].build(5)
     scorer = scorer_for(model, estimator)

@@ -31,10 +31,9 @@ def numbered(lengths: tuple[int, ...] = (5, 3, 4)) -> dict[str, Tensor]:
 
 
 @EACH
-@pytest.mark.parametrize("trains", [True, False])
-def test_an_observed_forward_that_mixes_documents_is_refused(trains: bool, estimator: str) -> None:
+def test_an_observed_forward_that_mixes_documents_is_refused(estimator: str) -> None:
     """transformers separates them by positions only where it keeps no cache."""
-    model = BY_NAME["llama"].build(1).double().train(trains)
+    model = BY_NAME["llama"].build(1).double().train()
     scorer, batch = scorer_for(model, estimator), packed()
     expected = scorer.score(batch).total  # runs without a cache: nothing mixes
     inputs = {k: v for k, v in batch.items() if k != "labels"}
@@ -51,8 +50,9 @@ def test_an_observed_forward_that_mixes_documents_is_refused(trains: bool, estim
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@EACH
+@pytest.mark.parametrize(
+    ("attention", "estimator"), [("sdpa", "label"), ("eager", "path"), ("sdpa", "direct")]
+)
 def test_documents_that_a_mask_numbers_are_no_plain_row(attention: str, estimator: str) -> None:
     """Kernels that take the numbers for ones let documents see each other: refused, each time."""
     model = BY_NAME["llama"].build(1)

@@ -20,9 +20,6 @@ from torch import Tensor
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
 from alphatoken.data import EncodeOptions, Example, Row, Turn, collate, encode_rows
 from alphatoken.data.stdlib import code_pairs, code_rows
-from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.fidelity import heatmap
-from alphatoken.fidelity.subject import Subject
 from tests.places import nightly
 
 pytestmark = [
@@ -159,47 +156,6 @@ def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer
         assert float(values[i]) == pytest.approx(wanted, abs=allowed * absolute)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"alphatoken", "label"}))
-def test_score_by_the_other_estimators(model: Any, examples: list[Example], name: str) -> None:
-    """Values of the response only; those of whole paths add up to autograd's inner product too."""
-    batch, validation = collate(examples[:2]), collate(examples[4:6])
-    values = Scorer(model, validation, config=ScorerConfig(estimator=name, layers=1)).score(batch)
-    assert torch.isfinite(values.total).all()
-    assert values.total[values.mask].abs().min() > 0
-    assert not values.total[~values.mask].any()
-    if name == "same_layer_hop":  # all hops inside one layer: at K = 1 those are all there are
-        config = ScorerConfig(estimator="path", layers=1)
-        path = Scorer(model, validation, config=config).score(batch)
-        assert relative(values.total, path.total) < 1e-4
-    if name == "path":
-        pairs = zip(
-            gradient(model, batch, mean=False), gradient(model, validation, mean=True), strict=True
-        )
-        wanted = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
-        # Paths that begin at the prompt belong to no response token: see ``unassigned``.
-        total = float(values.total.double().sum() + values.unassigned.double().sum())
-        assert total == pytest.approx(wanted, abs=1e-5 * float(values.total.abs().double().sum()))
-
-
-@pytest.mark.slow
-def test_observe_is_score_and_leaves_the_step(model: Any, examples: list[Example]) -> None:
-    batch = collate(examples[:2])
-    labels = batch.pop("labels")
-    scorer = Scorer(model, collate(examples[4:6]), config=ScorerConfig(layers=1))
-    with scorer.observe() as observed:
-        logits = model(**batch).logits
-        values = observed.values(logits, labels)
-    scored = scorer.score(batch | {"labels": labels})
-    assert relative(values.total, scored.total) < 1e-3
-    head = model.model.layers[-1].mlp.down_proj.weight
-    loss = masked_sft_loss(logits, labels, labels != -100)
-    (through,) = torch.autograd.grad(loss, [head])
-    plain = masked_sft_loss(model(**batch).logits, labels, labels != -100)
-    (wanted,) = torch.autograd.grad(plain, [head])
-    assert relative(through, wanted) < 1e-4
-
-
 def arguments(folder: Path) -> dict[str, Any]:
     from tests.integration.tiny_training import options
 
@@ -247,36 +203,6 @@ def test_one_step_of_sft(folder: Path, tokenizer: Any, rows: list[Row], tmp_path
 
 
 @pytest.mark.slow
-@nightly
-def test_one_step_of_the_plain_trainer(
-    folder: Path, examples: list[Example], tmp_path: Path
-) -> None:
-    """Rows of ids and labels, as transformers' own trainer takes them."""
-    from datasets import Dataset
-
-    from alphatoken.train import AlphaConfig, AlphaTrainer
-
-    def rows_of(chosen: list[Example]) -> Any:
-        batch = {k: v.tolist() for k, v in collate(chosen).items()}
-        return Dataset.from_dict(batch)
-
-    options = arguments(tmp_path) | {"optim": "sgd"}
-    del options["max_length"]  # the rows are tokens already
-    trainer = AlphaTrainer(
-        model=load(folder),
-        args=AlphaConfig(**options),
-        train_dataset=rows_of(examples[:2]),
-        validation_dataset=rows_of(examples[4:6]),
-    )
-    weight = trainer.model.model.layers[-1].mlp.down_proj.weight
-    before = weight.detach().clone()
-    trainer.train()
-    assert logged(trainer, "alpha/kept_share") == pytest.approx(0.5, abs=0.02)
-    assert 0 < logged(trainer, "loss") < 6
-    assert not torch.equal(weight, before)
-
-
-@pytest.mark.slow
 def test_one_step_of_dpo_with_adapters(
     folder: Path, tokenizer: Any, rows: list[Row], tmp_path: Path
 ) -> None:
@@ -308,26 +234,3 @@ def test_one_step_of_dpo_with_adapters(
     last = trainer.model.base_model.model.model.layers[-1].self_attn.q_proj
     assert torch.equal(last.base_layer.weight, before)
     assert last.lora_B["default"].weight.abs().max() > 0
-
-
-@pytest.mark.slow
-def test_a_diagnosis_cut_small(model: Any, tokenizer: Any, examples: list[Example]) -> None:
-    subject = Subject(
-        model=model,
-        tokenizer=tokenizer,
-        train=examples[:2],
-        validation=examples[4:6],
-        tokens=60,
-        batch_size=2,
-        config=ScorerConfig(layers=1),
-        names={"model": "a real model", "train": "functions"},
-    )
-    found = heatmap.diagnose(subject, heatmap.Options(examples=1))
-    records = found.table("heatmap-tokens").records()
-    assert len(records) > 10
-    text = "".join(str(record["token"]) for record in records)
-    assert any(text.strip()[:20] in example.row.response for example in examples[:2])
-    for record in records:
-        parts = record["adaptation_direct"] + record["adaptation_causal"]
-        assert record["total"] == pytest.approx(parts, rel=1e-4, abs=1e-9)
-    assert any("Stability is zero" in note for note in found.notes)

@@ -150,13 +150,11 @@ def test_validation_that_cannot_be_used(case: str) -> None:
         assert "validation" in message
 
 
-@EACH
-@pytest.mark.parametrize("validation", [[], ()])
-def test_no_validation_at_all(estimator: str, validation: Any) -> None:
+def test_no_validation_at_all() -> None:
     model = model_of()
     refused(
         InputError,
-        lambda: scorer_for(model, estimator, validation=validation).score(BATCH),
+        lambda: scorer_for(model, validation=[]).score(BATCH),
         "no validation tokens",
         "pass at least one batch",
         model=model,
@@ -195,12 +193,11 @@ def test_preference_pairs_that_do_not_pair() -> None:
 
 
 @EACH
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
-def test_weights_that_are_not_finite(name: str, number: float, estimator: str) -> None:
+def test_weights_that_are_not_finite(name: str, estimator: str) -> None:
     model = model_of()
     with torch.no_grad():
-        dict(model.named_parameters())[name][0, 0] = number
+        dict(model.named_parameters())[name][0, 0] = float("nan")
     call = lambda: scorer_for(model, estimator).score(BATCH)  # noqa: E731
     refused(NumericalError, call, "not finite", "row 0, token", "weights", model=model)
 
@@ -299,25 +296,15 @@ def test_a_prompt_with_a_token_that_the_embedding_lacks(labels: str) -> None:
     )
 
 
-@EACH
-def test_a_fisher_of_other_weights(estimator: str) -> None:
+def test_a_fisher_of_other_weights() -> None:
     model = model_of()
     fisher = fitted(BY_NAME["llama"].build(2))
-    call = lambda: scorer_for(model, estimator, retention=fisher)  # noqa: E731
+    call = lambda: scorer_for(model, retention=fisher)  # noqa: E731
     refused(FisherError, call, "too far", "max_relative_drift=None", model=model)
-    scorer_for(model, estimator, retention=fisher, max_relative_drift=None)  # the way out works
+    scorer_for(model, retention=fisher, max_relative_drift=None)  # the way out works
 
 
 # --- models -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_either_mode_gives_the_same_values(estimator: str) -> None:
-    """Not an error: own passes run in evaluation mode, whatever the model's is."""
-    model = model_of("gpt2", resid_pdrop=0.3)
-    values = scorer_for(model.eval(), estimator).score(BATCH).total
-    assert torch.equal(scorer_for(model.train(), estimator).score(BATCH).total, values)
-    assert model.training
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -429,14 +416,13 @@ def test_a_model_without_an_adapter() -> None:
         assert part in str(caught.value)
 
 
-@EACH
-def test_a_model_without_a_head(estimator: str) -> None:
+def test_a_model_without_a_head() -> None:
     model = model_of().model
-    call = lambda: scorer_for(model, estimator).score(BATCH)  # noqa: E731
+    call = lambda: scorer_for(model).score(BATCH)  # noqa: E731
     refused(ModelError, call, "no logits", "causal language model", model=model)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 @pytest.mark.parametrize("frozen", ["everything", "scored layers"])
 def test_nothing_to_train(frozen: str, estimator: str) -> None:
     model = model_of()

@@ -31,26 +31,9 @@ CASES: dict[str, tuple[str, list[str], str]] = {
     ),
     "no validation rows": ("sft", ["--validation_rows", "0"], "values need a validation dataset"),
     "no retention rows": ("sft", ["--retention", "data"], "needs a retention dataset"),
-    "a small pool": (
-        "sft", ["--validation_mode", "pool", "--validation_batch_size", "4"], "set is too small",
-    ),
     "all held out": ("sft", ["--held_out_share", "0.9"], "set is too small"),
     "too long": ("sft", ["--max_length", "200"], "more than the model allows. Got: 200, limit 128"),
-    "label smoothing": ("sft", ["--label_smoothing_factor", "0.1"], "label_smoothing_factor"),
-    "compiled": ("sft", ["--torch_compile", "true"], "a compiled model"),
-    "reentrant": (
-        "sft", ["--gradient_checkpointing", "true",
-                "--gradient_checkpointing_kwargs", '{"use_reentrant": true}'], "reentrant",
-    ),
     "no such layer": ("sft", ["--score_layers", "9"], "within the model"),
-    "a policy without validation": (
-        "sft", ["--policy", "less", "--validation_rows", "0"], "needs a validation dataset",
-    ),
-    "samples of packed rows": (
-        "sft", ["--policy", "less", "--packing", "true"], "cannot be chosen from packed rows",
-    ),
-    "options that do nothing": ("sft", ["--policy", "stm", "--keep_scope", "global"], "keep_scope"),
-    "another family": ("sft", ["--policy", "ti-dpo"], "is made for preference pairs"),
     "the paper's pairs and TI-DPO": (
         "dpo", ["--policy", "ti-dpo", "--precompute_ref_log_probs", "true"],
         "asks for the reference's log-probability of a token",
@@ -59,11 +42,7 @@ CASES: dict[str, tuple[str, list[str], str]] = {
         "dpo", ["--policy", "ti-dpo", "--label_smoothing", "0.1"], "which label_smoothing does not",
     ),
     "two betas": ("dpo", ["--policy", "ti-dpo", "--beta", "0.3"], "has a beta of its own"),
-    "masked sums": (
-        "dpo", ["--masked_logit", "true", "--precompute_ref_log_probs", "true"], "masked_logit",
-    ),
     "a sum over pairs": ("dpo", ["--kept_normalization", "sum"], "is not defined for DPO"),
-    "no ratio": ("dpo", ["--keep_ratio", "0"], "keep_ratio must lie in (0, 1]"),
 }  # fmt: skip
 
 

@@ -94,10 +94,6 @@ def below_the_scored(model: Any) -> None:
     model.model.embed_tokens.weight.data.mul_(1.5)
 
 
-def by_foreach(model: nn.Module) -> None:
-    torch._foreach_mul_([p.data for p in model.parameters()], 1.1)
-
-
 def two_rows_swapped(model: Any) -> None:
     weight = model.model.layers[-1].mlp.up_proj.weight
     weight.data[[0, 1]] = weight.data[[1, 0]].clone()
@@ -106,10 +102,6 @@ def two_rows_swapped(model: Any) -> None:
 def loaded_by_assignment(model: nn.Module) -> None:
     state = {name: 1.1 * tensor for name, tensor in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
-
-
-def loaded(model: nn.Module) -> None:
-    model.load_state_dict({name: 1.1 * tensor for name, tensor in model.state_dict().items()})
 
 
 def from_a_flat_buffer(model: nn.Module) -> None:
@@ -145,17 +137,11 @@ def frozen(model: Any) -> None:
 
 WRITERS: dict[str, Callable[..., None]] = {
     "fused AdamW": stepped(torch.optim.AdamW, lr=1e-2, fused=True),
-    "fused Adam": stepped(torch.optim.Adam, lr=1e-2, fused=True),
-    "fused SGD": stepped(torch.optim.SGD, lr=1e-2, fused=True),
-    "fused Adagrad": stepped(torch.optim.Adagrad, lr=1e-2, fused=True),
-    "AdamW by foreach": stepped(torch.optim.AdamW, lr=1e-2, foreach=True),
     "SGD by foreach": stepped(torch.optim.SGD, lr=1e-2, foreach=True),
     "through .data": through_data,
     "one number": one_number,
     "two rows swapped": two_rows_swapped,
     "frozen weights": below_the_scored,
-    "_foreach_": by_foreach,
-    "load_state_dict": loaded,
     "load_state_dict(assign=True)": loaded_by_assignment,
     "a flat buffer": from_a_flat_buffer,
     "a buffer": a_buffer,
@@ -198,32 +184,6 @@ def test_a_step_that_rounding_lets_arrive_at_one_weight_is_noticed() -> None:
     assert weight[5, 3] != 0.0
     scorer.score(BATCH)
     assert scorer.builder.prepare().direction.adaptation is not old
-
-
-def test_optimizer_state_alone_makes_a_frozen_preconditioner_stale() -> None:
-    """A step of warm-up with learning rate 0 moves no weight, and moves P."""
-    model = plain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    stepped_by(model, optimizer)
-    config = ScorerConfig("label", layers=2, preconditioner="frozen", precondition_after=1)
-    scorer = Scorer(model, VALIDATION, config=config, optimizer=optimizer)
-    before = scorer.score(BATCH).total
-    stepped_by(model, optimizer, VALIDATION)
-    assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
-
-
-def stepped_by(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any = BATCH) -> None:
-    optimizer.zero_grad()
-    model(**batch).loss.backward()
-    optimizer.step()
-
-
-def test_validation_rows_that_are_written_to_are_noticed() -> None:
-    validation = {k: v.clone() for k, v in VALIDATION.items()}
-    scorer = Scorer(plain(), validation, config=ScorerConfig("label", layers=2))
-    before = scorer.score(BATCH).total
-    validation["labels"].data[0] = -100
-    assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
 
 
 # --- adapters -------------------------------------------------------------------------------------

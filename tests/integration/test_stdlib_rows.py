@@ -43,6 +43,7 @@ def test_prompt_and_response_are_one_function() -> None:
     assert whole > 280
 
 
+@pytest.mark.slow
 def test_a_draw_is_fixed_and_a_seed_changes_it() -> None:
     words = "from alphatoken.data.stdlib import code_rows, text_rows; print(code_rows(9, 5), "
     words += "text_rows(9, 5))"

@@ -83,16 +83,6 @@ def test_a_model_inside_a_deepspeed_engine() -> None:
     assert find_adapter(engine).model is model
 
 
-def test_lora_inside_ddp(one_process: None) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model_of(), config)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    expected = scorer_for(model, "alphatoken").score(BATCH).total
-    assert bool(expected.any())
-    assert torch.equal(scorer_for(wrapped, "alphatoken").score(BATCH).total, expected)
-
-
 # --- a trainer's forward --------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from alphatoken.data import encode_rows, read_rows
 from alphatoken.train.loading import load_causal_model, load_with_tokenizer
 from alphatoken_lab.compare.evaluate import mean_response_loss
 from tests.both_programs import main
-from tests.places import data_folder
 from tests.rows import jsonl
 
 ROWS = [{"prompt": f"If the object is {i},", "response": " the value is used."} for i in range(4)]
@@ -143,12 +142,8 @@ def test_pairs_are_measured_against_the_start(
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "a broken row": (["--target_file", "{broken}"], "broken JSON line. Got: broken.jsonl, line 3"),
-    "a broken row of a later file": (
-        ["--retention_file", "{rows}", "--target_file", "{broken}"], "broken JSON line",
-    ),
     "no row": (["--retention_file", "{empty}"], "the data file has no rows"),
     "no response": (["--target_file", "{silent}"], "target_file has no response to measure"),
-    "other columns": (["--target_file", "{questions}"], "the row has no response field"),
     "one row that is no pair": (
         ["--target_file", "{mixed}", "--start", "m"], "the row has no chosen response",
     ),
@@ -159,7 +154,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["--target_file", "{rows}", "--judge", "likelihood", "--judge_model", "m"],
         "nothing to judge",
     ),
-    "a judge's model alone": (["--judge_model", "m"], "no judge is named"),
     "no judge's folder": (
         ["--judge_set", "a={questions},{stored}", "--judge", "likelihood",
          "--judge_model", "./none"], "judge's model is not there",
@@ -177,16 +171,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["--judge_set", "a={questions}", "--judge", "endpoint", "--judge_url", "http://h/v1",
          "--judge_model", "m"], "--start FOLDER, or stored answers",
     ),
-    "not a set": (["--judge_set", "questions.jsonl"], "--judge_set is NAME=VALUE"),
     "not a number": (["--tasks", "mmlu", "--shots", "mmlu=five"], "--shots is NAME=VALUE"),
     "shots of nothing": (["--target_file", "{rows}", "--shots", "mmlu=5"], "there are none"),
-    "fewer than none": (["--tasks", "mmlu", "--shots", "mmlu=-1"], "whole numbers from 0"),
     "no measures": (["--measures", "no.yaml"], "file of --measures is not there"),
     "no template": (["--target_file", "{rows}", "--task_chat"], "the tokenizer has none"),
     "a beta below 0": (["--target_file", "{pairs}", "--beta", "-1"], "--beta must lie above 0"),
-    "a folder in a file": (
-        ["--target_file", "{rows}", "--output_dir", "{rows}/out"], "folder cannot be written",
-    ),
     "a folder that is no place": (
         ["--target_file", "{rows}", "--output_dir", "/proc/out"], "folder cannot be written",
     ),
@@ -194,11 +183,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dry", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
     name: str,
-    dry: bool,
     library_decoder: Path,
     files: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -209,7 +196,7 @@ def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(evaluate_run, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
     more, said = REFUSED[name]
     words = ["evaluate", str(library_decoder), "--output_dir", files["out"]]
-    words += [word.format(**files) for word in more] + (["--dry_run"] if dry else [])
+    words += [word.format(**files) for word in more]
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -228,68 +215,3 @@ def test_a_grid_reads_the_rows_that_it_measures_before_any_cell(
         assert main(["compare", "--config", str(grid), "--output_dir", files["out"]]) == 2
         assert said in capsys.readouterr().err
         assert not list(Path(files["out"]).glob("*/*"))
-
-
-# --- with lm-eval -------------------------------------------------------------------------------
-
-
-def general_task(folder: Path, name: str, source: str, files: dict[str, str], **more: Any) -> str:
-    """A task of choices over rows of the shared data, as its YAML file."""
-    task = {
-        "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": files},
-        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": source,
-        "doc_to_target": "gold", "doc_to_choice": "choices",
-        "metric_list": [
-            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
-        ],
-        **more,
-    }  # fmt: skip
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(task))
-    return str(path)
-
-
-@pytest.mark.slow
-@pytest.mark.smollm2
-@pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
-def test_smollm2_on_questions_of_the_benchmarks(
-    smollm2: Path, files: dict[str, str], tmp_path: Path
-) -> None:
-    """ARC and 5-shot MMLU of real rows, with a stored opponent: every mean of the paper's table."""
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
-    data = data_folder()
-    dev = [json.loads(line) for line in (data / "mmlu" / "dev.jsonl").open()][:5]
-    test = [json.loads(line) for line in (data / "mmlu" / "test.jsonl").open()][:4]
-    parts = {name: write(tmp_path / f"{name}.jsonl", rows)
-             for name, rows in (("dev", dev), ("test", test))}  # fmt: skip
-    listed = [f"{letter}. {{{{choices[{i}]}}}}" for i, letter in enumerate("ABCD")]
-    asks = "\n".join(["{{question}}", *listed, "Answer:"])
-    mmlu = general_task(
-        tmp_path, "mmlu", asks, parts, doc_to_choice=["A", "B", "C", "D"], doc_to_target="answer",
-        fewshot_split="dev", fewshot_config={"sampler": "first_n"},
-    )  # fmt: skip
-    arc_rows = {"test": str(data / "arc_challenge" / "test.jsonl")}
-    arc = general_task(tmp_path, "arc_challenge", "{{query}}", arc_rows)
-    words = [
-        "evaluate", str(smollm2), "--tasks", arc, mmlu, "--task_limit", "2", "--task_chat",
-        "--judge_set", f"alpaca={files['questions']},{files['stored']}", "--judge", "likelihood",
-        "--judge_model", str(smollm2), "--max_new_tokens", "8", "--output_dir", files["out"],
-    ]  # fmt: skip
-    assert main(words) == 0
-    found = result(files)
-    assert found["settings"]["retention/arc_challenge"] == {
-        "shots": "0", "chat_template": True, "metric": "acc", "questions": 2
-    }  # fmt: skip
-    assert found["settings"]["retention/mmlu"]["shots"] == "5"
-    details = found["details"]
-    general = (details["retention/arc_challenge"] + details["retention/mmlu"]) / 2
-    assert found["retention"] == general
-    assert found["target"] == details["target/alpaca"]
-    assert found["overall"] == (general + details["target/alpaca"]) / 2
-    table = (Path(files["out"]) / "evaluation.md").read_text()
-    assert "| General | `mmlu` |" in table
-    assert "5-shot, chat template, acc, 2 questions" in table
-    for mean in ("General Avg.", "Preference Avg.", "Overall"):
-        assert f"| **{mean}** |" in table

@@ -228,23 +228,6 @@ def test_flow_budget_over_the_data_set(tmp_path: Path) -> None:
     assert kept[means.index(max(means))] == 0
 
 
-@pytest.mark.parametrize(
-    ("chosen", "first"),
-    [
-        (TALR, 0),  # likely
-        (Rho1, 1),  # behind the reference
-        (lambda s: SsToken(s, gamma=1.0), 0),  # improved since the start: Rho-1's opposite
-    ],
-)
-def test_signs(chosen: Any, first: int) -> None:
-    """Token 0 has a low loss now, token 1 a high one; everything else is equal."""
-    of = batch(
-        [[0.1, 4.0]], columns={"reference_losses": [[1.0, 1.0]], "initial_losses": [[1.0, 1.0]]}
-    )
-    kept = on_tokens(chosen(PolicySettings(mode="budget", keep_ratio=0.5)).weights(of), of)[0]
-    assert kept == [float(i == first) for i in range(2)]
-
-
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     ratio=st.sampled_from([0.1, 0.3, 0.5, 0.55, 1.0]),
@@ -298,17 +281,6 @@ def test_padding_moves_nothing(made: TokenPolicy) -> None:
     for other in found[1:]:
         for row, wanted in zip(other, found[0], strict=True):
             assert row == pytest.approx(wanted, abs=1e-12)
-
-
-@pytest.mark.parametrize("made", [TALR(tau=1.3), Rho1BySequence(), SsToken()])
-def test_batch_split_moves_nothing(made: TokenPolicy) -> None:
-    """Rules of one sequence; those of a batch (TALR's tau, Rho-1's rank) are the batch's."""
-    whole = with_attention(batch(ROWS, columns=COLUMNS))
-    expected = on_tokens(made.weights(whole), whole)
-    for i, row in enumerate(ROWS):
-        part = {name: [column[i]] for name, column in COLUMNS.items()}
-        of = with_attention(batch([row], columns=part))
-        assert on_tokens(made.weights(of), of)[0] == pytest.approx(expected[i], abs=1e-12)
 
 
 def test_later_prompts_count_in_sstoken() -> None:

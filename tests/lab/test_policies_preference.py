@@ -355,23 +355,6 @@ def test_ti_dpo_weights_know_neither_padding_nor_other_rows(case: Pairs, seed: i
         close(alone, here[rows], 1.0 + here[rows], 1e-9, name="W of one pair")
 
 
-def test_ti_dpo_weights_have_mean_one_and_follow_the_gradient() -> None:
-    case = Pairs((2, 3), (6, 4), "right", 4)
-    batch = case.batch(model=decoder(1))
-    importance = attribution.gradient_attribution(batch.model, batch.inputs)
-    pure = TIDPO(mix=1.0).weights(batch)
-    for w, i in zip(case.response(pure), case.response(importance), strict=True):
-        assert sum(w) == pytest.approx(len(w), rel=1e-12)
-        assert sorted(range(len(w)), key=lambda j: w[j]) == sorted(
-            range(len(i)), key=lambda j: i[j]
-        )
-        assert len(set(w)) == len(w)
-    middle = TIDPO(mix=0.0).weights(batch)
-    chosen = case.response(middle)[0]
-    assert chosen[2] == chosen[3] == max(chosen)
-    assert chosen[0] == pytest.approx(min(chosen))
-
-
 def test_attribution_leaves_the_model_as_it_was() -> None:
     model = decoder(3, residual_dropout=0.5, attention_dropout=0.5).train()
     model.layers[0].eval()

@@ -86,17 +86,3 @@ def test_a_reference_is_trained_once(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path, policy: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         run(tmp_path / "run", policy())
-
-
-@pytest.mark.parametrize("what", ["rows", "model", "kind"])
-def test_a_reference_of_something_else_is_trained_anew(tmp_path: Path, what: str) -> None:
-    from alphatoken.train.policies.trained_weights import weights_folder
-    from alphatoken.train.policy import PolicyStage
-
-    stage = PolicyStage(
-        model=torch.nn.Linear(1, 1), rows=[], validation=(), row_batch=lambda _: {},
-        folder=tmp_path, batch_size=1, run={"seed": 1},
-    )  # fmt: skip
-    one = {"kind": "rho-1", "model": "m", "data": "d"}
-    other = {**one, {"rows": "data", "model": "model", "kind": "kind"}[what]: "x"}
-    assert weights_folder(stage, **one) != weights_folder(stage, **other)

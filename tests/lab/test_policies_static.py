@@ -213,18 +213,6 @@ def test_a_file_made_for_something_else_is_refused_by_name(tmp_path: Path, what:
         TokenTable.load(tmp_path / "t", replace(header, **CHANGED[what]))
 
 
-def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
-    table(n=[0.0] * 8).save(tmp_path / "t")
-    content = bytearray((tmp_path / "t").read_bytes())
-    (tmp_path / "cut").write_bytes(content[:-5])
-    content[-3] ^= 1
-    (tmp_path / "altered").write_bytes(content)
-    (tmp_path / "text").write_text("no")
-    for name in ("cut", "altered", "text", "absent"):
-        with pytest.raises(DataError, match=name):
-            TokenTable.load(tmp_path / name)
-
-
 # --- the best of all ------------------------------------------------------------------------------
 
 
@@ -251,12 +239,6 @@ def test_the_best_of_all_by_brute_force(
     else:
         with pytest.raises(DataError, match="keeps no token"):
             keep_best(found, scores, percent / 100, rounding)
-
-
-def test_ratios_are_decimal_numbers() -> None:
-    found = table([100])
-    for rounding in ("floor", "ceil"):
-        assert keep_best(found, np.arange(100.0), 0.55, rounding).sum() == 55
 
 
 class Falling(StaticMask):
@@ -433,25 +415,6 @@ def test_token_cleaning_by_hand() -> None:
     assert np.flatnonzero(policy.native_keep(found)).tolist() == [0, 4, 5, 6]
 
 
-def test_token_cleaning_takes_what_the_reference_learned(tmp_path: Path) -> None:
-    """A reference that was trained on the first row alone: that row's tokens go first."""
-    reference = model()
-    given = rows(["-xxxxx", "-xxxxx"])
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.02)
-    batch = right_padded(given[:1])
-    for _ in range(20):
-        optimizer.zero_grad()
-        reference.eval()(**batch).loss.backward()
-        optimizer.step()
-    policy = TokenCleaning(ratio=0.5, reference=reference)
-    found = policy.prepare(stage(tmp_path, given))
-    learned, other = found.means(found.columns["score"]).tolist()
-    assert learned > max(0.0, other)
-    kept, left = found.sums(found.columns["keep"]).tolist()
-    assert kept > left
-    assert kept + left == 5
-
-
 def test_token_cleaning_needs_a_reference(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a reference model"):
         TokenCleaning().prepare(stage(tmp_path))
@@ -599,24 +562,6 @@ def test_xtf_restores_what_would_leave_too_little() -> None:
 
 
 # --- LESS -----------------------------------------------------------------------------------------
-
-
-def test_projections_keep_inner_products_on_average() -> None:
-    """z-test over 400 seeds: <Ra, Rb>/d has mean <a, b> and the variance of Rademacher signs."""
-    generator = torch.Generator().manual_seed(3)
-    width, dimension, count = 1500, 13, 400  # two blocks, no multiple of 8
-    a, b = torch.randn(2, width, generator=generator)
-    found = []
-    for seed in range(count):
-        x, y = Projection(width, dimension, seed)(torch.stack([a, b])).double()
-        found.append(float(x @ y))
-    exact = float(a.double() @ b.double())
-    squares = float(a.double() ** 2 @ b.double() ** 2)
-    variance = (float(a @ a) * float(b @ b) + exact**2 - 2 * squares) / dimension
-    mean = sum(found) / count
-    assert abs(mean - exact) < 4 * math.sqrt(variance / count)
-    spread = sum((x - exact) ** 2 for x in found) / count
-    assert 0.7 < spread / variance < 1.4
 
 
 def test_projections_are_one_linear_map() -> None:

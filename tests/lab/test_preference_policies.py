@@ -21,7 +21,6 @@ from alphatoken_lab.methods.preference import PreferencePolicy
 from alphatoken_lab.methods.sepo import SePO
 from tests.integration.tiny_training import (
     furthest,
-    lora,
     model,
     options,
     preference_rows,
@@ -45,27 +44,26 @@ class Uniform(PreferencePolicy):
         return batch.mask.to(batch.log_probs.dtype)
 
 
-def trained(folder: Path, peft: bool = False, **more: Any) -> AlphaDPOTrainer:
+def trained(folder: Path, **more: Any) -> AlphaDPOTrainer:
     """Three steps, if not told otherwise; policy objects go to the trainer itself."""
     own = {}
     if not isinstance(more.get("policy", ""), str):
         own["policy"] = more.pop("policy")
     args = AlphaDPOConfig(**options(folder, **{**STEPS, **more}))
-    return run(AlphaDPOTrainer, args, peft, **own)
+    return run(AlphaDPOTrainer, args, **own)
 
 
-def plain(folder: Path, peft: bool = False, **more: Any) -> DPOTrainer:
-    return run(DPOTrainer, DPOConfig(**options(folder, **{**STEPS, **more})), peft)
+def plain(folder: Path, **more: Any) -> DPOTrainer:
+    return run(DPOTrainer, DPOConfig(**options(folder, **{**STEPS, **more})))
 
 
-def run(kind: type[Any], args: Any, peft: bool, **own: Any) -> Any:
+def run(kind: type[Any], args: Any, **own: Any) -> Any:
     torch.manual_seed(11)
     trainer = kind(
         model=model(),
-        ref_model=None if peft else model(),
+        ref_model=model(),
         train_dataset=preference_rows(24),
         processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
         args=args,
         **own,
     )
@@ -80,12 +78,9 @@ def logged(trainer: Any, key: str = "loss") -> list[float]:
 # --- uniform weights are TRL's losses -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "peft", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"]
-)
-def test_uniform_weights_train_as_trl_does(tmp_path: Path, peft: bool) -> None:
+def test_uniform_weights_train_as_trl_does(tmp_path: Path) -> None:
     """Values, gradients and so weights after three accumulated and clipped steps."""
-    shared = {"gradient_accumulation_steps": 2, "peft": peft}
+    shared = {"gradient_accumulation_steps": 2}
     expected = plain(tmp_path / "trl", **shared)
     found = trained(tmp_path / "ours", policy=Uniform, **shared)
     assert logged(found) == pytest.approx(logged(expected), abs=1e-6)
@@ -137,17 +132,6 @@ def test_uniform_weights_are_trls_simpo(tmp_path: Path) -> None:
     for name, parameter in ours.model.named_parameters():
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, gradients[name].grad, atol=1e-6), name
-
-
-def test_simpo_costs_no_reference_forward(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, policy="confpo", max_steps=1)
-    assert trainer.ref_model is not None
-    calls: list[int] = []
-    trainer.ref_model.register_forward_hook(lambda *_: calls.append(1))
-    trainer.model.train()
-    trainer._carried = Carried(0)
-    trainer.compute_loss(trainer.model, dict(next(iter(trainer.get_train_dataloader()))))
-    assert not calls
 
 
 # --- each in three real steps ---------------------------------------------------------------------

@@ -105,17 +105,6 @@ def test_the_best_of_the_choosing_rows_is_taken(
     assert "7 of 7 cells" in capsys.readouterr().out
 
 
-def test_the_lowest_loss_on_the_rows_for_choosing_is_best(tmp_path: Path) -> None:
-    """Whatever the target says; a try without a result is none."""
-    folder = GridFolder(tmp_path)
-    for name, loss, target in (("a", 2.0, 1.0), ("b", 1.0, 9.0), ("c", 3.0, 5.0)):
-        folder.of(name).path.mkdir()
-        result = {"details": {"choosing_loss": loss}, "target": target}
-        write_json(folder.of(name).path / "result.json", result)
-    assert folder.best(["a", "b", "c", "d"]) == "b"
-    assert folder.best(["a", "c"]) == "a"
-
-
 def test_unfinished_tries_are_no_result(model: Path, tmp_path: Path) -> None:
     cells, folder = cells_of(tuned_grid(tmp_path, model)), GridFolder(tmp_path / "out")
     first, second = cells["one/standard-native-seed4"].tries

@@ -13,9 +13,7 @@ REFERENCE = "train.reference.check_tokens"
 LENGTH = claim(
     test_rules.test_pools_begin_at_log_two, "by length", examples=1, needs=NEEDS, tested=True
 )
-MOVING = claim(
-    test_rules.test_a_moving_reference_is_looked_at_anew, examples=1, needs=NEEDS, tested=True
-)
+MOVING = claim(test_rules.test_a_moving_reference_is_looked_at_anew, examples=1, needs=NEEDS)
 COLLATED = claim(
     test_rules.test_a_collator_labels_every_batch, "sft", examples=1, needs=NEEDS, tested=True
 )

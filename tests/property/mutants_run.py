@@ -8,9 +8,9 @@ from tests.property import test_oracle_run as runs
 from tests.property.mutation import claim, mutant
 
 DIFFERENCES = claim(
-    runs.test_values_are_differences_of_whole_runs, optimizer="adamw", clip=0.3, examples=1
+    runs.test_values_are_differences_of_whole_runs, "adamw", 0.3, examples=1, tested=True
 )
-TORCH = claim(runs.test_a_run_is_that_of_torch, optimizer="adamw", examples=1)
+TORCH = claim(runs.test_a_run_is_that_of_torch, "adamw", examples=1, tested=True)
 LEDGER = claim(runs.test_a_ledger_leaves_out_what_later_steps_do, examples=1)
 KEPT = claim(runs.test_states_between_those_that_are_kept_change_no_bit, examples=1)
 

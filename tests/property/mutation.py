@@ -99,7 +99,7 @@ def claim(
 
     A property that runs a trainer takes seconds: give it one or two ``examples``, and the packages
     that it ``needs`` ("trl"), which it imports inside; where they are missing, its tests skip.
-    ``tested``: see ``Claim``.
+    ``tested``: see ``Claim``; a test without arguments runs its only example itself.
     """
     inner = body(check)
     if examples is None:
@@ -113,7 +113,7 @@ def claim(
 
         return Claim(positional, st.tuples(*map(_strategy, named.values())), examples, needs)
     drawn = st.tuples(*map(_strategy, arguments))
-    return Claim(inner, drawn, examples, needs, tested=tested)
+    return Claim(inner, drawn, examples, needs, tested=tested or not arguments)
 
 
 def body(test: Callable[..., None]) -> Callable[..., None]:

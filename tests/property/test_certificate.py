@@ -17,7 +17,6 @@ from alphatoken.certificate.certify import Certificate
 from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.scoring.passes import Pass
-from tests.places import nightly
 from tests.property import mutants_adapters, mutants_proofs
 from tests.property.mutants import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
@@ -431,49 +430,6 @@ def test_a_real_model_agrees_and_a_fault_does_not(smollm2: Any) -> None:
     with applied(BY_NAME["scale-forgotten-in-dk"]), without_proofs():
         off = Scorer(model, validation, None, config).verify(batch, tokens=2)
     assert "adaptation_direct" in {check.component for check in off.failures}, str(off)
-
-
-@pytest.mark.slow
-@pytest.mark.gemma3
-@pytest.mark.parametrize("kind", ["sliding_attention"])
-def test_gemma_agrees_in_layers_of_both_kinds(gemma3: Any, kind: str) -> None:
-    """Gemma 3 270M: norms of queries and keys, a window of 8 tokens instead of 512, real rows."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gemma3)
-    layer = max(i for i, one in enumerate(model.config.layer_types) if one == kind)
-    model.config.sliding_window = 8
-    for block in model.model.layers:
-        if block.self_attn.sliding_window is not None:
-            block.self_attn.sliding_window = 8
-
-    def encoded(text: str | None) -> dict[str, torch.Tensor]:
-        ids = torch.tensor([tokenizer(str(text))["input_ids"][:32]])
-        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(ids.shape[1]) < 20, -100)}
-
-    batch, validation = encoded(dict.__doc__), encoded(int.__doc__)
-    config = ScorerConfig("alphatoken", layers=(layer,))
-    found = Scorer(model, validation, None, config).verify(batch, tokens=2)
-    assert found.passed, str(found)
-    with applied(BY_NAME["scale-forgotten-in-dk"]), without_proofs():
-        off = Scorer(model, validation, None, config).verify(batch, tokens=2)
-    assert not off.passed
-
-
-@pytest.mark.slow
-@nightly
-@pytest.mark.gemma3
-def test_gemma_agrees_over_its_tied_embedding(gemma3: Any) -> None:
-    """The embedding, two thirds of the parameters, is the output projection too."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(gemma3)(str(dict.__doc__), return_tensors="pt")["input_ids"]
-    batch = {"input_ids": ids[:, :12], "labels": ids[:, :12]}
-    config = ScorerConfig("label", layers="all", parameters="all")
-    found = Scorer(model, batch, None, config).verify(batch, tokens=1)
-    assert found.passed, str(found)
 
 
 DRIFT = {mutant.name: mutant for mutant in mutants_proofs.MUTANTS}

@@ -134,6 +134,7 @@ def diagnosed() -> Diagnosis:
     return diagnostic.diagnose(subject, QUICK)
 
 
+@pytest.mark.slow
 def test_the_exact_value_is_the_oracles() -> None:
     """As the diagnosis says itself, of some tokens."""
     (said,) = (note for note in diagnosed().notes if note.startswith("The exact value was checked"))
@@ -174,6 +175,7 @@ def test_tables_hold_every_setting_with_its_interval_and_cost() -> None:
         assert found.figure(name).svg.startswith("<svg")
 
 
+@pytest.mark.slow
 def test_costs_rise_with_layers() -> None:
     cost = {(r["estimator"], r["K"]): r for r in diagnosed().table("layers").records()}
     for estimator in ESTIMATORS:
