@@ -26,7 +26,7 @@ from alphatoken.model.protocol import (
     NativeAttention,
     find_adapter,
 )
-from alphatoken.support.machine import timed, wait
+from benchmarks.machine import timed, wait
 from benchmarks.measure import Run, alternate
 from benchmarks.models import Size
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from alphatoken.fidelity.cost import flops
-from alphatoken.support.machine import timed
+from benchmarks.machine import timed
 
 __all__ = [
     "Ceiling",

@@ -60,7 +60,7 @@ def score(
                 ScoredExample(
                     row=example.row.index,
                     place=example.row.place,
-                    tokens=[piece.text for piece in token_texts(tokenizer, example.input_ids)],
+                    tokens=token_texts(tokenizer, example.input_ids),
                     ids=example.input_ids,
                     labels=example.labels,
                     kept=kept[index, :length].numpy(),
@@ -76,7 +76,7 @@ def score(
 
 def fit(model: torch.nn.Module, tokenizer: object, samples: int) -> FisherDrift:
     """The Fisher on documentation."""
-    options = EncodeOptions(max_length=256, end_token=False)
+    options = EncodeOptions(max_length=256)
     held, _ = encode_rows(text_rows(samples), tokenizer, options)
     return fit_fisher(model, collate(held), samples=samples, labels="token")
 
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> list[ScoredExample]:
     print(certificate)
 
     options.out.mkdir(parents=True, exist_ok=True)
-    write_values(options.out / "part-00000.jsonl", scored)
+    write_values(options.out / "part-00000.parquet", scored)
     summary = summarise(scored)
     settings = {"model": folder.name, "estimator": config.estimator, "layers": config.layers}
     write_report(

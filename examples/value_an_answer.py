@@ -95,7 +95,7 @@ def value_answers(
         values = scorer.score(collate([example]))
         places = values.mask[0].nonzero().flatten().tolist()[:-1]
         texts = token_texts(tokenizer, example.input_ids)
-        found[name] = [(texts[i].text, round(float(values.total[0, i]), 2)) for i in places]
+        found[name] = [(texts[i], round(float(values.total[0, i]), 2)) for i in places]
     return found
 
 

@@ -13,26 +13,26 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_243,
     "certificate": 1_343,
-    "cli": 3_817,
-    "corpus": 2_181,
-    "data": 2_562,
-    "demo": 719,
+    "cli": 3_607,
+    "corpus": 2_000,
+    "data": 2_441,
+    "demo": 707,
     "direction": 4_324,
     "estimate": 2_560,
-    "fidelity": 6_201,
+    "fidelity": 6_199,
     "model": 5_813,
     "oracle": 5_449,
-    "report": 1_522,
+    "report": 1_344,
     "scoring": 988,
     "select": 568,
-    "support": 491,
+    "support": 458,
     "train": 10_257,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_360,
+    "commands": 2_359,
     "compare": 4_030,
     "methods": 4_755,
     "paper": 814,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_274), ("tests", 57_161)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_299), ("tests", 57_020)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -40,7 +40,6 @@ class Arguments:
         training: the trainer's configuration.
         model: TRL's ``ModelConfig``.
         run: what to do.
-        changed: option -> (value, default), for all that differ from their defaults.
         words: the command line.
         unread: options of recipes that gave way: to a policy that was named after them, or, of a
             Fisher, to a run that wants none.
@@ -51,7 +50,6 @@ class Arguments:
     training: Any
     model: ModelConfig
     run: RunArguments
-    changed: dict[str, tuple[Any, Any]]
     words: tuple[str, ...]
     unread: tuple[str, ...] = ()
 
@@ -105,8 +103,6 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     if template is not None:
         found.chat_template_path = packaged_file(template) or template
     unread = _give_way(found, training, _earlier_than_policy(recipes, words))
-    if found.dry_run and not _has_gpu():
-        found.use_cpu = True  # else bf16 would be refused where the plan is made, not the run
     made = [_make(kind, found) for kind in parser.dataclass_types]
     run, data, config, model = made
     for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
@@ -115,11 +111,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
             unread = (*unread, name)
             for place in (found, data):
                 setattr(place, name, None)
-    default = _parser(command, training).parse_known_args([])[0]
-    changed = _changed(found, default, (DataArguments, training, ModelConfig))
-    if found.dry_run and not _has_gpu():
-        changed.pop("use_cpu", None)
-    return Arguments(command, data, config, model, run, changed, tuple(words), unread)
+    return Arguments(command, data, config, model, run, tuple(words), unread)
 
 
 def _named(words: Sequence[str]) -> set[str]:
@@ -213,18 +205,3 @@ def _make(kind: Any, found: argparse.Namespace) -> Any:
             got=text[:400],
             remedy="use_cpu: true and bf16: false train without a GPU" if "bf16" in text else "",
         ) from None
-
-
-def _changed(
-    found: argparse.Namespace, default: argparse.Namespace, kinds: Sequence[Any]
-) -> dict[str, tuple[Any, Any]]:
-    """What differs from what a command line without recipe and options gives."""
-    names = [f.name for kind in kinds for f in dataclasses.fields(kind) if f.init]
-    pairs = {name: (getattr(found, name), getattr(default, name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

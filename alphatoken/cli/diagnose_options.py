@@ -43,15 +43,9 @@ __all__ = [
 _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in one report."
 
 _WRITES = """\
-Writes to the folder given with --output_dir:
-  {name}/diagnosis.json   the conclusion, the tables and notes; it is written last
-  {name}/*.csv            each table, and what each figure shows
-  {name}/*.svg            each figure
-  report.html{pad}all diagnoses of the folder on one page that needs nothing from elsewhere
-  run.json{pad}   what the numbers depend on; --resume compares it
-
-Exit status: 0 done, 1 a diagnostic of "all" could not run or a file could not be written, 2 wrong
-arguments or input, 130 interrupted.
+Writes {name}/diagnosis.json, its tables (CSV) and figures (SVG), report.html of all diagnoses, and
+run.json, which --resume compares, to the folder given with --output_dir. Exit status 1: a
+diagnostic of "all" could not run.
 
 usage: alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE --output_dir DIR
            (--validation_file FILE | --validation_rows N) [options]"""
@@ -258,7 +252,7 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
 def _description(name: str) -> str:
     entries = entries_of(name)
     place = "NAME" if name == ALL else name
-    writes = _WRITES.format(name=place, pad=" " * (len(place) + 7))
+    writes = _WRITES.format(name=place)
     if name == ALL:
         width = max(len(entry.name) for entry in entries) + 2
         lines = [f"  {entry.name:{width}}{entry.question}" for entry in entries]

@@ -6,8 +6,8 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,9 +174,10 @@ class _Folder:
     Attributes:
         path: the folder.
         settings: what all diagnoses in it depend on.
-        diagnostics: name -> ``options`` and, once it has run, ``seconds`` or ``failure``.
+        diagnostics: ``options`` of each that was asked for, ``seconds`` once it has run.
         notes: on the rows.
         command: the last one, for the report.
+        failures: why diagnostics could not run.
     """
 
     path: Path
@@ -184,6 +185,7 @@ class _Folder:
     diagnostics: dict[str, dict[str, Any]]
     notes: Sequence[str]
     command: str
+    failures: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path, prepared: Prepared, request: Request) -> _Folder:
@@ -201,48 +203,30 @@ class _Folder:
             same_settings(earlier["settings"], prepared.settings)
             known = dict(earlier.get("diagnostics", {}))
         for name, options in request.options.items():
-            asked = {"options": asdict(options)}
+            asked = asdict(options)
             if name in known:
-                then = {f"{name}.{key}": value for key, value in known[name]["options"].items()}
-                now = {f"{name}.{key}": value for key, value in asked["options"].items()}
+                then, now = (
+                    {f"{name}.{key}": value for key, value in each.items()}
+                    for each in (known[name]["options"], asked)
+                )
                 same_settings(then, now)
-            known[name] = {**known.get(name, {}), **asked}
-        settings, notes = prepared.settings, prepared.notes
-        folder = cls(path, settings, known, notes, request.command)
-        folder._sweep()
+            known[name] = {**known.get(name, {}), "options": asked}
+        folder = cls(path, prepared.settings, known, prepared.notes, request.command)
         folder._write()
         return folder
 
-    @property
-    def failures(self) -> Mapping[str, str]:
-        """Why diagnostics could not run."""
-        return {
-            name: record["failure"]
-            for name, record in self.diagnostics.items()
-            if "failure" in record and not Diagnosis.finished(self.path / name)
-        }
-
     def keep(self, diagnosis: Diagnosis, seconds: float) -> None:
         """Write a diagnosis, and the page with it."""
-        diagnosis.save(self.path / diagnosis.name)
-        record = self.diagnostics[diagnosis.name]
-        record.pop("failure", None)
-        record["seconds"] = round(seconds, 1)
+        place = self.path / diagnosis.name
+        shutil.rmtree(place, ignore_errors=True)  # half of one, of a killed process
+        diagnosis.save(place)
+        self.diagnostics[diagnosis.name]["seconds"] = round(seconds, 1)
         self._write()
 
     def fail(self, name: str, reason: str) -> None:
         """Note why there is none."""
-        self.diagnostics[name]["failure"] = reason
+        self.failures[name] = reason
         self._write()
-
-    def _sweep(self) -> None:
-        """Remove what a killed process left behind: half a diagnosis, files never named."""
-        for name in self.diagnostics:
-            if (self.path / name).exists() and not Diagnosis.finished(self.path / name):
-                shutil.rmtree(self.path / name)
-        for name in (_MANIFEST, _PAGE):
-            for leftover in self.path.glob(f".{name}.*.tmp"):
-                leftover.unlink()
 
     def _write(self) -> None:
         model = Path(self.settings["model"])

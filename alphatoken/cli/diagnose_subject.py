@@ -34,7 +34,6 @@ from alphatoken.support.storage import weights_digest
 
 __all__ = [
     "Prepared",
-    "RetentionFile",
     "beside_models",
     "check_files",
     "prepare",
@@ -48,15 +47,6 @@ _FIELDS = ("prompt", "response", "messages")
 
 
 @dataclass(frozen=True)
-class RetentionFile:
-    """One ``--retention_set``: what the set is called, its file, the names of its fields."""
-
-    name: str
-    path: str
-    fields: Fields
-
-
-@dataclass(frozen=True)
 class Prepared:
     """A subject, what its numbers depend on, and what a reader must know of the rows."""
 
@@ -65,21 +55,30 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def retention_files(texts: Sequence[str]) -> list[RetentionFile]:
-    """``[NAME=]FILE[,prompt=FIELD][,response=FIELD][,messages=FIELD]``, each as its parts.
+def retention_files(texts: Sequence[str]) -> dict[str, tuple[str, Fields]]:
+    """``[NAME=]FILE[,prompt=FIELD][,response=FIELD][,messages=FIELD]``: name -> file, its fields.
 
     A set without a name is called as its file.
 
     Raises:
         ConfigError: an unknown part, or a name twice.
     """
-    found = [_retention_file(text) for text in texts]
-    named = [one.name for one in found]
-    twice = next((name for name in named if named.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(
-            "two retention sets have one name", got=repr(twice), remedy="--retention_set NAME=FILE"
-        )
+    found: dict[str, tuple[str, Fields]] = {}
+    for text in texts:
+        whole = Path(text).is_file()  # whatever its name looks like
+        path, *parts = [text] if whole else text.split(",")
+        name, equals, rest = path.partition("=")
+        if whole or not equals or "/" in name:
+            name, rest = Path(path).stem, path
+        columns = dict(part.partition("=")[::2] for part in parts)
+        if not set(columns) <= set(_FIELDS) or not all(columns.values()) or name in found:
+            raise ConfigError(
+                "--retention_set cannot be read",
+                got=f"{text!r}{' has the name of another' if name in found else ''}",
+                remedy="[NAME=]FILE[,prompt=FIELD][,response=FIELD] or [NAME=]FILE,messages=FIELD",
+            )
+        prompt, response, messages = map(columns.get, _FIELDS)
+        found[name] = rest, Fields(prompt, response, messages)
     return found
 
 
@@ -103,30 +102,6 @@ def beside_models(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _retention_file(text: str) -> RetentionFile:
-    if Path(text).is_file():
-        return RetentionFile(Path(text).stem, text, Fields())
-    path, *parts = text.split(",")
-    name, equals, rest = path.partition("=")
-    if equals and "/" not in name:
-        path = rest
-    else:
-        name = Path(path).stem
-    given: dict[str, str] = {}
-    for part in parts:
-        field, equals, column = part.partition("=")
-        if field not in _FIELDS or not (equals and column):
-            raise ConfigError(
-                "--retention_set cannot be read",
-                got=f"{part!r} in {text!r}",
-                remedy="[NAME=]FILE[,prompt=FIELD][,response=FIELD] or [NAME=]FILE,messages=FIELD",
-            )
-        given[field] = column
-    return RetentionFile(
-        name, path, Fields(given.get("prompt"), given.get("response"), given.get("messages"))
-    )
-
-
 def check_files(options: DiagnoseOptions) -> None:
     """See that each file named is there, and each number has a meaning, before anything is loaded.
 
@@ -144,9 +119,8 @@ def check_files(options: DiagnoseOptions) -> None:
     scorer_config(options)
     beside_models(options.beside)
     named = [("training", options.train_file), ("validation", options.validation_file)]
-    named += [
-        (f"retention ({one.name})", one.path) for one in retention_files(options.retention_set)
-    ]
+    sets = retention_files(options.retention_set)
+    named += [(f"retention ({name})", path) for name, (path, _) in sets.items()]
     named.append(("Fisher", options.fisher_file))
     for what, path in named:
         if path is not None and not Path(path).exists():
@@ -162,8 +136,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     config = scorer_config(options)
     tokenizer = options.tokenizer()
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
-    sets = retention_files(options.retention_set)
-    pools, retention, notes = _read(options, sets, fisher)
+    pools, retention, notes = _read(options, fisher)
     how = encoding(options)
     encode = partial(_encoded, tokenizer=tokenizer, notes=notes)
     train = encode(pools.train, "training", how)
@@ -208,7 +181,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
 
 
 def _read(
-    options: DiagnoseOptions, sets: Sequence[RetentionFile], fisher: FisherDrift | None
+    options: DiagnoseOptions, fisher: FisherDrift | None
 ) -> tuple[Pools, dict[str, list[Row]], list[str]]:
     """Pools that share nothing, in ``fisher`` its prompts; retention rows by set; and sentences.
 
@@ -223,15 +196,15 @@ def _read(
         most = options.validation_rows or VALIDATION_ROWS
         held = _drawn(held, most, options.seed, "validation rows", "--validation_rows", notes)
     retention = {
-        one.name: _drawn(
-            read_rows(one.path, fields=one.fields),
+        name: _drawn(
+            read_rows(path, fields=named),
             options.retention_rows,
             options.seed,
-            f"retention rows of {one.name}",
+            f"retention rows of {name}",
             "--retention_rows",
             notes,
         )
-        for one in sets
+        for name, (path, named) in retention_files(options.retention_set).items()
     }
     pools = split_pools(
         data,
@@ -239,7 +212,6 @@ def _read(
         validation_rows=0 if held is not None else options.validation_rows or 0,
         fisher=[row for rows in retention.values() for row in rows],
         fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
-        on_leak=options.on_leak,
         leak_key=options.leak_key,
         seed=options.seed,
     )
@@ -266,7 +238,6 @@ def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools
     drawn = split_pools(
         pools.train,
         fisher_rows=count,
-        on_leak=options.on_leak,
         leak_key=options.leak_key,
         seed=options.seed,
     )

@@ -39,12 +39,6 @@ output
   Without --keep_ratio a row is dropped only where value + t * value_error < 0, one-sided at
   --confidence; with it the best rows by value are kept until they hold this share of the response
   tokens.
-
-examples
-  alphatoken filter --model_name_or_path ./model --train_file train.jsonl \\
-      --validation_file dev.jsonl --output_file judged.jsonl
-  alphatoken filter --model_name_or_path ./model --train_file train.jsonl --validation_rows 64 \\
-      --keep_ratio 0.5 --output_file judged.jsonl
 """
 
 

@@ -30,7 +30,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.select.confidence import select_harmless
 from alphatoken.select.masks import keep_count, response_values
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import replacing, weights_digest
+from alphatoken.support.storage import replacing, weights_digest, write_jsonl
 from alphatoken.values import standard_error
 
 __all__ = ["run"]
@@ -96,12 +96,11 @@ def run(options: FilterOptions) -> None:
         "parts": parts,
         "batch_size": options.batch_size,
     }
-    journal = Journal(
-        _journal(out), settings, resume=options.resume, overwrite=options.overwrite_output
-    )
-    found = _valued(scorer, corpus, journal, options, survey.counts["train"])
+    journal = _journal(out)
+    earlier = _earlier(journal, settings, options)
+    found = _valued(scorer, corpus, journal, earlier, options, survey.counts["train"])
     _write(out, corpus.source, survey.outcomes, found, _kept(found, parts, options))
-    journal.path.unlink()
+    journal.unlink()
 
 
 # --- before the work ------------------------------------------------------------------------------
@@ -155,70 +154,50 @@ def _journal(out: Path) -> Path:
 # --- the work -------------------------------------------------------------------------------------
 
 
-class Journal:
-    """Lines of rows that are valued, beside the output, so that an interrupted run goes on.
-
-    Args:
-        path: of the file.
-        settings: what values depend on.
-        resume: keep what an earlier run left, if its settings were the same.
-        overwrite: begin anew.
+def _earlier(path: Path, settings: dict[str, Any], options: FilterOptions) -> list[_Judged]:
+    """Rows that an interrupted run has valued; from now on ``path`` holds them and the settings.
 
     Raises:
         ConfigError: an earlier run and no word on it, or one with other settings.
     """
-
-    def __init__(
-        self, path: Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
-    ) -> None:
-        self.path, self.found = path, list[_Judged]()
-        if path.exists() and not resume and not overwrite:
+    found = list[_Judged]()
+    if path.exists() and not options.overwrite_output:
+        if not options.resume:
             raise ConfigError(
                 "an earlier run was interrupted here",
                 got=str(path),
                 remedy="--resume to go on with it, or --overwrite_output to begin anew",
             )
-        if path.exists() and resume:
-            head, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
-            try:
-                earlier = json.loads(head)
-            except ValueError:
-                earlier, lines = dict(settings), []  # killed before it had written a line
-            same_settings(earlier, settings)
-            # The last line of a process that was killed may be half a line.
-            self.found = [_Judged(**json.loads(line)) for line in lines if line.endswith("\n")]
-        with replacing(path) as temporary:
-            self._write(temporary, "w", [settings, *(vars(one) for one in self.found)])
-
-    def add(self, found: Sequence[_Judged]) -> None:
-        """Rows that are valued now."""
-        self.found += found
-        self._write(self.path, "a", [vars(one) for one in found])
-
-    @staticmethod
-    def _write(path: Path, mode: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        with path.open(mode, encoding="utf-8") as file:
-            file.writelines(json.dumps(dict(line)) + "\n" for line in lines)
+        head, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        same_settings(json.loads(head), settings)
+        # The last line of a process that was killed may be half a line.
+        found = [_Judged(**json.loads(line)) for line in lines if line.endswith("\n")]
+    write_jsonl(path, [settings, *map(vars, found)])
+    return found
 
 
 def _valued(
-    scorer: Scorer, corpus: Corpus, journal: Journal, options: FilterOptions, count: int
-) -> list[_Judged]:
-    """All ``count`` rows that can be valued, those that the journal holds first."""
+    scorer: Scorer, corpus: Corpus, journal: Path, found: list[_Judged], options: FilterOptions,
+    count: int,
+) -> list[_Judged]:  # fmt: skip
+    """All ``count`` rows that can be valued, after those that were ``found`` in the journal."""
     tracker = Tracker("Valuing rows", count, not options.quiet)
-    tracker.resume(len(journal.found))
-    start = journal.found[-1].row + 1 if journal.found else 0
+    tracker.resume(len(found))
+    start = found[-1].row + 1 if found else 0
     left = (row.example for row in corpus.rows(start) if row.example is not None)
     try:
         while some := list(islice(left, options.batch_size)):
-            journal.add(list(_of_batch(scorer, some)))
-            tracker.report(len(journal.found))
+            valued = list(_of_batch(scorer, some))
+            with journal.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(vars(one)) + "\n" for one in valued)
+            found += valued
+            tracker.report(len(found))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"{len(journal.found)} of {count} rows are valued and kept; the same command "
+            f"{len(found)} of {count} rows are valued and kept; the same command "
             "with --resume goes on after them"
         ) from None
-    return journal.found
+    return found
 
 
 def _of_batch(scorer: Scorer, examples: Sequence[Example]) -> Iterator[_Judged]:

@@ -19,7 +19,7 @@ import argparse
 import inspect
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -51,8 +51,7 @@ __all__ = [
     "spelled",
 ]
 
-_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_WORDS = {int: "a whole number", float: "a number", str: "a text"}
 
 T = TypeVar("T")
 
@@ -77,11 +76,7 @@ class Kind:
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
-        """Of a type.
-
-        Raises:
-            TypeError: of a type whose values have no text. A programmer's mistake.
-        """
+        """Of a type."""
         origin, inside = typing.get_origin(hint), typing.get_args(hint)
         if origin in (typing.Union, types.UnionType) and inside[1:] == (types.NoneType,):
             return replace(cls.of(inside[0]), optional=True)
@@ -91,8 +86,6 @@ class Kind:
             return replace(cls.of(inside[0]), listed=True)
         if origin is Literal:
             return cls(type(inside[0]), choices=inside)
-        if hint not in _WORDS:
-            raise TypeError(f"an option of type {hint!r} has no text")
         return cls(hint)
 
     def read(self, text: str, least: int | None = None) -> Any:
@@ -109,10 +102,9 @@ class Kind:
         parts = [text]
         if self.several:
             parts = [part.strip() for part in text.split(",") if text]
-        one: Callable[[str], Any] = _boolean if self.base is bool else self.base
         try:
-            values = tuple(one(part) for part in parts)
-        except (ValueError, KeyError):
+            values = tuple(map(self.base, parts))
+        except ValueError:
             several = "; several with commas between them" if self.several else ""
             words = _WORDS[self.base] + several + (", or none" if self.optional else "")
             raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from None
@@ -127,7 +119,7 @@ def flag_of(one: Field[Any]) -> str:
 
 
 def kinds_of(options: type) -> dict[str, Kind]:
-    """The kind of each field, by name; see :meth:`Kind.of` for what is refused."""
+    """The kind of each field, by name."""
     hints = typing.get_type_hints(options)
     return {one.name: Kind.of(hints[one.name]) for one in fields(options)}
 
@@ -137,21 +129,9 @@ def default_of(one: Field[Any]) -> Any:
     return one.default if one.default_factory is MISSING else one.default_factory()
 
 
-def _boolean(word: str) -> bool:
-    return _BOOLEANS[word.lower()]
-
-
 def shown(value: Any) -> str:
-    """A value as it would be written.
-
-    >>> shown((0.1, 1.0)), shown(None)
-    ('0.1,1.0', 'none')
-    """
-    if isinstance(value, (tuple, list)):
-        return ",".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "none" if value is None else str(value)
+    """A default as it would be written."""
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 # --- argparse -------------------------------------------------------------------------------------
@@ -338,9 +318,6 @@ class LeftOutOptions:
         "skip",
         "Rows without a response, pairs with an empty response or two equal ones, on the command "
         "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
-    )
-    on_leak: Literal["remove", "error"] = option(
-        "remove", "what happens to training rows that repeat held-out ones"
     )
     leak_key: Literal["prompt", "conversation"] = option(
         "prompt", "rows repeat each other where they share the prompt, or all of the conversation"

@@ -46,26 +46,9 @@ data
   that repeat a validation row or prompt, or a prompt of the Fisher, are removed and counted.
 
 output
-  OUT/values/part-*.parquet (or .jsonl)  one record an example: row, place, and lists with an entry
-                                         a token: input_ids, labels, keep, value, its components
-  OUT/summary.json                       settings, counts, distributions
-  OUT/report.html                        heatmaps, distributions, highest and lowest tokens
-  OUT/run.json, OUT/job                  what --resume compares and goes on from
-  OUT/bad_rows.jsonl                     with --on_bad_rows skip: place and reason of each
-  OUT/dataset/part-*.parquet             with --write_dataset, one row an example: input_ids,
-                                         attention_mask, labels (-100 where dropped), loss_weights
-
-  Every file is written whole or not at all. Stop at any time; the same command with --resume
-  continues after the last finished part.
-
-examples
-  alphatoken score --model_name_or_path ./model --train_file train.jsonl --validation_rows 64 \\
-      --output_dir values
-  alphatoken fisher --model_name_or_path ./model --train_file held_out.jsonl \\
-      --output_file fisher.safetensors
-  alphatoken score --model_name_or_path ./model-now --train_file train.jsonl \\
-      --validation_file dev.jsonl --fisher_file fisher.safetensors --output_dir values
-  alphatoken score --logprobs before.parquet after.parquet --output_dir values
+  OUT/values/part-*.parquet, one record an example with lists of an entry a token; summary.json and
+  report.html; with --write_dataset OUT/dataset. Every file is written whole or not at all. Stop at
+  any time; the same command with --resume continues after the last finished part.
 """
 
 
@@ -90,14 +73,9 @@ class _Rows:
 
 
 @dataclass(kw_only=True)
-class _Finer:
-    """How to value, further."""
+class _Scope:
+    """Which tokens are ranked together."""
 
-    parameters: str = option(
-        "linears",
-        f"{PARAMETERS} (all and patterns: --estimator label only)",
-        flag="value_parameters",
-    )
     scope: Literal["batch", "sequence", "dataset"] = option(
         "batch",
         "rank tokens within a batch (the paper), a sequence, or all of them",
@@ -106,16 +84,23 @@ class _Finer:
 
 
 @dataclass(kw_only=True)
+class _Finer:
+    """How to value, further."""
+
+    parameters: str = option(
+        "linears",
+        f"{PARAMETERS} (all and patterns: --estimator label only)",
+        flag="value_parameters",
+    )
+
+
+@dataclass(kw_only=True)
 class _Output:
     """How to write."""
 
-    format: Literal["parquet", "jsonl"] | None = option(
-        None, "default: parquet if pyarrow is there"
-    )
     shard_size: int | None = option(
         None, "rows of the data a file; default: 64 or more, for about a thousand files", least=1
     )
-    components: bool = option(True, "write the parts of each value as well as the total")
 
 
 @dataclass(kw_only=True)
@@ -124,6 +109,7 @@ class ScoreOptions(
     _Rows,
     ValuationOptions,
     BudgetOptions,
+    _Scope,
     _Finer,
     ReadingOptions,
     TrainingRowOptions,
@@ -144,24 +130,12 @@ class _Files:
     model_name_or_path: str | None = option(None, "whose tokens they are: texts of the report")
     estimator: Literal["walk"] = option("walk", "what the value of a token is")
     output_dir: str = option(help="folder for the results")
-
-
-@dataclass(kw_only=True)
-class _ReportOfFiles:
-    """How to write, and how to run."""
-
-    scope: Literal["batch", "sequence", "dataset"] = option(
-        "batch",
-        "rank tokens within a batch (the paper), a sequence, or all of them",
-        flag="keep_scope",
-    )
-    report_rows: int = option(40, "rows shown in the report", least=1)
     report: bool = option(True, "write an HTML report")
     overwrite_output: bool = option(False, "replace what is there")
 
 
 @dataclass(kw_only=True)
-class LogprobOptions(_Files, BudgetOptions, _ReportOfFiles, RunningOptions):
+class LogprobOptions(_Files, BudgetOptions, _Scope, RunningOptions):
     """Everything that ``alphatoken score --logprobs`` is told."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -13,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.options import CommandParser, default_of, shown
-from alphatoken.cli.recipes import packaged_recipes
+from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import ConfigError, DataError, ModelError
 from alphatoken.train.fields import AlphaFields, PairFields
 
 __all__ = [
     "build_trainer",
-    "check_files",
+    "check_launch",
     "help_text",
     "load_tokenizer",
     "model_options",
@@ -31,6 +32,12 @@ __all__ = [
 ]
 
 _NEEDED = ("accelerate", "datasets", "trl")
+
+_INSIDE = ("ACCELERATE_MIXED_PRECISION", "LOCAL_RANK", "WORLD_SIZE")
+"""Set in a process that accelerate or torchrun has started."""
+
+_BY_SLURM = "SLURM_STEP_NUM_TASKS"
+"""Number of tasks of a step of SLURM; nothing that trains here reads it."""
 
 
 def require_libraries() -> None:
@@ -88,32 +95,17 @@ def _run(command: str, words: Sequence[str]) -> int:
         return 0
     configuration, trainer = trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.launching import check_launch
     from alphatoken.cli.training_data import check_rows
 
     arguments = read_arguments(command, words, configuration)
-    check_files(arguments)
-    check_output(arguments)
+    if arguments.model.model_name_or_path is None:
+        raise ConfigError("no model is named", remedy="--model_name_or_path FOLDER_OR_HUB_NAME")
     check_rows(arguments)
-    if arguments.run.dry_run:
-        print("\n".join(_told(arguments)))
-        return 0
+    check_output(arguments)
     check_launch(arguments)
     clear_output(arguments)
     _train(arguments, trainer)
     return 0
-
-
-def _told(arguments: Any) -> Iterator[str]:
-    """What ``--dry_run`` prints: model and rows, then whatever differs from its default."""
-    data = arguments.data
-    yield f"command: {arguments.command}"
-    yield f"model: {arguments.model.model_name_or_path}"
-    yield f"training rows: {data.train_file or data.dataset_name or 'none named'}"
-    for name, (value, default) in arguments.changed.items():
-        yield f"{name}: {shown(value)} (default {shown(default)})"
-    for name in arguments.unread:
-        yield f"{name}: of no use to policy {arguments.training.policy} here, left out"
 
 
 def help_text(command: str) -> str:
@@ -159,31 +151,6 @@ def _recipe_lines(command: str) -> Iterator[str]:
             yield f"  {recipe.name:20}  {recipe.about}".replace("%", "%%")
 
 
-def check_files(arguments: Any) -> None:
-    """See that whatever is named by a path is there, before any work.
-
-    Raises:
-        ConfigError: names the option and the path; no model is named.
-    """
-    if arguments.model.model_name_or_path is None:
-        raise ConfigError("no model is named", remedy="--model_name_or_path FOLDER_OR_HUB_NAME")
-    files = (
-        "train_file",
-        "validation_file",
-        "retention_data",
-        "fisher_data",
-        "fisher_file",
-        "eval_data",
-    )
-    named = {name: getattr(arguments.data, name) for name in files}
-    template = getattr(arguments.training, "chat_template_path", None)
-    if template is not None and Path(template).suffix in (".jinja", ".j2"):
-        named["chat_template_path"] = template
-    for name, path in named.items():
-        if path is not None and not Path(path).exists():
-            raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
-
-
 def check_output(arguments: Any) -> None:
     """Refuse an output folder with something in it, unless it is to be resumed or overwritten.
 
@@ -223,6 +190,43 @@ def _first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def check_launch(arguments: Any) -> None:
+    """See that the run has the processes that it is meant for, before anything is deleted.
+
+    Raises:
+        ConfigError: a layout that nobody has started, several GPUs for one process, or tasks of
+            SLURM that do not know of each other.
+    """
+    if any(key in os.environ for key in _INSIDE):
+        return
+    own = ["-m", "alphatoken.cli", arguments.command, *arguments.words]
+    name = arguments.run.accelerate_config
+    if name not in (None, "none"):
+        path = accelerate_config(name)[0]
+        start = shlex.join(["accelerate", "launch", "--config_file", str(path), *own])
+        raise ConfigError(
+            "the run is meant for several processes",
+            got=f"accelerate_config {name} in one process",
+            remedy=f"{start}; or --accelerate_config none for one process",
+        )
+    if int(os.environ.get(_BY_SLURM) or 1) > 1:
+        raise ConfigError(
+            "the tasks of this step of SLURM would each train alone",
+            got=f"{_BY_SLURM}={os.environ[_BY_SLURM]}, no WORLD_SIZE",
+            why="all would train on the same rows, and write to the same folder",
+            remedy="one task a machine (srun --ntasks-per-node 1), and in it torchrun or "
+            "`accelerate launch`",
+        )
+    if (gpus := arguments.training.n_gpu) > 1:
+        start = shlex.join(["torchrun", "--nproc-per-node", str(gpus), *own])
+        raise ConfigError(
+            "one process would split each batch over several GPUs",
+            got=f"{gpus} GPUs",
+            why="torch.nn.DataParallel does not work with token values",
+            remedy=f"{start}; or CUDA_VISIBLE_DEVICES=0 for one of them",
+        )
+
+
 # --- training -----------------------------------------------------------------------------------
 
 
@@ -234,6 +238,8 @@ def _train(arguments: Any, kind: type[Any]) -> None:
 
     args, first = arguments.training, trainer.accelerator.is_main_process
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
+    policy = args.policy
+    notes += [f"{name} is of no use to policy {policy} and left out" for name in arguments.unread]
     for note in notes if first else ():
         print(f"note: {note}", file=sys.stderr)
     try:
@@ -371,5 +377,7 @@ def load_tokenizer(arguments: Any) -> Any:
     )
     template = getattr(args, "chat_template_path", None)
     if template is not None and Path(template).suffix in (".jinja", ".j2"):
+        if not Path(template).is_file():
+            raise ConfigError("chat_template_path is not there", got=template)
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     return tokenizer

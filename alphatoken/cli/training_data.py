@@ -14,7 +14,7 @@ from alphatoken.data import leak_keys, split_pools
 from alphatoken.errors import ConfigError
 from alphatoken.train.policies import chosen_policy
 
-__all__ = ["HeldOut", "RunData", "check_rows", "held_out", "load_run_data"]
+__all__ = ["RunData", "check_rows", "load_run_data"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
     """
     check_rows(arguments)
     reader = RowReader(arguments, tokenizer, vocabulary)
-    held, data = held_out(arguments), arguments.data
+    (validation, fisher), data = _drawn(arguments), arguments.data
     train = reader.training_rows()
     sources = {
-        "validation": data.validation_file if held.validation is not None else None,
-        "fisher": data.fisher_data if held.fisher is not None else None,
+        "validation": data.validation_file if validation is not None else None,
+        "fisher": data.fisher_data if fisher is not None else None,
         "retention": data.retention_data,
     }
     own = {
@@ -60,7 +60,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
         for name, source in sources.items()
         if source is not None
     }
-    kept, notes = _separate(arguments, held, train, own)
+    kept, notes = _separate(arguments, validation, fisher, train, own)
     found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
     evaluation = None
     if evaluates(arguments):
@@ -71,16 +71,8 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
 # --- how many rows are held out -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Rows to draw from the training rows; None where no such rows are needed at all."""
-
-    validation: int | None
-    fisher: int | None
-
-
-def held_out(arguments: Arguments) -> HeldOut:
-    """What the options ask to be drawn from the training rows.
+def _drawn(arguments: Arguments) -> tuple[int | None, int | None]:
+    """Validation rows and Fisher prompts to draw from the training rows; None: none are read.
 
     The policy has no say: the controls (random, all) train on the same rows.
     """
@@ -96,7 +88,7 @@ def held_out(arguments: Arguments) -> HeldOut:
     if args.reads_fisher and data.fisher_file is None:
         fisher = 0 if data.fisher_data else data.fisher_prompts
         fisher = args.fisher_samples if fisher is None else fisher
-    return HeldOut(validation, fisher)
+    return validation, fisher
 
 
 def check_rows(arguments: Arguments) -> None:
@@ -151,7 +143,8 @@ def _check_fisher(arguments: Arguments) -> None:
 
 def _separate(
     arguments: Arguments,
-    held: HeldOut,
+    validation: int | None,
+    fisher: int | None,
     train: Sequence[Item],
     own: Mapping[str, Sequence[Item]],
 ) -> tuple[dict[str, list[Item]], list[str]]:
@@ -166,11 +159,10 @@ def _separate(
     pools = split_pools(
         rows["train"],
         validation=rows.get("validation"),
-        validation_rows=held.validation or 0,
+        validation_rows=validation or 0,
         fisher=rows.get("fisher"),
-        fisher_rows=held.fisher or 0,
+        fisher_rows=fisher or 0,
         fisher_keys=keys | _fitted_keys(arguments.data),
-        on_leak=arguments.data.on_leak,
         leak_key=arguments.data.leak_key,
         seed=arguments.data.split_seed,
     )

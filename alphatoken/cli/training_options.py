@@ -46,11 +46,7 @@ class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
     eval_data: str | None = option(None, "FILE of rows for TRL's own evaluation.")
     chosen_column: str | None = option(None, "Column of the chosen response (DPO).")
     rejected_column: str | None = option(None, "Column of the rejected response (DPO).")
-    row_format: Literal["auto", "text"] = option(
-        "auto",
-        "'auto' writes rows through the tokenizer's chat template, if it has one; 'text' as "
-        "plain text.",
-    )
+    chat_template: bool = option(True, "write chats with the tokenizer's template")
     long_prompts: Literal["drop", "cut"] = option(
         "drop",
         "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
@@ -73,9 +69,6 @@ class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
 class RunArguments:
     """What the command does beside training."""
 
-    dry_run: bool = option(
-        False, "Print what would be trained, and each option that differs from its default."
-    )
     resume: bool = option(
         False, "Continue after the last complete checkpoint in output_dir, if there is one."
     )

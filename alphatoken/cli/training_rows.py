@@ -32,23 +32,28 @@ Item = Example | Pair
 """What is trained on; its ``row`` is what other rows are compared with."""
 
 
-_PLACE = "training rows must come from one place"
-_ONE = "give train_file (a local file) or dataset_name (of the hub)"
+_FILES = ("train_file", "validation_file", "retention_data", "fisher_data", "fisher_file",
+          "eval_data")  # fmt: skip
 
 
-def check_source(arguments: Arguments) -> bool:
-    """Refuse what names rows twice, or rows that this command does not read.
-
-    Returns:
-        Whether training rows are named at all: a recipe may leave them to the command line.
+def check_source(arguments: Arguments) -> None:
+    """Refuse what names no rows, or two of them, or rows that this command does not read.
 
     Raises:
-        ConfigError: two sources, a stream, evaluation without rows.
+        ConfigError: no source or two, a file that is not there, a stream, evaluation without rows.
     """
     data = arguments.data
     given = [name for name in ("train_file", "dataset_name") if getattr(data, name)]
-    if len(given) > 1:
-        raise ConfigError(_PLACE, got=" and ".join(given), remedy=_ONE)
+    if len(given) != 1:
+        raise ConfigError(
+            "training rows must come from one place",
+            got=" and ".join(given) or "none named",
+            remedy="give train_file (a local file) or dataset_name (of the hub)",
+        )
+    for name in _FILES:
+        path = getattr(data, name)
+        if path is not None and not Path(path).exists():
+            raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
     if data.dataset_streaming:
         raise ConfigError(
             "streamed data sets are not read by this command",
@@ -59,7 +64,6 @@ def check_source(arguments: Arguments) -> bool:
         raise ConfigError(
             "evaluation needs rows", got="eval_strategy without eval_data", remedy="--eval_data"
         )
-    return bool(given)
 
 
 def evaluates(arguments: Arguments) -> bool:
@@ -80,7 +84,7 @@ class RowReader:
         self.tokenizer = rows_tokenizer(arguments.training, tokenizer)
         self.how = EncodeOptions(
             turns=self.data.turns,
-            chat_template=self.data.row_format != "text",
+            chat_template=self.data.chat_template,
             vocabulary=vocabulary,
         )
         template = getattr(self.tokenizer, "chat_template", None) is not None
@@ -89,8 +93,6 @@ class RowReader:
     def training_rows(self) -> list[Item]:
         """From the file, or the hub."""
         data = self.data
-        if not check_source(self.arguments):
-            raise ConfigError(_PLACE, got="none named", remedy=_ONE)
         if data.train_file is not None:
             return self.file_rows(data.train_file, "training", data.train_limit)
         assert data.dataset_name is not None  # see check_source

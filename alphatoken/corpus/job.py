@@ -3,12 +3,10 @@
 OUT/run.json                 settings; the same at a resumed run
 OUT/job/job.json             where the rows are, which of them are held out
 OUT/job/gradient.safetensors G
-OUT/job/blocks/00000.json    what became of the rows of each finished part
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -82,12 +80,6 @@ class Job:
         return self.spec.folder
 
     @property
-    def digest(self) -> str:
-        """Digest of the settings."""
-        text = json.dumps(self.settings, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    @property
     def block(self) -> int:
         """Rows of a value file, those that are left out included."""
         return self.spec.shard_size or _block(self.corpus.source.rows)
@@ -104,16 +96,11 @@ class Job:
 
     def part(self, number: int) -> Path:
         """The value file of a block."""
-        return self.folder / "values" / f"part-{number:05d}.{self.spec.format}"
-
-    def facts(self, number: int) -> Path:
-        """What became of the rows of a block; written after its value file."""
-        return self.folder / "job" / "blocks" / f"{number:05d}.json"
+        return self.folder / "values" / f"part-{number:05d}.parquet"
 
     def missing(self) -> list[int]:
         """Blocks that are not finished."""
-        paths = ((n, self.part(n), self.facts(n)) for n in self.blocks)
-        return [number for number, part, facts in paths if not (part.exists() and facts.exists())]
+        return [number for number in self.blocks if not self.part(number).exists()]
 
     def scorer(self) -> Scorer:
         """A scorer of its own validation rows; it builds G when it is first used."""
@@ -185,7 +172,6 @@ def _corpus(spec: JobSpec, source: Any) -> tuple[Corpus, FisherDrift | None]:
         tokenizer,
         spec.model.within(spec.how, spec.config.layers),
         fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
-        on_leak=spec.on_leak,
         leak_key=spec.leak_key,
     )
     return corpus, fisher
@@ -279,8 +265,6 @@ def _settings(job: Job) -> dict[str, Any]:
         "shard_size": job.block,
         "max_length": how.pop("max_length"),
         "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),
-        "format": spec.format,
-        "components": spec.components,
         "leak_key": spec.leak_key,
         "seed": spec.seed,
         "row_format": job.encoded.format,
@@ -300,7 +284,7 @@ def seal_job(job: Job) -> None:
         "drawn": sorted(job.corpus.drawn),
         "held": sorted(job.corpus.held),
     }
-    job.facts(0).parent.mkdir(parents=True, exist_ok=True)
+    job.gradient.parent.mkdir(parents=True, exist_ok=True)
     write_json(job.folder / "job" / "job.json", document, default=str)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 
 from alphatoken.corpus.folder import file_digest, refuse_foreign, require_writable
-from alphatoken.corpus.results import keep_over_all, texts_of
+from alphatoken.corpus.results import keep_over_all
+from alphatoken.data import token_texts
 from alphatoken.errors import ConfigError, DataError, quoted
-from alphatoken.report import ScoredExample, summarise, write_report, write_values
+from alphatoken.report import ScoredExample, read_values, summarise, write_report, write_values
 from alphatoken.report.examples import IGNORE
 from alphatoken.report.files import pyarrow_modules
 from alphatoken.select.masks import keep_count, select_top
-from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import write_json
 from alphatoken.train.loading import load_tokenizer
 
@@ -60,8 +60,6 @@ class LogprobSpec:
         batch_size: rows of a batch.
         seed: of the rows that the report shows.
         report: a page is written.
-        report_rows: rows that it shows.
-        quiet: no progress.
     """
 
     logprobs: Sequence[str]
@@ -72,8 +70,6 @@ class LogprobSpec:
     batch_size: int = 8
     seed: int = 0
     report: bool = True
-    report_rows: int = 40
-    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,15 +115,6 @@ def _rows(path: str) -> Iterator[_Row]:
                     number += 1
     except DataError:
         raise
-    except _UNREADABLE as error:
-        raise _bad(path, quoted(error)) from error
-
-
-def _count(path: str) -> int:
-    _, pq = pyarrow_modules()
-    try:
-        with pq.ParquetFile(path) as file:
-            return int(file.metadata.num_rows)
     except _UNREADABLE as error:
         raise _bad(path, quoted(error)) from error
 
@@ -262,7 +249,7 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
     keep_count(spec.ratio, 1, name="--keep_ratio")
     require_writable(folder)
     name = spec.model_name_or_path
-    texts = _ids if name is None else partial(texts_of, load_tokenizer(name))
+    texts = _ids if name is None else partial(token_texts, load_tokenizer(name))
     lost = [path for path in spec.logprobs if _inside(path, folder / "values")]
     if lost:
         raise ConfigError(
@@ -271,9 +258,6 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
             why="an earlier run's values are removed first",
             remedy="another --output_dir",
         )
-    rows = max(_count(path) for path in spec.logprobs)
-    if not rows:
-        raise ConfigError("there is no row to value", got=", ".join(spec.logprobs))
     manifest, values = folder / "run.json", folder / "values"
     refuse_foreign(manifest, [values], resume=False, overwrite=overwrite)
     settings = {
@@ -288,8 +272,14 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
     shutil.rmtree(values, ignore_errors=True)
     values.mkdir(parents=True)
     write_json(manifest, {"settings": settings})
+    examples, parts = _selected(spec), 0
     try:
-        _write(spec, values, rows)
+        while (first := next(examples, None)) is not None:
+            path = values / f"part-{parts:05d}.parquet"
+            write_values(path, chain([first], islice(examples, _BLOCK - 1)))
+            parts += 1
+        if not parts:
+            raise ConfigError("there is no row to value", got=", ".join(spec.logprobs))
     except BaseException:
         shutil.rmtree(values, ignore_errors=True)
         manifest.unlink()
@@ -303,31 +293,11 @@ def _inside(path: str, folder: Path) -> bool:
     return folder.resolve() in Path(path).resolve().parents
 
 
-def _write(spec: LogprobSpec, folder: Path, rows: int) -> None:
-    """Value files of a fixed number of rows each."""
-    tracker, done = Tracker("Reading log-probabilities", rows, not spec.quiet), 0
-    examples = _selected(spec)
-    for number in range(-(-rows // _BLOCK)):
-
-        def counted() -> Iterator[ScoredExample]:
-            nonlocal done
-            for example in islice(examples, _BLOCK):
-                yield example
-                done += 1
-                tracker.report(done)
-
-        write_values(folder / f"part-{number:05d}.parquet", counted())
-
-
 def _summarise(
     spec: LogprobSpec, settings: dict[str, Any], texts: Callable[[Any], list[str]], start: float
 ) -> None:
-    from alphatoken.report import read_values
-
     folder = Path(spec.output_dir)
-    summary = summarise(
-        read_values(folder / "values"), sample=spec.report_rows, seed=spec.seed, texts=texts
-    )
+    summary = summarise(read_values(folder / "values"), seed=spec.seed, texts=texts)
     note = (
         "Values are log-probabilities after the walk less those before it, in nats, as two files "
         "have them: exact for the whole way, up to the rounding of the engine that wrote them."

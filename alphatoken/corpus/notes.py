@@ -1,29 +1,20 @@
-"""What a reader of the values must know, in sentences; and the size of the two directions."""
+"""What a reader of the values must know, in sentences."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken import FisherDrift, ScorerConfig
 from alphatoken.data import EncodeReport
 from alphatoken.report import ValueSummary
 
-__all__ = ["about_encoding", "about_pools", "balance_by_layer", "write_notes"]
+__all__ = ["about_encoding", "about_pools", "write_notes"]
 
-_KINDS = {
-    "alphatoken": "The estimator is the paper's: the direct part is exact, the causal part "
-    "(Value-Propagation) is approximate. --estimator label gives the exact value that a loss mask "
-    "acts on; --verify N compares the two on this model.",
-    "direct": "The estimator is the exact direct part; causal paths through later positions are "
-    "left out.",
-    "same_layer_hop": "The direct part is exact; the causal part holds same-layer hops only.",
-    "path": "The values attribute by the position where weights are used (exact); a loss mask acts "
-    "on label values.",
-    "walk": "Values are losses of the model less losses after steps on the validation rows, or of "
-    "the reference model, in nats: exact for the whole way, up to the rounding of two forwards.",
-    "paper_literal": "This estimator counts the causal path twice; it is offered for comparison.",
-}
+_APPROXIMATE = (
+    "The estimator is the paper's: the direct part is exact, the causal part (Value-Propagation) "
+    "is approximate. --estimator label gives the exact value that a loss mask acts on; --verify N "
+    "compares the two on this model."
+)
 
 
 def write_notes(
@@ -35,7 +26,7 @@ def write_notes(
     warned: Sequence[str],
 ) -> list[str]:
     """Sentences for the report, the summary and the console; what is trivially so is left out."""
-    notes = [_KINDS[config.estimator]] if config.estimator in _KINDS else []
+    notes = [_APPROXIMATE] if config.estimator == "alphatoken" else []
     if config.estimator != "walk":
         notes += _about_stability(fisher, summary)
     validation = encoded["validation"]
@@ -56,8 +47,8 @@ def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[
     if fisher is None:
         return ["No Fisher was given: stability is zero and the total is adaptation alone."]
     notes = []
-    stability = summary.columns.get("stability")
-    if stability is not None and not stability.any():
+    ranges = {one.key: (one.minimum, one.maximum) for one in summary.components}
+    if ranges.get("stability") == (0.0, 0.0):
         notes.append(
             "The retention term is exactly zero: the model's weights are the Fisher's reference, "
             "as at the first step of training. Stability begins to count once they have moved."
@@ -95,33 +86,3 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
     }
     name = name[:1].upper() + name[1:]
     return [f"{name} rows {what}: {count}." for what, count in lost.items() if count]
-
-
-def balance_by_layer(scorer: Scorer) -> list[dict[str, object]]:
-    """Frobenius norms of G and lambda V per decoder layer, and their ratio (None where G is 0).
-
-    Empty without a retention term. Parameters outside the layers are left out.
-    """
-    if scorer.config.estimator == "walk":
-        return []
-    direction = scorer.direction
-    if direction.stability is None:
-        return []
-    layers: dict[int, list[float]] = {}
-    for linear in scorer.scope.linears:
-        g = direction.adaptation.get(linear.weight_name)
-        if g is None:
-            continue
-        squares = layers.setdefault(linear.layer, [0.0, 0.0])
-        squares[0] += float(g.square().sum())
-        v = direction.stability[linear.weight_name]
-        squares[1] += float(v.square().sum()) * direction.stability_weight**2
-    return [
-        {
-            "layer": layer,
-            "adaptation": math.sqrt(g),
-            "stability": math.sqrt(v),
-            "ratio": math.sqrt(v / g) if g > 0 else None,
-        }
-        for layer, (g, v) in sorted(layers.items())
-    ]

@@ -81,7 +81,6 @@ class ResultOptions:
     """What to make of the values."""
 
     report: bool = option(True, "write an HTML report")
-    report_rows: int = option(40, "rows shown in the report", least=1)
     write_dataset: bool = option(
         False, "write the rows as a data set too: labels, which any trainer reads, and loss_weights"
     )

@@ -17,7 +17,7 @@ from alphatoken.data import EncodeOptions, EncodeReport, Example, encode_rows
 from alphatoken.data.reading import Reading
 from alphatoken.data.rows import Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row
-from alphatoken.data.split import check_draw, none_left, refuse_leaks, repeated_in
+from alphatoken.data.split import check_draw, none_left, repeated_in
 from alphatoken.errors import DataError
 
 __all__ = ["OUTCOMES", "Corpus", "CorpusRow", "Survey", "draw_rows", "encode_some"]
@@ -70,11 +70,13 @@ class Survey:
         counts: of rows, by what becomes of them.
         encoded: sums up those that became tokens.
         outcomes: of each row, its place in :data:`OUTCOMES`.
+        bad: index, place and reason of each row that cannot be read or written as tokens.
     """
 
     counts: dict[str, int]
     encoded: EncodeReport
     outcomes: bytearray
+    bad: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,6 @@ class Corpus:
         drawn: rows that are validation rows themselves.
         held: ``leak_keys`` of the validation rows.
         fisher: those of the rows that the Fisher was fitted on.
-        on_leak: "remove" or "error" for rows that repeat held-out ones.
         leak_key: rows repeat each other by their "prompt", or by the "conversation" only.
     """
 
@@ -100,7 +101,6 @@ class Corpus:
     drawn: frozenset[int] = frozenset()
     held: frozenset[str] = frozenset()
     fisher: frozenset[str] = frozenset()
-    on_leak: str = "remove"
     leak_key: str = "prompt"
 
     def rows(
@@ -109,7 +109,7 @@ class Corpus:
         """What becomes of each row; ``reading`` is told which columns were read as what.
 
         Raises:
-            DataError: a row that is to stop the run, by ``how`` or ``on_leak``.
+            DataError: a row that is to stop the run, by ``how``.
         """
         make = partial(row_of, fields=self.fields, reading=reading)
         records = self.source.read(start, stop)
@@ -131,8 +131,6 @@ class Corpus:
             return CorpusRow(row.index, row.place, "drawn_validation")
         pools = {"validation": self.held, "fisher": self.fisher}
         if (pool := repeated_in(row, pools, self.leak_key)) is not None:
-            if self.on_leak == "error":
-                refuse_leaks({pool: [row]})
             return CorpusRow(row.index, row.place, f"removed_same_as_{pool}")
         examples, report = encode_rows([row], self.tokenizer, self.how)
         if report.skipped_bad:
@@ -152,12 +150,14 @@ class Corpus:
         Raises:
             DataError: as of :meth:`rows`; or no row is left.
         """
-        outcomes, encoded = bytearray(), EncodeReport()
+        outcomes, encoded, bad = bytearray(), EncodeReport(), list[dict[str, Any]]()
         reading = Reading(Path(self.source.path).name)
         for number, row in enumerate(self.rows(reading=reading)):
             outcomes.append(OUTCOMES.index(row.outcome))
             if row.outcome in _LEFT:
                 reading.leave(_LEFT[row.outcome], row.place)
+            if row.outcome == "bad_rows":
+                bad.append({"index": row.index, "place": row.place, "reason": row.reason})
             if row.encoded is not None:
                 encoded.add(row.encoded)
             if report is not None and number % 256 == 0:
@@ -169,7 +169,7 @@ class Corpus:
         counts = {"rows": self.source.rows, **counts}
         if not seen["train"]:
             raise none_left(counts)
-        return Survey(counts, encoded, outcomes)
+        return Survey(counts, encoded, outcomes, bad)
 
 
 def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:

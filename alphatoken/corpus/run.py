@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,7 +72,8 @@ def score_corpus(
             why="each is one loss less another, and nothing in it is approximated",
             remedy="leave --verify out",
         )
-    spec = here.share_of(replace(spec, format=_format(spec, wanted)))
+    _check_libraries(wanted)
+    spec = here.share_of(spec)
     with here.together():
         if here.rank == 0:
             _lead(spec, wanted, engine, here, resume=resume, overwrite=overwrite)
@@ -157,17 +157,15 @@ def _seal(job: Job, scorer: Scorer) -> None:
         scorer.save_gradient(job.gradient)
 
 
-def _format(spec: JobSpec, wanted: ResultOptions) -> str:
-    """The format of the value files; what is not installed is missed now, not after the work."""
-    arrow = find_spec("pyarrow") is not None
-    if (spec.format == "parquet" or wanted.write_dataset) and not arrow:
-        raise ConfigError("Parquet needs pyarrow", remedy="pip install pyarrow, or --format jsonl")
+def _check_libraries(wanted: ResultOptions) -> None:
+    """Miss now what is not installed, and not after the work."""
+    if find_spec("pyarrow") is None:
+        raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
     if wanted.report and (missing := missing_libraries()):
         raise ConfigError(
             f"the HTML report needs {' and '.join(missing)}",
             remedy="pip install 'alphatoken[report]', or leave it out: --no_report",
         )
-    return spec.format or ("parquet" if arrow else "jsonl")
 
 
 def _open(job: Job, *, overwrite: bool) -> None:

@@ -37,15 +37,12 @@ class JobSpec:
         fields: which columns are read.
         how: training rows become tokens; the model's own limits are added to it.
         limit: most training rows that are read.
-        on_leak: "remove" or "error" for training rows that repeat held-out ones.
         leak_key: rows repeat each other by their "prompt", or by the "conversation" only.
         batch_size: rows of one forward.
         seed: of every draw.
         ratio: share of the tokens that are kept.
         scope: they are ranked within a "batch", a "sequence", or the whole "dataset".
-        format: "parquet" or "jsonl"; None takes Parquet where it is installed.
         shard_size: rows of the data a file; None makes about a thousand files.
-        components: the parts of each value are written as well.
         quiet: no progress and no notes.
     """
 
@@ -60,15 +57,12 @@ class JobSpec:
     fields: Fields = field(default_factory=Fields)
     how: EncodeOptions = field(default_factory=lambda: EncodeOptions(on_empty="skip"))
     limit: int | None = None
-    on_leak: str = "remove"
     leak_key: str = "prompt"
     batch_size: int = 8
     seed: int = 0
     ratio: float = 0.5
     scope: str = "batch"
-    format: str | None = None
     shard_size: int | None = None
-    components: bool = True
     quiet: bool = False
 
     @property

@@ -23,7 +23,7 @@ from alphatoken.data.encode import (
     encode_rows,
 )
 from alphatoken.data.pairs import Pair, pair_of, read_pairs
-from alphatoken.data.pieces import TokenText, token_texts
+from alphatoken.data.pieces import token_texts
 from alphatoken.data.reading import Reading
 from alphatoken.data.rows import Fields, Row, Turn, row_of
 from alphatoken.data.source import read_records, read_rows
@@ -40,7 +40,6 @@ __all__ = [
     "Pools",
     "Reading",
     "Row",
-    "TokenText",
     "Turn",
     "WeightedCollator",
     "batches",

@@ -30,10 +30,7 @@ __all__ = [
 IGNORE = -100
 
 _SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate and merge)"
-_WITHOUT = (
-    "leave the template out (--no_chat_template; --row_format text in sft and dpo, --no_chat in "
-    "evaluate)"
-)
+_WITHOUT = "leave the template out (--no_chat_template; --no_chat in evaluate)"
 
 PLAIN_FORMAT = (
     "the tokenizer's start token (if it uses one); then, turn by turn, the text of a turn that is "
@@ -56,7 +53,6 @@ class EncodeOptions:
             all of them): "error" stops and names the row, "skip" drops and counts it.
         turns: label "all" assistant turns, or the "last" one only.
         chat_template: use the tokenizer's chat template where it has one.
-        end_token: end each assistant turn of the plain format with the end token.
         vocabulary: rows of the model's embedding, which every token must have one of; None is not
             looked at.
         on_bad_rows: what happens to a row that cannot be written as tokens (a template refuses it,
@@ -68,7 +64,6 @@ class EncodeOptions:
     on_empty: str = "error"
     turns: str = "all"
     chat_template: bool = True
-    end_token: bool = True
     vocabulary: int | None = None
     on_bad_rows: str = "error"
 
@@ -306,7 +301,7 @@ def _plain(
         if turn.role == "assistant":
             piece = _ids(tokenizer, turn.text) if turn.text else []
             end = getattr(tokenizer, "eos_token_id", None)
-            if options.end_token and end is not None:
+            if end is not None:
                 piece.append(int(end))
         else:
             piece = _ids(tokenizer, turn.text + "\n") if turn.text else []

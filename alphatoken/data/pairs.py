@@ -1,12 +1,11 @@
 """Preference pairs: one prompt, a chosen and a rejected response.
 
 A pair is written in many ways: three texts; a prompt with messages; two whole conversations that
-begin alike; two transcripts with ``Human:`` and ``Assistant:``. All become turns here.
+begin alike. All become turns here.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +32,6 @@ __all__ = ["CHOSEN", "REJECTED", "Pair", "pair_of", "read_pairs"]
 
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
-_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
-_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -135,24 +132,14 @@ def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) 
 
 
 def _of_texts(prompt: Turns | None, chosen: str, rejected: str, place: str) -> Parts:
-    """Three texts; or two transcripts that begin alike."""
+    """Three texts."""
     if prompt is not None:
         return prompt, (Turn("assistant", chosen),), (Turn("assistant", rejected),)
-    if all(_SPEAKER.match(text) for text in (chosen, rejected)):
-        return _split(_transcript(chosen), _transcript(rejected), place)
     raise DataError(
         "a pair of texts has no prompt",
         got=f"{place}: {short(chosen, 40)!r} and {short(rejected, 40)!r}",
         remedy="name its column with --prompt_column, or write it into one: what both texts "
         "begin with (trl.extract_prompt)",
-    )
-
-
-def _transcript(text: str) -> tuple[Turn, ...]:
-    pieces = _SPEAKER.split(text)[1:]  # what is before the first speaker is empty
-    return tuple(
-        Turn(_SPEAKERS[speaker], said.strip())
-        for speaker, said in zip(pieces[::2], pieces[1::2], strict=True)
     )
 
 

@@ -7,40 +7,31 @@ each token is given what it adds to the text decoded so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TokenText", "token_texts"]
+__all__ = ["token_texts"]
 
 _LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 character: more pending tokens than that never become one."""
 
 
-@dataclass(frozen=True)
-class TokenText:
-    """What one token adds to the text.
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text each token adds, in order; one entry a token.
 
-    ``partial`` marks a token that ends inside a character; its ``text`` is then the vocabulary's
-    name of it (``<0xF0>``) or a placeholder, and the token that completes the character shows it.
+    A token that ends inside a character has the vocabulary's name of it (``<0xF0>``) or a
+    placeholder; the token that completes the character shows it.
     """
-
-    text: str
-    partial: bool = False
-
-
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[TokenText]:
-    """The text each token adds, in order; one entry a token."""
     ids = list(ids)
-    result: list[TokenText] = []
+    result: list[str] = []
     start = read = 0  # ids[start:read] is decoded text that gives the next token its context
     for index, token in enumerate(ids):
         before = _decode(tokenizer, ids[start:read])
         after = _decode(tokenizer, ids[start : index + 1])
         pending = index + 1 - read
         if after.endswith("\ufffd") and pending < _LONGEST_CHARACTER:
-            result.append(TokenText(_name(tokenizer, token), partial=True))
+            result.append(_name(tokenizer, token))
             continue
-        result.append(TokenText(after[len(before) :]))
+        result.append(after[len(before) :])
         start, read = read, index + 1
     return result
 

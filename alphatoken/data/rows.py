@@ -102,7 +102,7 @@ class Fields:
 
     Known names: prompt, instruction, question, query, each with an optional ``input`` or
     ``context``; response, output, answer, completion; messages, conversations; system,
-    system_prompt, system_message; history. Of a pair: those of a prompt, or none, where both
+    system_prompt, system_message. Of a pair: those of a prompt, or none, where both
     responses are whole conversations; chosen, chosen_response; rejected, rejected_response.
     """
 
@@ -261,7 +261,7 @@ def _plain_text(columns: Columns, name: str) -> tuple[Turn, ...]:
 
 
 def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
-    """System text, history and prompt of a record, the prompt with what is put under it.
+    """System text and prompt of a record, the prompt with what is put under it.
 
     Raises:
         DataError: one of them is of another form.
@@ -271,8 +271,6 @@ def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
     if isinstance(value, str):
         added = [columns.text(n, "prompt") for n in _ADDED if n != name and columns.first([n])]
         asked = (Turn("user", "\n".join([value, *filter(None, added)])),)
-    if columns.first(["history"]):
-        asked = (*_history(columns.take("history", "history"), place), *asked)
     return with_system(columns, asked)
 
 
@@ -294,25 +292,6 @@ def with_system(columns: Columns, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
         "the row has two system texts",
         got=f"{columns.place}: in {name!r} and in the chat",
         remedy=f"--unread_columns {name} keeps the chat's",
-    )
-
-
-def _history(value: Any, place: str) -> tuple[Turn, ...]:
-    """Earlier turns: a list of [question, answer], or of messages."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if all(isinstance(message, Mapping) for message in value):
-            return tuple(turn_of(message, place) for message in value)
-        pairs = [tuple(one) for one in value if isinstance(one, Sequence)]
-        texts = [text for pair in pairs for text in pair]
-        if len(pairs) == len(value) and all(
-            len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
-        ):
-            roles = ("user", "assistant")
-            return tuple(Turn(roles[i % 2], text) for i, text in enumerate(texts))
-    raise DataError(
-        "field 'history' is no list of earlier turns",
-        got=f"{place}: {short(repr(value))}",
-        remedy="write [[question, answer], ...] or messages, or --unread_columns history",
     )
 
 

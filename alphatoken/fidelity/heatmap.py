@@ -144,7 +144,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     )
     valued = _valued(subject, pool)
     words = [subject.texts(row) for row in valued.rows]
-    own = [words[row][at].text for row, at in zip(valued.belongs, valued.position, strict=True)]
+    own = [words[row][at] for row, at in zip(valued.belongs, valued.position, strict=True)]
     texts = [_text_of(valued, subject, options, place) for place in shown]
     tokens = _tokens_table(valued, own, shown)
     kinds, shares = _kinds_table(valued, own), _shares_table(valued)
@@ -212,7 +212,7 @@ def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> 
             for key in valued.parts
             if valued.columns[key].any()
         ]
-    texts = [visible(token.text) for token in subject.texts(example)]
+    texts = [visible(token) for token in subject.texts(example)]
     return ValuedText(place, f"row {place} ({example.row.place})", texts, response, tuple(panels))
 
 

@@ -1,4 +1,4 @@
-"""Diagnoses as sections of a page: every figure with its data, every number with its interval."""
+"""Diagnoses as sections of a page: every number with its interval."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def _picture(name: str, figure: Drawing) -> page.Picture:
         figure.caption,
         figure.svg,
         alt=figure.alt,
-        csv=figure.data.csv(),
     )
 
 
@@ -71,7 +70,6 @@ def _table(name: str, table: Table) -> page.ShownTable:
         table.title,
         list(_columns(table)),
         table.note,
-        csv=table.csv(),
         left_out=max(0, len(table.rows) - MOST_ROWS),
     )
 

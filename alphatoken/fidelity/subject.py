@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
-from alphatoken.data import Example, TokenText, batches, token_texts
+from alphatoken.data import Example, batches, token_texts
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
@@ -167,10 +167,10 @@ class Subject:
             for batch in batches(rows, size or self.batch_size)
         ]
 
-    def texts(self, example: Example) -> list[TokenText]:
+    def texts(self, example: Example) -> list[str]:
         """The text each token of a row adds; its number in brackets without a tokenizer."""
         if self.tokenizer is None:
-            return [TokenText(f"[{token}]") for token in example.input_ids]
+            return [f"[{token}]" for token in example.input_ids]
         return token_texts(self.tokenizer, example.input_ids)
 
     def retention_rows(self, each: int = 8) -> dict[str, list[Example]]:

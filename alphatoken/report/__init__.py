@@ -1,11 +1,11 @@
 """Value files, and self-contained HTML pages: heatmaps, distributions, extremes.
 
-- ``files``: :func:`write_values` and :func:`read_values` keep one record a token, as Parquet or
-  JSONL, written whole or not at all; ``examples``: the scored sequences that they hold.
+- ``files``: :func:`write_values` and :func:`read_values` keep one record an example, as Parquet,
+  written whole or not at all; ``examples``: the scored sequences that they hold.
 - ``statistics``: :func:`summarise` goes through all of them once.
 - ``page``: one template and one style for every page of the library (values, a training run,
   diagnoses); nothing from outside is loaded, and only our own script may run.
-  :func:`write_report` (``build``, ``distributions``) makes the page of values with it.
+  :func:`write_report` (``build``) makes the page of values with it.
 - ``drawing``: one style of figure, a palette for all eyes, SVG. ``numbers``: how a page writes a
   number.
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.report.distributions import distributions
-from alphatoken.report.examples import COMPONENTS, Component, ScoredExample, visible
+from alphatoken.report.examples import COMPONENTS, ScoredExample, visible
 from alphatoken.report.numbers import number
 from alphatoken.report.page import (
     Column,
@@ -22,7 +21,7 @@ from alphatoken.report.page import (
 )
 from alphatoken.report.statistics import Extreme, ValueSummary
 
-__all__ = ["value_sections", "write_report"]
+__all__ = ["write_report"]
 
 MOST_TOKENS = 12_000
 """Tokens shown in all heatmaps together: keeps the page near one megabyte."""
@@ -71,7 +70,7 @@ def write_report(
         (_share(summary), f"kept by the selection, {number(summary.kept_tokens)} tokens"),
         *((str(settings[k]), said) for k, said in _HEADER.items() if k in settings),
     ]
-    sections, data = value_sections(summary)
+    sections, data = _value_sections(summary)
     html = render_page(
         title,
         _LEAD,
@@ -90,20 +89,12 @@ def _share(summary: ValueSummary) -> str:
     return f"{summary.kept_tokens / tokens:.1%}" if tokens else "none"
 
 
-def value_sections(
-    summary: ValueSummary,
-    *,
-    known: Sequence[Component] = COMPONENTS,
-) -> tuple[list[Section], dict[str, Any]]:
-    """What a page says about values, and what its script must read for it.
-
-    Args:
-        summary: of the values.
-        known: the components with their names and meanings, in the order of the page.
-    """
-    found = [component for component in known if component.key in summary.columns]
+def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any]]:
+    """What a page says about values, and what its script must read for it."""
+    said = {one.key: one for one in summary.components}
+    found = [component for component in COMPONENTS if component.key in said]
     # A component that is zero everywhere is said to be so; drawing it would only take room.
-    present = [c for c in found if c.key == "total" or summary.columns[c.key].any()]
+    present = [c for c in found if c.key == "total" or said[c.key].minimum or said[c.key].maximum]
     shown, left_out = shown_examples(summary.sample, [c.key for c in present])
     zero = [c.name for c in found if c not in present]
     heatmaps = environment().get_template("heatmap.html.j2")
@@ -116,7 +107,7 @@ def value_sections(
     )
     sections = [
         Section("heatmaps", "Values over the text", html=html),
-        distributions(summary, present),
+        _distributions(summary),
         _extremes("Highest", summary.highest),
         _extremes("Lowest", summary.lowest),
     ]
@@ -125,6 +116,20 @@ def value_sections(
 
 
 # --- tables ---------------------------------------------------------------------------------------
+
+
+def _distributions(summary: ValueSummary) -> Section:
+    names = {component.key: component.name for component in COMPONENTS}
+    said = summary.components
+    columns = [
+        Column("Component", [names[one.key] for one in said], "words"),
+        Column("Mean", [number(one.mean, signed=True) for one in said]),
+        Column("Lowest", [number(one.minimum, signed=True) for one in said]),
+        Column("Highest", [number(one.maximum, signed=True) for one in said]),
+        Column("Positive", [f"{one.positive:.0%}" for one in said]),
+    ]
+    table = ShownTable("distributions-table", "", columns)
+    return Section("distributions", "Distributions", tables=[table])
 
 
 def _extremes(side: str, tokens: Sequence[Extreme]) -> Section:

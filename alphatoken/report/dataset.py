@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -51,7 +49,6 @@ class DatasetCounts:
     rows_without_weight: int = 0
     response_tokens: int = 0
     trained_tokens: int = 0
-    weight: float = 0.0
 
 
 def write_dataset(values: Path, folder: Path) -> DatasetCounts:
@@ -67,18 +64,16 @@ def write_dataset(values: Path, folder: Path) -> DatasetCounts:
     folder.mkdir(parents=True, exist_ok=True)
     for earlier in (folder / "dataset.json", *folder.glob("part-*.parquet")):
         earlier.unlink(missing_ok=True)
-    counts, digest = DatasetCounts(), hashlib.sha256()
+    counts = DatasetCounts()
     for path in value_files(values):
         part = folder / f"{path.stem}.parquet"
-        write_parquet(part, _TYPES, _counted(read_values(path), counts, digest))
+        write_parquet(part, _TYPES, _counted(read_values(path), counts))
     write_text(folder / "README.md", CARD.format(folder=folder.name))
-    write_json(folder / "dataset.json", {**vars(counts), "sha256": digest.hexdigest()})
+    write_json(folder / "dataset.json", vars(counts))
     return counts
 
 
-def _counted(
-    examples: Iterable[ScoredExample], counts: DatasetCounts, digest: Any
-) -> Iterator[Record]:
+def _counted(examples: Iterable[ScoredExample], counts: DatasetCounts) -> Iterator[Record]:
     """The rows that have a weight, counted."""
     for example in examples:
         weights = np.where(example.response, example.kept, 0).astype(np.float32)
@@ -90,13 +85,10 @@ def _counted(
         labels = np.where(weights != 0, np.asarray(example.labels, np.int64), IGNORE)
         counts.rows += 1
         counts.trained_tokens += int((weights != 0).sum())
-        counts.weight += float(weights.sum(dtype=np.float64))
-        columns = {
+        yield {
             "input_ids": ids,
             "attention_mask": np.ones_like(ids),
             "labels": labels,
             "loss_weights": weights,
+            "row": example.row,
         }
-        for column in (*columns.values(), np.array([example.row])):
-            digest.update(column.tobytes())
-        yield {**columns, "row": example.row}

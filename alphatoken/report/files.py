@@ -1,4 +1,4 @@
-"""Files of values: one record an example, as Parquet or JSONL.
+"""Files of values: one record an example, as Parquet.
 
 Columns: ``row`` (row of the training file, from 0), ``place`` (how a person finds it), and lists
 with an entry a token: ``input_ids``, ``labels`` (-100: not learned), ``keep``, ``value`` (the
@@ -10,7 +10,6 @@ run have five columns more (:class:`alphatoken.report.Visits`): ``visits``, ``la
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -25,7 +24,6 @@ from alphatoken.report.examples import COMPONENTS, IGNORE, ScoredExample, Visits
 from alphatoken.support.storage import replacing
 
 __all__ = [
-    "FORMATS",
     "pyarrow_modules",
     "read_totals",
     "read_values",
@@ -34,7 +32,6 @@ __all__ = [
     "write_values",
 ]
 
-FORMATS = ("parquet", "jsonl")
 _COLUMNS: dict[str, str] = {
     component.key: "value" if component.key == "total" else component.key
     for component in COMPONENTS
@@ -49,29 +46,17 @@ _ROWS = 64
 
 
 def write_values(path: str | Path, examples: Iterable[ScoredExample]) -> None:
-    """Write one file, whole or not at all; its suffix (.parquet, .jsonl) decides the format.
+    """Write one file, whole or not at all.
 
     Examples are taken one after the other, and a few thousand tokens of them held at a time.
 
     Raises:
-        ConfigError: Parquet without pyarrow, or another suffix.
+        ConfigError: pyarrow is missing.
         DataError: the file could not be written; an old one is intact.
     """
-    path, records = Path(path), map(_record, examples)
-    if path.suffix == ".jsonl":
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            for record in records:
-                plain = {
-                    k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in record.items()
-                }
-                file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
-    elif path.suffix == ".parquet":
-        first = next(records, None)
-        write_parquet(path, _types(first), chain([] if first is None else [first], records))
-    else:
-        raise ConfigError(
-            "unknown format of a value file", got=path.name, remedy=".parquet, .jsonl"
-        )
+    records = map(_record, examples)
+    first = next(records, None)
+    write_parquet(Path(path), _types(first), chain([] if first is None else [first], records))
 
 
 Record = Mapping[str, Any]
@@ -125,7 +110,7 @@ def pyarrow_modules() -> tuple[Any, Any]:
         import pyarrow.parquet as pq
     except ImportError:
         raise ConfigError(
-            "Parquet needs pyarrow", remedy="pip install pyarrow, or --format jsonl"
+            "Parquet needs pyarrow", remedy="pip install 'alphatoken[data]'"
         ) from None
     return pa, pq
 
@@ -175,8 +160,7 @@ def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 def value_files(folder: str | Path) -> list[Path]:
     """The value files in a folder, in order."""
-    found = [p for kind in FORMATS for p in Path(folder).glob(f"part-*.{kind}")]
-    return sorted(found)
+    return sorted(Path(folder).glob("part-*.parquet"))
 
 
 def read_values(
@@ -194,18 +178,10 @@ def read_values(
     path = Path(path)
     for file in value_files(path) if path.is_dir() else [path]:
         try:
-            for example in _parquet(file) if file.suffix == ".parquet" else _jsonl(file):
+            for example in _parquet(file):
                 yield example if texts is None else replace(example, tokens=texts(example.ids))
         except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
             raise _unreadable(file, problem) from problem
-
-
-def _jsonl(path: Path) -> Iterator[ScoredExample]:
-    with path.open(encoding="utf-8") as file:
-        for record in map(json.loads, file):
-            yield _example(
-                record, {k: np.array(v) for k, v in record.items() if isinstance(v, list)}
-            )
 
 
 def _parquet(path: Path) -> Iterator[ScoredExample]:
@@ -257,11 +233,6 @@ def read_totals(folder: str | Path) -> Iterator[NDArray[np.float64]]:
         DataError: as :func:`read_values`.
     """
     for path in value_files(folder):
-        if path.suffix != ".parquet":
-            yield from (
-                np.asarray(e.values["total"], np.float64)[e.response] for e in read_values(path)
-            )
-            continue
         try:
             for batch in _batches(path, ["labels", "value"]):
                 (labels, ends), (values, starts) = _list(batch["labels"]), _list(batch["value"])

@@ -1,7 +1,6 @@
 "use strict";
 (function () {
-  const source = document.getElementById("data").textContent;
-  const data = JSON.parse(source);
+  const data = JSON.parse(document.getElementById("data").textContent);
 
   function element(tag, attributes, text) {
     const node = document.createElement(tag);
@@ -146,12 +145,6 @@
     paint();
   }
 
-  document.getElementById("download").addEventListener("click", function () {
-    const link = element("a", { download: "alphatoken-report-data.json",
-      href: URL.createObjectURL(new Blob([source], { type: "application/json" })) });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-  });
   const list = document.getElementById("examples");
   if (list) heatmaps(list);
 })();

@@ -48,7 +48,6 @@ class Picture:
     """An SVG document, with its heading, what to look for, and what it shows in words.
 
     The page shows it as an image: nothing in it runs, or refers to a place outside itself.
-    ``csv`` holds what was drawn, to be downloaded.
     """
 
     anchor: str
@@ -56,7 +55,6 @@ class Picture:
     caption: str
     svg: str
     alt: str
-    csv: str = ""
 
     @property
     def width(self) -> int:
@@ -87,14 +85,13 @@ class Column:
 class ShownTable:
     """Equally long columns under a heading, or under the section's where ``title`` is "".
 
-    ``csv`` holds the whole table, to be downloaded, with the rows that are ``left_out`` here.
+    Rows that are ``left_out`` here are in a file.
     """
 
     anchor: str
     title: str
     columns: Sequence[Column]
     note: str = ""
-    csv: str = ""
     left_out: int = 0
 
     @property
@@ -162,7 +159,7 @@ def render_page(
         rows: sentences about the rows used, at the end.
         settings: what was run, at the end.
         command: what made the page, to be run again.
-        data: what the page's script reads, and a reader may download; None for no script.
+        data: what the page's script reads; None for no script.
 
     Raises:
         ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).
@@ -252,9 +249,9 @@ def _script() -> str:
     return files("alphatoken.report").joinpath("page.js").read_text(encoding="utf-8")
 
 
-def _address(text: str, kind: str) -> str:
-    """A file of that kind as its own address: an image, or a download without any script."""
-    return f"data:{kind};base64,{_base64(text.encode())}"
+def _address(svg: str) -> str:
+    """A picture as its own address."""
+    return f"data:image/svg+xml;base64,{_base64(svg.encode())}"
 
 
 def _base64(content: bytes) -> str:

@@ -22,11 +22,6 @@ _Token = tuple[float, ScoredExample, int]
 _CONTEXT = 10
 """Tokens shown on each side of an extreme token."""
 
-MOST_TOKENS = 250_000
-"""Tokens whose values are held for histograms."""
-
-_DRAWN = "drawn"
-
 
 @dataclass(frozen=True)
 class ComponentSummary:
@@ -66,10 +61,9 @@ class ValueSummary:
     highest: list[Extreme] = field(default_factory=list)
     lowest: list[Extreme] = field(default_factory=list)
     sample: list[ScoredExample] = field(default_factory=list)
-    columns: dict[str, NDArray[np.float64]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything that fits a summary file (no sample, no columns)."""
+        """Everything that fits a summary file (no sample)."""
         return {
             "sequences": self.sequences,
             "tokens": self.tokens,
@@ -88,7 +82,6 @@ def summarise(
     extremes: int = 15,
     seed: int = 0,
     texts: Callable[[Sequence[int]], list[str]] | None = None,
-    most: int = MOST_TOKENS,
 ) -> ValueSummary:
     """One pass over all examples: distributions, extremes, and a uniform sample to show.
 
@@ -99,11 +92,9 @@ def summarise(
         seed: of the sample.
         texts: token ids -> text of each token, for examples that come without; asked for those
             that are shown.
-        most: of more response tokens than this, ``columns`` hold a uniform sample of so many.
-            Everything else is of all tokens.
     """
     summary, chosen = ValueSummary(), _Reservoir(sample, seed)
-    columns, sums = _Columns(most, seed), _Sums()
+    sums = _Sums()
     high: list[_Token] = []
     low: list[_Token] = []
     for example in examples:
@@ -113,7 +104,6 @@ def summarise(
         chosen.offer(example)
         response = example.response
         own = {key: np.asarray(v, float)[response] for key, v in example.values.items()}
-        columns.add(own)
         sums.add(own)
         summary.response_tokens += int(response.sum())
         total, places = own["total"], np.flatnonzero(response)
@@ -122,7 +112,6 @@ def summarise(
                               key=_value)  # fmt: skip
         low = heapq.nsmallest(extremes, [*low, *_ends(total, places, total, example, extremes)],
                               key=_value)  # fmt: skip
-    summary.columns = columns.values()
     summary.components = sums.summaries()
     summary.highest = [_extreme(_worded(e, texts), place) for _, e, place in high]
     summary.lowest = [_extreme(_worded(e, texts), place) for _, e, place in low]
@@ -149,43 +138,6 @@ def _worded(
     if texts is None or example.tokens:
         return example
     return replace(example, tokens=texts(example.ids))
-
-
-class _Columns:
-    """Values of all response tokens, or of a uniform sample of them where they are too many.
-
-    Each token has a random number; those with the smallest ones are the sample.
-    """
-
-    def __init__(self, most: int, seed: int) -> None:
-        self._most, self._random = most, np.random.default_rng(seed)
-        self._parts: list[dict[str, NDArray[np.float64]]] = []
-        self._size, self._bound = 0, 1.0
-
-    def add(self, values: Mapping[str, NDArray[np.float64]]) -> None:
-        drawn = self._random.random(len(values["total"]))
-        part = {**values, _DRAWN: drawn}
-        if self._bound < 1:
-            part = {key: column[drawn < self._bound] for key, column in part.items()}
-        self._parts.append(part)
-        self._size += len(part[_DRAWN])
-        if self._size > 2 * self._most:
-            self._thin()
-
-    def _thin(self) -> None:
-        keys = self._parts[0]
-        joined = {key: np.concatenate([part[key] for part in self._parts]) for key in keys}
-        if self._size > self._most:
-            self._bound = float(np.partition(joined[_DRAWN], self._most)[self._most])
-            kept = joined[_DRAWN] < self._bound
-            joined = {key: column[kept] for key, column in joined.items()}
-        self._parts, self._size = [joined], len(joined[_DRAWN])
-
-    def values(self) -> dict[str, NDArray[np.float64]]:
-        if not self._parts:
-            return {}
-        self._thin()
-        return {key: column for key, column in self._parts[0].items() if key != _DRAWN}
 
 
 class _Sums:

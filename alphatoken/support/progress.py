@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from alphatoken.errors import ConfigError
-
 __all__ = ["Console", "Progress", "ProgressSink", "Tracker"]
 
 _LINE = "{desc}: {n_fmt}/{total_fmt} ({percentage:.0f}%), {rate_noinv_fmt}, {remaining} left"
@@ -73,12 +71,6 @@ class Tracker:
         self._label, self._total, self._first, self._note = label, total, 0, ""
         if progress is None:
             progress = sys.stderr.isatty()
-        if not isinstance(progress, bool) and not callable(progress):
-            raise ConfigError(
-                "progress is neither a bool, None nor a callable",
-                got=repr(progress),
-                remedy="pass True, False, None or a function of one Progress",
-            )
         self._sink = progress if callable(progress) else Console() if progress else None
 
     def resume(self, done: int) -> None:

@@ -151,7 +151,7 @@ class RunRecords(TrainerCallback):
             folder,
             None  # a plain trainer may have no tokenizer
             if tokenizer is None
-            else lambda ids: [piece.text for piece in token_texts(tokenizer, ids)],
+            else partial(token_texts, tokenizer),
         )
 
     def _all_ledgers(self) -> ValueLedger | None:

@@ -13,7 +13,7 @@ import torch
 
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.demo.world import draw_exchanges
-from alphatoken.support.machine import timed
+from benchmarks.machine import timed
 from benchmarks.measure import Run
 
 __all__ = ["training"]

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.certificate.metrics import spearman
 from alphatoken.model.batch import label_mask
-from alphatoken.support.machine import timed
+from benchmarks.machine import timed
 from benchmarks.measure import Run, alternate
 from benchmarks.peak import fresh_mib
 from benchmarks.peers import sizes

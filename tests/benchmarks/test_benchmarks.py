@@ -16,8 +16,8 @@ import torch
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.model.protocol import find_adapter
 from alphatoken.support import machine
-from alphatoken.support.machine import timed
 from benchmarks import exponent, measure, results, targets
+from benchmarks.machine import timed
 from benchmarks.models import Size
 
 ROOT = Path(__file__).resolve().parents[2]

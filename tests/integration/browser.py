@@ -150,15 +150,6 @@ class Browser:
     def move_to(self, x: float, y: float) -> None:
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def download(self, selector: str, path: Path) -> None:
-        """Click there, and wait until the file has come."""
-        self.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(path.parent))
-        self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
-        end = time.monotonic() + 60
-        while not path.exists():
-            assert time.monotonic() < end, f"{path.name} did not come"
-            time.sleep(0.05)
-
     def screenshot(self, path: Path) -> Path:
         data = self.send("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(data))

@@ -62,14 +62,12 @@ def by_hand(world: World, fisher: Path, **config: Any) -> tuple[Any, list[Exampl
     return tokenizer, train, Scorer(model, validation, drift, ScorerConfig(**config))
 
 
-@pytest.mark.parametrize(("estimator", "kind"), [("alphatoken", "parquet"), ("label", "jsonl")])
-def test_files_hold_what_the_scorer_says(
-    world: World, tmp_path: Path, estimator: str, kind: str
-) -> None:
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path, estimator: str) -> None:
     fisher_file = world / "fisher.safetensors"
-    assert world.score(tmp_path, estimator=estimator, format=kind, fisher=fisher_file) == 0
+    assert world.score(tmp_path, estimator=estimator, fisher=fisher_file) == 0
     assert [p.name for p in value_files(tmp_path / "values")] == [
-        f"part-0000{i}.{kind}" for i in range(3)
+        f"part-0000{i}.parquet" for i in range(3)
     ]
     tokenizer, train, scorer = by_hand(world, fisher_file, estimator=estimator)
     scored = load(tmp_path)
@@ -130,8 +128,6 @@ def test_summary_and_report_agree_with_the_values(world: World, tmp_path: Path) 
     assert summary["pools"]["drawn_validation"] == 5
     assert summary["settings"]["row_format"] == "the tokenizer's chat template"
     assert "agrees with the per-token oracle" in summary["certificate"]
-    assert [layer["layer"] for layer in summary["balance"]] == [1, 2, 3]
-    assert all(layer["ratio"] > 0 for layer in summary["balance"])
     page = (tmp_path / "report.html").read_text()
     assert "per-token oracle" in page
     assert "Value-Propagation" in page
@@ -187,8 +183,6 @@ def test_rows_of_the_fisher_and_of_validation_are_kept_out(world: World, tmp_pat
     assert counts["removed_same_as_validation"] == 6
     assert counts["removed_same_as_fisher"] == 5
     assert [e.row for e in load(out)] == list(range(20))
-    refused = world.score(tmp_path / "b", "--on_leak", "error", train=mixed, fisher=fisher)
-    assert refused == 2
 
 
 # --- the Fisher -----------------------------------------------------------------------------------
@@ -407,16 +401,13 @@ def test_bad_input_is_one_line_that_says_what(
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("package", "more"), [("pyarrow", ("--format", "parquet")), ("jinja2", ()), ("matplotlib", ())]
-)
+@pytest.mark.parametrize("package", ["pyarrow", "jinja2", "matplotlib"])
 def test_missing_extra_is_said_before_the_work(
     world: World,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     package: str,
-    more: tuple[str, ...],
 ) -> None:
     from alphatoken.corpus import run
     from alphatoken.report import page
@@ -426,14 +417,13 @@ def test_missing_extra_is_said_before_the_work(
         monkeypatch.setattr(
             module, "find_spec", lambda name: None if name == package else find(name)
         )
-    assert world.score(tmp_path / "out", *more) == 2
+    assert world.score(tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert package in said
     assert "pip install" in said
     assert not (tmp_path / "out").exists()
-    assert world.score(tmp_path / "out", "--no_report", limit=4) == 0
-    suffix = ".jsonl" if package == "pyarrow" else ".parquet"
-    assert value_files(tmp_path / "out" / "values")[0].suffix == suffix
+    status = world.score(tmp_path / "out", "--no_report", limit=4)
+    assert status == (2 if package == "pyarrow" else 0)
 
 
 def test_traceback_is_shown(world: World, tmp_path: Path) -> None:

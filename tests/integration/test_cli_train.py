@@ -132,7 +132,7 @@ def test_the_recommended_recipe_trains_on_every_row(base: str, tmp_path: Path) -
     words = [
         "--config", base, "--config", "recommended", "--train_file", str(file), "--use_cpu",
         "--bf16", "false", "--validation_file", str(clean), "--prompt_column", "prompt",
-            "--row_format", "text",
+            "--no_chat_template",
     ]  # fmt: skip
     data = load_run_data(read_arguments("sft", words, AlphaSFTConfig), Letters())
     assert len(data.train) == 90
@@ -188,7 +188,7 @@ def test_prompts_of_a_recipe_give_way_where_no_fisher_is_wanted(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
-def test_rows_that_repeat_validation_are_removed_or_refused(command: str, tmp_path: Path) -> None:
+def test_rows_that_repeat_validation_are_removed(command: str, tmp_path: Path) -> None:
     make = rows if command == "sft" else pairs
     train = jsonl(tmp_path / "train.jsonl", make(10))
     changed = {**make(1, 3)[0], WORDS[command]: "another answer"}
@@ -200,8 +200,6 @@ def test_rows_that_repeat_validation_are_removed_or_refused(command: str, tmp_pa
     assert len(data.train) == 9
     said = "1 training rows repeat a validation row or prompt and were removed."
     assert said in data.notes
-    with pytest.raises(DataError, match=r"train\.jsonl, line 4"):
-        load(command, tmp_path, *words, "--on_leak", "error", small=False)
 
 
 def test_retention_rows_are_kept_out_of_training(tmp_path: Path) -> None:
@@ -297,12 +295,12 @@ def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
         return bytes(row["input_ids"]).decode(), labelled.decode()
 
     words = ("--train_file", str(jsonl(tmp_path / "other.jsonl", others)), *words[2:4],
-             "--fisher_prompts", "0", "--on_leak", "remove", *words[4:])  # fmt: skip
+             "--fisher_prompts", "0", *words[4:])  # fmt: skip
     (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
     assert first() == ("a\nb\0c\nd\0", "b\0d\0")
     tokenizer.chat_template = "some"
     whole = "user: a\nassistant: b\nuser: c\nassistant: d\n"
-    assert first("--row_format", "text") == ("a\nb\0c\nd\0", "b\0d\0")
+    assert first("--no_chat_template") == ("a\nb\0c\nd\0", "b\0d\0")
     assert first() == (whole, "b\nd\n")
     assert first("--turns", "last") == (whole, "d\n")
     assert first("--completion_only_loss", "false") == (whole, whole)
@@ -376,8 +374,6 @@ def test_columns_that_are_not_there_are_named() -> None:
         {"prompt": "ask",
          "chosen": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes"}],
          "rejected": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "no"}]},
-        {"chosen": "\n\nHuman: ask\n\nAssistant: yes",
-         "rejected": "\n\nHuman: ask\n\nAssistant: no"},
     ],
 )  # fmt: skip
 def test_pairs_are_written_in_many_ways(record: dict[str, Any]) -> None:
@@ -387,13 +383,9 @@ def test_pairs_are_written_in_many_ways(record: dict[str, Any]) -> None:
     assert pair.rejected == (Turn("assistant", "no"),)
 
 
-def test_two_transcripts_part_where_they_differ() -> None:
+def test_what_is_no_pair_is_refused() -> None:
     with pytest.raises(DataError, match="a pair of texts has no prompt"):
         pair_of({"chosen": "the sky is blue", "rejected": "the sky is black"}, 0, "here")
-    before = "\n\nHuman: hello\n\nAssistant: yes?\n\nHuman: ask\n\nAssistant: "
-    pair = pair_of({"chosen": f"{before}good", "rejected": f"{before}bad"}, 0, "here")
-    assert [turn.role for turn in pair.prompt] == ["user", "assistant", "user"]
-    assert (pair.chosen[0].text, pair.rejected[0].text) == ("good", "bad")
     for record in (
         {"chosen": "a", "rejected": "b"},
         {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}],
@@ -448,7 +440,7 @@ def test_the_fisher_is_fitted_on_held_out_prompts(
     own = jsonl(tmp_path / "own.jsonl", make(3, 50))
     source = ["--fisher_prompts", "3"] if drawn else ["--fisher_data", str(own)]
     words = [
-        "--model_name_or_path", str(model), "--train_file", str(train), "--row_format", "text",
+        "--model_name_or_path", str(model), "--train_file", str(train), "--no_chat_template",
         "--validation_rows", "4", "--validation_batch_size", "2", *source, "--use_cpu",
         "--retention", "diagonal",
         "--bf16", "false", "--output_dir", str(tmp_path / "out"), "--fisher_samples", "4",

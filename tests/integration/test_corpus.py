@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -220,12 +219,6 @@ def test_two_runs_in_one_folder_are_refused(
         assert world.score(tmp_path / "out", "--no_report") == 0
     assert said == [2]
     assert "another run is at work in this folder" in capsys.readouterr().err
-    # A part of other settings, with its note: as a process that went on would leave them.
-    assert world.score(tmp_path / "other", "--no_report", ratio=0.3) == 0
-    for place in ("values/part-00001.parquet", "job/blocks/00001.json"):
-        shutil.copy(tmp_path / "other" / place, tmp_path / "out" / place)
-    assert world.score(tmp_path / "out", "--no_report", "--resume") == 2
-    assert "of a run with other settings" in capsys.readouterr().err
 
 
 def test_a_selection_over_all_keeps_the_files_types(world: World, tmp_path: Path) -> None:
@@ -259,16 +252,6 @@ def test_a_resumed_run_takes_the_sealed_gradient(
     parts[1].unlink()
     assert world.score(tmp_path / "a", "--no_report", "--resume") == 2
     assert "does not match the sha256" in capsys.readouterr().err
-
-
-def test_parts_of_values_are_left_out_on_request(world: World, tmp_path: Path) -> None:
-    fisher = world / "fisher.safetensors"
-    assert world.score(tmp_path / "a", "--no_components", fisher=fisher) == 0
-    assert world.score(tmp_path / "b", fisher=fisher) == 0
-    for less, more in zip(load(tmp_path / "a"), load(tmp_path / "b"), strict=True):
-        assert list(less.values) == ["total"]
-        assert (less.values["total"] == more.values["total"]).all()
-        assert "stability_causal" in more.values
 
 
 def test_engines_are_refused_before_any_work(
@@ -420,7 +403,6 @@ def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> Non
             "score", "--model_name_or_path", world / "moved", "--train_file", train,
             "--validation_file", held, "--output_dir", tmp_path / f"out{count}",
             "--per_device_train_batch_size", 256, "--score_layers", 1, "--keep_scope", "dataset",
-            "--no_components",
         ]  # fmt: skip
         run = subprocess.run(
             [sys.executable, "-c", code, *map(str, words)],

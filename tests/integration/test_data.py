@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from alphatoken.data import (
     EncodeOptions,
+    Example,
     Fields,
     Row,
     Turn,
@@ -153,8 +154,8 @@ def test_plain_format_is_as_stated() -> None:
     ids, _ = encode_row(chat("ab", "cd", "ef", "gh"), tokenizer)
     assert tokenizer.decode(ids) == "<s>ab\ncd</s>ef\ngh</s>"
     assert labelled_text(tokenizer, chat("ab", "cd", "ef", "gh")) == ["cd</s>", "gh</s>"]
-    last = EncodeOptions(turns="last", end_token=False)
-    assert labelled_text(tokenizer, chat("ab", "cd", "ef", "gh"), last) == ["gh"]
+    last = EncodeOptions(turns="last")
+    assert labelled_text(tokenizer, chat("ab", "cd", "ef", "gh"), last) == ["gh</s>"]
     assert labelled_text(byte_tokenizer(), chat("", "cd")) == ["cd</s>"]
 
 
@@ -247,9 +248,8 @@ def test_long_rows_are_cut_or_skipped_and_counted() -> None:
 
 def test_a_lone_first_token_is_no_response() -> None:
     """Nothing predicts index 0, so a row of one token has nothing to value."""
-    options = EncodeOptions(on_empty="skip", end_token=False)
-    assert encode_rows([chat("", "a")], byte_tokenizer(), options)[0] == []
-    assert len(encode_rows([chat("", "ab")], byte_tokenizer(), options)[0]) == 1
+    assert Example(chat("", "a"), [7], [7]).response_tokens == 0
+    assert Example(chat("", "a"), [7, 8], [7, 8]).response_tokens == 1
 
 
 def test_unknown_options_are_refused() -> None:
@@ -262,13 +262,14 @@ def test_token_texts_join_to_the_text_and_mark_broken_characters() -> None:
     tokenizer = byte_tokenizer()
     text = "a 👋 é\nשלום"
     pieces = token_texts(tokenizer, tokenizer(text)["input_ids"])
-    assert "".join(piece.text for piece in pieces if not piece.partial) == text
-    assert [piece.partial for piece in pieces[2:6]] == [True, True, True, False]
-    broken = tokenizer("👋")["input_ids"][:2] + tokenizer("ab")["input_ids"]
-    assert len(token_texts(tokenizer, broken)) == 4
+    broken = [index for index, piece in enumerate(pieces) if piece == "\u27e8\u2026\u27e9"]
+    assert broken[:3] == [2, 3, 4]
+    assert "".join(piece for i, piece in enumerate(pieces) if i not in broken) == text
+    cut = tokenizer("👋")["input_ids"][:2] + tokenizer("ab")["input_ids"]
+    assert len(token_texts(tokenizer, cut)) == 4
     words = make_tokenizer()
     ids = words("the cat sees a ball")["input_ids"]
-    assert [p.text for p in token_texts(words, ids)] == [
+    assert token_texts(words, ids) == [
         "<start>", " the", " cat", " sees", " a", " ball",
     ]  # fmt: skip
 
@@ -280,7 +281,7 @@ def pair(index: int, prompt: str, response: str) -> Row:
     return Row(index, f"line {index + 1}", (Turn("user", prompt), Turn("assistant", response)))
 
 
-def test_leaks_are_found_after_normalising_and_removed_or_refused() -> None:
+def test_leaks_are_found_after_normalising_and_removed() -> None:
     data = [
         pair(0, "What is  2+2?", "four"),
         pair(1, "other", "x"),
@@ -297,8 +298,6 @@ def test_leaks_are_found_after_normalising_and_removed_or_refused() -> None:
     assert pools.counts["removed_same_as_validation"] == 2
     assert pools.counts["removed_same_as_fisher"] == 1
     assert pools.counts["fisher_removed_same_as_validation"] == 1
-    with pytest.raises(DataError, match="also in the validation pool.*2, first: line 1; line 4"):
-        split_pools(data, validation=held, on_leak="error")
     known = {key for row in fisher for key in leak_keys(row)}
     assert split_pools(data, validation=held, fisher_keys=known).train == pools.train
 
@@ -309,8 +308,6 @@ def test_pools_that_cannot_be_made() -> None:
         split_pools(data, validation_rows=4)
     with pytest.raises(ConfigError, match="two sources"):
         split_pools(data, validation=data, validation_rows=2)
-    with pytest.raises(ConfigError, match="on_leak"):
-        split_pools(data, on_leak="ignore")
     with pytest.raises(DataError, match="no training row is left"):
         split_pools(data, validation=data)
     with pytest.raises(DataError, match="--response_column"):

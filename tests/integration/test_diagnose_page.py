@@ -126,13 +126,6 @@ class Page(HTMLParser):
             self.tables[-1][-1][-1] += data
 
 
-def content(link: dict[str, str]) -> str:
-    """The text behind a download link."""
-    head, _, coded = link["href"].partition("base64,")
-    assert head == "data:text/csv;charset=utf-8;"
-    return base64.b64decode(coded).decode()
-
-
 # --- pictures -------------------------------------------------------------------------------------
 
 
@@ -184,9 +177,6 @@ def test_a_long_table_is_cut_on_the_page_and_whole_in_its_file() -> None:
     page = Page(text)
     assert len(page.tables[0]) == 1 + MOST_ROWS
     assert "7 more rows are in the file" in page.text
-    (link,) = [link for link in page.links if "download" in link]
-    assert link["download"] == "estimators-t.csv"
-    assert len(content(link).splitlines()) == 1 + len(records)
     empty = Page(page_of(diagnosis(figures=(), tables=(Table.of("t", "T", []),))))
     assert "No rows." in empty.text
 
@@ -262,14 +252,3 @@ def test_contents_say_each_question_and_its_answer() -> None:
     page = page_of(diagnosis(), settings={"model": "stories"})
     assert page.count('<th scope="row">model</th>') == 1
     assert page.count('<th scope="row">draws</th>') == 1
-
-
-def test_every_link_holds_its_table() -> None:
-    one = diagnosis()
-    page = Page(page_of(one))
-    links = {link["download"]: content(link) for link in page.links if "download" in link}
-    assert links == {
-        "estimators-curve-figure.csv": one.figure("curve").data.csv(),
-        "estimators-wide-figure.csv": one.figure("wide").data.csv(),
-        "estimators-fidelity.csv": one.table("fidelity").csv(),
-    }

@@ -44,21 +44,21 @@ def _examples(kind: str) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def test_rows_of_the_page_are_read_as_it_says() -> None:
     found = _examples("rows:")
-    assert [note for note, _ in found] == ["2 turns", "2 turns", "5 turns", "5 turns", "1 turns"]
+    assert [note for note, _ in found] == ["2 turns", "2 turns", "3 turns", "5 turns", "1 turns"]
     for note, records in found:
         rows = [row_of(record, 0, "here") for record in records]
         assert {len(row.turns) for row in rows} == {int(note.split()[0])}
         assert len({tuple((t.role, t.text) for t in row.turns) for row in rows}) == 1, records
 
 
-def test_pairs_of_the_page_are_one_pair_in_four_forms() -> None:
+def test_pairs_of_the_page_are_one_pair_in_three_forms() -> None:
     ((_, records),) = _examples("pairs")
     pairs = [pair_of(record, 0, "here") for record in records]
     texts = {
         tuple(turn.text for turn in (*pair.prompt, *pair.chosen, *pair.rejected)) for pair in pairs
     }
     assert texts == {("What is 6 times 7?", "6 * 7 = 42.", "6 * 7 = 48.")}
-    assert len(pairs) == 4
+    assert len(pairs) == 3
 
 
 def test_every_known_field_is_named() -> None:

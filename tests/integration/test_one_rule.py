@@ -91,7 +91,7 @@ def test_the_command_says_it_in_a_note(tmp_path: Path, capsys: pytest.CaptureFix
         "--loss_type", "ipo", "--validation_rows", "4", "--validation_batch_size", "2",
         "--policy", "top", "--use_cpu", "--bf16", "false", "--max_steps", "1", "--max_length", "64",
         "--save_strategy", "no", "--output_dir", tmp_path / "out", "--report_to", "none",
-        "--row_format", "text",
+        "--no_chat_template",
     ]  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -116,5 +116,5 @@ def test_what_a_template_writes_before_a_short_prompt_counts() -> None:
 
 
 def test_a_limit_of_pairs_is_no_option_of_sft(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sft", "--config", "laptop-sft", "--max_prompt_length", "9", "--dry-run"]) == 2
+    assert main(["sft", "--config", "laptop-sft", "--max_prompt_length", "9"]) == 2
     assert "there is no such option" in capsys.readouterr().err

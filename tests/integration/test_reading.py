@@ -56,8 +56,6 @@ def turns(record: dict[str, Any], **fields: Any) -> list[tuple[str, str]]:
          "Be brief.\nName it.\na red fruit"),
         ({"system_prompt": "Be brief.", "messages": SAID}, "system user assistant",
          "Be brief.\nHi."),
-        ({"history": [["Where?", "Here."]], **ASKED}, "user assistant user assistant", "Where?"),
-        ({"history": SAID, **ASKED}, "user assistant user assistant", "Hi."),
         ({"prompt": SAID[:1], "completion": SAID[1:]}, "user assistant", "Hi."),
         ({"prompt": "Hi.", "completion": SAID[1:]}, "user assistant", "Hi."),
         ({"prompt": None, "question": "Who?", "response": None, "answer": "Ada", "text": None,
@@ -94,7 +92,8 @@ def test_columns_with_a_plain_meaning_are_served(
         ({"text": "Write it.", "answer": "x"}, "'text' and other texts", {"response": "text"}),
         ({"question": "Who?", "answer": None}, "no response.*null counts as absent",
          {"prompt_only": True}),
-        ({**ASKED, "history": "earlier"}, "no list of earlier turns", {"unread": ("history",)}),
+        ({**ASKED, "history": [["Where?", "Here."]]}, "'history' has no place",
+         {"unread": ("history",)}),
         ({**ASKED, "input": 3}, "'input' is not text", {"unread": ("input",)}),
     ],
 )  # fmt: skip
@@ -138,7 +137,7 @@ def test_named_columns_may_be_absent_from_held_out_rows() -> None:
 def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
     pair = {"chosen": "cherry", "rejected": "plum"}
     asked = {k: v for k, v in ASKED.items() if k != "output"}
-    record = {"system": "Be brief.", "history": [["Where?", "Here."]], **asked}
+    record = {"system": "Be brief.", **asked}
     row = row_of({**record, "output": "cherry"}, 0, "here")
     assert pair_of({**record, **pair}, 0, "here").row == row
     whole = {k: [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": v}]
@@ -229,12 +228,6 @@ def test_fields_of_a_message_that_are_null_are_absent() -> None:
     assert turns({"messages": [asked, message]}) == [("system", "Be brief."), ("assistant", "Yes.")]
 
 
-@pytest.mark.parametrize("history", [[["Where?", "Here."], 3], [["Where?"]], [["Where?", 3]], "no"])
-def test_a_history_that_is_read_in_part_is_refused(history: object) -> None:
-    with pytest.raises(DataError, match="no list of earlier turns"):
-        row_of({"history": history, **ASKED}, 0, "here")
-
-
 @pytest.mark.parametrize("mark", ["weight", "train", "loss", "trainable"])
 @pytest.mark.parametrize("template", [None, CHATML])
 def test_turns_marked_as_untrained_have_no_labels(mark: str, template: str | None) -> None:
@@ -287,12 +280,11 @@ TWO = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 @pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("wrapped", [False, True])
 def test_a_list_is_read_whatever_the_file_is_called(
-    tmp_path: Path, suffix: str, indent: int | None, wrapped: bool
+    tmp_path: Path, suffix: str, indent: int | None
 ) -> None:
     path = tmp_path / f"rows{suffix}"
-    path.write_text(json.dumps({"version": 1, "data": TWO} if wrapped else TWO, indent=indent))
+    path.write_text(json.dumps(TWO, indent=indent))
     assert [record for _, record in read_records(path)] == TWO
     assert find_source(path).rows == 2
     path.write_text('[{"prompt": "a", ')
@@ -310,16 +302,13 @@ def test_a_list_among_lines_is_a_bad_line(tmp_path: Path) -> None:
 
 
 def test_one_row_alone_is_no_list(tmp_path: Path) -> None:
-    for indent in (None, 1):
-        (tmp_path / "a.json").write_text(json.dumps({"messages": SAID}, indent=indent))
-        assert len(read_rows(tmp_path / "a.json")) == 1
+    (tmp_path / "a.json").write_text(json.dumps({"messages": SAID}))
+    assert len(read_rows(tmp_path / "a.json")) == 1
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
-def test_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
-    mark = "\ufeff" if encoding.endswith("be") else ""
-    (tmp_path / "a.jsonl").write_bytes((mark + json.dumps(TWO[0])).encode(encoding))
-    with pytest.raises(DataError, match=f"mark of {encoding[:6].upper()}.*iconv"):
+def test_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(TWO[0]).encode("utf-16"))
+    with pytest.raises(DataError, match="not UTF-8"):
         read_rows(tmp_path / "a.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Recipes: what the packaged ones say, how they are read, and what a dry run prints of them."""
+"""Recipes: what the packaged ones say, and how they are read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
-from alphatoken.cli.launching import check_launch
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
+from alphatoken.cli.training import check_launch
+from alphatoken.cli.training_data import check_rows
 from alphatoken.errors import ConfigError
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.sft import AlphaSFTConfig
@@ -33,13 +34,7 @@ TASKS = {
 def read(name: str, *words: str) -> Arguments:
     recipe = find_recipe(name)
     command = recipe.command or "sft"
-    return read_arguments(command, ["--config", name, "--dry-run", *words], CONFIGURATIONS[command])
-
-
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
-    """What ``--dry-run`` prints, line by line."""
-    assert main([*words, "--dry-run"]) == 0
-    return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    return read_arguments(command, ["--config", name, "--use_cpu", *words], CONFIGURATIONS[command])
 
 
 # --- every recipe -------------------------------------------------------------------------------
@@ -68,7 +63,7 @@ def the_papers_numbers(task: str, model: str) -> dict[str, Any]:
     every |= {
         "keep_ratio": 0.5, "stability_weight": 1.5, "window": 32, "score_layers": "3",
         "keep_scope": "global", "kept_normalization": "response" if pairs else "sum",
-        "estimator": "alphatoken", "on_leak": "remove",
+        "estimator": "alphatoken",
         "validation_mode": "fixed", "validation_rows": 32, "validation_batch_size": 32,
         "held_out_share": 0.0, "held_out_steps": 0,
         "retention": "diagonal", "fisher_samples": 1000, "fisher_prompts": 1000,
@@ -100,23 +95,23 @@ def test_what_the_paper_says(task: str, model: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("laptop", "meta"))])
 @pytest.mark.parametrize("top", OVERLAYS, ids=lambda recipe: recipe.name)
-def test_a_recipe_goes_on_top_of_others(
-    top: Recipe, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_goes_on_top_of_others(top: Recipe, name: str, tmp_path: Path) -> None:
     """Where it is of the same command; and never without the clean rows that it asks for."""
     clean = tmp_path / "clean.jsonl"
     clean.write_text('{"prompt": "a", "response": "b"}\n' * 16)
-    words = [str(top.command), "--config", name, "--config", top.name]
+    words = ["--config", top.name, "--train_file", str(clean)]
     if find_recipe(name).command != top.command:
-        assert main([*words, "--dry-run", "--validation_file", str(clean)]) == 2
-        assert "another command" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="another command"):
+            read(name, *words)
         return
-    said = told(capsys, *words, "--validation_file", str(clean))
-    assert "retention" not in said  # back at its default, which is not listed
+    said = read(name, *words, "--validation_file", str(clean))
+    check_rows(said)
+    assert said.training.retention == "none"
     for option, value in top.options.items():
-        assert option == "retention" or said[option].startswith(str(value).lower()), option
-    assert main([*words, "--dry-run"]) == 2
-    assert "--validation_file FILE" in capsys.readouterr().err
+        found = getattr(said.training if hasattr(said.training, option) else said.data, option)
+        assert str(found).lower() == str(value).lower(), option
+    with pytest.raises(ConfigError, match="--validation_file FILE"):
+        check_rows(read(name, *words))
 
 
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,39 +148,32 @@ def test_no_recipe_sets_what_was_measured_as_harmful(recipe: Recipe) -> None:
 # --- overrides ----------------------------------------------------------------------------------
 
 
-def test_the_command_line_overrides_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is the default, said or not, is not listed."""
-    found = told(
-        capsys, "sft", "--config", "magicoder-llama", "--learning-rate", "1e-6",
-        "--keep_ratio=0.25", "--window", "none", "--score_layers", "0,4",
+def test_the_command_line_overrides_the_recipe() -> None:
+    found = read(
+        "magicoder-llama", "--learning-rate", "1e-6", "--keep_ratio=0.25", "--window", "none",
+        "--score_layers", "0,4",
     )  # fmt: skip
-    assert found["command"] == "sft"
-    assert found["model"] == "meta-llama/Llama-3.2-3B"
-    assert found["training rows"] == "ise-uiuc/Magicoder-OSS-Instruct-75K"
-    assert found["learning_rate"] == "1e-06 (default 2e-05)"
-    assert found["window"] == "none (default 32)"
-    assert found["score_layers"] == "0,4 (default 3)"
-    assert found["max_length"] == "4096 (default 1024)"
-    assert not {"stability_weight", "dry_run", "use_cpu", "accelerate_config"} & set(found)
+    args = found.training
+    assert found.model.model_name_or_path == "meta-llama/Llama-3.2-3B"
+    assert found.data.dataset_name == "ise-uiuc/Magicoder-OSS-Instruct-75K"
+    assert (args.learning_rate, args.keep_ratio, args.window) == (1e-6, 0.25, None)
+    assert (args.score_layers, args.max_length) == ("0,4", 4096)
 
 
-def test_what_a_recipe_says_of_values_gives_way_to_another_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_recipe_says_of_values_gives_way_to_another_policy(tmp_path: Path) -> None:
     """Named on the command line or by a later recipe; what is said beside it is refused."""
-    llama = ["sft", "--config", "magicoder-llama"]
-    found = told(capsys, *llama, "--policy", "stm")
-    for name in ("keep_scope", "kept_normalization"):
-        assert found[name] == "of no use to policy stm here, left out"
-    assert told(capsys, *llama, "--policy", "bottom")["keep_scope"].startswith("global")
-    assert "left out" in told(capsys, *llama, "--policy", "harmless")["keep_scope"]
+    llama = "magicoder-llama"
+    assert {"keep_scope", "kept_normalization"} <= set(read(llama, "--policy", "stm").unread)
+    assert read(llama, "--policy", "bottom").training.keep_scope == "global"
+    assert "keep_scope" in read(llama, "--policy", "harmless").unread
     later = tmp_path / "later.yaml"
     later.write_text("policy: stm\n")
-    told(capsys, *llama, "--config", str(later))
+    read(llama, "--config", str(later))
     later.write_text("policy: stm\nkeep_scope: global\n")
-    assert main([*llama, "--config", str(later), "--dry-run"]) == 2
-    assert "keep_scope belongs to token values" in capsys.readouterr().err
-    assert main([*llama, "--policy", "stm", "--keep_scope", "global", "--dry-run"]) == 2
+    with pytest.raises(ConfigError, match="keep_scope belongs to token values"):
+        read(llama, "--config", str(later))
+    with pytest.raises(ConfigError):
+        read(llama, "--policy", "stm", "--keep_scope", "global")
 
 
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
@@ -260,7 +248,6 @@ def test_a_run_has_the_processes_that_it_is_meant_for(
         (["--config", "magicoder-llama", "--keep_ratio", "much"], "invalid float value"),
         (["--config", "magicoder-llama", "--keep_ratio", "0"], "ratio must lie in (0, 1]"),
         (["--config", "magicoder-llama", "--policy", "best"], "there is no such policy"),
-        (["--config", "magicoder-llama", "--row_format", "xml"], "invalid choice"),
         (["--model_name_or_path", "m", "--learning_rate"], "expected one argument"),
         (["--model_name_or_path", "m", "stray"], "belongs to no option"),
         ([], "no model is named"),
@@ -269,7 +256,7 @@ def test_a_run_has_the_processes_that_it_is_meant_for(
 def test_bad_arguments_are_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], no_network: None
 ) -> None:
-    assert main(["sft", *words, "--dry-run"]) == 2
+    assert main(["sft", *words, "--use_cpu"]) == 2
     captured = capsys.readouterr()
     assert said.lower() in captured.err.lower()
     assert captured.err.count("\n") == 1
@@ -288,8 +275,8 @@ def test_a_broken_recipe_is_named(
     tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.yaml").write_text(text)
-    words = ["--config", str(tmp_path / "broken.yaml"), "--model_name_or_path", "m", "--dry-run"]
-    assert main(["sft", *words, "--dry-run"]) == 2
+    words = ["--config", str(tmp_path / "broken.yaml"), "--model_name_or_path", "m"]
+    assert main(["sft", *words, "--use_cpu"]) == 2
     captured = capsys.readouterr()
     assert said in captured.err
     assert captured.err.count("\n") == 1

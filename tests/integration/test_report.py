@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import DataError
 from alphatoken.report import (
     ScoredExample,
     read_values,
@@ -24,7 +24,6 @@ from alphatoken.report import (
     write_values,
 )
 from alphatoken.report.build import MOST_TOKENS, shown_examples
-from alphatoken.report.distributions import histogram
 from alphatoken.report.examples import visible
 from alphatoken.report.page import script_safe
 from tests.integration.browser import Browser, opened
@@ -115,19 +114,6 @@ def test_sample_is_a_uniform_draw_in_row_order() -> None:
     assert rows != [e.row for e in summarise(many(60, 3), sample=10, seed=5).sample]
 
 
-def test_histogram_never_mixes_signs_and_counts_everything() -> None:
-    values = np.random.default_rng(0).standard_t(2, 4000)
-    drawn = histogram(values)
-    assert drawn is not None
-    assert drawn.counts.sum() + drawn.beyond == 4000
-    assert 0.0 in drawn.edges
-    minus = drawn.counts[drawn.edges[:-1] < 0].sum()
-    assert minus == ((values < 0) & (values >= drawn.edges[0])).sum()
-    assert histogram(np.zeros(5)) is None
-    single = histogram(np.array([0.0] * 999 + [1.0]))
-    assert single is not None
-
-
 def test_long_sequences_and_many_are_capped() -> None:
     long = example(0, tuple(f"t{i}" for i in range(9000)), seed=0)
     shown, left_out = shown_examples([long], ["total"])
@@ -146,15 +132,14 @@ def test_long_sequences_and_many_are_capped() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("split", [True, False])
-def test_value_files_come_back_bit_for_bit(tmp_path: Path, kind: str, split: bool) -> None:
+def test_value_files_come_back_bit_for_bit(tmp_path: Path, split: bool) -> None:
     written = [
         example(3, HOSTILE, seed=1, split=split),
         example(9, ("a", "b"), seed=2, split=split),
     ]
-    write_values(tmp_path / f"part-00000.{kind}", written)
-    assert [p.name for p in value_files(tmp_path)] == [f"part-00000.{kind}"]
+    write_values(tmp_path / "part-00000.parquet", written)
+    assert [p.name for p in value_files(tmp_path)] == ["part-00000.parquet"]
     texts = {tuple(one.ids): list(one.tokens) for one in written}
     assert [list(one.tokens) for one in read_values(tmp_path)] == [[], []]
     back = read_values(tmp_path, lambda ids: texts[tuple(ids)])
@@ -169,15 +154,12 @@ def test_value_files_come_back_bit_for_bit(tmp_path: Path, kind: str, split: boo
         assert np.array_equal(before.response, after.response)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_truncated_value_file_is_named(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"part-00000.{kind}"
+def test_truncated_value_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "part-00000.parquet"
     write_values(path, many(3))
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(DataError, match=r"part-00000"):
         list(read_values(tmp_path))
-    with pytest.raises(ConfigError, match="format"):
-        write_values(tmp_path / "part-1.csv", many(1))
 
 
 # --- the page as text -----------------------------------------------------------------------------
@@ -283,10 +265,8 @@ def test_browser_draws_every_response_token(browser: Browser, tmp_path: Path) ->
     )
     assert last == [visible(token) for token in HOSTILE[1:]]
     assert browser.evaluate("document.title") == "Token values of <train>.jsonl"
-    widths = browser.evaluate(
-        "[...document.querySelectorAll('figure img')].map(i => i.naturalWidth)"
-    )
-    assert widths == [360] * 7, "one histogram a component"
+    rows = browser.evaluate("document.querySelectorAll('#distributions tbody tr').length")
+    assert rows == 7, "one a component"
     assert browser.evaluate("document.querySelectorAll('.tok.kept').length") > 0
     assert png_size(browser.screenshot(tmp_path / "wide.png")) == (1200, 900)
 
@@ -350,12 +330,6 @@ def test_browser_tooltip_by_mouse_and_keyboard(browser: Browser) -> None:
     )
     browser.press("Escape")
     assert browser.evaluate("document.getElementById('tip').hidden")
-
-
-def test_browser_download_holds_the_data(browser: Browser, tmp_path: Path) -> None:
-    browser.download("#download", tmp_path / "alphatoken-report-data.json")
-    data = json.loads((tmp_path / "alphatoken-report-data.json").read_text(encoding="utf-8"))
-    assert data["examples"][0]["row"] == 0
 
 
 def test_browser_narrow_screen_has_no_sideways_scroll(browser: Browser, tmp_path: Path) -> None:

@@ -87,14 +87,6 @@ def test_it_is_refused(name: str, here: Path, capsys: pytest.CaptureFixture[str]
     assert said in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_dry_run_says_that_no_rows_are_named(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "none.yaml").write_text("model_name_or_path: model\nuse_cpu: true\nbf16: false\n")
-    assert main(["sft", "--config", "none.yaml", "--dry-run"]) == 0
-    assert "training rows: none named" in capsys.readouterr().out
-
-
 # --- what is found before the Fisher is fitted ----------------------------------------------------
 
 

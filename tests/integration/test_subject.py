@@ -131,10 +131,10 @@ def test_other_sizes_share_what_was_made() -> None:
 def test_texts_join_to_the_row() -> None:
     found = subject()
     row = found.train[0]
-    text = "".join(piece.text for piece in found.texts(row))
+    text = "".join(found.texts(row))
     assert row.row.response.split()[0] in text
     bare = subject(tokenizer=None)
-    assert bare.texts(row)[0].text == f"[{row.input_ids[0]}]"
+    assert bare.texts(row)[0] == f"[{row.input_ids[0]}]"
 
 
 @pytest.mark.parametrize("name", ["batch_size", "tokens", "oracle_tokens", "fisher_samples"])

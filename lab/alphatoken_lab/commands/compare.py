@@ -348,12 +348,11 @@ def _cell(path: Path, code_container: str | None) -> int:
 
 def _trainer(path: Path, command: str, options: Mapping[str, Any]) -> Any:
     """The trainer that ``alphatoken sft --config CELL/recipe.yaml`` would make."""
-    from alphatoken.cli.training import build_trainer, check_files, trainer_of
+    from alphatoken.cli.training import build_trainer, trainer_of
     from alphatoken_lab.commands.paper_figures import COLLECTED
     from alphatoken_lab.compare.pair_watch import OPTION, watch_pairs
 
     arguments = _arguments(path, command, options)
-    check_files(arguments)
     trainer, notes = build_trainer(arguments, trainer_of(command)[1])
     for note in notes:
         print(f"note: {note}")

@@ -112,7 +112,7 @@ def about_fisher(work: Work, cell: Cell) -> str:
 def _shared(task: TaskSpec) -> list[str]:
     """How rows are read, as the cells read them: there a row with no response left has no part."""
     found = ["--max_length", str(task.options.get("max_length", 1024)), "--on_empty", "skip"]
-    if task.options.get("row_format") == "text":
+    if not task.options.get("chat_template", True):
         found += ["--no_chat_template"]
     return found
 
