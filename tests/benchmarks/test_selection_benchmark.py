@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.selection.hypotheses import HYPOTHESES
 from benchmarks.selection.paired import difference
-from benchmarks.selection.report import in_nats
 from benchmarks.selection.rows import (
     DIRT,
     FLIPPED,
@@ -90,15 +88,6 @@ def test_a_difference_is_weighted_by_tokens_and_paired() -> None:
     assert found.seeds == 2
     assert not found.apart  # two seeds say nothing
     assert difference(one, {5: other[0]}) is None
-
-
-def test_losses_of_pairs_are_those_of_dpo() -> None:
-    found = in_nats({"margin": [0.0, 2.0, -1.0]})
-    said = [-np.log(1 / (1 + np.exp(-margin))) for margin in (0.0, 2.0, -1.0)]
-    assert list(found["loss"]) == pytest.approx(said)
-    assert list(found["tokens"]) == [1.0, 1.0, 1.0]  # pairs count alike
-    same = each([1, 2], [3, 4])
-    assert in_nats(same) == same
 
 
 # --- the grids ------------------------------------------------------------------------------------

@@ -145,14 +145,3 @@ def test_the_figures_are_of_what_was_measured(places: Path) -> None:
     data = json.loads(report.write_report(folder.parent, docs).read_text())["grids"]["small"]
     assert data["tasks"] == {}
     assert (len(data["missing"]), data["cells"]) == (6, 11)
-
-
-def test_no_rate_is_chosen_before_all_have_run(places: Path) -> None:
-    folder = places / "here" / "work" / "small"
-    run(folder)
-    better = "noisy-words/random-budget-seed0-0.0001"
-    (folder / better / "result.json").unlink()
-    _, _, losses, missing = report._grid(folder)
-    assert 0 not in losses["noisy-words"]["random"]["target"]
-    assert 1 in losses["noisy-words"]["random"]["target"]
-    assert "noisy-words/random-seed0" in missing

@@ -11,7 +11,7 @@ import torch
 
 from alphatoken.corpus.options import ModelOptions
 from alphatoken.demo.model import make_model, make_tokenizer
-from alphatoken.errors import ConfigError, ModelError, quoted
+from alphatoken.errors import ModelError
 from alphatoken.train.loading import load_causal_model
 from tests.both_programs import main
 
@@ -128,15 +128,3 @@ def test_a_mistyped_folder_is_named_as_the_model(name: str, tmp_path: Path) -> N
     base, _ = saved(tmp_path, added=False)
     with pytest.raises(ModelError, match="no such adapter folder"):
         load_causal_model(base, adapter="./lroa")
-
-
-def test_what_others_raise_is_cut_between_words(tmp_path: Path) -> None:
-    base, _ = saved(tmp_path, added=False)
-    with pytest.raises(ConfigError, match="no such device") as caught:
-        load_causal_model(base, device="cuda:9")
-    words = caught.value.got.split()
-    assert not any(
-        word.startswith("http") and not word.endswith(("/", ".html", "aspx")) for word in words
-    )
-    said = quoted(OSError("look at https://example.org/a/long/address for more"), 30)
-    assert said == "OSError: look at [...]"

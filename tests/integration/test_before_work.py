@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from alphatoken.errors import AlphaTokenError, ConfigError, DataError
+from alphatoken.errors import DataError
 from tests.both_programs import main
 from tests.integration.tiny_training import saved
 
@@ -120,16 +120,6 @@ def test_measured_rows_are_read_before_a_merge(option: str, tmp_path: Path, said
     status, message = said(*words, option, bad)
     assert status == 2
     assert "frage" in message
-
-
-# --- words --------------------------------------------------------------------------------------
-
-
-def test_ends_of_sentences() -> None:
-    error = AlphaTokenError("no such recipe", got="x", remedy="did you mean laptop-sft?")
-    assert str(error) == "no such recipe. Got: x. Remedy: did you mean laptop-sft?"
-    assert str(ConfigError("a", got="one, ...")) == "a. Got: one, ..."
-    assert str(ConfigError("a.")) == "a."
 
 
 # --- a full disk in training ----------------------------------------------------------------------

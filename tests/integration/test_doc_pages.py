@@ -114,23 +114,6 @@ def test_an_error_names_its_heading() -> None:
             assert f"\n## {kind}\n" in page
 
 
-def test_a_new_message_is_found(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/rows.py").write_text(
-        "class DataError(AlphaTokenError): ...\n"
-        "class OddError(DataError): ...\n"
-        "def _no(what, remedy):\n    raise OddError(what, remedy=remedy)\n"
-        "def f(n):\n"
-        "    raise DataError(f'{n} rows are ' + ('odd' if n else 'even'), why='they are')\n"
-        "def g(n):\n    _no('no row', remedy='give `one`')\n"
-    )
-    found = {(m.kind, m.what, m.why, m.remedy) for m in MESSAGES._messages((tmp_path,))}
-    assert found == {
-        ("DataError", "… rows are odd", "they are", ""),
-        ("OddError", "no row", "", "give `one`"),
-    }
-
-
 def test_each_class_has_its_messages_with_reason_and_remedy() -> None:
     text = MESSAGES.listed("DataError")
     assert "### DataError: Rows and their files" in text

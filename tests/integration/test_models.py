@@ -73,17 +73,6 @@ def test_another_file_than_expected_is_refused_and_nothing_stays(
     assert left(tmp_path) == []
 
 
-def test_what_cannot_be_read_is_refused_and_nothing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = {"weights.gguf": b"no weights"}
-    monkeypatch.setattr(models, "_install", lambda folder, _: fill(folder, place))
-    monkeypatch.setattr(models, "_check_file", lambda *_: None)
-    with pytest.raises(DataError, match="could not be converted"):
-        fetch_model(ONE, tmp_path)
-    assert left(tmp_path) == []
-
-
 def fill(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True)
     for name, content in files.items():

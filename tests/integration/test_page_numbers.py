@@ -31,33 +31,3 @@ def test_a_number_that_was_edited_is_found_and_mended(
     monkeypatch.setattr(page_numbers, "ROOT", tmp_path)
     assert [line.split(":")[0] for line in differences("page.md")] == ["page.md, line 2"]
     assert filled(wrong) == right
-
-
-def test_a_source_that_names_nothing_is_refused() -> None:
-    with pytest.raises(KeyError, match="names no number"):
-        value_of("selection/grids/smollm2/tasks/clean/method=rho-2/against/target/standard/mean")
-
-
-def test_sources_are_means_differences_and_shares() -> None:
-    of = "results/task=sft_math,noise=0.3,policy=top,estimator=label,variant=main"
-    losses = [value_of(f"{of},seed={seed}/target_loss") for seed in (0, 1, 2)]
-    assert len(set(losses)) == 3
-    assert value_of(f"{of}/target_loss") == pytest.approx(sum(losses) / 3)
-    assert value_of(f"-{of}/target_loss + {of},seed=0/target_loss") == pytest.approx(
-        losses[0] - sum(losses) / 3
-    )
-    share = value_of(f"{of}/wrong_share_of_kept")
-    assert value_of(f"100*{of}/wrong_share_of_kept") == pytest.approx(100 * share)
-
-
-@pytest.mark.parametrize(
-    ("value", "like", "shown"),
-    [
-        (0.1249, "0.1", "0.1"),
-        (0.1249, "+0.10", "+0.12"),
-        (-0.0004, "-0.01", "0.00"),
-        (18.6, "2", "19"),
-    ],
-)
-def test_a_number_keeps_the_form_that_it_had(value: float, like: str, shown: str) -> None:
-    assert written(value, like) == shown

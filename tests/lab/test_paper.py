@@ -411,7 +411,7 @@ def test_rows_for_validation_are_no_training_rows(
     assert {tuple(sorted(row)) for row in (*train, *held)} == {("prompt", "response")}
 
 
-def own_fisher(folder: Path, *more: str, there: bool = True) -> tuple[list[str], str]:
+def own_fisher(folder: Path, *more: str) -> tuple[list[str], str]:
     """What the diagnosis of the Fisher is given of its cell, and what the page says of it."""
     from alphatoken_lab.commands.paper_figures import about_fisher, words_of
 
@@ -423,8 +423,7 @@ def own_fisher(folder: Path, *more: str, there: bool = True) -> tuple[list[str],
     for place in (here.folder.of(cell).path, file.parent):
         place.mkdir(parents=True)
     write_json(here.folder.of(cell).path / "result.json", {"fisher": "abc"})
-    if there:
-        file.touch()
+    file.touch()
     words = words_of(here, asked, task, folder / "out")
     return [word.replace(str(file), "ITS OWN") for word in words], about_fisher(here, cell)
 
@@ -434,25 +433,6 @@ def test_the_fisher_of_a_trained_cell_is_handed_to_its_figure(tmp_path: Path) ->
     assert words[words.index("--fisher_file") + 1] == "ITS OWN"
     assert words[words.index("--score_layers") + 1] == "2"
     assert "the one that the model was trained with: 16 samples on prompts of fisher.jsonl" in said
-
-
-@pytest.mark.parametrize(
-    ("more", "there", "reason"),
-    [
-        ([], False, "the cell's own is not among the files of its grid"),
-        (["--retention", "kronecker"], True, "retention is kronecker, not a diagonal Fisher"),
-        (["--retention", "none"], True, "retention is none"),
-        (["--value_parameters", "all"], True, "of other weights (all)"),
-        (["--use_peft"], True, "of the adapters' weights"),
-    ],
-)
-def test_a_fisher_of_something_else_is_not_handed_over_and_the_page_says_why(
-    more: list[str], there: bool, reason: str, tmp_path: Path
-) -> None:
-    words, said = own_fisher(tmp_path, *more, there=there)
-    assert "--fisher_file" not in words
-    assert said.startswith("The diagonal Fisher is fitted anew, on rows of this figure: ")
-    assert reason in said
 
 
 # --- the layout ---------------------------------------------------------------------------------

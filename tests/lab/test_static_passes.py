@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import signal
-import socket
 import time
 import warnings
 from collections.abc import Mapping
@@ -155,46 +153,6 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
         assert np.array_equal(getattr(found, name), getattr(expected, name))
     assert np.array_equal(found.columns["loss"], expected.columns["loss"])
     assert [p.suffix for p in cut.iterdir()] == [".safetensors"]
-
-
-# --- several processes ----------------------------------------------------------------------------
-
-
-def _of_two(rank: int, port: int, folder: Path) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    made: list[int] = []
-
-    def counted(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
-        made.append(len(labels))
-        return slowly(model, inputs, labels)
-
-    run_pass(folder, counted).save(folder / f"of-{rank}")
-    (folder / f"count-{rank}").write_text(str(sum(made)))
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_rows(tmp_path: Path) -> None:
-    expected = run_pass(tmp_path / "one", measure_losses)
-    folder = tmp_path / "two"
-    folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [_SERVER.Process(target=_of_two, args=(r, port, folder)) for r in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(PATIENCE)
-        assert process.exitcode == 0
-    assert [int((folder / f"count-{r}").read_text()) for r in range(2)] == [20, 20]
-    for rank in range(2):
-        found = TokenTable.load(folder / f"of-{rank}", expected.header)
-        assert np.array_equal(found.columns["loss"], expected.columns["loss"])
 
 
 # --- random numbers -------------------------------------------------------------------------------

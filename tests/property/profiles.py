@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 RANDOM = ("random", "nightly")
@@ -40,15 +40,6 @@ settings.register_profile("nightly", max_examples=5000, derandomize=False, datab
 assert hasattr(providers, "_get_local_constants")
 providers._get_local_constants = lambda: providers._local_constants  # empty
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "dev")
-
-REACH = settings(
-    max_examples=2000,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-"""For looking for a case that must be drawn at all."""
 
 
 def budget(fraction: float, least: int = 3) -> settings:

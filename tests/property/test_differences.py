@@ -13,14 +13,13 @@ from hypothesis import example, given
 from hypothesis.strategies import sampled_from
 from torch import Tensor, nn
 
-from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate import differences
 from alphatoken.estimate import shift as shift_module
 from alphatoken.estimate.differences import Differences, drowned
 from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, read_batch
-from alphatoken.model.modes import draws
 from alphatoken.oracle import gradients
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
@@ -70,25 +69,19 @@ def off(values: Tensor, expected: Tensor) -> float:
 @example(Setup(PADDED), "one_sided")
 @budget(0.15)
 def test_differences_are_the_label_values(setup: Setup, form: str) -> None:
-    """Central to 1e-7 of the absolute terms, one-sided to 1e-5; the weights to the bit."""
+    """Central to 1e-7 of the absolute terms, one-sided to 1e-5; the weights to the bit.
+
+    The true error is at most 3 times Richardson's estimate, which a part of the rows gives.
+    """
     model = setup.case.model()
     before, (expected, scale) = bits(model), wanted(model, setup)
     values = Scorer(model, setup.case.validation, config=config(form)).score(setup.case.batch)
     close(values.total, expected, scale, 1e-7 if form == "central" else 1e-5, name=form)
     assert values.derivative == form
-    assert unchanged(model, before)
-
-
-@given(setups(), sampled_from(FORMS))
-@budget(0.1)
-def test_the_stated_error_bounds_the_true_one(setup: Setup, form: str) -> None:
-    """Richardson's estimate times 3, also where it was made on a part of the rows."""
-    model = setup.case.model()
-    expected, scale = wanted(model, setup)
-    values = Scorer(model, setup.case.validation, config=config(form)).score(setup.case.batch)
     # What the oracle itself rounds is nobody's error.
     true = max(0.0, float((values.total - expected).norm() - 1e-12 * scale.norm()))
     assert true <= 3 * values.error * float(expected.norm())
+    assert unchanged(model, before)
 
 
 def test_in_float32_the_stated_error_bounds_the_true_one() -> None:
@@ -164,16 +157,6 @@ def test_an_observed_forward_with_dropout_is_no_base() -> None:
             values = observed.values(model(input_ids=ids).logits, ids)
         assert values.derivative == form
         assert off(values.total, exact) < 5e-3  # Llama's norms are in float32
-
-
-def test_dropout_of_an_adapter_that_keeps_a_rate_for_each_name_is_seen() -> None:
-    """As PEFT's LoHa and LoKr do; the first batch shows nothing, where their product is still 0."""
-    model = llama().double()
-    model.model.layers[0].rank_dropout = {"default": 0.3}
-    assert draws(model.train())
-    assert not draws(model.eval())
-    model.model.layers[0].rank_dropout = {"default": 0.0}
-    assert not draws(model.train())
 
 
 def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
@@ -774,9 +757,3 @@ def test_the_certificate_allows_the_stated_error_and_no_more(
 
         monkeypatch.setattr(Differences, "values", wrong)
         assert not scorer.verify(CASE.batch, tokens=4).passed
-
-
-def test_values_say_how_they_were_taken() -> None:
-    values: TokenValues = Scorer(CASE.model(), CASE.validation, config=config()).score(CASE.batch)
-    assert values.derivative == "central"
-    assert 0.0 < values.error < 1e-6

@@ -573,59 +573,6 @@ def test_every_implementation_is_seen_and_put_back(implementation: str) -> None:
     assert not ALL_EXPERTS_FUNCTIONS._local_mapping
 
 
-@given(st.lists(st.integers(0, 1), min_size=2, max_size=4), st.randoms(use_true_random=False))
-@budget(0.4)
-def test_listeners_come_and_go_in_any_order(models: list[int], order: Any) -> None:
-    """Each call is seen by the listeners that are there, and by none that has left."""
-    built = [MixtureCase(name, seed=3).model() for name in ("mixtral", "qwen3_moe")]
-    adapters = [find_adapter(model) for model in built]
-    waiting, active, seen = list(enumerate(models)), [], []
-    while waiting or active:
-        if waiting and (not active or order.random() < 0.5):
-            label, index = waiting.pop(0)
-
-            def listen(
-                _: nn.Module, name: str, x: Tensor, s: Tensor, e: Tensor, at: int = label
-            ) -> Tensor:
-                seen.append((at, name))
-                return s
-
-            found = [m for n, m in built[index].named_modules() if n.endswith(".experts")]
-            context = adapters[index].override_experts(found, listen)  # type: ignore[attr-defined]
-            context.__enter__()
-            active.append((label, index, context))
-        else:
-            *_, context = active.pop(order.randrange(len(active)))
-            context.__exit__(None, None, None)
-        for index, model in enumerate(built):
-            seen.clear()
-            model(input_ids=torch.tensor([[1, 2, 3]]))
-            wanted = [label for label, at, _ in active if at == index]
-            assert [at for at, name in seen if name == "gate_up_proj"] == wanted * 2
-            seen.clear()
-            with torch.no_grad():
-                model(input_ids=torch.tensor([[1, 2, 3]]))
-            assert not seen
-    assert not ALL_EXPERTS_FUNCTIONS._local_mapping
-
-
-def test_checkpointed_blocks_are_valued_likewise() -> None:
-    """Blocks above the first scored one are not checkpointed while they are recorded."""
-    case = MixtureCase("mixtral", seed=13)
-    model, batch = case.model(), case.batch(case.train)
-    expected = case.scorer(model, "alphatoken").score(batch).total
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    scorer = case.scorer(model, "alphatoken")
-    with scorer.observe() as observed:
-        logits = scorer.adapter.forward(inputs)
-        values = observed.values(logits, batch["labels"])
-    losses(logits, batch["labels"]).backward()
-    close(values.total, expected, expected.abs().sum(), 1e-6, name="checkpointed")
-    assert model.is_gradient_checkpointing
-
-
 # --- the oracle ----------------------------------------------------------------------------------
 
 

@@ -208,7 +208,8 @@ class Noisy(nn.Module):
     [
         (nn.Dropout(0.1), True), (nn.Dropout(0.0), False), (nn.Linear(1, 1), False),
         (Noisy("attention_dropout", 0.1), True), (Noisy("attention_dropout", 0.0), False),
-        (Noisy("router_jitter_noise", 0.1), True), (Noisy("neftune_noise_alpha", 5), True),
+        (Noisy("router_jitter_noise", 0.1), True), (Noisy("rank_dropout", {"default": 0.3}), True),
+        (Noisy("rank_dropout", {"default": 0.0}), False), (Noisy("neftune_noise_alpha", 5), True),
         (Noisy("attention_dropout", None), False), (Noisy("scaling", 0.1), False),
     ],
 )  # fmt: skip

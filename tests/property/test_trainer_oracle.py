@@ -505,7 +505,7 @@ def replayed(seen: Seen) -> Replay:
     key = seen.asked, told.micro, told.validation, told.retention, told.held_out
     if key in _replays and not told.weights:
         return _replays[key]
-    if len(_replays) > 8:
+    if len(_replays) > 40:
         _replays.clear()
     found = Replay(seen.asked, seen.start, told, seen.fisher, seen.reference)
     _replays[key] = found
