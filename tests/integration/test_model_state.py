@@ -115,10 +115,16 @@ def test_fitting_a_fisher_leaves_no_trace(structure: str, labels: str) -> None:
     model = odd_model()
     before = Snapshot(model)
     prompts = [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]
-    fit_fisher(
-        model, prompts, samples=3, layers=2, structure=structure, labels=labels,
-        max_new_tokens=3, progress=False,
-    )  # fmt: skip
+    options = {"structure": structure, "labels": labels, "max_new_tokens": 3}
+    fit_fisher(model, prompts, samples=3, layers=2, progress=False, **options)
+    before.check()
+
+    def stop(_: Any) -> None:
+        torch.rand(3)  # a user's own use of the global generator: also put back
+        raise PlannedError
+
+    with pytest.raises(PlannedError):
+        fit_fisher(model, prompts, samples=3, layers=2, progress=stop, **options)
     before.check()
 
 

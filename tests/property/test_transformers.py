@@ -602,20 +602,6 @@ def test_packed_documents_have_the_values_of_separate_ones(name: str, estimator:
         start = stop
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
-def test_packed_documents_that_see_each_other_are_refused(estimator: str) -> None:
-    """With an attention mask of ones transformers drops the document boundaries."""
-    setup = Setup("llama", ("pprr|prrpr",), seed=8)
-    batch = {**setup.batch, "attention_mask": torch.ones_like(setup.batch["input_ids"])}
-    scorer = Scorer(setup.build(), setup.validations, config=ScorerConfig(estimator, layers=1))
-    with pytest.raises(ModelError, match="packed documents see each other"):
-        scorer.score(batch)
-    good = scorer.score(setup.batch)  # the same scorer works on a batch that does not leak
-    assert bool(torch.isfinite(good.total).all())
-    with pytest.raises(ModelError):  # and does not remember the good batch as proof for this one
-        scorer.score(batch)
-
-
 @pytest.mark.parametrize("estimator", ["direct", "label"])
 def test_packing_is_refused_where_the_model_leaks_by_itself(estimator: str) -> None:
     """transformers' gpt-oss gives its mask functions no positions, so its documents leak."""
