@@ -19,7 +19,6 @@ from alphatoken.direction.algebra import Direction
 from alphatoken.direction.build import Ingredients
 from alphatoken.direction.current import DirectionBuilder
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.gradient_file import load_gradient, save_gradient
 from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import GradientReducer
 from alphatoken.direction.scored import ScoredParameters, choose_parameters
@@ -313,28 +312,6 @@ class Scorer:
         self._require_outside("refresh")
         self.builder.invalidate()
         self.valuer.forget()
-
-    def save_gradient(self, path: str | os.PathLike[str]) -> None:
-        """Write G at the current weights, for other processes to use; whole or not at all.
-
-        Raises:
-            UnsupportedError: sharded weights, a ``reduce``, standard errors, or no G at all.
-            DataError: the file could not be written.
-        """
-        with self._lock():  # a walk moves the weights
-            self._follow()
-            save_gradient(self.builder, path)
-
-    def load_gradient(self, path: str | os.PathLike[str]) -> None:
-        """Take G from a file that ``save_gradient`` wrote; it is dropped as a built one is.
-
-        Raises:
-            InputError: it is of other weights, validation rows or parameters.
-            DataError: it cannot be read, or was altered. UnsupportedError: as in saving.
-        """
-        with self._lock():
-            self._follow()
-            load_gradient(self.builder, path)
 
     def set_validation(
         self, validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any]

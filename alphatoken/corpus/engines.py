@@ -154,7 +154,7 @@ class _Actor:
 
     def __init__(self, spec: JobSpec) -> None:
         job = open_job(spec)
-        self._valuer = BlockValuer(job, job.sealed_scorer())
+        self._valuer = BlockValuer(job, job.scorer())
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for number in batch["block"]:

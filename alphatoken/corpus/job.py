@@ -2,7 +2,6 @@
 
 OUT/run.json                 settings; the same at a resumed run
 OUT/job/job.json             where the rows are, which of them are held out
-OUT/job/gradient.safetensors G
 """
 
 from __future__ import annotations
@@ -89,11 +88,6 @@ class Job:
         """Numbers of the value files."""
         return range(-(-self.corpus.source.rows // self.block))
 
-    @property
-    def gradient(self) -> Path:
-        """The file of G, once the job is sealed."""
-        return self.folder / "job" / "gradient.safetensors"
-
     def part(self, number: int) -> Path:
         """The value file of a block."""
         return self.folder / "values" / f"part-{number:05d}.parquet"
@@ -113,13 +107,6 @@ class Job:
             reference=self.second,
         )
         scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
-        return scorer
-
-    def sealed_scorer(self) -> Scorer:
-        """The same with what was built once for all processes, in one that opened the job."""
-        scorer = self.scorer()
-        if self.second is None:  # else nothing is built
-            scorer.load_gradient(self.gradient)
         return scorer
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from alphatoken import Scorer
 from alphatoken.corpus.engines import (
     Launched,
     check_engine,
@@ -100,7 +99,7 @@ def _lead(
         scorer = job.scorer()
         numbers = job.missing()
         if numbers:
-            _seal(job, scorer)
+            seal_job(job)
         here.wait()
         if engine.engine == "ray" and numbers:
             value_with_ray(job, engine, numbers)
@@ -142,19 +141,8 @@ def _follow(spec: JobSpec, here: Launched) -> None:
     here.wait()  # until the job is sealed
     job = open_job(spec)
     if numbers := here.share(job.missing()):
-        value_blocks(job, job.sealed_scorer(), numbers)
+        value_blocks(job, job.scorer(), numbers)
     here.wait()
-
-
-def _seal(job: Job, scorer: Scorer) -> None:
-    """The job in the folder, with G; an earlier run's G is used again."""
-    seal_job(job)
-    if job.second is not None:
-        return
-    if job.gradient.exists():
-        scorer.load_gradient(job.gradient)
-    else:
-        scorer.save_gradient(job.gradient)
 
 
 def _check_libraries(wanted: ResultOptions) -> None:

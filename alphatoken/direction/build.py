@@ -184,27 +184,20 @@ class Ingredients:
 
     # --- M ---------------------------------------------------------------------------------------
 
-    def direction(self, gradient: dict[str, Tensor] | None = None) -> Direction:
-        """Both sides of M at the weights as they are; P = 1 for "full".
-
-        Args:
-            gradient: G without P, where it is known.
-        """
+    def direction(self) -> Direction:
+        """Both sides of M at the weights as they are; P = 1 for "full"."""
         parts, shares = self._parts() if self.config.standard_errors else ((), ())
         if parts:
             gradient = {n: reduce(torch.add, [part[n] for part in parts]) for n in parts[0]}
-        elif gradient is None:
-            gradient = self.gradient() if self.config.adapts else {}
+        else:
+            adapts = self.config.adapts
+            gradient = self._gradient("validation", self.validation) if adapts else {}
         stability, weight = self._stability(), self.config.stability_weight
         if self.config.stability_units == "balance":
             weight = weight * unit_of_stability(*sizes(gradient, stability, self.scored.sharding))
         built = Direction(gradient, stability, weight, parts, shares)
         # One P for all of it, since it scales M as a whole.
         return _preconditioned(built, self._scaling())
-
-    def gradient(self) -> dict[str, Tensor]:
-        """G by parameter name, without P."""
-        return self._gradient("validation", self.validation)
 
     def gradient_of_step(self, number: int) -> dict[str, Tensor]:
         """The gradient of one validation batch, which each step of a walk takes in turn."""

@@ -99,7 +99,6 @@ class DirectionBuilder:
         self.pinned: object | None = None
         self._frame: Frame | None = None
         self._age: object = None
-        self._kept: tuple[object, dict[str, Tensor]] | None = None
 
     def set_validation(self, validation: Sequence[Any]) -> None:
         """Take another validation set; G is built anew at the next use."""
@@ -113,7 +112,7 @@ class DirectionBuilder:
 
     def invalidate(self) -> None:
         """Drop G and V; the next ``prepare`` builds them anew."""
-        self._age = self._kept = None
+        self._age = None
 
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale, instead of the weights' numbers."""
@@ -147,7 +146,7 @@ class DirectionBuilder:
         age = self._current_age()
         if self._frame is None or age != self._age:
             self._age = None  # if building fails, nothing of it may pass for current
-            self._frame = Frame(self.made_of.direction(self._kept_gradient()), self.made_of)
+            self._frame = Frame(self.made_of.direction(), self.made_of)
             self._age = age
         return self._frame
 
@@ -159,22 +158,4 @@ class DirectionBuilder:
         """
         if self._frame is not None and self._current_age() == self._age:
             return self._frame.direction
-        return self.made_of.direction(self._kept_gradient())
-
-    def gradient(self) -> dict[str, Tensor]:
-        """G by parameter name at the current parameters, without P; kept for the next build."""
-        kept = self._kept_gradient()
-        if kept is None:
-            kept = self.made_of.gradient()
-            self.keep_gradient(kept)
-        return kept
-
-    def keep_gradient(self, gradient: dict[str, Tensor]) -> None:
-        """Use this G, without P, for as long as the parameters stay as they are."""
-        self.invalidate()
-        self._kept = (self._current_age(), gradient)
-
-    def _kept_gradient(self) -> dict[str, Tensor] | None:
-        if self._kept is None or self._kept[0] != self._current_age():
-            return None
-        return self._kept[1]
+        return self.made_of.direction()

@@ -227,21 +227,21 @@ class WalkBuilder(DirectionBuilder):
                 why="its parameters need not be those of the model",
                 remedy="take score(); or walk there: leave reference out, with walk_steps",
             )
-        end, made_of = self.gradient(), self.made_of
+        end, made_of = self.end_weights(), self.made_of
         parts = Moved(made_of.adapter.model, end, made_of.scored.sharding).parts()
         m = {n: p.to(wide(p.dtype)) - end[n].to(wide(p.dtype)) for n, p in parts.items()}
         return Direction(m, None, 0.0)
 
-    def gradient(self) -> dict[str, Tensor]:
-        """The weights at the end of the walk, which stand in a file for G."""
+    def end_weights(self) -> dict[str, Tensor]:
+        """The weights at the end of the walk."""
         self.prepare()
         assert self._weights is not None
         return self._weights
 
-    def keep_gradient(self, gradient: dict[str, Tensor]) -> None:
+    def keep(self, weights: dict[str, Tensor]) -> None:
         """Take these weights for the end of the walk."""
         self.invalidate()
-        self._weights, self._passed, self._age = gradient, 0, None
+        self._weights, self._passed, self._age = weights, 0, None
 
 
 def _mean(made_of: Ingredients, role: str) -> float:

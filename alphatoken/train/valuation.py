@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.objective import objective_value
-from alphatoken.estimate.estimators import WALK
+from alphatoken.direction.walk import WalkBuilder
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scorer import Scorer
 from alphatoken.train.distributed import Ranks, even_micro_batches
@@ -123,8 +123,8 @@ class Valuation:
 
         Any other is built anew at the next step, as a run resumed from here would.
         """
-        if self.options.estimator == WALK:
-            return None if self._built is None else (self._built, self.scorer.builder.gradient())
+        if isinstance(builder := self.scorer.builder, WalkBuilder):
+            return None if self._built is None else (self._built, builder.end_weights())
         self._built = None
         self.scorer.refresh()
         return None
@@ -134,7 +134,8 @@ class Valuation:
         self._built = built
         self.scorer.pin(("step", built))
         places = {name: p.device for name, p in self.scorer.scored.parameters.items()}
-        self.scorer.builder.keep_gradient({n: t.to(places[n]) for n, t in end.items()})
+        assert isinstance(self.scorer.builder, WalkBuilder)
+        self.scorer.builder.keep({n: t.to(places[n]) for n, t in end.items()})
 
     def objective_gap(self, step: int) -> dict[str, float]:
         """Mean validation objective on the rows of this step and on the held-out rows."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import masked_sft_loss
+from alphatoken.direction.build import Ingredients
 from alphatoken.errors import InputError, ModelError
 from alphatoken.model import response_losses
 from alphatoken.model.head import rounding_tolerance
@@ -134,14 +135,15 @@ def test_under_dropout_another_forward_is_known_by_its_graph() -> None:
     "change", [lambda z: z / 2.0, lambda z: z.div_(2.0), lambda z: z.clamp(-0.5, 0.5)]
 )
 def test_logits_that_the_loop_changes_are_valued_as_changed_or_refused(
-    change: Callable[[Tensor], Tensor], estimator: str
+    change: Callable[[Tensor], Tensor], estimator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of()
     scorer = scorer_for(model, estimator)
     hooked = model_of()
     hooked.register_forward_hook(replacing(lambda z: change(z.clone())))
     scorer_changed = scorer_for(hooked, estimator)
-    scorer_changed.builder.keep_gradient(scorer.builder.gradient())
+    known = scorer.direction.adaptation
+    monkeypatch.setattr(Ingredients, "_gradient", lambda *_: known)
     with scorer.observe() as observed:
         logits = change(model(**inputs(BATCH)).logits)
         if estimator == "label":

@@ -20,7 +20,6 @@ from alphatoken.cli import main
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import EncodeOptions, Fields, read_records
 from alphatoken.data.source import find_source, source_of
-from alphatoken.direction.build import Ingredients
 from alphatoken.report import value_files
 from tests.integration.small_world import World, flags, write_rows
 from tests.integration.test_cli import load, same
@@ -230,28 +229,6 @@ def test_a_selection_over_all_keeps_the_files_types(world: World, tmp_path: Path
         schema = pq.read_schema(value_files(tmp_path / scope / "values")[0])
         types.add(str(schema.field("value").type))
     assert types == {"list<element: float>"}
-
-
-def test_a_resumed_run_takes_the_sealed_gradient(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    assert world.score(tmp_path / "a", "--no_report") == 0
-    parts = value_files(tmp_path / "a" / "values")
-    before = load(tmp_path / "a")
-    parts[1].unlink()
-
-    def built(*_: object) -> Any:
-        raise AssertionError("G was built again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Ingredients, "_gradient", built)
-        assert world.score(tmp_path / "a", "--no_report", "--resume") == 0
-    assert same(load(tmp_path / "a"), before)
-    gradient = tmp_path / "a" / "job" / "gradient.safetensors"
-    gradient.write_bytes(gradient.read_bytes()[:-8] + b"\0" * 8)
-    parts[1].unlink()
-    assert world.score(tmp_path / "a", "--no_report", "--resume") == 2
-    assert "does not match the sha256" in capsys.readouterr().err
 
 
 def test_engines_are_refused_before_any_work(

@@ -314,7 +314,6 @@ test_standard_errors | | standard_errors, (values against all batches but one) |
 test_errors_are_unbiased | | (variance over draws) | approximate
 test_harmless | | (loops, quantile by bisection) | exact
 test_top_threshold | | (select_top on all values at once) | exact
-test_kept_gradient | | (the same bits without a file) | exact
 test_rows_from_any_place | | (the lines themselves) | exact
 test_corpus | | (split_pools on the whole list) | exact
 test_marked_turns | | (the marks themselves) | exact
@@ -338,7 +337,6 @@ test_what_was_refused_is_refused_again | | (a model that leaks) | exact
 test_masks_of_flags_hide_labels | | (a mask of numbers) | exact
 test_autocast_outlives_an_error | | (autocast as it was) | exact
 test_a_pass_leaves_nothing_to_the_next | | (a pass by itself) | exact
-test_a_gradient_file_is_of_its_pairs | | (a refusal) | exact
 test_a_slice_is_a_part_of_its_batch | | (entry by entry) | exact
 test_a_slice_shows_what_its_batch_shows | | (the whole batch) | exact
 test_a_slice_shows_which_documents_see_each_other | | (the whole batch) | exact

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from tests.property import test_corpus, test_logprobs
-from tests.property.mutants import small
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
 RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
@@ -15,9 +14,6 @@ SHARE = claim(
     st.lists(st.integers(0, 30), max_size=3),
     RATIOS,
     examples=150,
-)
-KEPT = claim(
-    test_corpus.test_kept_gradient, small(), st.sampled_from(["direct", "label"]), examples=8
 )
 PLACES = claim(
     test_corpus.test_rows_from_any_place,
@@ -134,18 +130,6 @@ MUTANTS = (
         "other-prefixes-count",
         "later digits are counted among all numbers, not among those of the digits found",
         f"{_TOP}.top_threshold", "if bits:", "if False:", SHARE,
-    ),
-    _corpus(
-        "gradient-kept-for-good",
-        "a G that was kept is used after the weights have changed",
-        "direction.current.DirectionBuilder._kept_gradient",
-        "self._kept[0] != self._current_age()", "False", KEPT,
-    ),
-    _corpus(
-        "kept-gradient-ignored",
-        "G is built anew although it was read from a file",
-        "direction.current.DirectionBuilder.prepare",
-        "self._kept_gradient()", "None", KEPT,
     ),
     _corpus(
         "rows-counted-from-the-mark",

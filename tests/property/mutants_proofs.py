@@ -254,16 +254,6 @@ PROOFS = (
         ("model.capture.Recorder._keep", "self.attentions.clear()", "pass"),
         claim(test_proofs.test_a_pass_leaves_nothing_to_the_next, SEEDS, examples=2),
     ),
-    mutant(
-        "gradient-file-of-other-pairs",
-        "the gradient file ignores beta and references of pairs",
-        (
-            "direction.gradient_file._digest",
-            "vars(batch) if isinstance(batch, PreferenceBatch)",
-            "{'c': batch.chosen, 'r': batch.rejected} if isinstance(batch, PreferenceBatch)",
-        ),
-        claim(test_proofs.test_a_gradient_file_is_of_its_pairs, 0.1, examples=1),
-    ),
     _proof(
         "documents-watched-in-the-wrong-place",
         "the first document's logits are compared, which nothing comes before",

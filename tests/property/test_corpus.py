@@ -1,4 +1,4 @@
-"""Corpora of any size: rows from any place, the exact share of all values, G from a file."""
+"""Corpora of any size: rows from any place, the exact share of all values."""
 
 from __future__ import annotations
 
@@ -21,21 +21,13 @@ from alphatoken import (
     DataError,
     InputError,
     NumericalError,
-    Scorer,
-    ScorerConfig,
-    UnsupportedError,
     select_top,
 )
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.split import leak_keys
-from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.select.threshold import top_threshold
-from tests.property.decoder import ReferenceAdapter
-from tests.property.profiles import budget
-from tests.property.setups import Setup, setups
-from tests.property.strategies import make_case
 
 NUMBERS = st.one_of(
     st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 5e-324, -5e-324, 1e-45, 2.0**-16, 3e38, -3e38]),
@@ -104,9 +96,6 @@ def _outcome(work: Callable[[], Any]) -> Any:
         return type(error)
 
 
-CASE = make_case(("pprrr",), (("pprr",), ("prr",)), layers=2)
-
-
 @given(
     st.lists(NUMBERS, min_size=1, max_size=60),
     st.lists(st.integers(0, 60), max_size=4),
@@ -135,56 +124,6 @@ def test_what_has_no_rank_is_refused() -> None:
             top_threshold(lambda value=value: [np.array([1.0, value])], 0.5)
     with pytest.raises(InputError, match="ratio"):
         top_threshold(lambda: [np.ones(3)], 1.5)
-
-
-@given(setups(), st.sampled_from(ESTIMATORS))
-@budget(0.15)
-def test_kept_gradient(setup: Setup, estimator: str) -> None:
-    """A scorer that reads G from a file gives the same bits, for as long as the weights stay."""
-
-    def scorer(model: Any) -> Scorer:
-        config = ScorerConfig(estimator=estimator, layers=setup.layers)
-        return Scorer(model, setup.case.validation, config=config, adapter=ReferenceAdapter(model))
-
-    model = setup.case.model()
-    first, second = scorer(model), scorer(model)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gradient.safetensors"
-        first.save_gradient(path)
-        second.load_gradient(path)
-    whole = first.score(setup.case.batch).total
-    assert torch.equal(second.score(setup.case.batch).total, whole)
-    # It is G that was read, and none that was built: twice of it gives twice the values.
-    doubled = scorer(model)
-    doubled.builder.keep_gradient({n: 2 * g for n, g in first.builder.gradient().items()})
-    assert torch.equal(doubled.score(setup.case.batch).total, 2 * whole)
-    with torch.no_grad():
-        next(model.parameters()).mul_(1.25)
-    anew = scorer(model).score(setup.case.batch).total
-    assert torch.equal(doubled.score(setup.case.batch).total, anew)
-
-
-def test_a_gradient_of_something_else_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "gradient.safetensors"
-
-    def scorer(model, validation=CASE.validation, **options) -> Scorer:
-        config = ScorerConfig(**{"layers": 1, **options})
-        return Scorer(model, validation, config=config, adapter=ReferenceAdapter(model))
-
-    scorer(CASE.model()).save_gradient(path)
-    moved = CASE.model()
-    with torch.no_grad():
-        next(moved.parameters()).mul_(1.25)
-    for other, what in (
-        (scorer(moved), "weights"),
-        (scorer(CASE.model(), CASE.validation[:1]), "validation rows"),
-        (scorer(CASE.model(), layers=2), "parameters"),
-    ):
-        with pytest.raises(InputError, match=f"of other {what}"):
-            other.load_gradient(path)
-    for options in ({"standard_errors": True},):
-        with pytest.raises(UnsupportedError, match="standard errors"):
-            scorer(CASE.model(), **options).save_gradient(path)
 
 
 @given(lines(), st.sampled_from([1, 2, 5, 256]), st.integers(0, 40), st.integers(0, 40))

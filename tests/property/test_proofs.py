@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +15,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
+from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import (
     AlphaTokenError,
     CoverageError,
-    InputError,
     ModelError,
     UnsupportedError,
 )
@@ -406,26 +403,6 @@ def test_autocast_outlives_an_error(device: str) -> None:
         with suppress(ArithmeticError):
             run(True)
         assert torch.is_autocast_enabled(device), "autocast stays off after an error"
-
-
-@pytest.mark.parametrize("beta", [0.1])
-def test_a_gradient_file_is_of_its_pairs(beta: float) -> None:
-    """G of preference pairs is not taken where beta, a reference or the normaliser differs."""
-    case = make_case(PLAIN[0], (("pprr", "prrr"), ("ppr.", "prrr")))
-    model = case.model()
-    reference = torch.tensor([-1.0, -2.0], dtype=torch.float64)
-
-    def scorer(beta: float, shift: float, normalization: str = "tokens") -> Scorer:
-        pairs = PreferenceBatch(*case.validation, reference, reference + shift, beta, normalization)
-        return Scorer(model, pairs, config=ScorerConfig("path", layers=1))
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gradient.safetensors"
-        scorer(beta, 0.0).save_gradient(path)
-        assert refusal(lambda: scorer(beta, 0.0).load_gradient(path)) is None
-        for other in (scorer(2 * beta, 0.0), scorer(beta, 1.0), scorer(beta, 0.0, "pairs")):
-            error = refusal(lambda other=other: other.load_gradient(path))
-            assert isinstance(error, InputError), "G of other pairs was taken"
 
 
 @pytest.mark.parametrize("layout", list(LONG))

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -172,7 +171,7 @@ def test_one_short_step_is_the_label_value(setup: Setup) -> None:
     sgd = partial(torch.optim.SGD, lr=eta)
     made_of = scorer.builder.made_of
     end = walk(model, made_of.scored.parameters, made_of.gradient_of_step, 1, sgd)
-    scorer.builder.keep_gradient(end)
+    scorer.builder.keep(end)
     with quiet():
         values = scorer.score(setup.case.batch)
     # Curvature at a step of 1e-6, and the rounding of losses over it.
@@ -260,10 +259,10 @@ def test_over_groups_of_parameters_only_the_first_order_adds_up() -> None:
     scorer = Scorer(model, CASE.validation, config=config(walk_learning_rate=0.1))
     with quiet():
         whole = scorer.score(CASE.batch).total
-        end = dict(scorer.builder.gradient())
+        end = dict(scorer.builder.end_weights())
     parts = torch.zeros_like(whole)
     for name in end:
-        scorer.builder.keep_gradient({name: end[name]})
+        scorer.builder.keep({name: end[name]})
         with quiet():
             parts += scorer.score(CASE.batch).total
     assert float((whole - parts).norm() / whole.norm()) > 1e-3
@@ -359,8 +358,8 @@ def test_a_walk_of_factors_that_no_forward_uses_is_refused() -> None:
             scorer.score(rows_of(2))
 
 
-def test_walks_of_two_threads_wait_for_each_other(tmp_path: Path) -> None:
-    """Also those that a file or a direction is made of: values and weights are to the bit."""
+def test_walks_of_two_threads_wait_for_each_other() -> None:
+    """Also those that a direction is made of: values and weights are to the bit."""
     model = llama(torch.float32)
     before = bits(model)
     first, second = (Scorer(model, rows_of(1), config=config()) for _ in range(2))
@@ -370,8 +369,6 @@ def test_walks_of_two_threads_wait_for_each_other(tmp_path: Path) -> None:
 
     def others() -> None:
         while not over.is_set():
-            second.refresh()
-            second.save_gradient(tmp_path / "walk.safetensors")
             second.refresh()
             _ = second.direction
 
@@ -384,25 +381,6 @@ def test_walks_of_two_threads_wait_for_each_other(tmp_path: Path) -> None:
         beside.result()
     assert all(torch.equal(one, wanted_values) for one in found)
     assert unchanged(model, before)
-
-
-def test_the_end_of_a_walk_goes_through_a_file(tmp_path: Path) -> None:
-    """To the bit; another walk's file is refused."""
-    model = CASE.model()
-    first = Scorer(model, CASE.validation, config=config())
-    path = tmp_path / "walk.safetensors"
-    with quiet():
-        first.save_gradient(path)
-        second = Scorer(model, CASE.validation, config=config())
-        second.load_gradient(path)
-        calls: list[int] = []
-        model.register_forward_pre_hook(lambda *_: calls.append(1))
-        values = second.score(CASE.batch).total
-        assert torch.equal(values, first.score(CASE.batch).total)
-    assert len(calls) <= 8  # no walk: two forwards each, and those of the proofs on arguments
-    other = Scorer(model, CASE.validation, config=config(walk_steps=STEPS + 1))
-    with pytest.raises(InputError, match="estimator"):
-        other.load_gradient(path)
 
 
 def test_a_walk_on_pairs_lowers_the_preference_loss() -> None:
@@ -450,7 +428,7 @@ def test_weights_in_16_bits_walk_in_float32() -> None:
         model = llama(torch.bfloat16).to(dtype)
         scorer = Scorer(model, rows_of(1), config=config(walk_steps=40, walk_learning_rate=2e-5))
         with quiet():
-            ends[dtype] = scorer.builder.gradient()
+            ends[dtype] = scorer.builder.end_weights()
     assert all(end.dtype == torch.bfloat16 for end in ends[torch.bfloat16].values())
     name = "model.layers.0.mlp.up_proj.weight"
     start = dict(llama(torch.bfloat16).named_parameters())[name].float()
@@ -521,9 +499,9 @@ def test_losses_that_are_not_finite_are_refused() -> None:
     model = CASE.model()
     scorer = Scorer(model, CASE.validation, config=config())
     with quiet():
-        end = dict(scorer.builder.gradient())
+        end = dict(scorer.builder.end_weights())
     name = next(iter(end))
-    scorer.builder.keep_gradient({**end, name: torch.full_like(end[name], float("nan"))})
+    scorer.builder.keep({**end, name: torch.full_like(end[name], float("nan"))})
     with quiet(), pytest.raises(NumericalError, match="end of the walk"):
         scorer.score(CASE.batch)
 
@@ -581,7 +559,5 @@ def test_what_belongs_to_a_walk_is_refused_elsewhere() -> None:
     second = Scorer(model, None, config=ScorerConfig("walk"), reference=CASE.model())
     with pytest.raises(UnsupportedError, match="no direction"):
         _ = second.direction
-    with pytest.raises(UnsupportedError, match="second model"):
-        second.save_gradient("nowhere")
     with pytest.raises(UnsupportedError, match="certif"):
         Scorer(model, CASE.validation, config=config()).verify(CASE.batch)
