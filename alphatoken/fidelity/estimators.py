@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from alphatoken.certificate import metrics
 from alphatoken.data import Example
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.cost import direction_flops, step_flops, values_flops
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
-from alphatoken.fidelity.intervals import Estimate, bootstrap
-from alphatoken.fidelity.noise import Planted, plant
+from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.readings import (
     WINDOWED,
@@ -55,12 +53,6 @@ class Options(CheckedOptions):
         (),
         "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models.",
         least=1,
-    )
-    noise_share: float = option(
-        0.3,
-        "Share of the response tokens that is replaced by random ones to be found again.",
-        above=0,
-        below=1,
     )
 
 
@@ -171,41 +163,6 @@ def _costs(
     return found
 
 
-# --- planted noise -------------------------------------------------------------------------------
-
-
-def _noise_settings(plan: _Plan) -> list[Setting]:
-    own = [s for s in plan.by_depth if s.layers == plan.own.layers]
-    return list(dict.fromkeys([*own, plan.own, plan.truth]))
-
-
-def _noise_table(
-    subject: Subject, options: Options, rows: Sequence[Example], plan: _Plan,
-    direction: Mapping[str, Tensor],
-) -> Table:  # fmt: skip
-    everything = [*subject.train, *subject.validation]
-    alphabet = sorted({token for row in everything for token in row.input_ids})
-    planted = plant(rows, options.noise_share, alphabet, subject.seed)
-    settings = _noise_settings(plan)
-    readings = read(subject, planted.rows, direction, settings)
-    records = [{"score": "loss, high"} | _found(readings, planted, -readings.loss)]
-    for setting in settings:
-        found = _found(readings, planted, readings.values[setting])
-        records.append({"score": f"{setting}, low"} | found)
-    return Table.of(
-        "noise",
-        f"Finding planted noise ({planted.marked.mean():.0%} of {len(planted.marked)} tokens)",
-        records,
-        "auc: chance that a planted token is more suspect than a real one.",
-    )
-
-
-def _found(readings: Readings, planted: Planted, good: Numbers) -> dict[str, Estimate]:
-    """How well ``good`` tells real tokens (high) from planted ones (low)."""
-    auc = bootstrap(metrics.auc, -good, planted.marked, groups=readings.row)
-    return {"auc": auc}
-
-
 # --- the diagnosis -------------------------------------------------------------------------------
 
 
@@ -225,7 +182,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     found = _agreements(subject, readings, plan)
     checked = _oracle(subject, rows, truth, direction)
     costs = _costs(subject, rows, settings, proved)
-    noise = _noise_table(subject, options, rows, plan, direction)
 
     def table(key: str, title: str, settings: Sequence[Setting]) -> Table:
         records = [
@@ -244,11 +200,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         f"value costs {costs[plan.truth]['cost_in_training_steps']:.1f}."
         if own in found
         else "Your setting is the exact first-order value.",
-        [layers, noise],
+        [layers],
         _figures(table("pareto", "Cost against fidelity", list(found)), layers),
         valued=rows,
         notes=[checked, *_notes(subject, refused, plan)],
-        settings={"noise_share": options.noise_share},
     )
 
 

@@ -195,7 +195,10 @@ def _valued(subject: Subject, pool: Sequence[int]) -> Valued:
 
 
 def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> ValuedText:
-    """One row with its panels: the total, the components that are not 0."""
+    """One row with its panels: the total, and the components where they are several.
+
+    A component that is 0 is left out, and one alone is the total.
+    """
     row = list(valued.places).index(place)
     example = valued.rows[row]
     own = valued.belongs == row
@@ -203,14 +206,14 @@ def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> 
     response[valued.position[own]] = True
     estimator, relative = subject.config.estimator, options.colours == "relative"
     panels: list[Panel] = []
-    if options.panels != "components":
+    parts = [key for key in valued.parts if valued.columns[key].any()]
+    if options.panels != "components" or len(parts) < 2:
         total = valued.columns["total"][own]
         panels.append(Panel(f"Total, {estimator}", total, valued.kept[own], relative))
-    if options.panels != "total":
+    if options.panels != "total" and len(parts) > 1:
         panels += [
             Panel(_NAMES[key], valued.columns[key][own], valued.kept[own], relative)
-            for key in valued.parts
-            if valued.columns[key].any()
+            for key in parts
         ]
     texts = [visible(token) for token in subject.texts(example)]
     return ValuedText(place, f"row {place} ({example.row.place})", texts, response, tuple(panels))

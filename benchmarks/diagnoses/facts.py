@@ -36,10 +36,6 @@ def _at_three(label: str, estimator: str) -> Fact:
     return Fact(label, "estimators", "layers", "spearman", {"estimator": estimator, "K": 3})
 
 
-def _found(label: str, score: str) -> Fact:
-    return Fact(label, "estimators", "noise", "auc", {"score": score})
-
-
 def _flow(label: str, part: str) -> Fact:
     return Fact(label, "value-propagation", "shares", "signed", {"layer": "all", "part": part})
 
@@ -65,11 +61,6 @@ FACTS: dict[str, tuple[Fact, ...]] = {
         _at_three("`same_layer_hop`", "same_layer_hop"),
         _at_three("`path`", "path"),
         _at_three("`paper_literal`", "paper_literal"),
-    ),
-    "noise": (
-        _found("high loss", "loss, high"),
-        _found("low exact value", "label, all parameters, low"),
-        _found("low `alphatoken`, K = 3", "alphatoken, K=3, W=32, low"),
     ),
     "causal": (
         _flow("Value-Propagation sees", "value path within the window"),

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.certificate import metrics
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.noise import plant
 from alphatoken.fidelity.readings import (
     WINDOWED,
     Setting,
@@ -201,44 +199,6 @@ def test_what_is_tried() -> None:
     assert windows_of((), 1, None) == [0, None]
     assert windows_of((), 8, 3) == [0, 1, 2, 3, 4, None]
     assert windows_of((5,), 8, 3) == [3, 5, None]
-
-
-# --- planted noise -------------------------------------------------------------------------------
-
-
-def test_noise_is_where_it_is_said_to_be() -> None:
-    rows = rows_of([9, 7, 8, 9])
-    before = [(list(r.input_ids), list(r.labels)) for r in rows]
-    planted = plant(rows, 0.4, range(1, 11), seed=5)
-    assert [(r.input_ids, r.labels) for r in rows] == before
-    places = [
-        (number, i)
-        for number, row in enumerate(rows)
-        for i, x in enumerate(row.labels)
-        if x != -100
-    ]
-    assert len(places) == len(planted.marked)
-    assert int(planted.marked.sum()) == round(0.4 * len(places))
-    changed = set()
-    for number, (old, new) in enumerate(zip(rows, planted.rows, strict=True)):
-        for i, (a, b) in enumerate(zip(old.input_ids, new.input_ids, strict=True)):
-            if a != b:
-                changed.add((number, i))
-        # Input and label are replaced together.
-        assert [b for b in new.labels if b != -100] == [
-            x for x, b in zip(new.input_ids, new.labels, strict=True) if b != -100
-        ]
-    assert changed == {place for place, mark in zip(places, planted.marked, strict=True) if mark}
-    # A score that knows the places finds them all.
-    assert metrics.auc(planted.marked.astype(float), planted.marked) == 1.0
-
-
-def test_bad_noise_is_refused() -> None:
-    rows = rows_of([9])
-    with pytest.raises(ConfigError, match="share of planted noise"):
-        plant(rows, 1.0, range(9), 0)
-    with pytest.raises(ConfigError, match="two different tokens"):
-        plant(rows, 0.5, [3, 3], 0)
 
 
 # --- models and input that do not go all the way -------------------------------------------------
