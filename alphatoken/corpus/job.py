@@ -271,8 +271,9 @@ def seal_job(job: Job) -> None:
         "drawn": sorted(job.corpus.drawn),
         "held": sorted(job.corpus.held),
     }
-    job.gradient.parent.mkdir(parents=True, exist_ok=True)
-    write_json(job.folder / "job" / "job.json", document, default=str)
+    path = job.folder / "job" / "job.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, document, default=str)
 
 
 def open_job(spec: JobSpec) -> Job:
