@@ -283,18 +283,6 @@ def test_direction_is_never_stale(setup: Setup, estimator: str) -> None:
         assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
 
 
-def test_one_side_that_decides_alone_is_warned_of_once() -> None:
-    case = SEVERAL.case
-    model = case.model()
-    drift = FisherDrift(*drift_of(SEVERAL, model))
-    config = ScorerConfig("direct", layers=2, stability_weight=1e9, max_relative_drift=None)
-    scorer = Scorer(model, case.validation, drift, config)
-    with pytest.warns(AlphaTokenWarning, match="stability side alone"):
-        values = scorer.score(case.batch)
-    assert values.shares()["stability_direct"] > 0.999
-    scorer.score(case.batch)  # warnings are errors here
-
-
 @pytest.mark.parametrize(
     ("share", "side"),
     [(9e-4, "adaptation"), (1.1e-3, None), (0.9989, None), (0.9991, "stability")],

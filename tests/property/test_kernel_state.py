@@ -90,15 +90,6 @@ def test_other_shapes_and_narrower_numbers_are_left() -> None:
     assert adopted(packed, lambda x: x) is None, "rows, where documents are asked for"
 
 
-@pytest.mark.parametrize("name", ["_saved_logsumexp", "_saved_log_sumexp"])
-def test_names_of_pytorchs_nodes(name: str) -> None:
-    call = CASE.call()
-    node = SimpleNamespace(**{name: explicit_lse(call)})
-    found = kernel_state._of_pytorch(node, call)
-    assert found is not None
-    assert torch.equal(found, explicit_lse(call))
-
-
 def test_what_one_call_shows_says_nothing_of_another_kind() -> None:
     """By dtype, mask, documents, window, soft-cap and sinks."""
     calls = [
@@ -173,24 +164,6 @@ def test_autocast_does_not_change_what_is_believed(implementation: str) -> None:
         assert torch.equal(found[0][narrow], found[1][narrow])
 
 
-@pytest.mark.parametrize("window", [0, -1])
-def test_a_window_below_one_is_none(window: int) -> None:
-    def named(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
-        raise AssertionError("it is not run")
-
-    query = torch.zeros(1, 2, 3, 4)
-    with patch.object(dispatch, "flash_attention_forward", named):
-        call, _, _ = dispatch._translated(
-            named, torch.nn.Identity(), (query, query, query), (None,), {"sliding_window": window}
-        )
-        other, _, _ = dispatch._translated(
-            named, torch.nn.Identity(), (query, query, query), (None,), {"sliding_window": 2}
-        )
-    assert call.flash
-    assert call.window is None
-    assert other.window == 2
-
-
 # --- arguments of transformers' flash wrapper ----------------------------------------------------
 
 
@@ -238,12 +211,6 @@ def test_positions() -> None:
     assert documents(1, 4, **positions([3, 4, 5, 6])) is None, "one sequence, further on"
     assert documents(2, 4, **positions([0, 1, 0, 1], [0, 1, 2, 3])) is None, "in one row only"
     assert documents(1, 1, **positions([0])) is None
-
-
-def test_a_mask_goes_before_bounds_and_positions() -> None:
-    mask = torch.tensor([[0, 1, 1], [1, 1, 0]])
-    named = {**bounds(0, 3, 6), **positions([0, 1, 0], [0, 1, 2]), "attention_mask": mask}
-    assert documents(2, 3, **named) == [[-1, 0, 0], [0, 0, -1]]
 
 
 @pytest.mark.parametrize("own", [True, False])
