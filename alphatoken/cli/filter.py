@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alphatoken.cli.options import (
-    EarlierOptions,
+    LeftOutOptions,
     ReadingOptions,
     RunningOptions,
-    TrainingRowOptions,
     ValuationOptions,
     option,
     read_options,
@@ -32,9 +31,8 @@ output
     value          mean of the values of its response tokens; null where it was not valued
     value_error    standard error of that over the draw of the validation rows
     verdict        "keep"; "drop": its value is below zero beyond doubt, or with --keep_ratio, it is
-                   not among the best; or why it was not valued: "held out", "leak", "too long",
-                   "empty" (no response within the length), "cannot be read" (with --on_bad_rows
-                   skip)
+                   not among the best; or why it was not valued: "held out", "leak", "empty" (no
+                   response within the length), "cannot be read" (with --on_bad_rows skip)
 
   Without --keep_ratio a row is dropped only where value + t * value_error < 0, one-sided at
   --confidence; with it the best rows by value are kept until they hold this share of the response
@@ -55,6 +53,7 @@ class _Rows:
     )
     fisher_file: str | None = option(None, "of the reference model; without it: no stability")
     output_file: str = option(help="JSONL file for the result")
+    overwrite_output: bool = option(False, "replace the file that is there")
 
 
 @dataclass(kw_only=True)
@@ -75,8 +74,7 @@ class FilterOptions(
     ValuationOptions,
     _Rule,
     ReadingOptions,
-    TrainingRowOptions,
-    EarlierOptions,
+    LeftOutOptions,
     RunningOptions,
 ):
     """Everything that ``alphatoken filter`` is told."""

@@ -33,21 +33,17 @@ __all__ = [
     "BudgetOptions",
     "ColumnOptions",
     "CommandParser",
-    "EarlierOptions",
     "Kind",
     "LeftOutOptions",
     "ReadingOptions",
     "RunningOptions",
-    "TrainingRowOptions",
     "ValuationOptions",
     "add_option",
     "add_options",
-    "default_of",
     "flag_of",
     "kinds_of",
     "option",
     "read_options",
-    "shown",
     "spelled",
 ]
 
@@ -86,7 +82,7 @@ class Kind:
             return replace(cls.of(inside[0]), listed=True)
         if origin is Literal:
             return cls(type(inside[0]), choices=inside)
-        return cls(hint)
+        return cls(hint if isinstance(hint, type) else str)  # a mapping: JSON text
 
     def read(self, text: str, least: int | None = None) -> Any:
         """The value that ``text`` writes; of a list, one of its words.
@@ -196,7 +192,7 @@ def add_option(
         return
     if more["default"] is MISSING:
         more |= {"default": None, "required": True}
-    elif default not in (None, "", []) and "default" not in text:
+    elif default not in (None, "", "\n", []) and "default" not in text.lower():
         more["help"] = f"{text} (default {shown(default)})"
     least = one.metadata.get("least")
     more["type"] = lambda word: kind.read(word, least)
@@ -323,23 +319,6 @@ class LeftOutOptions:
         "prompt", "rows repeat each other where they share the prompt, or all of the conversation"
     )
     turns: Literal["all", "last"] = option("all", "which assistant turns are valued")
-
-
-@dataclass(kw_only=True)
-class TrainingRowOptions(LeftOutOptions):
-    """What to do with training rows."""
-
-    on_long: Literal["truncate", "skip"] = option(
-        "truncate", "what happens to rows that are too long"
-    )
-
-
-@dataclass(kw_only=True)
-class EarlierOptions:
-    """What to do with an earlier run."""
-
-    resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
-    overwrite_output: bool = option(False, "replace what is there", either="earlier")
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from alphatoken.cli.options import TrainingRowOptions, ValuationOptions
+from alphatoken.cli.options import LeftOutOptions, ValuationOptions
 from alphatoken.config import ScorerConfig
 from alphatoken.corpus.spec import JobSpec
 from alphatoken.data import EncodeOptions, Fields, Row, read_rows
@@ -49,10 +49,9 @@ def unread_columns(options: Any) -> tuple[str, ...]:
 
 def _how(options: Any) -> EncodeOptions:
     """How rows become tokens by the command line alone."""
-    rows = options if isinstance(options, TrainingRowOptions) else TrainingRowOptions()
+    rows = options if isinstance(options, LeftOutOptions) else LeftOutOptions()
     return EncodeOptions(
         max_length=options.max_length,
-        on_long=rows.on_long,
         on_empty=rows.on_empty,
         turns=rows.turns,
         chat_template=options.chat_template,

@@ -9,10 +9,9 @@ from typing import Literal
 from alphatoken.cli.options import (
     PARAMETERS,
     BudgetOptions,
-    EarlierOptions,
+    LeftOutOptions,
     ReadingOptions,
     RunningOptions,
-    TrainingRowOptions,
     ValuationOptions,
     option,
     read_options,
@@ -40,10 +39,10 @@ usage: alphatoken score --logprobs BEFORE.parquet AFTER.parquet --output_dir DIR
 _MORE = """\
 data
   JSONL or Parquet rows with a prompt and a response (also: instruction/input/output,
-  question/answer), or chats under "messages"; a file of any size, a folder of such files, or one
-  that datasets saved. Chats go through the tokenizer's chat template; a
-  tokenizer without one gets: start token, prompt, line break, response, end token. Training rows
-  that repeat a validation row or prompt, or a prompt of the Fisher, are removed and counted.
+  question/answer), or chats under "messages"; a file of any size, or a folder of such files. Chats
+  go through the tokenizer's chat template; a tokenizer without one gets: start token, prompt, line
+  break, response, end token. Training rows that repeat a validation row or prompt, or a prompt of
+  the Fisher, are removed and counted.
 
 output
   OUT/values/part-*.parquet, one record an example with lists of an entry a token; summary.json and
@@ -104,6 +103,14 @@ class _Output:
 
 
 @dataclass(kw_only=True)
+class _Earlier:
+    """What to do with an earlier run."""
+
+    resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
+    overwrite_output: bool = option(False, "replace what is there", either="earlier")
+
+
+@dataclass(kw_only=True)
 class ScoreOptions(
     ModelOptions,
     _Rows,
@@ -112,11 +119,11 @@ class ScoreOptions(
     _Scope,
     _Finer,
     ReadingOptions,
-    TrainingRowOptions,
+    LeftOutOptions,
     _Output,
     ResultOptions,
     EngineOptions,
-    EarlierOptions,
+    _Earlier,
     RunningOptions,
 ):
     """Everything that ``alphatoken score`` is told."""

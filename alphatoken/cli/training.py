@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.options import CommandParser, default_of, shown
+from alphatoken.cli.options import CommandParser, add_option, kinds_of
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import ConfigError, DataError, ModelError
@@ -133,15 +133,10 @@ https://huggingface.co/docs/trl/{command}_trainer""",
     kinds |= {"pairs": PairFields} if command == "dpo" else {}
     kinds |= {"token values": AlphaFields}
     for title, kind in kinds.items():
-        group = parser.add_argument_group(title)
+        group, known = parser.add_argument_group(title), kinds_of(kind)
         for one in fields(kind):
-            if f"--{one.name}" in parser._option_string_actions:  # shown already
-                continue
-            text, default = str(one.metadata["help"]), default_of(one)
-            if default not in (None, "\n", "") and "default" not in text.lower():
-                text = f"{text} (default {shown(default)})"
-            metavar = one.name.rpartition("_")[2].upper()
-            group.add_argument(f"--{one.name}", metavar=metavar, help=text.replace("%", "%%"))
+            if f"--{one.name}" not in parser._option_string_actions:  # not shown already
+                add_option(group, one, known[one.name], f"--{one.name}")
     return parser.format_help()
 
 

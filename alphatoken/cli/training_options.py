@@ -18,8 +18,7 @@ __all__ = ["RowArguments", "RunArguments"]
 class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
     """Where rows come from, and what is done with those that cannot be trained on.
 
-    A FILE is a local .jsonl, .json or .parquet file, a folder of such files, or one that datasets
-    saved.
+    A FILE is a local .jsonl, .json or .parquet file, or a folder of such files.
     """
 
     train_file: str | None = option(

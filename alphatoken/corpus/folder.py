@@ -112,13 +112,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def refuse_foreign(manifest: Path, made: Iterable[Path], *, resume: bool, overwrite: bool) -> None:
+def refuse_foreign(
+    manifest: Path, made: Iterable[Path], *, resume: bool | None, overwrite: bool
+) -> None:
     """See that an output folder holds nothing that a new run would be mixed up with.
 
     Args:
         manifest: of an earlier run, if there was one.
         made: what a run makes in the folder.
-        resume: continue an earlier run.
+        resume: continue an earlier run; None where the command cannot.
         overwrite: replace it.
 
     Raises:
@@ -131,10 +133,11 @@ def refuse_foreign(manifest: Path, made: Iterable[Path], *, resume: bool, overwr
             what = "the output folder holds something else"
             raise ConfigError(what, got=str(foreign[0]), remedy=f"give {remedy}")
     elif not (resume or overwrite):
+        go_on = "" if resume is None else "--resume to continue it, "
         raise ConfigError(
             "the output folder holds an earlier run",
             got=str(manifest.parent),
-            remedy=f"--resume to continue it, --overwrite_output to replace it, or {remedy}",
+            remedy=f"{go_on}--overwrite_output to replace it, or {remedy}",
         )
 
 

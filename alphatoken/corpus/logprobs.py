@@ -259,7 +259,7 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
             remedy="another --output_dir",
         )
     manifest, values = folder / "run.json", folder / "values"
-    refuse_foreign(manifest, [values], resume=False, overwrite=overwrite)
+    refuse_foreign(manifest, [values], resume=None, overwrite=overwrite)
     settings = {
         "estimator": "walk",
         "logprobs": list(spec.logprobs),

@@ -80,7 +80,6 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
     """What was cut or skipped of the rows called ``name``, in sentences."""
     lost = {
         f"longer than allowed, cut by {report.truncated_tokens} tokens": report.truncated_rows,
-        "longer than allowed, skipped": report.skipped_long,
         "without a response within the length, skipped": report.skipped_empty,
         "that cannot be written as tokens, skipped": report.skipped_bad,
     }

@@ -28,14 +28,12 @@ OUTCOMES = (
     "removed_same_as_fisher",
     "bad_rows",
     "train",
-    "too_long",
     "without_response",
 )
 """What becomes of a row; "train" alone is valued."""
 
 _LEFT = {
     "bad_rows": "cannot be read or written as tokens",
-    "too_long": "longer than allowed",
     "without_response": "no response within the length",
 }
 """What is said of rows that are left out for what they are."""
@@ -138,8 +136,7 @@ class Corpus:
             return CorpusRow(row.index, row.place, "bad_rows", reason)
         if examples:
             return CorpusRow(row.index, row.place, "train", "", examples[0], report)
-        outcome = "too_long" if report.skipped_long else "without_response"
-        return CorpusRow(row.index, row.place, outcome, encoded=report)
+        return CorpusRow(row.index, row.place, "without_response", encoded=report)
 
     def survey(self, report: Callable[[int], None] | None = None) -> Survey:
         """Go through all rows once, before any work; one line says what was read and left out.
@@ -217,10 +214,9 @@ def encode_some(
     if not examples:
         raise DataError(
             f"no {what} row is left",
-            got=f"{len(rows)} rows, {report.skipped_long} too long, "
-            f"{report.skipped_empty} without response within the length, "
+            got=f"{len(rows)} rows, {report.skipped_empty} without response within the length, "
             f"{report.skipped_bad} that cannot be written as tokens",
-            remedy="look at --response_column, --max_length, --on_long, --on_empty and "
-            "--on_bad_rows, or give other rows",
+            remedy="look at --response_column, --max_length, --on_empty and --on_bad_rows, or give "
+            "other rows",
         )
     return examples, report

@@ -46,9 +46,8 @@ class EncodeOptions:
     """How rows become tokens.
 
     Attributes:
-        max_length: longest sequence in tokens; None sets no limit.
-        on_long: what happens to a longer row: "truncate" cuts its end and counts it, "skip" drops
-            and counts it.
+        max_length: longest sequence in tokens, None for no limit; a longer row is cut at its end
+            and counted.
         on_empty: what happens to a row without any response token (also when truncation took
             all of them): "error" stops and names the row, "skip" drops and counts it.
         turns: label "all" assistant turns, or the "last" one only.
@@ -60,7 +59,6 @@ class EncodeOptions:
     """
 
     max_length: int | None = None
-    on_long: str = "truncate"
     on_empty: str = "error"
     turns: str = "all"
     chat_template: bool = True
@@ -70,7 +68,6 @@ class EncodeOptions:
     def __post_init__(self) -> None:
         """Check the choices once."""
         for name, allowed in (
-            ("on_long", ("truncate", "skip")),
             ("on_empty", ("error", "skip")),
             ("turns", ("all", "last")),
             ("on_bad_rows", ("error", "skip")),
@@ -109,7 +106,6 @@ class EncodeReport:
     response_tokens: int = 0
     truncated_rows: int = 0
     truncated_tokens: int = 0
-    skipped_long: int = 0
     skipped_empty: int = 0
     skipped_bad: int = 0
     format: str = ""
@@ -134,7 +130,7 @@ def encode_rows(
     """Encode rows in their order; see :class:`EncodeOptions` for what is dropped, and when.
 
     Raises:
-        DataError: an empty response, a long row, or a template that gives no consistent
+        DataError: an empty response, or a template that gives no consistent
             assistant span; the message names the row.
     """
     options = options or EncodeOptions()
@@ -149,42 +145,21 @@ def encode_rows(
             report.skipped_bad += 1
             report.first_skipped = [*report.first_skipped, f"{row.place}: {error}"][:10]
             continue
-        example = _fit(row, ids, labels, options)
-        reason = _reason_to_drop(example, len(ids), options)
-        if reason is None:
+        limit = options.max_length or len(ids)
+        example = Example(row, ids[:limit], labels[:limit], max(0, len(ids) - limit))
+        if example.response_tokens:
             examples.append(example)
             report.truncated_rows += example.tokens_cut > 0
             report.truncated_tokens += example.tokens_cut
             report.tokens += len(example.input_ids)
             report.response_tokens += example.response_tokens
             continue
-        if reason == "long":
-            report.skipped_long += 1
-        else:
-            report.skipped_empty += 1
-        if len(report.first_skipped) < 10:
-            report.first_skipped.append(f"{row.place}: {reason}")
+        if options.on_empty == "error":
+            raise _no_response(example, len(ids), options.max_length)
+        report.skipped_empty += 1
+        report.first_skipped = [*report.first_skipped, f"{row.place}: empty"][:10]
     report.examples = len(examples)
     return examples, report
-
-
-def _fit(row: Row, ids: list[int], labels: list[int], options: EncodeOptions) -> Example:
-    limit = options.max_length
-    if limit is None or len(ids) <= limit or options.on_long != "truncate":
-        return Example(row, ids, labels)
-    return Example(row, ids[:limit], labels[:limit], len(ids) - limit)
-
-
-def _reason_to_drop(example: Example, length: int, options: EncodeOptions) -> str | None:
-    """None to keep the example, "long" or "empty" to drop it; raises where that is asked."""
-    limit = options.max_length
-    if limit is not None and len(example.input_ids) > limit:
-        return "long"
-    if example.response_tokens:
-        return None
-    if options.on_empty == "error":
-        raise _no_response(example, length, limit)
-    return "empty"
 
 
 def _no_response(example: Example, length: int, limit: int | None) -> DataError:
@@ -331,30 +306,24 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
 
 
 def require_shown(row: Row, tokenizer: Any, options: EncodeOptions) -> None:
-    """See that thoughts, tools and documents of a row are in the text that is made of it.
+    """See that the thoughts of a row are in the text that is made of it.
 
     Raises:
         DataError: the chat template leaves them out, or there is none.
     """
-    bare = {
-        name: replace(row, template={k: v for k, v in row.template.items() if k != name})
-        for name in ("tools", "documents")
-        if name in row.template
-    }
-    if any(turn.thought for turn in row.turns):
-        bare["thoughts"] = replace(row, turns=tuple(replace(t, thought="") for t in row.turns))
+    if not any(turn.thought for turn in row.turns):
+        return
+    bare = replace(row, turns=tuple(replace(turn, thought="") for turn in row.turns))
     asked = any(turn.role != "assistant" for turn in row.turns)
     shown = asked and _uses_template(tokenizer, options)
-    for what, without in bare.items():
-        if shown and _rendered(row, tokenizer) != _rendered(without, tokenizer):
-            continue
-        raise DataError(
-            f"the {what} of a row would be lost",
-            got=row.place,
-            why="the chat template does not write them" if shown else "no chat template is used",
-            remedy="a tokenizer whose template writes them, or write them into the content"
-            + ("" if what == "thoughts" else f", or --unread_columns {what}"),
-        )
+    if shown and _rendered(row, tokenizer) != _rendered(bare, tokenizer):
+        return
+    raise DataError(
+        "the thoughts of a row would be lost",
+        got=row.place,
+        why="the chat template does not write them" if shown else "no chat template is used",
+        remedy="a tokenizer whose template writes them, or write them into the content",
+    )
 
 
 def _rendered(row: Row, tokenizer: Any) -> str:
@@ -364,7 +333,7 @@ def _rendered(row: Row, tokenizer: Any) -> str:
 def _render(tokenizer: Any, turns: Sequence[Turn], row: Row, *, generation: bool) -> str:
     try:
         text = tokenizer.apply_chat_template(
-            messages_of(turns), tokenize=False, add_generation_prompt=generation, **row.template
+            messages_of(turns), tokenize=False, add_generation_prompt=generation
         )
     except Exception as error:  # templates raise whatever their author wrote
         raise DataError(
@@ -388,7 +357,6 @@ def _marked(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
-        **row.template,
     )
     ids, marks = list(encoded["input_ids"]), list(encoded["assistant_masks"])
     runs = _runs(marks)

@@ -6,9 +6,8 @@ after this file knows one shape only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from alphatoken.data.reading import Columns, Reading, short
@@ -21,10 +20,9 @@ RESPONSES = ("response", "output", "answer", "completion")
 CHATS = ("messages", "conversations")
 _ADDED = ("input", "context")
 _SYSTEMS = ("system", "system_prompt", "system_message")
-_TEMPLATE = ("tools", "documents", "chat_template_kwargs")
 CHANGING = (
-    *_ADDED, *_SYSTEMS, *_TEMPLATE, "history", "functions", "function_call", "tool_calls",
-    "image", "images", "audio", "audios", "video", "videos",
+    *_ADDED, *_SYSTEMS, "tools", "documents", "chat_template_kwargs", "history", "functions",
+    "function_call", "tool_calls", "image", "images", "audio", "audios", "video", "videos",
 )  # fmt: skip
 """Columns that change the conversation: read, or the row is refused."""
 
@@ -68,14 +66,12 @@ class Row:
     """One row of a data file.
 
     ``index`` counts rows of the file from 0 (blank JSONL lines are not rows); ``place`` is how a
-    message names it, for example ``train.jsonl, line 12``. ``template`` is what the row gives its
-    chat template beside the turns: tools, documents, options.
+    message names it, for example ``train.jsonl, line 12``.
     """
 
     index: int
     place: str
     turns: tuple[Turn, ...]
-    template: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def prompt(self) -> str:
@@ -143,12 +139,11 @@ def row_of(
     fields = fields or Fields()
     columns = Columns(record, place, fields.unread)
     turns = _turns(columns, columns.present(fields))
-    template = _template(columns) if len(turns) > 1 else {}
     require_read(columns)
     require_text(turns, place)
     if reading is not None:
         reading.add(columns)
-    return Row(index, place, turns, template)
+    return Row(index, place, turns)
 
 
 def require_text(turns: Sequence[Turn], place: str) -> None:
@@ -303,26 +298,6 @@ def _unfilled(columns: Columns, name: str, response: str | None) -> str:
         if other != name and asked and answer and asked in filled and answer in filled:
             return other
     return name
-
-
-def _template(columns: Columns) -> dict[str, Any]:
-    """What the chat template is given beside the turns."""
-    found: dict[str, Any] = {}
-    for name in _TEMPLATE:
-        if columns.first([name]) is None or not (value := columns.take(name, name)):
-            continue
-        try:
-            value = json.loads(value) if isinstance(value, str) else value
-        except json.JSONDecodeError:
-            value = None
-        if not isinstance(value, Mapping if name == "chat_template_kwargs" else list):
-            raise DataError(
-                f"field {name!r} cannot be handed to a chat template",
-                got=columns.place,
-                remedy=f"write it as JSON, or leave it aside: --unread_columns {name}",
-            )
-        found |= value if isinstance(value, Mapping) else {name: value}
-    return found
 
 
 def _chat(columns: Columns, name: str, prompt_only: bool) -> tuple[Turn, ...]:

@@ -2,9 +2,9 @@
 
 Every command and every reader in Python takes its rows here.
 
-A source is a ``.jsonl``, ``.json`` or ``.parquet`` file, a folder that ``datasets`` saved, or a
-folder of such files. Finding it reads everything once, for the number of rows and a digest; what
-was found fits a small JSON document, with which another process reads the same rows at once.
+A source is a ``.jsonl``, ``.json`` or ``.parquet`` file, or a folder of such files. Finding it
+reads everything once, for the number of rows and a digest; what was found fits a small JSON
+document, with which another process reads the same rows at once.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class RowSource:
     """Rows that can be read from any one on.
 
     Attributes:
-        kind: "lines", "list", "parquet", "saved" or "folder".
+        kind: "lines", "list", "parquet" or "folder".
         path: of the file or folder.
         rows: how many there are.
         sha256: digest of what the rows were read from.
@@ -191,7 +191,7 @@ class RowSource:
             DataError: the file is not what it was when it was found, or cannot be read at all.
         """
         path = Path(self.path)
-        if (_saved_stamp(path) if self.kind == "saved" else _stamp(path)) != self.stamp:
+        if _stamp(path) != self.stamp:
             raise DataError(
                 "a data file changed while it was in use",
                 got=self.path,
@@ -257,24 +257,27 @@ def _file(path: Path) -> RowSource:
         with _parquet_file(path) as file:
             meta = file.metadata
             groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        return RowSource("parquet", str(path), sum(groups), _digest([path]), stamp, groups)
+        return RowSource("parquet", str(path), sum(groups), _digest(path), stamp, groups)
     if _is_one_document(path):
-        return RowSource("list", str(path), len(_items(path, stamp)), _digest([path]), stamp)
+        return RowSource("list", str(path), len(_items(path, stamp)), _digest(path), stamp)
     marks, rows, digest = _lines(path)
     return RowSource("lines", str(path), rows, digest, stamp, marks)
 
 
 def _folder(path: Path) -> RowSource:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        rows, stamp = len(_load_saved(path)), _saved_stamp(path)
-        return RowSource("saved", str(path), rows, _digest(_saved_files(path)), stamp)
+        raise DataError(
+            "the folder was written by save_to_disk of datasets, which is not read",
+            got=str(path),
+            remedy="load_from_disk(FOLDER).to_parquet('rows.parquet'), of one split",
+        )
     names = sorted(os.listdir(path))
     files = [path / n for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
     if not files:
         raise DataError(
             "the folder holds no data files",
             got=str(path),
-            remedy=f"files that end in {', '.join(SUFFIXES)}, or a data set of save_to_disk",
+            remedy=f"files that end in {', '.join(SUFFIXES)}",
         )
     parts = tuple(_file(file) for file in files)
     digest = hashlib.sha256(" ".join(f"{p.rows} {p.sha256}" for p in parts).encode()).hexdigest()
@@ -282,12 +285,9 @@ def _folder(path: Path) -> RowSource:
     return RowSource("folder", str(path), rows, digest, _stamp(path), parts=parts)
 
 
-def _digest(paths: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
@@ -459,65 +459,9 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _read_saved(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
-    """Rows of a folder that ``datasets`` wrote with ``save_to_disk``."""
-    data = _load_saved(path)
-    for low in range(start, stop, _CHUNK):
-        columns = data[low : min(low + _CHUNK, stop)]
-        for own, values in enumerate(zip(*columns.values(), strict=True), start=low):
-            record = dict(zip(columns, values, strict=True))
-            yield Found(own, f"{path.name}, row {own + 1}", record)
-
-
-def _saved_files(path: Path) -> list[Path]:
-    """What a saved data set consists of; caches of ``map`` beside it are no part of it."""
-    try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        files = [path / one["filename"] for one in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _not_saved(path / "state.json", error) from None
-    return [path / "state.json", *files]
-
-
-def _not_saved(path: Path, error: Exception) -> DataError:
-    return DataError(
-        "the saved data set cannot be read",
-        got=f"{path}: {type(error).__name__}: {short(str(error))}",
-        remedy="save it again with save_to_disk",
-    )
-
-
-def _saved_stamp(path: Path) -> tuple[int, int]:
-    stamps = [_stamp(file) for file in _saved_files(path)]
-    return sum(size for size, _ in stamps), max(time for _, time in stamps)
-
-
-def _load_saved(path: Path) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            "reading a folder of datasets needs that package",
-            got=str(path),
-            remedy="pip install datasets, or give the rows as JSONL or Parquet",
-        ) from None
-    try:
-        data = datasets.load_from_disk(str(path))
-    except Exception as error:  # whatever Arrow and its files come up with
-        raise _not_saved(path, error) from None
-    if isinstance(data, datasets.DatasetDict):
-        raise DataError(
-            "the folder holds several data sets",
-            got=f"{path}: {', '.join(data)}",
-            remedy=f"give one of them, such as {path / next(iter(data), 'train')}",
-        )
-    return data
-
-
 _READERS: dict[str, Callable[[RowSource, Path, int, int], Iterator[Found]]] = {
     "lines": _read_lines,
     "list": _read_list,
     "parquet": _read_parquet,
-    "saved": _read_saved,
     "folder": _read_folder,
 }

@@ -10,9 +10,8 @@ import numpy as np
 
 from alphatoken.report.examples import IGNORE, ScoredExample
 from alphatoken.report.files import Record, read_values, value_files, write_parquet
-from alphatoken.support.storage import write_json, write_text
 
-__all__ = ["CARD", "DatasetCounts", "write_dataset"]
+__all__ = ["DatasetCounts", "write_dataset"]
 
 _TYPES = {
     "input_ids": "[int64]",
@@ -21,24 +20,6 @@ _TYPES = {
     "loss_weights": "[float]",
     "row": "int64",
 }
-
-CARD = """# Rows with token weights
-
-Written by `alphatoken score --write_dataset`. One row an example, unshifted:
-
-| column | what |
-|---|---|
-| `input_ids` | tokens |
-| `attention_mask` | 1 at all of them: nothing is padded |
-| `labels` | the token where it is trained on; -100 at prompts and at dropped response tokens |
-| `loss_weights` | factor on each token's loss; 0 where the label is -100 |
-| `row` | number of the row in the training file, from 0 |
-
-A row without any weight is left out. Read it with
-`datasets.load_dataset("parquet", data_files="{folder}/*.parquet", split="train")`. Trainers that
-know -100 need nothing else while the weights are 0 and 1. TRL, Axolotl and LLaMA-Factory drop
-`loss_weights` in silence; `alphatoken.data.WeightedCollator` brings other weights to the loss.
-"""
 
 
 @dataclass
@@ -52,7 +33,10 @@ class DatasetCounts:
 
 
 def write_dataset(values: Path, folder: Path) -> DatasetCounts:
-    """Write ``part-*.parquet``, ``README.md`` and, last, ``dataset.json``, each whole or not.
+    """Write ``part-*.parquet``, each whole or not, one row an example that has a weight.
+
+    ``labels`` are -100 and ``loss_weights`` 0 at prompts and at dropped response tokens; ``row``
+    numbers the rows of the training file from 0.
 
     Args:
         values: folder of value files, with a mask; each becomes a file of the data set.
@@ -62,14 +46,12 @@ def write_dataset(values: Path, folder: Path) -> DatasetCounts:
         ConfigError: pyarrow is missing. DataError: a value file cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for earlier in (folder / "dataset.json", *folder.glob("part-*.parquet")):
-        earlier.unlink(missing_ok=True)
+    for earlier in folder.glob("part-*.parquet"):
+        earlier.unlink()
     counts = DatasetCounts()
     for path in value_files(values):
         part = folder / f"{path.stem}.parquet"
         write_parquet(part, _TYPES, _counted(read_values(path), counts))
-    write_text(folder / "README.md", CARD.format(folder=folder.name))
-    write_json(folder / "dataset.json", vars(counts))
     return counts
 
 

@@ -10,8 +10,7 @@ run have five columns more (:class:`alphatoken.report.Visits`): ``visits``, ``la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -163,14 +162,8 @@ def value_files(folder: str | Path) -> list[Path]:
     return sorted(Path(folder).glob("part-*.parquet"))
 
 
-def read_values(
-    path: str | Path, texts: Callable[[Sequence[int]], list[str]] | None = None
-) -> Iterator[ScoredExample]:
-    """The scored sequences of one file, or of all files in a folder, in order.
-
-    Args:
-        path: of a file, or of a folder of them.
-        texts: token ids -> text of each token; without it ``tokens`` are left empty.
+def read_values(path: str | Path) -> Iterator[ScoredExample]:
+    """The scored sequences of one file, or of all files in a folder, in order, without texts.
 
     Raises:
         DataError: a file that cannot be read, or holds something else.
@@ -178,8 +171,7 @@ def read_values(
     path = Path(path)
     for file in value_files(path) if path.is_dir() else [path]:
         try:
-            for example in _parquet(file):
-                yield example if texts is None else replace(example, tokens=texts(example.ids))
+            yield from _parquet(file)
         except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
             raise _unreadable(file, problem) from problem
 

@@ -215,16 +215,11 @@ def test_columns_are_named_and_left_aside_where_rows_are_measured(
 
 
 def test_folders_of_rows_are_read_by_all(model: Path, tmp_path: Path) -> None:
-    from datasets import Dataset
-
     rows, held = files(tmp_path, chat("9+1=", "10."), pairs=False)
-    many, saved = tmp_path / "many", tmp_path / "saved"
+    many = tmp_path / "many"
     many.mkdir()
     lines = Path(rows).read_text().splitlines(keepends=True)
     (many / "a.jsonl").write_text("".join(lines[:6]))
     (many / "b.jsonl").write_text("".join(lines[6:]))
-    Dataset.from_list([json.loads(line) for line in lines]).save_to_disk(str(saved))
-    read = {"filter": saved, "fisher": many, "diagnose": saved, "sft": many}
-    for command, folder in read.items():
-        out = tmp_path / command
-        assert main(words_of(command, model, str(folder), held, out)) == 0, command
+    for command in ("filter", "fisher", "sft"):
+        assert main(words_of(command, model, str(many), held, tmp_path / command)) == 0, command

@@ -233,15 +233,13 @@ def test_empty_response_is_an_error_or_counted(template: str | None) -> None:
     assert report.first_skipped == ["x.jsonl, line 1: empty"]
 
 
-def test_long_rows_are_cut_or_skipped_and_counted() -> None:
+def test_long_rows_are_cut_and_counted() -> None:
     tokenizer = byte_tokenizer(start=True)
     rows = [chat("12", "345678"), chat("1", "2")]
     examples, report = encode_rows(rows, tokenizer, EncodeOptions(max_length=6))
     assert tokenizer.decode(examples[0].input_ids) == "<s>12\n34"
     assert (report.truncated_rows, report.truncated_tokens, examples[0].tokens_cut) == (1, 5, 5)
     assert report.response_tokens == 2 + 2
-    examples, report = encode_rows(rows, tokenizer, EncodeOptions(max_length=6, on_long="skip"))
-    assert (len(examples), report.skipped_long) == (1, 1)
     with pytest.raises(DataError, match="leaves no room.*beyond the limit of 4"):
         encode_rows(rows, tokenizer, EncodeOptions(max_length=4))
 
@@ -253,7 +251,7 @@ def test_a_lone_first_token_is_no_response() -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    for bad in ({"on_long": "cut"}, {"on_empty": "drop"}, {"turns": "first"}, {"max_length": 1}):
+    for bad in ({"on_empty": "drop"}, {"turns": "first"}, {"max_length": 1}):
         with pytest.raises(ConfigError):
             EncodeOptions(**bad)
 
@@ -317,23 +315,19 @@ def test_pools_that_cannot_be_made() -> None:
 # --- padding --------------------------------------------------------------------------------------
 
 
-def test_padding_on_either_side() -> None:
+def test_padding_is_seen_by_nothing() -> None:
     examples, _ = encode_rows([chat("abc", "d"), chat("a", "bcdefg")], byte_tokenizer())
-    right, left = collate(examples), collate(examples, padding_side="left", pad_token_id=7)
-    assert right.keys() == {"input_ids", "attention_mask", "labels"}
+    batch = collate(examples)
     for row, example in enumerate(examples):
         length = len(example.input_ids)
-        assert right["input_ids"][row, :length].tolist() == example.input_ids
-        assert left["labels"][row, -length:].tolist() == example.labels
-        assert right["attention_mask"][row].sum() == left["attention_mask"][row].sum() == length
-        assert left["position_ids"][row, -length:].tolist() == list(range(length))
-    assert (left["input_ids"][left["attention_mask"] == 0] == 7).all()
-    assert (right["labels"][right["attention_mask"] == 0] == -100).all()
+        assert batch["input_ids"][row, :length].tolist() == example.input_ids
+        assert batch["labels"][row, :length].tolist() == example.labels
+        assert batch["attention_mask"][row].tolist()[:length] == [1] * length
+        assert int(batch["attention_mask"][row].sum()) == length
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
     assert [b["input_ids"].shape[0] for b in batches(examples * 5, 4)] == [4, 4, 2]
     with pytest.raises(InputError, match="at least one"):
         collate([])
-    with pytest.raises(InputError, match="padding side"):
-        collate(examples, padding_side="middle")
 
 
 # --- real rows ------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     few = ("--keep_ratio", 0.1, "--keep_scope", "dataset")
     assert world.score(tmp_path / "v", *few, "--write_dataset") == 0
     rows = {row["row"]: row for row in load(tmp_path / "v" / "dataset")}
-    counts = json.loads((tmp_path / "v" / "dataset" / "dataset.json").read_text())
+    counts = json.loads((tmp_path / "v" / "summary.json").read_text())["dataset"]
     kept = answered = 0
     for example in read_values(tmp_path / "v" / "values"):
         kept += int(example.kept.sum())
@@ -93,13 +93,11 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     assert (counts["trained_tokens"], counts["response_tokens"]) == (kept, answered)
     assert counts["rows_without_weight"] > 0
     assert counts["rows"] == len(rows) == 20 - counts["rows_without_weight"]
-    summary = json.loads((tmp_path / "v" / "summary.json").read_text())
-    assert summary["dataset"] == counts
     # Once more, over an earlier and longer one: the same bytes.
     (tmp_path / "v" / "dataset" / "part-99999.parquet").write_bytes(b"of a longer one")
     assert world.score(tmp_path / "v", *few, "--write_dataset", "--resume") == 0
     assert len(load(tmp_path / "v" / "dataset")) == len(rows)
-    assert json.loads((tmp_path / "v" / "dataset" / "dataset.json").read_text()) == counts
+    assert json.loads((tmp_path / "v" / "summary.json").read_text())["dataset"] == counts
 
 
 def test_plain_trl_trains_on_the_mask(world: World, tmp_path: Path) -> None:

@@ -243,8 +243,8 @@ def test_turns_marked_as_untrained_have_no_labels(mark: str, template: str | Non
 
 THINKS = CHATML.replace(
     "{{ m.content }}",
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
-    "{% if m.role == 'user' and tools %} [{{ tools[0].name }}]{% endif %}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}",
 )
 
 
@@ -259,18 +259,6 @@ def test_thoughts_reach_the_template_or_the_row_is_refused(name: str) -> None:
             encode_row(row, byte_tokenizer(template))
     bare = row_of({"messages": [SAID[0], {**SAID[1], "content": None, name: "Hm."}]}, 0, "here")
     assert labelled_text(byte_tokenizer(THINKS), bare) == ["<think>Hm.</think><|im_end|>"]
-
-
-def test_tools_reach_the_template_or_the_row_is_refused() -> None:
-    for tools in ([{"name": "look"}], json.dumps([{"name": "look"}])):
-        row = row_of({"messages": SAID, "tools": tools}, 0, "here")
-        ids, _ = encode_row(row, byte_tokenizer(THINKS))
-        assert "Hi. [look]" in byte_tokenizer().decode(ids)
-        with pytest.raises(DataError, match="tools of a row would be lost.*--unread_columns tools"):
-            encode_row(row, byte_tokenizer(CHATML))
-    option = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ style }}")
-    row = row_of({"messages": SAID, "chat_template_kwargs": {"style": "!"}}, 0, "here")
-    assert "Hi.!" in byte_tokenizer().decode(encode_row(row, byte_tokenizer(option))[0])
 
 
 # --- files ----------------------------------------------------------------------------------------
