@@ -17,11 +17,11 @@ ROOMS = {
     "corpus": 1_974,
     "data": 2_306,
     "demo": 707,
-    "direction": 4_147,
+    "direction": 4_103,
     "estimate": 2_560,
     "fidelity": 6_089,
     "model": 5_813,
-    "oracle": 5_449,
+    "oracle": 5_263,
     "report": 1_318,
     "scoring": 988,
     "select": 568,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_287), ("tests", 56_102)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_287), ("tests", 55_828)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -1,6 +1,6 @@
 """Preconditioners from a live optimizer: its groups and state are found here, read in ``updates``.
 
-Served are torch.optim's Adam family, RMSprop, Adagrad and Adadelta, and those of torch_optimizer
+Served are torch.optim's Adam, AdamW, RAdam, RMSprop and Adagrad, and those of torch_optimizer
 whose second moment is plain to read. accelerate's wrapper is opened. Others are refused by name,
 before any work.
 """

@@ -67,7 +67,6 @@ def adam_update(
     eps: float,
     *,
     largest: Tensor | None = None,
-    blend: tuple[float, float] | None = None,
     raw_eps: bool = False,
 ) -> Update:
     """The step of Adam and its relatives, from their state as the optimizer stores it.
@@ -82,7 +81,6 @@ def adam_update(
         beta2: decay of v.
         eps: added to the root.
         largest: amsgrad's running maximum of v, raw.
-        blend: (a, b) for the numerator ``a m_s + b g`` instead of m^ (NAdam).
         raw_eps: eps is added to sqrt(v_s), and the sum is divided by sqrt(1 - beta2^s).
     """
     v = second.to(wide(second.dtype))
@@ -91,12 +89,11 @@ def adam_update(
     old = 1 - beta2**steps if steps else 1.0
     # m_s = beta1 m + (1 - beta1) g is split into what g does (slope) and what is there (offset);
     # v_s likewise into share and rest.
-    a, b = (1 / one, 0.0) if blend is None else blend
     kept = None if largest is None else largest.to(v)
     return Update(
         steps=steps,
-        slope=a * (1 - beta1) + b,
-        offset=0.0 if first is None else a * beta1 * first.to(v),
+        slope=1 / one * (1 - beta1),
+        offset=0.0 if first is None else 1 / one * beta1 * first.to(v),
         rest=beta2 * v / two,
         share=(1 - beta2) / two,
         before=(v if kept is None else kept) / old,

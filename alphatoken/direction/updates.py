@@ -104,15 +104,6 @@ def _adam(held: Held, **options: Any) -> Update:
     )
 
 
-def _nadam(held: Held) -> Update:
-    """``n = (1 - mu) / (1 - Mu mu) g + mu' / (1 - Mu mu mu') m_s``; Mu: product of past mu."""
-    # mu follows torch's schedule: the step takes this mu with g, and the next one with m_s.
-    decay, number = held.number("momentum_decay"), held.steps + 1
-    mu, after = (held.betas[0] * (1 - 0.5 * 0.96 ** (s * decay)) for s in (number, number + 1))
-    product = float(held.state["mu_product"]) * mu
-    return _adam(held, blend=(after / (1 - product * after), (1 - mu) / (1 - product)))
-
-
 def _rectified(held: Held, length: float) -> float | None:
     """RAdam's rectification of step s, or None while the variance is not tractable.
 
@@ -160,35 +151,6 @@ def _adagrad(held: Held) -> Update:
     total = held.tensor("sum")
     factor = 1 / (1 + held.steps * held.number("lr_decay"))
     return Update(held.steps, 1.0, total, 1.0, total, held.eps, factor=factor)
-
-
-def _adadelta(held: Held) -> Update:
-    """``sqrt(deltas + eps) g / sqrt(v_s + eps)``."""
-    rho, v = held.number("rho"), held.tensor("square_avg")
-    slope = (held.tensor("acc_delta") + held.eps).sqrt()
-    return Update(held.steps, slope, rho * v + held.eps, 1 - rho, v + held.eps, 0.0)
-
-
-def _adamax(held: Held) -> Update:
-    """``m^ / max(beta2 norm, |g| + eps)``."""
-    beta1, beta2 = held.betas
-    norm, m, one = held.tensor("exp_inf"), held.tensor("exp_avg"), 1 - beta1 ** (held.steps + 1)
-    # The denominator |g| + eps, written as sqrt((g - center)^2): center lies at eps on the other
-    # side of 0, so that the distance from g is longer by eps. ``Update``'s own eps is therefore 0.
-    center: Tensor | float = 0.0
-    if held.gradient is not None:
-        center = torch.where(held.gradient < 0, held.eps, -held.eps).to(norm)
-    return Update(
-        held.steps,
-        (1 - beta1) / one,
-        0.0,
-        1.0,
-        norm.square(),
-        0.0,
-        offset=beta1 * m / one,
-        center=center,
-        largest=(beta2 * norm).square(),
-    )
 
 
 # --- torch_optimizer ----------------------------------------------------------------------------
@@ -253,10 +215,7 @@ class Rule:
 RULES: dict[tuple[str, str], Rule] = {
     ("torch", "Adam"): Rule(_adam),
     ("torch", "AdamW"): Rule(_adam, coupled=False),
-    ("torch", "NAdam"): Rule(_nadam),
     ("torch", "RAdam"): Rule(_radam),
-    ("torch", "Adamax"): Rule(_adamax, "exp_inf"),
-    ("torch", "Adadelta"): Rule(_adadelta, "square_avg"),
     ("torch", "RMSprop"): Rule(_rmsprop, "square_avg"),
     ("torch", "Adagrad"): Rule(_adagrad, "sum"),
     ("torch_optimizer", "AdaBelief"): Rule(_adabelief, "exp_avg_var"),

@@ -125,7 +125,7 @@ def head_losses(
     ``weight`` takes two (one with ``logits``) for the predictions whose loss has a weight that is
     not 0. Memory: one block of logits beside inputs and outputs.
 
-    Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
+    Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.gradients.token_losses``.
     """
     return _losses_and_errors(hidden, weight, bias, targets, logits, rows)[0]
 

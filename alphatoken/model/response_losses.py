@@ -128,7 +128,7 @@ def response_losses(
     Raises:
         InputError: a label that is no token of the vocabulary.
 
-    Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
+    Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.gradients.token_losses``.
     """
     run = run or partial(adapter.forward, inputs)
     head = output_head(adapter)

@@ -40,7 +40,7 @@ def chosen_losses(
 
     Returns:
         (n,) losses in float32 or wider, differentiable once in reverse mode, and in forward mode.
-        Exact up to rounding. Oracle: ``alphatoken.oracle.token_losses``.
+        Exact up to rounding. Oracle: ``alphatoken.oracle.gradients.token_losses``.
     """
     # The function below has no forward-mode rule. Forward mode keeps nothing for a backward, so
     # torch's own operations cost no more memory there.

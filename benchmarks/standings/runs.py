@@ -20,8 +20,8 @@ from torch import Tensor
 
 from alphatoken.data import Example, collate
 from alphatoken.model.batch import token_losses
-from alphatoken.oracle import Run
 from alphatoken.oracle.evaluate import batch_mask
+from alphatoken.oracle.run import Run
 
 __all__ = ["Numbers", "Setting", "Trained", "forward_of", "losses_of"]
 

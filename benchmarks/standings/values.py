@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig, fit_influence
-from alphatoken.oracle import ledger_values, run_values
+from alphatoken.oracle.run import ledger_values, run_values
 from benchmarks.standings.runs import Numbers, Setting, forward_of, losses_of
 
 __all__ = ["VALUES"]

@@ -40,7 +40,7 @@ def test_the_excess_is_an_exact_value_to_first_order(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from alphatoken.data import batches
-    from alphatoken.oracle import label_values
+    from alphatoken.oracle.gradients import label_values
 
     model = AutoModelForCausalLM.from_pretrained(library_decoder).double().eval()
     tokenizer = AutoTokenizer.from_pretrained(library_decoder)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from alphatoken.data import Example, Row
-from alphatoken.oracle import run_end, run_loss
+from alphatoken.oracle.run import run_end, run_loss
 from benchmarks.models import decoder
 from benchmarks.standings import __main__ as standings
 from benchmarks.standings import page

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
-from alphatoken.oracle import token_losses
+from alphatoken.oracle.gradients import token_losses
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policy import PolicySettings
 from alphatoken_lab.methods import self_evolving

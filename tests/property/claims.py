@@ -389,7 +389,6 @@ test_token_cleaning_by_hand | Token Cleaning | (by hand) | exact
 test_less_against_autograd_by_hand | LESS | (autograd, row by row) | exact
 test_filling_by_tokens | LESS | (fractions) | exact
 test_adam_update_by_hand | LESS | (by hand) | exact
-test_projections_keep_inner_products_on_average | LESS | (z-test at fixed n) | unbiased
 test_random_is_select_random | random | (select_random) | exact
 test_standard_keeps_all | standard | (ones) | exact
 test_confpo_by_hand | ConfPO | (by hand) | exact

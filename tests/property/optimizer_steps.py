@@ -65,12 +65,8 @@ TORCH = (
     Kind("Adam, amsgrad", torch.optim.Adam, {"lr": 0.1, "amsgrad": True, "betas": (0.9, 0.7)}),
     Kind("AdamW", torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.3}),
     Kind("AdamW, amsgrad", torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "betas": (0.9, 0.7)}),
-    Kind("NAdam", torch.optim.NAdam, {"lr": 0.1}),
-    Kind("NAdam, decay", torch.optim.NAdam, {"lr": 0.1, "weight_decay": 0.3}),
     Kind("RAdam", torch.optim.RAdam, {"lr": 0.1, "eps": 1e-2}),
     Kind("RAdam, decay", torch.optim.RAdam, {"lr": 0.1, "weight_decay": 0.3}),
-    Kind("Adamax", torch.optim.Adamax, {"lr": 0.1, "eps": 1e-2, "betas": (0.9, 0.8)}),
-    Kind("Adadelta", torch.optim.Adadelta, {"lr": 0.1, "weight_decay": 0.3}),
     Kind("RMSprop", torch.optim.RMSprop, {"lr": 0.1, "alpha": 0.9}),
     Kind("RMSprop, decay", torch.optim.RMSprop, {"lr": 0.1, "weight_decay": 0.3}),
     Kind(

@@ -484,7 +484,7 @@ def test_what_cannot_be_certified_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match="reduce"):
         reduced.verify(case.batch)
-    optimizer = torch.optim.NAdam(model.parameters())
+    optimizer = torch.optim.RMSprop(model.parameters())
     summed_loss(model, case.batch).backward()
     optimizer.step()
     optimizer.zero_grad()

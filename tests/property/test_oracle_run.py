@@ -18,9 +18,10 @@ from alphatoken.data import EncodeOptions, collate, encode_rows
 from alphatoken.data.stdlib import code_rows
 from alphatoken.direction.optimizers import full_preconditioners
 from alphatoken.errors import InputError
-from alphatoken.oracle import Run, gradients, ledger_values, run_end, run_loss, run_values
+from alphatoken.oracle import gradients
 from alphatoken.oracle.evaluate import batch_losses, batch_mask, displaced, flatten
 from alphatoken.oracle.retention import hessian
+from alphatoken.oracle.run import Run, ledger_values, run_end, run_loss, run_values
 from tests.property.decoder import ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import Setup, forward_of, setups, smooth

@@ -93,7 +93,6 @@ def adam_cases(least: int = 0) -> st.SearchStrategy[AdamCase]:
 DOUBLE = tuple(kind for kind in steps.INSTALLED if not kind.single)
 SINGLE = tuple(kind for kind in steps.INSTALLED if kind.single)
 ADAMS = tuple(k for k in steps.TORCH if k.name.startswith("Adam") and "amsgrad" not in k.name)
-ADAMS = tuple(k for k in ADAMS if k.name not in ("Adamax", "Adadelta"))
 
 
 def cases(kinds: tuple[Kind, ...] = DOUBLE, least: int = 1) -> st.SearchStrategy[Case]:

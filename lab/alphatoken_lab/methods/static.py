@@ -78,7 +78,7 @@ def model_losses(stage: PolicyStage, model: nn.Module, column: str) -> TokenTabl
         same model's share the cached pass.
 
     Raises:
-        as :func:`static_pass`. Oracle: ``alphatoken.oracle.token_losses``.
+        as :func:`static_pass`. Oracle: ``alphatoken.oracle.gradients.token_losses``.
     """
     table = static_pass(stage, model, ("loss",), measure_losses, "losses")
     return replace(table, columns={column: table.columns["loss"]})
