@@ -26,7 +26,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "head_reduction": ("per_head", "mean"),
     "causal_position": ("label", "context"),
     "uncovered": ("error", "skip"),
-    "stability_units": ("plain", "balance"),
     "derivative": ("auto", "forward_mode", *FORMS),
 }
 
@@ -50,10 +49,6 @@ class ScorerConfig:
         window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
         stability_weight: lambda. It has no natural unit: compare ``||lambda V||`` with ``||G||``
             (``Direction.balance``) before choosing it.
-        stability_units: "plain" multiplies V by lambda, as the paper does; "balance" by
-            lambda ``||G|| / ||V||``, both norms over all parameters in scope, before P: at
-            lambda = 1 both sides are equally long, however far the weights have drifted. Needs
-            both objectives.
         head_reduction: "per_head" attention weights, or "mean" (the paper's scalar alpha).
         causal_position: the causal column of token i is taken where the token is predicted
             ("label", position i - 1) or where it is read ("context", position i).
@@ -109,7 +104,6 @@ class ScorerConfig:
     layers: int | str | Sequence[int] = DEFAULT_LAYERS
     window: int | None = 32
     stability_weight: float = 1.5
-    stability_units: str = "plain"
     head_reduction: str = "per_head"
     causal_position: str = "label"
     preconditioner: str | Mapping[str, Tensor] | None = None
@@ -248,13 +242,6 @@ class ScorerConfig:
                 got="part='causal'",
                 why="every value would be zero",
                 remedy="estimator='alphatoken' or 'same_layer_hop'",
-            )
-        if self.stability_units == "balance" and self.objective != "both":
-            raise ConfigError(
-                "stability_units='balance' compares both sides of M",
-                got=f"objective={self.objective!r}",
-                why="one of them is not built",
-                remedy="objective='both', or stability_units='plain'",
             )
         if self.standard_errors and self.objective == "stability":
             raise ConfigError(

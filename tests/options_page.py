@@ -17,14 +17,13 @@ from alphatoken.train.fields import AlphaFields, documentation
 from alphatoken.train.policies import find_policy, policy_names
 from alphatoken_lab.methods.preference import PreferencePolicy
 
-OF_SCORER = {
-    "layers": "score_layers",
-    "parameters": "value_parameters",
-    "standard_errors": "policy",
-}
-"""Fields of ``ScorerConfig`` that trainers call otherwise, or set by another one."""
+OF_SCORER = {"layers": "score_layers", "parameters": "value_parameters"}
+"""Fields of ``ScorerConfig`` that trainers call otherwise."""
 
-ALONE = ("head_reduction", "causal_position", "score_bias", "derivative", "curvature", "damping")
+ALONE = (
+    "standard_errors", "head_reduction", "causal_position", "score_bias", "derivative", "curvature",
+    "damping",
+)  # fmt: skip
 """Fields of ``ScorerConfig`` that trainers leave at their defaults."""
 
 _HEAD = """\
@@ -36,8 +35,8 @@ paper's; `retention` is not (its Fisher takes hours), and those of the training 
 `paper-dpo` set them as the paper has them. Against a fixed batch we warn: the share of the rows that is only watched raises an alarm
 when the batch is being learnt by heart. `validation_mode="pool"` is what we recommend.
 
-| option | default | what it is | range | when to change it | source |
-|---|---|---|---|---|---|
+| option | default | what it is | range | source |
+|---|---|---|---|---|
 """
 
 _SCORER = """
@@ -131,8 +130,7 @@ def _of_scorer() -> Iterator[str]:
     for one in fields(ScorerConfig):
         name = OF_SCORER.get(one.name, one.name)
         assert (name in known) != (one.name in ALONE), one.name
-        said = "`policy='harmless'`" if one.name == "standard_errors" else f"`{name}`"
-        said = "none" if one.name in ALONE else said
+        said = "none" if one.name in ALONE else f"`{name}`"
         yield f"| `{one.name}` | `{one.default!r}` | {said} |\n"
 
 

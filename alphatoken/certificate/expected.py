@@ -6,7 +6,6 @@ retention, optimizer, weights and configuration are taken as they were handed ov
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,16 +152,6 @@ class Oracle:
                 keep = self._gradient(given.retention)
         return gain, keep
 
-    def _stability_weight(
-        self, gain: Mapping[str, Tensor] | None, keep: Mapping[str, Tensor] | None
-    ) -> float:
-        """lambda, or lambda ``||G|| / ||V||``."""
-        config = self.given.config
-        if config.stability_units == "plain" or not gain or not keep:
-            return config.stability_weight
-        g, v = (math.hypot(*(float(m.norm()) for m in side.values())) for side in (gain, keep))
-        return config.stability_weight * g / v if v else 0.0
-
     def _gradient(self, items: Any) -> dict[str, Tensor]:
         listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items
         return composite.objective_gradient(
@@ -214,7 +203,7 @@ class Oracle:
         """The values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
         with only_trainable(self.model, self.scope.parameters), evaluating(self.model):
             gain, keep = self.direction()
-            self._weight = self._stability_weight(gain, keep)
+            self._weight = self.given.config.stability_weight
             captured = self.given.config.estimator != "label"
             with (
                 readouts.traced(

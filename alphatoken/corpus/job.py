@@ -231,7 +231,6 @@ def _settings(job: Job) -> dict[str, Any]:
     spec, how = job.spec, asdict(job.corpus.how)
     valued = asdict(spec.config)
     del valued["preconditioner"], valued["damping"]  # of no consequence for the values
-    del valued["stability_units"]  # always "plain" here
     layers = valued.pop("layers")
     del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them
     return {

@@ -7,7 +7,6 @@ Dictionaries map parameter names to tensors in the parameter's own shape.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,7 +22,6 @@ __all__ = [
     "kronecker_drift",
     "norms",
     "precondition",
-    "unit_of_stability",
 ]
 
 
@@ -79,20 +77,6 @@ def balance(
         v = abs(stability_weight) * stability.get(name, 0.0)
         ratios[name] = v / g if g > 0 else (float("inf") if v > 0 else 0.0)
     return ratios
-
-
-def unit_of_stability(adaptation: Mapping[str, float], stability: Mapping[str, float]) -> float:
-    """``||G|| / ||V||`` over all parameters together: V times it is as long as G.
-
-    Args:
-        adaptation: norms of G by parameter.
-        stability: norms of V.
-
-    Returns:
-        0 without a retention term or before any drift: there is nothing to be lengthened.
-    """
-    g, v = (math.hypot(*side.values()) for side in (adaptation, stability))
-    return g / v if v > 0 else 0.0
 
 
 def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:

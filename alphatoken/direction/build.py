@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.config import ScorerConfig
-from alphatoken.direction.algebra import Direction, norms, precondition, unit_of_stability
+from alphatoken.direction.algebra import Direction, norms, precondition
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.drift_parts import ShardedDrift
 from alphatoken.direction.influence import InfluenceFactors
@@ -192,10 +192,7 @@ class Ingredients:
         else:
             adapts = self.config.adapts
             gradient = self._gradient("validation", self.validation) if adapts else {}
-        stability, weight = self._stability(), self.config.stability_weight
-        if self.config.stability_units == "balance":
-            weight = weight * unit_of_stability(*sizes(gradient, stability, self.scored.sharding))
-        built = Direction(gradient, stability, weight, parts, shares)
+        built = Direction(gradient, self._stability(), self.config.stability_weight, parts, shares)
         # One P for all of it, since it scales M as a whole.
         return _preconditioned(built, self._scaling())
 

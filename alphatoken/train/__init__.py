@@ -15,14 +15,12 @@ response tokens, the room is read from a step of training:
    (``policy``, ``policies``, ``policy_stage``).
 4. :mod:`~alphatoken.train.gradient_weights`: weights act on the update and not on the loss that
    is reported.
-5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` and
-   ``statistics`` for logs, ``ledger`` and ``documents`` for values over the run, ``results`` for
-   what is left at the end.
+5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` for logs,
+   ``ledger`` and ``documents`` for values over the run, ``results`` for what is left at the end.
 6. :mod:`~alphatoken.train.checkpoint`: checkpoints that are whole or not there (``manifest``), and
    runs that go on from them to the same bits (``identity``).
 
-``distributed``, ``layouts`` and ``shards`` hold what changes with several processes; ``plan`` says
-what a run would do.
+``distributed``, ``layouts`` and ``shards`` hold what changes with several processes.
 
 **Mathematics**: the weighted update is eq. sft_masked_loss and eq. dpo_masked_loss, the ledger the
 in-run values of Appendix A. **May import** the scorer and the rooms of the core, ``data`` and

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
@@ -38,7 +38,6 @@ from alphatoken.train.identity import (
 from alphatoken.train.manifest import (
     Manifest,
     chosen_checkpoint,
-    latest_complete,
     note_run,
     require_same_run,
     rotate,
@@ -57,10 +56,6 @@ __all__ = ["CheckpointMixin", "RunCheckpoints"]
 STAGING = "_alphatoken-saving"
 """Where a checkpoint grows. The underscore keeps it out of uploads to the hub."""
 _OWN = "alphatoken-rank{}.safetensors"
-_ROOM = 2**20
-"""Bytes that a disk has left when it is full: less than the next block of a file."""
-_OF_WRITING = (OSError, RuntimeError, SafetensorError, DataError)
-"""Errors by which the libraries that write a checkpoint tell those of the file system."""
 
 
 class RunCheckpoints(TrainerCallback):
@@ -158,7 +153,9 @@ class RunCheckpoints(TrainerCallback):
             The checkpoint.
 
         Raises:
-            DataError: as in ``CheckpointMixin._save_checkpoint``.
+            DataError: a file could not be written, and the partial checkpoint was removed; or the
+                processes do not write into one folder. Other processes wait, and the launcher ends
+                them.
         """
         trainer, args = self._trainer, self._trainer.args
         final = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
@@ -167,9 +164,18 @@ class RunCheckpoints(TrainerCallback):
             shutil.rmtree(run_dir / STAGING, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         try:
-            sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-            self._together(final, lambda: self._write(write, staged), collective=sharded)
-            self._together(final, lambda: self._complete(staged, final))
+            self._write(write, staged)
+            trainer.accelerator.wait_for_everyone()
+            self._complete(staged, final)
+            trainer.accelerator.wait_for_everyone()
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch has no other for a disk
+            raise DataError(
+                f"the checkpoint '{final}' could not be written",
+                got=f"{type(error).__name__}: {error}",
+                why="a run goes on from whole checkpoints only; earlier ones are as they were",
+                remedy="free some space or mend the permissions, then go on with --resume or "
+                "resume_from_checkpoint='auto'; save_total_limit keeps fewer",
+            ) from OSError(str(error))
         finally:
             if args.should_save:
                 shutil.rmtree(run_dir / STAGING, ignore_errors=True)
@@ -240,28 +246,6 @@ class RunCheckpoints(TrainerCallback):
                 remedy="a shared file system, or save_on_each_node=True",
             )
 
-    def _together(self, final: Path, work: Callable[[], None], *, collective: bool = False) -> None:
-        """Do one part of a save on every process; all fail if one does.
-
-        A part with ``collective`` calls, which a failed process no longer joins, raises at once
-        there, and the launcher ends the others.
-        """
-        problem: AlphaTokenError | None = None
-        try:
-            work()
-        except _OF_WRITING as cause:
-            told = _of_system(cause, final.parent)
-            problem = _not_saved(final, told)
-            problem.__cause__ = told
-            if collective:
-                raise problem from told
-        process = self._trainer.args.process_index
-        problems = gather_object([problem and (process, str(problem.__cause__))])
-        if problem is not None:
-            raise problem
-        for process, text in filter(None, problems):
-            raise _not_saved(final, f"process {process}: {text}")
-
 
 class CheckpointMixin(_Base):
     """Goes before a transformers trainer in the bases; ``train`` and saving change, nothing else.
@@ -273,13 +257,10 @@ class CheckpointMixin(_Base):
     and library versions, deterministic kernels).
     """
 
-    HOOKS: ClassVar[tuple[str, ...]] = ()
-    """What a kind of trainer uses of its library beside ``alphatoken.train.hooks.USED``."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """See, where a trainer is below in the bases, that it has what it is hooked into."""
         super().__init_subclass__(**kwargs)
-        require_hooks(cls, cls.HOOKS)
+        require_hooks(cls)
 
     _checkpoints: RunCheckpoints | None = None
     """Of the current call of ``train``, or of the last one; None before the first."""
@@ -375,25 +356,16 @@ class CheckpointMixin(_Base):
             return
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As in transformers, without tied weights: a file holds them under one of their names."""
-        weights = cast(nn.Module, self.model).state_dict(keep_vars=True)
-        missing = load_result.missing_keys
-        read = {id(weight) for name, weight in weights.items() if name not in missing}
-        left = [name for name in missing if id(weights.get(name)) not in read]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=left))
-
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = str(super()._get_output_dir(trial))
         staging = self._checkpoints is not None and self._checkpoints.staging
         return os.path.join(run_dir, STAGING) if staging else run_dir
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As in transformers, but whole or not at all.
+        """As in transformers, but whole or not at all: a partial one is removed.
 
         Raises:
-            DataError: it could not be written (disk full, no permission) on some process; names
-                it, and the checkpoint that is still intact. The partial one is removed.
+            DataError: it could not be written (disk full, no permission).
         """
         assert self._checkpoints is not None
         write = super()._save_checkpoint
@@ -401,28 +373,3 @@ class CheckpointMixin(_Base):
         final = self._checkpoints.save(run_dir, lambda: write(model, trial))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
-
-
-def _of_system(cause: Exception, folder: Path) -> OSError:
-    """The file system's own error, or one that says what another library was told.
-
-    A full disk shows in torch and safetensors by a position in a file that is not the one due.
-    """
-    if isinstance(cause, OSError):
-        return cause
-    full = shutil.disk_usage(folder).free < _ROOM
-    told = OSError(("no space left on the disk: " if full else "") + str(cause))
-    told.__cause__ = cause
-    return told
-
-
-def _not_saved(final: Path, cause: BaseException | str) -> DataError:
-    intact = latest_complete(final.parent)
-    return DataError(
-        f"the checkpoint '{final}' could not be written",
-        got=str(cause) or type(cause).__name__,
-        why="a run goes on from whole checkpoints only; the partial one was removed, and "
-        + (f"the last one, '{intact[0]}', is intact" if intact else "there is no earlier one"),
-        remedy="free some space or mend the permissions, then go on: --resume, or train with "
-        f"resume_from_checkpoint={True if intact else 'auto'!r}; save_total_limit keeps fewer",
-    )

@@ -6,54 +6,41 @@ Options that contradict each other are refused where the configuration is made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
-from alphatoken.model.layer_choice import layers_within, read_layers
+from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.model.scope import Scope
+from alphatoken.model.token_ids import require_rows
+from alphatoken.train.datasets import plain_rows
 from alphatoken.train.layouts import SHARDED, check_layout, layout
-from alphatoken.train.loading import limits_of
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.pool import ValidationPool
 
 __all__ = [
-    "Given",
     "check_given",
     "check_lengths",
-    "check_model",
     "check_pool",
-    "check_rows_left",
     "check_run",
+    "check_tokens",
     "chooses_rows",
     "chosen_from_packed",
     "has_pass",
     "refuse_scope",
 ]
 
-
-@dataclass(frozen=True)
-class Given:
-    """What a run has beside its options.
-
-    Attributes:
-        validation: whether it has validation rows.
-        retention: whether it has retention rows.
-    """
-
-    validation: bool = True
-    retention: bool = True
+_IDS = {"input_ids", "prompt_ids", "chosen_ids", "rejected_ids"}
+"""Columns of tokens."""
 
 
-def check_run(
-    model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy | None, given: Given
-) -> None:
+def check_run(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy | None) -> None:
     """Refuse what this run cannot do.
 
     Args:
@@ -61,13 +48,11 @@ def check_run(
         accelerator: of the trainer.
         args: the trainer's configuration.
         policy: that is carried out, or None for the trainer's own one.
-        given: what else it has.
 
     Raises:
         ConfigError, UnsupportedError, CoverageError: the first thing that does not work.
     """
     check_layout(accelerator, args, model)
-    check_given(args, policy, given)
     if policy is not None:
         _check_policy(model, accelerator, args, policy)
         return
@@ -76,45 +61,29 @@ def check_run(
     adapter = find_adapter(model)
     choice = ParameterChoice.read(args.value_parameters, "value_parameters")
     refuse_scope(choice.scope(adapter, read_layers(args.score_layers)), args)
-    _check_length(args, adapter.max_positions())
 
 
-def check_model(args: Any, model: Any) -> None:
-    """Refuse layers and lengths that the model lacks, before it is loaded or a row is read.
-
-    Args:
-        args: the trainer's configuration.
-        model: at hand, or its name, of which the configuration alone is read; None is not known.
-
-    Raises:
-        ConfigError: names the option. ModelError: no such configuration.
-    """
-    if not args.needs_values or model is None:
-        return
-    limits = limits_of(model, args)
-    if limits.layers is not None:
-        layers_within(read_layers(args.score_layers), limits.layers)
-    _check_length(args, limits.positions)
-
-
-def check_given(args: Any, policy: TokenPolicy | None, given: Given) -> None:
+def check_given(
+    args: Any, policy: TokenPolicy | None, *, validation: bool, retention: bool
+) -> None:
     """Refuse a run that lacks rows; known before any model is loaded.
 
     Args:
         args: the trainer's configuration.
         policy: that is carried out, or None for the trainer's own one.
-        given: what the run has.
+        validation: whether it has validation rows.
+        retention: whether it has retention rows.
 
     Raises:
         ConfigError: names what is missing.
     """
     if policy is not None:
         if has_pass(policy):
-            _check_policy_given(policy, given)
+            _check_policy_given(policy, validation)
         return
     if not args.needs_values:
         return
-    if args.objective != "stability" and not given.validation:
+    if args.objective != "stability" and not validation:
         raise ConfigError(
             "values need a validation dataset",
             got=f"policy={args.policy!r}, validation_dataset=None",
@@ -122,21 +91,11 @@ def check_given(args: Any, policy: TokenPolicy | None, given: Given) -> None:
             remedy="pass validation_dataset=..., or value nothing: policy='standard' (all "
             "tokens) or 'random'",
         )
-    if args.retention == "data" and args.objective != "adaptation" and not given.retention:
+    if args.retention == "data" and args.objective != "adaptation" and not retention:
         raise ConfigError(
             "retention='data' needs a retention dataset",
             remedy="pass retention_dataset=..., or retention='none'",
         )
-
-
-def check_rows_left(args: Any, rows: int) -> None:
-    """Refuse a validation set that is too small already before it is tokenised.
-
-    Raises:
-        ConfigError: as :func:`check_pool`.
-    """
-    if args.needs_values and args.objective != "stability":
-        check_pool(args, rows, args.world_size)
 
 
 def refuse_scope(scope: Scope, args: Any) -> None:
@@ -212,23 +171,20 @@ def check_lengths(
         )
 
 
-def _check_length(args: Any, limit: int | None) -> None:
-    """Refuse a length that was asked for and that the model does not have.
+def check_tokens(rows: Any, model: Any, name: str) -> None:
+    """Refuse tokenised rows with a token that the model's embedding has no row for.
 
-    TRL's default is no such wish: rows that are shorter than the model's limit may well be all
-    there are.
+    Args:
+        rows: of any trainer.
+        model: that looks the ids up.
+        name: of the data set.
+
+    Raises:
+        InputError: names the row.
     """
-    asked = getattr(args, "max_length", None)
-    if getattr(args, "packing", False) and args.packing_strategy.startswith("bfd"):
-        return  # documents lie one after the other, and positions begin anew in each
-    if asked is None or limit is None or asked <= limit or asked == type(args).max_length:
-        return
-    raise ConfigError(
-        "max_length is more than the model allows",
-        got=f"{asked}, limit {limit}",
-        why="positions past the limit have no meaning to the model",
-        remedy=f"max_length={limit} or less",
-    )
+    for number, row in enumerate(plain_rows(rows)):
+        for column in _IDS & row.keys():
+            require_rows(torch.as_tensor(row[column]), model, f"{name} row {number}")
 
 
 # --- policies -----------------------------------------------------------------------------------
@@ -254,8 +210,8 @@ def chosen_from_packed(policy: TokenPolicy) -> ConfigError:
     )
 
 
-def _check_policy_given(policy: TokenPolicy, given: Given) -> None:
-    if policy.needs.validation and not given.validation:
+def _check_policy_given(policy: TokenPolicy, validation: bool) -> None:
+    if policy.needs.validation and not validation:
         raise ConfigError(
             f"policy '{policy.name}' needs a validation dataset",
             got="validation_dataset=None",

@@ -7,16 +7,18 @@ dropped without a word. Here they are found first, by row number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from alphatoken.data import Pair, Turn
 from alphatoken.data.encode import messages_of
 from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 
 __all__ = [
+    "check_left",
     "check_preference_rows",
     "check_sft_rows",
+    "columns_of",
     "cut_pair",
     "is_longer",
     "plain_rows",
@@ -33,7 +35,7 @@ _EMPTY = "the response is empty"
 # --- rows in whatever they are held --------------------------------------------------------------
 
 
-class _PlainRows(Sequence[dict[str, Any]]):
+class _PlainRows:
     """Rows read one by one by their number, tensors and arrays in them as lists."""
 
     def __init__(self, dataset: Any) -> None:
@@ -42,17 +44,14 @@ class _PlainRows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
             raise IndexError(index)  # a data set of one's own may have another end
         row = self._dataset[index]
         return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in dict(row).items()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
 
 
 def plain_rows(dataset: Any) -> Any:
@@ -91,7 +90,7 @@ def check_sft_rows(
             tool is one). The message holds count and row numbers.
     """
     rows = plain_rows(dataset)
-    columns = _columns(rows, name)
+    columns = columns_of(rows, name)
     chat = next((name for name in ("messages", "conversations") if name in columns), None)
     if {"prompt", "completion"} <= columns:
         tests = {_EMPTY: lambda row: not _text(row["completion"])}
@@ -127,6 +126,37 @@ def check_preference_rows(dataset: Any, *, name: str = "training", on_empty: str
     return _usable(preference_problems(plain_rows(dataset), name), dataset, name, on_empty)
 
 
+def check_left(given: Any, prepared: Any, args: Any) -> None:
+    """Count the training rows that the trainer below left out, of which no response token is left.
+
+    Packed rows are other rows, and are not counted.
+
+    Args:
+        given: rows as they were handed to the trainer below.
+        prepared: as it will train on them; of a stream nothing is known yet.
+        args: of the trainer.
+
+    Raises:
+        InputError: no row is left.
+    """
+    if not (hasattr(prepared, "__len__") and hasattr(given, "__len__")):
+        return
+    before, after, limit = len(given), len(prepared), getattr(args, "max_length", None)
+    if before and not after:
+        raise InputError(
+            "no training row has a response token left",
+            got=f"{before} rows, max_length {limit}",
+            why="there would be nothing to train on",
+            remedy="a larger max_length, or shorter prompts",
+        )
+    if after < before and not getattr(args, "packing", False):
+        warn_caller(
+            f"{before - after} of {before} training rows have no response token within "
+            f"max_length={limit}, and are left out.",
+            AlphaTokenWarning,
+        )
+
+
 def cut_pair(
     row: Mapping[str, Any], *, max_prompt: int | None, max_response: int | None
 ) -> dict[str, Any]:
@@ -151,7 +181,7 @@ def preference_problems(dataset: Any, name: str = "training") -> Problems:
     Raises:
         InputError: no rows, or a needed column is missing.
     """
-    columns = _columns(dataset, name)
+    columns = columns_of(dataset, name)
     missing = [column for column in ("chosen", "rejected") if column not in columns]
     if missing:
         raise InputError(
@@ -167,7 +197,12 @@ def preference_problems(dataset: Any, name: str = "training") -> Problems:
     return _find(dataset, tests)
 
 
-def _columns(dataset: Any, name: str) -> set[str]:
+def columns_of(dataset: Any, name: str) -> set[str]:
+    """Names of the columns; of a stream that does not know them, those of its first row.
+
+    Raises:
+        InputError: no rows.
+    """
     columns = getattr(dataset, "column_names", None)
     first = next(iter(dataset), None)
     if first is None:

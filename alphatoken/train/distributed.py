@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, InputError
+from alphatoken.errors import InputError
 
 __all__ = ["Ranks", "even_micro_batches", "global_selection"]
 
@@ -157,17 +157,8 @@ def even_micro_batches(
     leave the others waiting. Every ``world``-th row is this process's; ``size`` is the most rows
     of one micro-batch, None for all at once. Where the rows cannot be dealt out evenly, some
     micro-batches have one row more.
-
-    Raises:
-        ConfigError: fewer rows than processes.
+    There are as many rows as processes at least; see ``ValidationPool.share_of``.
     """
-    if len(rows) < world:
-        raise ConfigError(
-            "under sharded weights every process needs rows for every validation forward",
-            got=f"{len(rows)} rows, {world} processes",
-            why="each forward gathers the weights from all processes",
-            remedy="give more validation rows, or a larger validation_batch_size",
-        )
     longest = -(-len(rows) // world)
     pieces = 1 if size is None else min(-(-longest // size), len(rows) // world)
     own = tuple(rows[rank::world])

@@ -33,7 +33,6 @@ from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.sft import padded_batch
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
 
@@ -183,10 +182,6 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """
 
     BASE, CONFIG = DPOTrainer, AlphaDPOConfig
-    HOOKS = (
-        "_is_vision_dataset", "_metrics", "_precompute_ref_logps", "_prepare_dataset",
-        "aux_loss_enabled", "compute_ref_log_probs", "precompute_ref_logps",
-    )  # fmt: skip
     _tag_names = [*DPOTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod
@@ -428,22 +423,3 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
         """The prompts of the pairs."""
         return [list(row["prompt_ids"]) for row in islice(rows, samples)]
-
-    def fisher_sequences(self, rows: Any, samples: int) -> Any:
-        """Prompt and chosen response of each pair as one batch, cut as TRL's collator cuts."""
-        limit = self.args.max_length
-        place = (
-            slice(limit)
-            if self.args.truncation_mode == "keep_start"
-            else slice(-(limit or 0), None)
-        )
-        sequences = []
-        for row in islice(rows, samples):
-            prompt, chosen = list(row["prompt_ids"]), list(row["chosen_ids"])
-            ids, labels = prompt + chosen, [IGNORE] * len(prompt) + chosen
-            sequences.append({"input_ids": ids[place], "labels": labels[place]})
-        sequences = [
-            row for row in sequences if any(label != IGNORE for label in row["labels"][1:])
-        ]
-        pad = getattr(self.processing_class, "pad_token_id", None) or 0
-        return padded_batch(sequences, pad, self.args.device) if sequences else []

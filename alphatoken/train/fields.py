@@ -1,4 +1,4 @@
-"""Fields that trainers' configurations gain: default, meaning, range, when to change, source.
+"""Fields that trainers' configurations gain: default, meaning, range, source.
 
 They stand apart from what they mean together (``alphatoken.train.options``) because nothing here
 imports torch: the command line's help is made of them in a moment.
@@ -21,8 +21,6 @@ class Documentation(NamedTuple):
 
     within: str
     """What it may be."""
-    when: str
-    """When to change it."""
     source: str
     """Where it stands in the paper; "ours" where it has none."""
 
@@ -36,7 +34,6 @@ def option(
     default: Any,
     help: str,
     *,
-    when: str,
     source: str = "ours",
     within: str = "",
     choices: Sequence[str | None] = (),
@@ -58,7 +55,7 @@ def option(
         within = (
             "null, or " * (default is None) + f"from {least}" + f", below {below}" * bool(below)
         )
-    _DOCUMENTED[made] = Documentation(within, when, source)
+    _DOCUMENTED[made] = Documentation(within, source)
     return made
 
 
@@ -100,12 +97,10 @@ class AlphaFields:
 
     policy: str = option(
         "top",
-        "Which response tokens are trained on: 'top' by value, 'harmless' (all but those whose "
-        "value is below zero beyond doubt; see confidence), 'random' or 'bottom' (controls of "
+        "Which response tokens are trained on: 'top' by value, 'random' or 'bottom' (controls of "
         "equal budget), 'all' (TRL's own loss; values are still exported where asked for), or a "
         "method by its name (`alphatoken-lab policies` lists them), or module:Class for one's own.",
         within="a name of `alphatoken-lab policies`, or module:Class",
-        when="compare: 'random' is the control of equal budget, 'all' is TRL's own training",
         source="eq. sft_masked_loss: 'top'",
     )
     policy_mode: str = option(
@@ -113,42 +108,29 @@ class AlphaFields:
         "Of a method by name: 'native', its published rule; 'budget', the best keep_ratio by the "
         "same score.",
         within="'native' or 'budget'",
-        when="set 'budget' to compare methods at one share of tokens",
     )
     policy_options: dict[str, Any] | str | None = option(
         None,
         "The method's own arguments, as a mapping or JSON text.",
         within="fields of the method's class",
-        when="set what the method's page names",
         source="each method's paper",
     )
     policy_cache: str | None = option(
         None,
         "Folder for what methods compute before training; null for 'policies' beside output_dir.",
         within="null or a folder",
-        when="share one folder between runs on the same rows",
     )
     keep_ratio: float = option(
         0.5,
         "rho: share of the response tokens to keep, in (0, 1].",
         within="above 0, to 1",
-        when="lower it for noisy rows; at 1 the run is TRL's, bit for bit",
         source="rho of eq. sft_masked_loss; the paper's 0.5",
-    )
-    confidence: float = option(
-        0.95,
-        "policy='harmless': a token goes where the upper bound of its value, one-sided at this "
-        "level over the draw of the validation rows, lies below zero; in [0.5, 1).",
-        least=0.5,
-        below=1,
-        when="raise it to drop less",
     )
     keep_scope: str = option(
         "batch",
-        "Tokens that are ranked together: 'batch' (micro-batch and rank), 'sequence', or 'global' "
+        "Tokens that are ranked together: 'batch' (micro-batch and rank), or 'global' "
         "(all micro-batches of an optimizer step on all ranks; scores them in a pass first).",
-        choices=("batch", "sequence", "global"),
-        when="'global' where micro-batches are small, at the price of a scoring pass",
+        choices=("batch", "global"),
         source="the paper ranks a batch",
     )
     value_unit: str = option(
@@ -156,26 +138,22 @@ class AlphaFields:
         "What is ranked: 'token', or 'response': the mean value of each response, so that "
         "responses are kept or dropped whole, but for one at the edge of the budget.",
         choices=("token", "response"),
-        when="'response' where whole rows are bad rather than words in them",
     )
     kept_normalization: str = option(
         "response",
         "The loss is divided by: 'response' all response tokens, 'kept' the kept ones, 'sum' "
         "nothing (the paper). DPO: 'response' is the mean over pairs.",
         choices=("response", "kept", "sum"),
-        when="'kept' for a step as long as TRL's; 'sum' to follow the paper's formula",
         source="eq. sft_masked_loss: 'sum'",
     )
     shared_threshold: bool = option(
         False,
         "DPO ablation: rank chosen and rejected tokens in one pool.",
-        when="only as an ablation",
         source="the paper ranks branches apart",
     )
     masked_logit: bool = option(
         False,
         "DPO ablation: take the coefficient from the masked preference logit.",
-        when="only as an ablation",
         source="eq. dpo_masked_loss takes the unmasked logit",
     )
 
@@ -185,48 +163,40 @@ class AlphaFields:
         "mask acts on), 'paper_literal', or 'walk' (what a token's loss falls by along some steps "
         "on the validation rows).",
         within="seven names",
-        when="'label' is exact for what a mask acts on; `alphatoken diagnose estimators` tells "
-        "what less costs on your model",
         source="eq. phi_total: 'alphatoken'",
     )
     walk_steps: int = option(
         24,
         "AdamW steps of a walk, each on the next validation batch; for estimator='walk'.",
         least=1,
-        when="lower it where a new walk is taken often",
     )
     walk_learning_rate: float | None = option(
         None,
         "Its constant rate; null takes the run's.",
         within="null, or above 0",
-        when="where the run's rate raises the validation loss, which is warned about",
     )
     walk_refresh: int = option(
         0,
         "Optimizer steps after which a new walk is taken from the weights as they are, on rows "
         "drawn anew; 0: one walk from the start. `direction_steps` plays no part.",
         least=0,
-        when="raise it to follow a long run; each walk costs its steps",
     )
     objective: str = option(
         "both",
         "'both', 'adaptation' or 'stability'.",
         choices=("both", "adaptation", "stability"),
-        when="'adaptation' where nothing must be kept: no Fisher is fitted then",
         source="the paper's ablation",
     )
     part: str = option(
         "both",
         "'both', 'direct' or 'causal'.",
         choices=("both", "direct", "causal"),
-        when="only as an ablation",
         source="the paper's ablation; eq. causal_decomp",
     )
     score_layers: str = option(
         "3",
         "K for the last K layers, 'all', or indices such as 0,4.",
         within="1 to all layers",
-        when="more layers rank better and cost more; docs/frontier.md measures it",
         source="K; the paper's 3",
     )
     value_parameters: str = option(
@@ -235,49 +205,35 @@ class AlphaFields:
         "experts; with estimator='label' also 'all' trainable parameters, "
         "or parts joined by commas, 'linears' and patterns of names such as 'linears,*norm*'.",
         within="'linears', 'linears,experts', 'all', or patterns",
-        when="with estimator 'label', where norms or embeddings carry the values",
         source="ours; the paper scores linears",
     )
     window: int | None = option(
         32,
         "W of Value-Propagation; null for none.",
         within="null, or from 0",
-        when="raise it for long chains of reasoning",
         source="W of eq. phi_tgt_causal; the paper's 32",
     )
     stability_weight: float = option(
         1.5,
         "lambda; without natural unit, see the balance logged.",
         within="any number; 0 switches the term off",
-        when="look at `alpha/balance` in the logs, which says how much it weighs",
         source="lambda of eq. composite_val; the paper's 1.5",
-    )
-    stability_units: str = option(
-        "plain",
-        "lambda multiplies V as it is ('plain', the paper), or V brought to the length of G "
-        "('balance'): at 1 both weigh the same, however far the weights have drifted.",
-        choices=("plain", "balance"),
-        when="'balance' where lambda must mean the same over a run",
-        source="ours; the paper is 'plain'",
     )
     uncovered: str = option(
         "error",
         "'error', or 'skip' matrices that no estimator covers.",
         choices=("error", "skip"),
-        when="'skip' with experts, if what is left out is known",
     )
     preconditioner: str | None = option(
         None,
         "null, 'frozen' or 'full': values of the optimizer's step instead of the gradient's.",
         choices=(None, "frozen", "full"),
-        when="'full' with Adam: values are then those of its step",
         source="ours; the paper takes plain gradients",
     )
     precondition_after: int = option(
         30,
         "P = 1 until the optimizer has taken this many steps.",
         within="from 1",
-        when="raise it for a slow second moment",
     )
 
     validation_mode: str = option(
@@ -285,42 +241,34 @@ class AlphaFields:
         "'fixed': one validation batch for the whole run (the paper); 'pool': a new one each "
         "step, drawn from all validation rows.",
         choices=("fixed", "pool"),
-        when="'fixed' to follow the paper to the letter: one batch is overfitted within a few "
-        "dozen steps",
         source="ours; the paper has one fixed batch",
     )
     validation_batch_size: int = option(
         32,
         "Validation rows (pairs) a step, over all ranks.",
         least=1,
-        when="raise it for steadier values",
         source="the paper's 32",
     )
     validation_micro_batch_size: int | None = option(
         None,
-        "Rows of one validation forward; null for as many as of a training forward, under "
-        "policy='harmless' for an eighth of them: its errors are from the spread between them.",
+        "Rows of one validation forward; null for as many as of a training forward.",
         least=1,
-        when="lower it where a validation forward does not fit",
     )
     held_out_share: float = option(
         0.2,
         "Share of the validation rows that is only watched: the gap is an overfitting alarm.",
         least=0,
         below=1,
-        when="raise it where the gap is noisy",
     )
     held_out_steps: int = option(
         50,
         "Steps between two looks at the held-out part; 0 never looks and holds nothing out.",
         least=0,
-        when="0 where every validation row is needed for values",
     )
     direction_steps: int = option(
         1,
         "Optimizer steps for which the direction M (G, V) is used before it is built anew.",
         least=1,
-        when="raise it to save validation passes; values are then a little old",
         source="the paper builds it every step",
     )
 
@@ -329,53 +277,38 @@ class AlphaFields:
         "'none', or a stability term: 'diagonal' or 'kronecker' Fisher drift, fitted before "
         "training, or 'data' (gradient of the loss on the retention rows: oracle retention).",
         choices=("none", "diagonal", "kronecker", "data"),
-        when="'data' where rows of what must be kept exist; 'diagonal' for the paper's term: its "
-        "1,000 samples take hours without a GPU",
         source="eq. fisher_proxy: 'diagonal'",
     )
     retention_batch_size: int = option(
         32,
         "Retention rows a step for retention='data'.",
         least=1,
-        when="raise it for steadier values",
     )
     fisher_samples: int = option(
         1000,
         "Monte-Carlo samples of the Fisher.",
         least=1,
-        when="lower it to start sooner; `alphatoken diagnose fisher` shows what that costs",
         source="eq. mc_fisher; the paper's 1000",
-    )
-    fisher_labels: str = option(
-        "sequence",
-        "'sequence' (the paper) or 'token'.",
-        choices=("sequence", "token"),
-        when="'token' is quicker: nothing is generated",
-        source="eq. mc_fisher: 'sequence'",
     )
     fisher_max_new_tokens: int = option(
         256,
         "Longest sampled response.",
         least=1,
-        when="as long as your responses are",
     )
     fisher_batch_size: int = option(
         8,
         "Responses sampled at a time.",
         least=1,
-        when="raise it where memory allows",
     )
     fisher_cache: str | None = option(
         None,
         "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder.",
         within="null or a folder",
-        when="share one folder between runs on one model",
     )
     max_relative_drift: float | None = option(
         1.0,
         "See ScorerConfig; null checks nothing.",
         within="null, or above 0",
-        when="null only if the Fisher is known to be of this model",
     )
 
     scoring_forward: str = option(
@@ -383,26 +316,22 @@ class AlphaFields:
         "'auto': one forward serves scoring and training wherever the layout allows it; 'own': "
         "scoring runs its own forward (slower, about a third of a step).",
         choices=("auto", "own"),
-        when="'own' where a wrapped forward is in the way",
     )
     on_empty: str = option(
         "skip",
         "Rows without a response, pairs with an empty response or two equal ones, on the command "
         "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
         choices=("skip", "error"),
-        when="'error' where no row may be missing",
     )
     export_values: bool = option(
         True,
         "Write accumulated values per training token at the end, into output_dir/_alphatoken. "
         "They quote the training rows; push_to_hub leaves them out.",
-        when="false where no file may quote training rows",
     )
     value_seed: int = option(
         0,
         "Seed of pool order and random policy.",
         within="any whole number",
-        when="for another draw",
     )
 
 
@@ -415,7 +344,6 @@ class PairFields:
         "Longest prompt in tokens: a longer one keeps its end. null sets no limit beside "
         "max_length. On the command line see long_prompts as well.",
         least=1,
-        when="where a long prompt must not leave the response without room",
         source="app. Implementation Details: 1,024",
     )
     max_response_length: int | None = option(
@@ -423,6 +351,5 @@ class PairFields:
         "Longest response in tokens: a longer one keeps its start. null sets no limit beside "
         "max_length.",
         least=1,
-        when="to cut responses apart from their prompts",
         source="app. Implementation Details: 1,024",
     )

@@ -21,7 +21,7 @@ from torch import nn
 
 from alphatoken.direction.drift import FisherDrift, library_version
 from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import ConfigError, FisherError
+from alphatoken.errors import ConfigError
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import weights_digest
@@ -51,7 +51,6 @@ def fisher_settings(options: AlphaOptions) -> dict[str, Any]:
         "samples": options.fisher_samples,
         "layers": read_layers(options.score_layers),
         "structure": options.retention,
-        "labels": options.fisher_labels,
         "max_new_tokens": options.fisher_max_new_tokens,
         "parameters": options.value_parameters,
         "batch_size": options.fisher_batch_size,
@@ -134,8 +133,8 @@ def fitted_fisher(
 
     Raises:
         ConfigError: the weights are sharded already.
-        FisherError: nothing can be written to ``folder``; a file there cannot be read, and is to be
-            removed; and what :func:`alphatoken.fit_fisher` raises.
+        FisherError: a file in ``folder`` cannot be read, and is to be removed; and what
+            :func:`alphatoken.fit_fisher` raises. OSError: the folder cannot be made.
     """
     if spread := spread_name(model):
         raise ConfigError(
@@ -146,14 +145,7 @@ def fitted_fisher(
             "retention='data'",
         )
     folder, settings = Path(folder), fisher_settings(options)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise FisherError(
-            f"the folder '{folder}' of the Fisher cache cannot be made",
-            got=str(problem),
-            remedy="give another one: fisher_cache=...",
-        ) from problem
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{cache_key(model, prompts, settings)}.safetensors"
 
     def read() -> FisherDrift:
@@ -172,12 +164,10 @@ def fitted_fisher(
 
 def _announce(settings: Mapping[str, Any], folder: Path) -> None:
     """Say what is about to be fitted: the dearest step before training."""
-    what = "the labels of rows drawn anew"
-    if settings["labels"] == "sequence":
-        what = f"responses of at most {settings['max_new_tokens']} tokens"
     print(
-        f"fitting the Fisher before training: {settings['samples']:,} samples, {what}; kept in "
-        f"'{folder}' for later runs. Fewer: fisher_samples; none: retention='none'",
+        f"fitting the Fisher before training: {settings['samples']:,} samples, responses of "
+        f"at most {settings['max_new_tokens']} tokens; kept in '{folder}' for later runs. "
+        "Fewer: fisher_samples; none: retention='none'",
         file=sys.stderr,
         flush=True,
     )

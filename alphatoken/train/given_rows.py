@@ -7,16 +7,18 @@ that the command line knows, ``alphatoken.data.encode_row`` makes the tokens and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
 from alphatoken.data import Reading
 from alphatoken.data.pairs import CHOSEN
-from alphatoken.data.rows import CHANGING, CHATS, PROMPTS, RESPONSES, ROLES, is_marked
+from alphatoken.data.rows import CHANGING, CHATS, PROMPTS, RESPONSES, ROLES, THOUGHTS, is_marked
 from alphatoken.errors import InputError
+from alphatoken.train.datasets import columns_of
 from alphatoken.train.loading import load_tokenizer, rows_tokenizer
-from alphatoken.train.prepared import require_thoughts
 
 __all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "tokenizer_of"]
 
@@ -67,7 +69,7 @@ def rows_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
     Raises:
         InputError: TRL would read a row otherwise; the message names it.
     """
-    columns, text = _columns(dataset), given["args"].dataset_text_field
+    columns, text = columns_of(dataset, name), given["args"].dataset_text_field
     chat = columns & set(CHATS)
     if "input_ids" in columns or "input_ids" in next(iter(dataset), {}):  # of a transform
         return dataset
@@ -97,7 +99,7 @@ def pairs_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
     Raises:
         InputError: TRL would read a pair otherwise; the message names it.
     """
-    columns = _columns(dataset)
+    columns = columns_of(dataset, name)
     if CHOSEN[0] not in columns or "prompt_ids" in columns:
         return dataset
     read = columns & {"prompt", "chosen", "rejected"}
@@ -125,11 +127,16 @@ def _checked(
         other: columns that change what a row says, and that TRL does not read.
         given: arguments of the trainer.
     """
-    columns, args = _columns(dataset), given["args"]
+    columns, args = columns_of(dataset, name), given["args"]
     beside = sorted((columns - read) & (other - _TRLS))
-    looked = list(islice(dataset, None if hasattr(dataset, "__len__") else _LOOKED_AT))
+
+    @cache
+    def tokenizer() -> Any:
+        return rows_tokenizer(args, tokenizer_of(given))
+
+    looked = islice(dataset, None if hasattr(dataset, "__len__") else _LOOKED_AT)
     for number, row in enumerate(looked):
-        lost = _lost(row, read, beside)
+        lost = _lost(row, read, beside) or _unwritten_thought(row, tokenizer)
         if lost:
             raise InputError(
                 f"TRL would read a {name} row otherwise than it is meant",
@@ -138,7 +145,6 @@ def _checked(
                 remedy="mend or drop it, or hand in the tokens and labels that "
                 "alphatoken.data.encode_row makes of such a row, as input_ids and labels",
             )
-    require_thoughts(looked, lambda: rows_tokenizer(args, tokenizer_of(given)), name)
     unread = sorted(columns - read - _TRLS)
     if unread and given.get("data_collator") is None and args.remove_unused_columns:
         reading = Reading(f"{name} rows")
@@ -168,10 +174,20 @@ def _lost(row: Mapping[str, Any], read: set[str], beside: Sequence[str]) -> str:
     return ""
 
 
-def _columns(dataset: Any) -> set[str]:
-    """Column names; of a stream that does not know them, those of its first row."""
-    names: Sequence[str] | None = getattr(dataset, "column_names", None)
-    if names is None:
-        first: Iterator[Mapping[str, Any]] = iter(dataset)
-        names = list(next(first, {}))
-    return set(names)
+def _unwritten_thought(row: Mapping[str, Any], tokenizer: Callable[[], Any]) -> str:
+    """The thoughts of a row's chats, where they are written no otherwise without them; or ""."""
+    prompt = row.get("prompt")
+    before = prompt if isinstance(prompt, list) else []
+    for column in ("messages", "completion", "chosen", "rejected"):
+        chat = row.get(column)
+        if not isinstance(chat, list):
+            continue
+        chat = [*before, *chat]
+        if not any(one.get(name) for one in chat for name in THOUGHTS):
+            continue
+        bare = [{k: v for k, v in one.items() if k not in THOUGHTS} for one in chat]
+        write = partial(tokenizer().apply_chat_template, tokenize=False)
+        with suppress(Exception):  # raised where TRL writes the row
+            if write(chat) == write(bare):
+                return "a thought, which the chat template does not write"
+    return ""

@@ -23,23 +23,7 @@ if TYPE_CHECKING:
     from alphatoken.train.micro_batch import MicroBatch
     from alphatoken.train.mixin import AlphaTrainerMixin
 
-__all__ = ["GradientWeightedModel", "KeptOutputs", "by_token", "gated_loss", "require_finite"]
-
-
-class KeptOutputs:
-    """Callable in the place of ``model`` that keeps the outputs of its last forward."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.outputs: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        self.outputs = self.model(*args, **kwargs)
-        return self.outputs
+__all__ = ["GradientWeightedModel", "by_token", "gated_loss", "require_finite"]
 
 
 class GradientWeightedModel:

@@ -15,7 +15,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.sharding import Sharding
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.refused_settings import compiled, reentrant_checkpoints, refused_settings
+from alphatoken.train.refused_settings import compiled, scaled
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
 __all__ = [
@@ -196,26 +196,33 @@ def _refused_arguments(accelerator: Any, args: Any, model: nn.Module) -> Iterato
             "averaged over processes",
             remedy="ddp_static_graph=False",
         )
-    if _compiled(accelerator, args, model):
+    if _compiled(accelerator, model):
         yield compiled()
-    yield from refused_settings(args)
+    if accelerator.mixed_precision == "fp16" and args.needs_values:  # of the launcher
+        yield scaled()
 
 
-def _compiled(accelerator: Any, args: Any, model: nn.Module) -> bool:
+def _compiled(accelerator: Any, model: nn.Module) -> bool:
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     backend = getattr(getattr(plugin, "backend", None), "value", "NO")
     whole = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
-    return whole or bool(getattr(args, "torch_compile", False)) or str(backend) != "NO"
+    return whole or str(backend) != "NO"
 
 
 def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigError]:
     reentrant = (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant")
     own = needs_own_forward(accelerator, args)
     if getattr(args, "gradient_checkpointing", False) and reentrant and not own:
-        yield reentrant_checkpoints()
+        yield ConfigError(
+            "reentrant gradient checkpointing does not share its forward with scoring",
+            got="use_reentrant=True",
+            why="autograd cannot ask such a forward for the errors of single layers",
+            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}, or "
+            "scoring_forward='own'",
+        )
     captured = ParameterChoice.read(args.value_parameters, "value_parameters").captured
-    asked = [name for name in ("bf16", "fp16") if getattr(args, name, False)]
-    precision = asked[0] if asked else str(getattr(accelerator, "mixed_precision", "no"))
+    mixed = str(getattr(accelerator, "mixed_precision", "no"))
+    precision = "bf16" if getattr(args, "bf16", False) else mixed
     moved = args.estimator == "label" or not captured
     if kind in SHARDED and moved and precision != "no":
         yield ConfigError(

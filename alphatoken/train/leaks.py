@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from alphatoken.data import Row, Turn, leak_keys, pair_of
-from alphatoken.data.rows import turn_of
+from alphatoken.data.rows import Fields, row_of
 from alphatoken.errors import AlphaTokenWarning, DataError, warn_caller
 
 __all__ = ["leaking_rows", "warn_of_leaks"]
+
+_READ = ("prompt", "completion", "messages", "conversations")
+"""Columns that TRL reads where they are there; else that of plain text."""
 
 
 def leaking_rows(train: Any, held: Any, *, text_field: str = "text") -> list[int]:
@@ -59,26 +62,19 @@ def warn_of_leaks(train: Any, held: Mapping[str, Any], *, text_field: str = "tex
 def _keys(record: Mapping[str, Any], text_field: str) -> set[str]:
     """Of one record; none of a record that is no text (images, tool calls)."""
     try:
-        row = _row(record, text_field)
+        return leak_keys(_row(record, text_field))
     except (DataError, TypeError):
         return set()
-    return set() if row is None else leak_keys(row)
 
 
-def _row(record: Mapping[str, Any], text_field: str) -> Row | None:
+def _row(record: Mapping[str, Any], text_field: str) -> Row:
     if "chosen" in record and "rejected" in record:
         return pair_of(record, 0, "").row
-    if "prompt" in record and "completion" in record:
-        turns = _turns(record["prompt"], "user") + _turns(record["completion"], "assistant")
-    elif "messages" in record or "conversations" in record:
-        turns = _turns(record.get("messages", record.get("conversations")), "user")
-    elif "input_ids" in record:
+    if "input_ids" in record:
         return _row_of_ids(list(record["input_ids"]), list(record.get("labels") or ()))
-    elif text_field in record:
-        turns = (Turn("assistant", str(record[text_field])),)
-    else:
-        return None
-    return Row(0, "", turns)
+    read = {name: record[name] for name in _READ if name in record}
+    text = {text_field: record.get(text_field)}
+    return row_of(read or text, 0, "", Fields(text=text_field))
 
 
 def _row_of_ids(ids: list[int], labels: list[int]) -> Row:
@@ -87,9 +83,3 @@ def _row_of_ids(ids: list[int], labels: list[int]) -> Row:
     first = first if first > 1 else 0  # a start token alone is no prompt
     prompt, response = (" ".join(map(str, part)) for part in (ids[:first], ids[first:]))
     return Row(0, "", (Turn("user", prompt), Turn("assistant", response)))
-
-
-def _turns(value: Any, role: str) -> tuple[Turn, ...]:
-    if isinstance(value, str):
-        return (Turn(role, value),)
-    return tuple(turn_of(message, "") for message in value)

@@ -9,7 +9,6 @@ acts on later steps too, and decay moves the weights along themselves; no value 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.errors import DataError, InputError, NumericalError
 from alphatoken.train.documents import KEY_BYTES, Document, split_batch
 from alphatoken.values import TokenValues
 
@@ -104,20 +102,16 @@ class ValueLedger:
         Args:
             batch: the forward's inputs: ``input_ids``, ``attention_mask``, ``position_ids``.
             mask: (b, t) boolean, True at response tokens.
-            values: what the scorer returned for this batch.
+            values: what the scorer returned for this batch, with components.
             weights: (b, t), what each token's gradient was weighted with; 0 for dropped ones.
             scale: step size times the coefficient that the values lack; its sign is taken as is.
             step: optimizer step, from 0.
 
         Raises:
-            InputError: shapes or types that do not fit; values without components, which the ledger
-                adds up as well.
-            NumericalError: a NaN or Inf among values, weights or scale. Nothing is added then.
+            InputError: a response token that is padding.
         """
-        if not math.isfinite(scale):
-            raise NumericalError("the scale of a visit is not finite", got=str(scale))
         documents = split_batch(batch, mask)
-        block = _components(values, weights, mask)
+        block = _components(values, weights)
         for document in documents:
             entry = self.documents.get(document.key)
             if entry is None:
@@ -160,56 +154,28 @@ class ValueLedger:
         return {name: torch.from_numpy(column) for name, column in columns.items()}
 
     def load_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Become what :meth:`state_tensors` was taken of, bit for bit.
-
-        Raises:
-            DataError: not such a state, or one that contradicts itself. Nothing changes then.
-        """
-        try:
-            found = {name: tensor.numpy() for name, tensor in state.items()}
-            keys = [key.tobytes() for key in found["keys"]]
-            ids = np.split(found["ids"], np.cumsum(found["lengths"])[:-1]) if keys else []
-            ends = np.cumsum(found["sizes"])[:-1]
-            positions = np.split(found["positions"], ends) if keys else []
-            sums = np.split(found["sums"], ends) if keys else []
-            numbers = [found[name].tolist() for name in ("branches", "visits", "steps")]
-            parts = zip(keys, ids, positions, sums, *numbers, strict=True)
-            documents = {
-                key: DocumentValues(branch, own, places, table.copy(), visits, step)
-                for key, own, places, table, branch, visits, step in parts
-            }
-            whole = all(len(one.sums) == len(one.positions) > 0 for one in documents.values())
-            if len(documents) != len(keys) or not whole:
-                raise ValueError("a document twice, or without values")
-        except (KeyError, ValueError) as problem:
-            raise DataError(
-                "this is no state of a value ledger",
-                got=f"tensors {sorted(state)}: {problem}",
-                remedy="give one that a ledger of this library wrote",
-            ) from problem
-        self.documents = documents
+        """Become what :meth:`state_tensors` was taken of, bit for bit."""
+        found = {name: tensor.numpy() for name, tensor in state.items()}
+        keys = [key.tobytes() for key in found["keys"]]
+        ends = np.cumsum(found["sizes"])[:-1]
+        ids = np.split(found["ids"], np.cumsum(found["lengths"])[:-1]) if keys else []
+        positions = np.split(found["positions"], ends) if keys else []
+        sums = np.split(found["sums"], ends) if keys else []
+        numbers = [found[name].tolist() for name in ("branches", "visits", "steps")]
+        parts = zip(keys, ids, positions, sums, *numbers, strict=True)
+        self.documents = {
+            key: DocumentValues(branch, own, places, table.copy(), visits, step)
+            for key, own, places, table, branch, visits, step in parts
+        }
 
 
 def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
-def _components(values: TokenValues, weights: Tensor, mask: Tensor) -> NDArray[np.float64]:
+def _components(values: TokenValues, weights: Tensor) -> NDArray[np.float64]:
     """(b t, 4): total, adaptation and lambda times stability, as they enter it, and the weight."""
-    if not values.total.shape == weights.shape == mask.shape:
-        raise InputError(
-            "values, weights and mask differ in shape",
-            got=f"{tuple(values.total.shape)}, {tuple(weights.shape)} and {tuple(mask.shape)}",
-        )
-    parts = values.components()
-    if not parts:
-        raise InputError(
-            "the values have no components",
-            got="TokenValues of a call with components=False",
-            why="the ledger adds up adaptation and stability beside the total",
-            remedy="components=True",
-        )
-    zero = torch.zeros_like(values.total)
+    parts, zero = values.components(), torch.zeros_like(values.total)
     columns = [
         values.total,
         sum((v for k, v in parts.items() if k.startswith("adaptation")), zero),
@@ -218,13 +184,4 @@ def _components(values: TokenValues, weights: Tensor, mask: Tensor) -> NDArray[n
     ]
     stacked = torch.stack([column.detach().cpu().double() for column in columns], dim=-1)
     found: NDArray[np.float64] = stacked.numpy().reshape(-1, len(columns))
-    bad = ~np.isfinite(found).all(-1) & mask.cpu().numpy().reshape(-1)
-    if bad.any():
-        row, index = divmod(int(bad.argmax()), mask.shape[1])
-        raise NumericalError(
-            "a token's value or weight is not finite",
-            got=f"row {row}, token {index}",
-            why="a NaN never leaves a sum",
-            remedy="look at the loss of that token and at the weights",
-        )
     return found

@@ -44,7 +44,6 @@ RESULTS = "_alphatoken"
 """In the run's own folder: token values and the page about the run. They hold the text of training
 rows; the underscore keeps them out of what the trainers upload to the hub."""
 
-_KIND, _FORMAT = "alphatoken checkpoint", 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 _BLOCK = 1 << 20
 _WHOLE = 64 * _BLOCK
@@ -71,34 +70,26 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """List the files of ``folder``, put them on disk (fsync), then write the sealed manifest.
+    """List the files of ``folder``, put them on disk (fsync), then write the manifest.
 
     Raises:
         OSError: a file cannot be read or flushed.
         DataError: the manifest itself could not be written.
     """
     files = {name: _entry(folder / name) for name in _files(folder)}
-    content = {"kind": _KIND, "format": _FORMAT, **asdict(manifest), "files": files}
-    content["sha256"] = _seal(content)
-    write_json(folder / MANIFEST, content)
+    write_json(folder / MANIFEST, {**asdict(manifest), "files": files})
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, its seal checked; the files themselves are not looked at.
+    """The manifest of a folder; the files themselves are not looked at.
 
     Raises:
-        DataError: none there, or not one of ours, or altered.
+        DataError: none there, or not one of ours.
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        seal = content.pop("sha256")
-        if (content.pop("kind"), content.pop("format")) != (_KIND, _FORMAT):
-            raise ValueError("another kind or format of file")
-        if seal != _seal({"kind": _KIND, "format": _FORMAT, **content}):
-            raise ValueError("its content does not match its own sha256")
-        return Manifest(**content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        return Manifest(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as problem:
         raise DataError(
             f"'{folder}' is no complete checkpoint",
             got=f"{MANIFEST}: {problem}",
@@ -204,24 +195,14 @@ def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path
 
 
 def _nothing_to_resume(output_dir: Path) -> DataError:
-    other = latest_complete(output_dir)
-    foreign = [path for _, path in checkpoints(output_dir) if not (path / MANIFEST).is_file()]
-    if foreign and len(foreign) == len(checkpoints(output_dir)) and other is None:
-        return DataError(
-            f"no checkpoint in '{output_dir}' was written by this library",
-            got=f"{foreign[-1].name} without {MANIFEST}",
-            why="it is of another trainer, or was cut off while it was written: data order, random "
-            "state and values of such a run are not known",
-            remedy=f"a new run in another output_dir, with model='{foreign[-1]}' to go on from its "
-            "weights",
-        )
     folders = ", ".join(path.name for _, path in checkpoints(output_dir)) or "none at all"
     return DataError(
         f"there is no complete checkpoint of this run in '{output_dir}'",
-        got=f"'{other[0]}' is of an earlier run" if other else f"checkpoints there: {folders}",
-        why="the run was stopped before its first save, or it is another folder",
-        remedy="resume_from_checkpoint='auto' to start in this case"
-        + (f", or give '{other[0]}' to go on with the earlier run" if other else ""),
+        got=f"checkpoints there: {folders}",
+        why="the run was stopped before its first save, or those there are of an earlier run or of "
+        "another trainer",
+        remedy="resume_from_checkpoint='auto' to start in this case, the path of an earlier run's "
+        "to go on with that one, or another trainer's as the model of a new run",
     )
 
 
@@ -243,7 +224,7 @@ def require_same_run(
 
     Args:
         path: the checkpoint.
-        manifest: its seal.
+        manifest: its manifest.
         facts: what this run's result depends on.
         allowed: names that may differ.
 
@@ -306,8 +287,3 @@ def _digest(path: Path, size: int) -> str:
             file.seek(start)
             digest.update(file.read(_BLOCK))
     return digest.hexdigest()
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

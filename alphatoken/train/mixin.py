@@ -20,28 +20,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from alphatoken import __version__
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.train.checkpoint import CheckpointMixin
-from alphatoken.train.checks import (
-    Given,
-    check_given,
-    check_model,
-    check_rows_left,
-    check_run,
-)
-from alphatoken.train.datasets import plain_rows
+from alphatoken.train.checks import check_given, check_run, check_tokens
+from alphatoken.train.datasets import check_left, plain_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.given import by_name, own_config
-from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
+from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.layouts import (
     check_same_weights,
     name_wrapped_layers,
@@ -54,7 +46,6 @@ from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
-from alphatoken.train.prepared import check_prepared
 from alphatoken.train.records import RunRecords
 from alphatoken.train.reference import check_reference
 from alphatoken.train.run_rows import RunRows, build_valuation, prepare_run_rows
@@ -71,12 +62,6 @@ else:
 
 __all__ = ["AlphaTrainerMixin"]
 
-_NO_INPUTS = ("labels", "completion_mask", "ref_chosen_logps", "ref_rejected_logps")
-"""Parts of TRL's batches that it hands to no model, or not where logits are wanted."""
-_PAPER = (
-    "AlphaToken: Decoupling Adaptation and Stability for Path-Aware Response Token Valuation in "
-    "LLM Post-Training"
-)
 _SAID = {"train": "training", "fisher": "Fisher"}
 """What messages call a data set, where that is not its name."""
 
@@ -131,13 +116,13 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         options = given["args"]
         self._policy = chosen_policy(options, policy, options.FAMILY)
         plain = self._policy is None and not options.weighs
-        handed_over = Given(
-            validation=validation_dataset is not None,
-            retention=retention_dataset is not None,
-        )
         check_fisher_rows(options, fisher, fisher_dataset)
         if not plain:
-            check_given(options, self._policy, handed_over)
+            options.check_settings()
+            check_given(
+                options, self._policy,
+                validation=validation_dataset is not None, retention=retention_dataset is not None,
+            )  # fmt: skip
         held = {
             "validation": validation_dataset,
             "retention": retention_dataset,
@@ -146,22 +131,15 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         if given.get("formatting_func") is None:  # else only that knows what a row is
             held = self._read_rows(given, held)
         validation_dataset, retention_dataset, fisher_dataset = held.values()
-        if not plain and self._policy is None and hasattr(validation_dataset, "__len__"):
-            check_rows_left(options, len(validation_dataset))
-        if not plain and self._policy is None:
-            check_model(options, given.get("model"))
         check_reference(given)
         self.own_collator = given.get("data_collator")
         super().__init__(**given)
-        check_prepared(
-            given.get("train_dataset"), self.train_dataset, self.model, self.processing_class,
-            self.args,
-        )  # fmt: skip
+        check_left(given.get("train_dataset"), self.train_dataset, self.args)
+        if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
+            check_tokens(self.train_dataset, self.model, "training")
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
         options = self.args
         self.records = RunRecords(self)
-        self.add_callback(self.records)
-        self.add_callback(self.records.monitor)
         self.weigher: ValueWeigher | PolicyWeigher | None = None
         # A Fisher that was handed over is part of what the run is, also where nothing reads it.
         self.rows = RunRows(fisher=fisher)
@@ -172,7 +150,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             return
         self._refuse_virtual_tokens()
         self.refuse_base()
-        check_run(self.model, self.accelerator, options, self._policy, handed_over)
+        check_run(self.model, self.accelerator, options, self._policy)
         check_same_weights(self.accelerator, self.model)
         self.add_callback(self.step_guard)
         if self._policy is not None:
@@ -183,7 +161,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
             self.rows = prepare_run_rows(
                 self, validation_dataset, retention_dataset, fisher, fisher_dataset
             )
-            self.records.reference = self.rows.reference
         self.weigher = ValueWeigher(self, self.records, lambda: build_valuation(self, self.rows))
 
     def _read_rows(self, given: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
@@ -209,14 +186,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 text_field = getattr(args, "dataset_text_field", "text")
                 warn_of_leaks(plain.pop("train"), plain, text_field=text_field)
         return {name: found.get(name) for name in held}
-
-    def __repr__(self) -> str:
-        """Model, rows and what is kept."""
-        rows = getattr(self.train_dataset, "__len__", lambda: "streamed")()
-        held = f", {len(self.rows.validation)} validation rows" if self.rows.validation else ""
-        kept = f"policy={self.args.policy!r}, keep_ratio={self.args.keep_ratio}"
-        name = type(self.model).__name__
-        return f"{type(self).__name__}({name}, {rows} training rows{held}, {kept})"
 
     def _refuse_virtual_tokens(self) -> None:
         """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""
@@ -274,17 +243,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         share = 1 if num_items is not None else self.current_gradient_accumulation_steps
         return 1.0 / (max(float(count), 1.0) * share)
 
-    def outputs_beside(self, seen: KeptOutputs, inputs: Mapping[str, Any], loss: Tensor) -> Any:
-        """Outputs of the model for ``return_outputs``, as the trainer below gives them.
-
-        TRL's forward builds no logits for its loss; those come of one more, without a graph.
-        """
-        given = {**inputs, "use_cache": False}
-        if self.aux_loss_enabled:
-            given["output_router_logits"] = True
-        with torch.no_grad():
-            return seen.model(**{name: given[name] for name in given if name not in _NO_INPUTS})
-
     def step_scale(self, num_items: Any) -> float:
         """From a micro-batch's gradient to an estimate of the whole step's."""
         return float(self.current_gradient_accumulation_steps) if num_items is not None else 1.0
@@ -323,10 +281,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
         """Prompts of the first tokenised rows, for the Fisher's responses."""
-        raise NotImplementedError
-
-    def fisher_sequences(self, rows: Any, samples: int) -> Any:
-        """The first tokenised rows, whole: on their prefixes labels are sampled anew."""
         raise NotImplementedError
 
     def row_length(self, row: Mapping[str, Any]) -> int:
@@ -437,11 +391,10 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     ) -> Any:
         """The trainer's loss, with a gradient weighted by token.
 
-        With ``return_outputs`` the outputs are those that the trainer below would give beside it.
-
         Raises:
             NumericalError: the loss is not finite; the last checkpoint is as it was.
-            UnsupportedError: the batch is of a training loop of the caller's own.
+            UnsupportedError: the batch is of a training loop of the caller's own, or outputs are
+                asked for beside the loss.
         """
         if self.weigher is None or not self.model.training:
             return super().compute_loss(
@@ -455,11 +408,18 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
                 remedy="an override of get_batch_samples and training_step that calls super() and "
                 "keeps the entry 'alphatoken_carried' of each batch",
             )
-        batch = self.read_micro_batch(inputs, self._carried, num_items_in_batch)
-        seen = KeptOutputs(model)
-        loss = self.weigher.loss(seen if return_outputs else model, batch)
+        if return_outputs:
+            raise UnsupportedError(
+                "a weighted loss has no outputs beside it",
+                got="compute_loss(..., return_outputs=True) in training",
+                why="the loss is made of token log-probabilities, and logits are not kept",
+                remedy="super().compute_loss(...) without return_outputs",
+            )
+        loss = self.weigher.loss(
+            model, self.read_micro_batch(inputs, self._carried, num_items_in_batch)
+        )
         self.step_guard.expect_gradient(loss)
-        return (loss, self.outputs_beside(seen, inputs, loss)) if return_outputs else loss
+        return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """As in transformers; a weigher of values is handed the norm before the cut."""
@@ -473,22 +433,6 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         if "loss" in logs and self.weigher is not None:
             logs = {**logs, **self.monitor.logs()}
         super().log(logs, start_time)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card of the trainer below, with a paragraph on token values; it quotes no row."""
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir) / "README.md"
-        if self.weigher is None or not self.is_world_process_zero() or not card.is_file():
-            return
-        text, said = card.read_text(encoding="utf-8"), f"with AlphaToken {__version__} (policy"
-        if said not in text:
-            share = "" if self._policy is not None else f", keep_ratio {self.args.keep_ratio:g}"
-            policy = self.args.policy if self._policy is None else self._policy.name
-            card.write_text(
-                f"{text.rstrip()}\n\nResponse tokens were weighted {said} {policy}{share}), after "
-                f"*{_PAPER}*.\n",
-                encoding="utf-8",
-            )
 
     # --- the checkpoint's part --------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a run reports while it goes: speed, what is kept, the values, the gap, the drift.
+"""What a run reports while it goes: what is kept, the values, the validation gap, the time.
 
 Statistics gather between two logs, are read once a log, and go wherever the trainer's own logs go,
 under names that begin with ``alpha/``. What has gathered since the last log is part of a
@@ -7,81 +7,111 @@ checkpoint.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import TrainerCallback
 
-from alphatoken.model.sharding import MasterWeights, Sharding
-from alphatoken.train.statistics import ValueSums, summary
 from alphatoken.values import TokenValues
 
-__all__ = ["TrainMonitor", "weight_drift"]
+__all__ = ["TrainMonitor", "ValueSums", "summary"]
+
+_COUNTS = ("response", "kept", "weight", "square")
 
 
-@torch.no_grad()
-def weight_drift(
-    parameters: Mapping[str, Tensor],
-    reference: Mapping[str, Tensor],
-    sharding: Sharding | None = None,
-    masters: MasterWeights | None = None,
-) -> dict[str, float]:
-    """``||theta - theta_ref||_F`` over all given parameters together, and relative to theta_ref.
+class ValueSums:
+    """Counts, and of the values tokens, sum and squares.
 
-    Args:
-        parameters: current weights by name, as the model has them.
-        reference: those of the reference, whole, at least these names, on any device.
-        sharding: of the parameters, where they lie in parts; the call is then collective.
-        masters: what the optimizer moves; the parameters' own values without it.
-
-    Returns:
-        ``drift`` in units of weight; ``relative_drift``, 0 where the reference is 0.
-    """
-    read = masters if sharding is None or masters is not None else sharding.local
-    moved, whole = dict[str, Tensor](), dict[str, Tensor]()
-
-    def together(norms: Mapping[str, Tensor]) -> float:
-        if sharding is None:
-            return float(torch.stack([*norms.values()]).norm())
-        # The norm of a matrix is that of its parts' norms: one collective, of numbers, does.
-        found = torch.tensor([*sharding.norms(norms).values()], dtype=torch.float64)
-        return float(found.norm())
-
-    wider = None if sharding is None else torch.float64  # as ``sharding.norms`` sums
-    for name, weight in parameters.items():
-        now = (weight.detach() if read is None else read(name, weight)).to(torch.float32)
-        start = reference[name].to(now.device, torch.float32)
-        start = start if sharding is None else sharding.part_of(name, start)
-        moved[name], whole[name] = (now - start).norm(dtype=wider), start.norm(dtype=wider)
-    if not moved:
-        return {"drift": 0.0, "relative_drift": 0.0}
-    distance, size = together(moved), together(whole)
-    return {"drift": distance, "relative_drift": distance / size if size > 0 else 0.0}
-
-
-class TrainMonitor(TrainerCallback):
-    """Gathers statistics between two logs.
-
-    Args:
-        trainer: the run: its state, options and processes.
-        drift: gives ``||theta - theta_ref||_F`` and the like by name; asked once a log.
+    Adding a micro-batch reads nothing from the device; :meth:`state` does.
     """
 
-    def __init__(
-        self, trainer: Any, drift: Callable[[], Mapping[str, float]] | None = None
-    ) -> None:
-        self.drift = drift
-        self._trainer, self._sums = trainer, ValueSums()
+    def __init__(self) -> None:
+        self._counts: Tensor | None = None
+        self._moments: Tensor | None = None  # (3,): tokens, sum, squares of the totals
+
+    @torch.no_grad()
+    def add(self, weights: Tensor, mask: Tensor, values: TokenValues | None) -> None:
+        """One micro-batch.
+
+        Args:
+            weights: (b, t) training weight of each token.
+            mask: (b, t) response tokens.
+            values: their values, if they were scored now.
+        """
+        wide, response = _wide(mask.device), mask.sum()
+        kept = weights.detach() * mask
+        columns = [
+            response,
+            (kept > 0).sum(),
+            kept.sum(dtype=wide),
+            kept.to(wide).square().sum(),
+        ]
+        counts = torch.stack([count.to(mask.device, wide) for count in columns])
+        self._counts = counts if self._counts is None else self._counts.to(counts) + counts
+        if values is None:
+            return
+        total = torch.where(values.mask, values.total.detach(), 0.0).to(wide)
+        moments = torch.stack([values.mask.sum().to(wide), total.sum(), total.square().sum()])
+        self._moments = moments if self._moments is None else self._moments.to(moments) + moments
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain JSON values; floats come back bit for bit."""
+        return {
+            "counts": [0.0] * len(_COUNTS) if self._counts is None else self._counts.tolist(),
+            "moments": [0.0] * 3 if self._moments is None else self._moments.tolist(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state` gave."""
+        self._counts = torch.tensor(state["counts"], dtype=torch.float64)
+        self._moments = torch.tensor(state["moments"], dtype=torch.float64)
+
+    def clear(self) -> None:
+        """Start the next interval."""
+        self._counts = self._moments = None
+
+
+def summary(states: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Named statistics of the processes' sums together.
+
+    ``kept_share``: kept tokens over response tokens. ``weight_share``: summed weights over
+    response tokens (the same for masks). ``effective_share``: effective sample size of the
+    weights, ``(sum w)^2 / sum w^2``, over response tokens (the same for masks).
+    ``total_mean`` and ``total_std`` are over valued tokens.
+    """
+    sums = torch.tensor([state["counts"] for state in states], dtype=torch.float64).sum(0)
+    counts = dict(zip(_COUNTS, sums.tolist(), strict=True))
+    statistics = {"response_tokens": counts["response"]}
+    if counts["response"]:
+        statistics["kept_share"] = counts["kept"] / counts["response"]
+        statistics["weight_share"] = counts["weight"] / counts["response"]
+        if counts["square"]:
+            effective = counts["weight"] ** 2 / counts["square"]
+            statistics["effective_share"] = effective / counts["response"]
+    moments = torch.tensor([state["moments"] for state in states], dtype=torch.float64).sum(0)
+    valued, total, square = moments.tolist()
+    if valued:
+        mean = total / valued
+        statistics["total_mean"] = mean
+        statistics["total_std"] = max(square / valued - mean * mean, 0.0) ** 0.5
+    return statistics
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class TrainMonitor:
+    """Gathers statistics between two logs."""
+
+    def __init__(self) -> None:
+        self._sums = ValueSums()
         self._balance: dict[str, float] = {}
         self._looks: list[dict[str, float]] = []
         self._scoring = self._direction = 0.0
-        self._earlier = 0.0  # seconds since the last log that an interrupted run spent
-        self._since = time.monotonic()
 
     # --- what is handed in -------------------------------------------------------------------
 
@@ -92,7 +122,6 @@ class TrainMonitor(TrainerCallback):
         values: TokenValues | None,
         *,
         seconds: float = 0.0,
-        tokens: Tensor | int | None = None,
     ) -> None:
         """One micro-batch of this process.
 
@@ -101,10 +130,8 @@ class TrainMonitor(TrainerCallback):
             mask: (b, t) response tokens.
             values: their values, if they were scored now.
             seconds: spent on scoring.
-            tokens: tokens that are not padding; None counts all places.
         """
-        count = mask.numel() if tokens is None else tokens
-        self._sums.add(weights, mask, values, tokens=count)
+        self._sums.add(weights, mask, values)
         self._scoring += seconds
         if values is not None and values.balance:
             self._balance = values.balance
@@ -131,27 +158,20 @@ class TrainMonitor(TrainerCallback):
 
     def logs(self) -> dict[str, float]:
         """Statistics since the last call, over all processes (each must call it); then empty."""
-        now = time.monotonic()
         mine = {
             "sums": self._sums.state(),
-            "seconds": now - self._since + self._earlier,
             "scoring": self._scoring,
             "direction": self._direction,
         }
         parts = gather_object([mine])
         statistics = summary([part["sums"] for part in parts])
-        seconds = max(part["seconds"] for part in parts)
-        statistics["tokens_per_second"] = statistics.pop("tokens") / seconds if seconds > 0 else 0.0
         for name in ("scoring", "direction"):
             statistics[f"{name}_seconds"] = max(part[name] for part in parts)
         if self._balance:
             statistics["balance"] = median(self._balance.values())
         if self._looks:
             statistics |= self._validation()
-        if self.drift is not None:
-            statistics |= self.drift()
         self._sums.clear()
-        self._since, self._earlier = now, 0.0
         self._scoring = self._direction = 0.0
         return {f"alpha/{name}": float(value) for name, value in statistics.items()}
 
@@ -181,7 +201,6 @@ class TrainMonitor(TrainerCallback):
             "sums": self._sums.state(),
             "balance": self._balance,
             "looks": self._looks,
-            "seconds": time.monotonic() - self._since + self._earlier,
             "scoring": self._scoring,
             "direction": self._direction,
         }
@@ -190,10 +209,4 @@ class TrainMonitor(TrainerCallback):
         """Take back what :meth:`state_values` gave."""
         self._sums.load(values["sums"])
         self._balance, self._looks = dict(values["balance"]), list(values["looks"])
-        self._earlier, self._scoring = float(values["seconds"]), float(values["scoring"])
-        self._direction = float(values["direction"])
-        self._since = time.monotonic()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock."""
-        self._since = time.monotonic()
+        self._scoring, self._direction = float(values["scoring"]), float(values["direction"])

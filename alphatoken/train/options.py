@@ -7,7 +7,6 @@ command lines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -23,7 +22,7 @@ from alphatoken.train.policies import (
     read_policy_options,
 )
 from alphatoken.train.policy import PolicySettings, TokenPolicy
-from alphatoken.train.refused_settings import refused_early
+from alphatoken.train.refused_settings import refused_settings
 
 __all__ = ["AlphaOptions"]
 
@@ -47,8 +46,12 @@ class AlphaOptions(AlphaFields):
         self._check_combinations()
         self.scorer_config()
         if self.weighs:
-            for refusal in refused_early(self):
-                raise refusal
+            self.check_settings()
+
+    def check_settings(self) -> None:
+        """Refuse settings under which no token can be weighed."""
+        for refusal in refused_settings(self):
+            raise refusal
 
     def _read_null(self) -> None:
         """Text "null" or "none" where an option may be none: argparse knows no other word."""
@@ -84,50 +87,20 @@ class AlphaOptions(AlphaFields):
             seed=self.value_seed,
         )
 
-    def _check_harmless(self) -> None:
-        """See that nothing else asks for what a rule without a ratio does not have."""
-        if self.policy != "harmless":
-            return
-        reasons = {
-            "objective='stability'": self.objective == "stability",
-            f"keep_scope={self.keep_scope!r}": self.keep_scope != "batch",
-            "kept_normalization='kept'": self.kept_normalization == "kept",
-            "shared_threshold": self.shared_threshold,
-        }
-        _refuse(
-            reasons,
-            "policy='harmless' has no ratio: each token is judged by its own value and error",
-            why="these rank tokens, count the kept ones ahead, or have no validation rows",
-            remedy="leave them out, or policy='top'",
-        )
-
-        at_once = self.validation_rows_at_once
-        if at_once is not None and not at_once < self.validation_batch_size:
-            raise ConfigError(
-                "policy='harmless' needs at least two validation forwards a step",
-                got=f"{self.validation_batch_size} rows, {at_once} at once",
-                why="the errors of values are taken from the spread between them",
-                remedy="a larger validation_batch_size, or a smaller validation_micro_batch_size",
-            )
-
     def _check_unit(self) -> None:
         """See that responses can be ranked whole."""
         if self.value_unit == "token":
             return
         reasons = {
-            "keep_scope='sequence'": self.keep_scope == "sequence",
-            f"policy={self.policy!r}": self.policy not in ("top", "harmless", "bottom"),
-            **self._packed(),
+            f"policy={self.policy!r}": self.policy not in ("top", "bottom"),
+            **{n: bool(getattr(self, n, False)) for n in ("packing", "padding_free")},
         }
-        _refuse(
-            reasons,
-            "value_unit='response' ranks whole responses, one a row, of a batch or a step",
-            remedy="value_unit='token', or leave that out",
-        )
-
-    def _packed(self) -> dict[str, bool]:
-        """Options under which a row is no example, and whether they are on."""
-        return {n: bool(getattr(self, n, False)) for n in ("packing", "padding_free")}
+        if obstacles := [name for name, present in reasons.items() if present]:
+            raise ConfigError(
+                "value_unit='response' ranks whole responses, one a row, of a batch or a step",
+                got=", ".join(obstacles),
+                remedy="value_unit='token', or leave that out",
+            )
 
     def _check_combinations(self) -> None:
         if self.objective == "stability" and self.retention == "none":
@@ -138,7 +111,6 @@ class AlphaOptions(AlphaFields):
             )
         self._check_retained()
         self._check_unit()
-        self._check_harmless()
 
     def _check_retained(self) -> None:
         if self.estimator == WALK and self.retention != "none" and self.objective != "adaptation":
@@ -171,13 +143,11 @@ class AlphaOptions(AlphaFields):
             layers=read_layers(self.score_layers),
             window=self.window,
             stability_weight=self.stability_weight,
-            stability_units=self.stability_units,
             preconditioner=self.preconditioner,
             precondition_after=self.precondition_after,
             parameters=self.value_parameters,
             uncovered=self.uncovered,
             max_relative_drift=self.max_relative_drift,
-            standard_errors=self.policy == "harmless",
         )
 
     @property
@@ -185,8 +155,6 @@ class AlphaOptions(AlphaFields):
         """Rows of one validation forward; None for all of a process, where nothing is known."""
         if self.validation_micro_batch_size is not None:
             return self.validation_micro_batch_size
-        if self.policy == "harmless":
-            return -(-self.validation_batch_size // 8)
         # What memory a training forward has, it has: all rows at once may be many times as large.
         return getattr(self, "per_device_train_batch_size", None)
 
@@ -203,13 +171,4 @@ class AlphaOptions(AlphaFields):
     @property
     def needs_values(self) -> bool:
         """Whether tokens are valued at all: not under 'random', nor 'all' without an export."""
-        return self.policy in ("top", "harmless", "bottom") or (
-            self.policy == "all" and self.export_values
-        )
-
-
-def _refuse(reasons: Mapping[str, bool], what: str, *, remedy: str, why: str = "") -> None:
-    """Raise if any of the reasons is given, and name those that are."""
-    obstacles = [name for name, present in reasons.items() if present]
-    if obstacles:
-        raise ConfigError(what, got=", ".join(obstacles), why=why, remedy=remedy)
+        return self.policy in ("top", "bottom") or (self.policy == "all" and self.export_values)

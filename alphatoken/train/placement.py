@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from alphatoken.errors import AlphaTokenWarning, warn_caller
-
 __all__ = ["on_accelerator", "spread_name"]
 
 
@@ -26,8 +24,8 @@ def on_accelerator(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Under FSDP2 and ZeRO transformers leaves the model on the CPU until it is cut up, which is
     after the Fisher is fitted and static passes are run: there they would take hours. Weights that
-    are cut up already, or on several devices, stay; a model that does not fit as a whole stays too,
-    and that is said. Parameters remain the same objects.
+    are cut up already, or on several devices, stay. A model that does not fit as a whole has its
+    Fisher fitted beforehand (`alphatoken fisher`). Parameters remain the same objects.
     """
     homes = {parameter.device for parameter in model.parameters()}
     if device.type == "cpu" or spread_name(model) or homes != {torch.device("cpu")}:
@@ -35,23 +33,8 @@ def on_accelerator(model: nn.Module, device: torch.device) -> Iterator[None]:
         return
     try:
         model.to(device)
-    except torch.OutOfMemoryError:
-        model.to("cpu")
-        _emptied()
-        warn_caller(
-            "the model does not fit onto one accelerator as a whole, so that what runs before "
-            "training (the Fisher, passes over the rows) runs on the CPU; it can be run beforehand "
-            "on another machine: `alphatoken fisher`, policy_cache=...",
-            AlphaTokenWarning,
-        )
-    try:
         yield
     finally:
         model.to("cpu")
-        _emptied()
-
-
-def _emptied() -> None:
-    """Give back what the allocator holds: training wants all of the accelerator."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        if torch.cuda.is_available():  # training wants all of the accelerator
+            torch.cuda.empty_cache()

@@ -235,11 +235,6 @@ class TokenPolicy:
         """What the static pass found, by name: shares dropped or kept; filled by ``prepare``."""
         return {}
 
-    @property
-    def before(self) -> Sequence[Mapping[str, float]]:
-        """The log of a training that came before the run, one entry a step; filled likewise."""
-        return ()
-
     def prepare(self, stage: PolicyStage) -> Columns | None:
         """Static pass over the training rows: columns of every response token, or None."""
         return None

@@ -189,7 +189,6 @@ def _train_copy(
     model: nn.Module | None = None,
     policy: TokenPolicy | None = None,
     record: Callable[[Tensor, Tensor], None] | None = None,
-    log: list[dict[str, float]] | None = None,
 ) -> nn.Module:
     """A copy of the model, trained on tokenised rows by the library's own trainer of this kind.
 
@@ -205,7 +204,6 @@ def _train_copy(
         model: trained in place of a copy of the trainer's.
         policy: of this training, which may need columns only; None for all tokens.
         record: is called with mask and weights of each micro-batch of a policy.
-        log: is filled with the log, one entry a step.
     """
     from datasets import Dataset
 
@@ -218,7 +216,7 @@ def _train_copy(
         "export_values": False, "report_to": [],
         "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
         "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
-        "logging_strategy": "no" if log is None else "steps", "logging_steps": 1,
+        "logging_strategy": "no",
         "output_dir": str(own_folder),
     }  # fmt: skip
     if getattr(trainer.args, "packing", False):
@@ -237,8 +235,6 @@ def _train_copy(
     inner.records.listener = record
     with kept_random_state():
         inner.train()
-    if log is not None:
-        log += [dict(entry) for entry in inner.state.log_history if "loss" in entry]
     shutil.rmtree(own_folder, ignore_errors=True)  # records and page of that training, no model
     trained = trainer.accelerator.unwrap_model(inner.model)
     assert isinstance(trained, nn.Module)

@@ -105,7 +105,6 @@ class PolicyWeigher:
             "policy": policy.variant,
             "settings": asdict(policy.settings),
             "summary": dict(policy.summary),
-            **({"before": list(policy.before)} if policy.before else {}),
         }
         write_json(folder / "policy.json", record)
 

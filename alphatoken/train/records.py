@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import TrainerCallback
 
 from alphatoken.data.pieces import token_texts
 from alphatoken.errors import warn_caller
 from alphatoken.report.page import missing_libraries
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
-from alphatoken.train.layouts import sharding_of
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
-from alphatoken.train.monitor import TrainMonitor, weight_drift
+from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.results import VALUES, export_values, write_run_report
 
 if TYPE_CHECKING:
@@ -28,45 +25,23 @@ if TYPE_CHECKING:
 __all__ = ["RunRecords"]
 
 
-class RunRecords(TrainerCallback):
+class RunRecords:
     """Monitor and ledger of a run; each micro-batch is written down once, by whoever weighed it.
 
     Args:
         trainer: whose run it is.
 
     Attributes:
-        monitor: statistics between two logs; a callback of the trainer.
+        monitor: statistics between two logs.
         ledger: values of every training token, summed over its visits.
-        reference: scored weights before training, by name, which the drift is measured from.
         listener: is called with mask and weights of each micro-batch; None for nobody.
     """
 
     def __init__(self, trainer: AlphaTrainerMixin) -> None:
         self._trainer = trainer
-        self.monitor = TrainMonitor(trainer, drift=self._drift)
+        self.monitor = TrainMonitor()
         self.ledger = ValueLedger()
-        self.reference: Mapping[str, Tensor] = {}
         self.listener: Callable[[Tensor, Tensor], None] | None = None
-        # Visits of a step that a scaler may yet skip, and the scale before it.
-        self._pending: list[Callable[[], None]] = []
-        self._scale = 0.0
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Look at the scale of the loss, which falls where the step is skipped."""
-        if self._pending:
-            self._scale = self._trainer.accelerator.scaler.get_scale()
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Write the step's visits down, unless its gradient overflowed and nothing moved.
-
-        Accelerate does not see that of a fused optimizer, which skips by itself; the scale tells.
-        """
-        if not self._pending:
-            return
-        if self._trainer.accelerator.scaler.get_scale() >= self._scale:
-            for add in self._pending:
-                add()
-        self._pending.clear()
 
     @property
     def keeps_values(self) -> bool:
@@ -93,11 +68,9 @@ class RunRecords(TrainerCallback):
             mask=batch.mask,
             values=values,
             seconds=seconds if scored is None else scored.seconds,
-            tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else None,
         )
         if values is not None and self.keeps_values:
-            add = partial(
-                self.ledger.add,
+            self.ledger.add(
                 {**inputs, "labels": batch.labels},
                 batch.mask,
                 values,
@@ -107,27 +80,6 @@ class RunRecords(TrainerCallback):
                 * undivided(batch, self._trainer.args.kept_normalization),
                 step=self._trainer.state.global_step,
             )
-            if getattr(self._trainer.accelerator, "scaler", None) is not None:
-                self._pending.append(add)
-            else:
-                add()
-
-    def _drift(self) -> dict[str, float]:
-        """How far the scored weights have moved."""
-        trainer = self._trainer
-        parameters = dict(trainer.model.named_parameters())
-        here = {n: parameters[n] for n in self.reference if n in parameters}
-        if not here:
-            return {}
-        masters, reference = masters_of(trainer.accelerator, trainer.model), self.reference
-        if masters is not None:
-            reference = {name: masters.start(name, reference[name]) for name in here}
-        return weight_drift(
-            here,
-            reference,
-            sharding_of(trainer.accelerator, trainer.model),
-            None if masters is None else masters.weight,
-        )
 
     def write_results(self) -> None:
         """Values and their page, into ``output_dir/_alphatoken``."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from alphatoken.errors import ConfigError, ModelError, require_choice
+from alphatoken.errors import ConfigError, ModelError
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.given_rows import tokenizer_of
 from alphatoken.train.loading import (
@@ -22,12 +22,6 @@ from alphatoken.train.loading import (
 
 __all__ = ["check_reference", "check_tokens", "load_reference"]
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 _REMEDY = "a reference of the same family and vocabulary; ref_model=None copies the trained model"
 
 
@@ -113,24 +107,13 @@ def load_reference(
         tokenizer: of the model that is trained; None compares nothing.
 
     Raises:
-        ConfigError: it cannot be loaded, an unknown dtype, or it reads other tokens.
+        ModelError: it cannot be loaded, or its tokenizer.
+        ConfigError: it reads other tokens.
     """
-    kind = str(dtype).removeprefix("torch.")
-    require_choice("dtype of the reference model", kind, _DTYPES)
-    try:
-        parts = find_parts(name)
-        model: Any = load_causal_model(
-            parts.model, adapter=parts.adapter, device=device, dtype=_DTYPES[kind]
-        )
-        other = None if tokenizer is None else load_tokenizer(parts.tokenizer)
-    except ModelError as problem:
-        raise ConfigError(
-            "the reference model cannot be loaded, or its tokenizer",
-            got=problem.got,
-            remedy="give a folder written by save_pretrained, its tokenizer beside it, or a name "
-            "on the hub",
-        ) from problem
+    parts = find_parts(name)
+    model: Any = load_causal_model(parts.model, adapter=parts.adapter, device=device, dtype=dtype)
     if tokenizer is not None:
+        other = load_tokenizer(parts.tokenizer)
         check_tokens(tokenizer, model.get_input_embeddings().weight.shape[0], other)
     merged: nn.Module = model if parts.adapter is None else model.merge_and_unload()
     return merged.eval().requires_grad_(False)

@@ -7,12 +7,9 @@ training step, when model and optimizer are wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, CoverageError
@@ -20,14 +17,13 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import resolve_layers
-from alphatoken.train.checks import check_lengths, check_pool
+from alphatoken.train.checks import check_lengths, check_pool, check_tokens
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
 from alphatoken.train.layouts import sharding_of
 from alphatoken.train.masters import masters_of
 from alphatoken.train.pool import ValidationPool
-from alphatoken.train.prepared import check_tokens
 from alphatoken.train.valuation import Batches, Valuation
 
 if TYPE_CHECKING:
@@ -44,13 +40,11 @@ class RunRows:
         validation: tokenised validation rows.
         retention: tokenised retention rows, under ``retention="data"``.
         fisher: of the reference model, under a Fisher retention.
-        reference: scored weights before training, by name: the only copy that is kept.
     """
 
     validation: list[dict[str, Any]] = field(default_factory=list)
     retention: list[dict[str, Any]] = field(default_factory=list)
     fisher: FisherDrift | None = None
-    reference: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def prepare_run_rows(
@@ -73,7 +67,6 @@ def prepare_run_rows(
         ConfigError, InputError: rows that cannot be used, by name.
     """
     options = trainer.args
-    reference: Mapping[str, Tensor] = _scored_weights(trainer)
     adapter = find_adapter(trainer.model)
     if hasattr(trainer.train_dataset, "__len__"):  # of a stream no row is known yet
         check_lengths(adapter, plain_rows(trainer.train_dataset), "training", trainer.row_length)
@@ -82,40 +75,24 @@ def prepare_run_rows(
         validation_rows = trainer.prepare_rows(validation, "validation")
         check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
         check_lengths(adapter, validation_rows, "validation", trainer.row_length)
-        check_tokens(validation_rows, trainer.model, trainer.processing_class, "validation")
+        check_tokens(validation_rows, trainer.model, "validation")
     retention_rows: list[dict[str, Any]] = []
     if options.retention == "data" and options.objective != "adaptation":
         retention_rows = trainer.prepare_rows(retention, "retention")
-        check_tokens(retention_rows, trainer.model, trainer.processing_class, "retention")
+        check_tokens(retention_rows, trainer.model, "retention")
     if options.reads_fisher:
         if fisher is None:
             fisher = fit_or_load_fisher(trainer, fisher_dataset)
-        if reference:  # no weights under ZeRO-3, which has cut them up already
-            limit = options.max_relative_drift
-            fisher.check(adapter, list(reference), max_relative_drift=limit)
-        reference = fisher.reference
-    return RunRows(validation_rows, retention_rows, fisher, reference)
-
-
-def _scored_weights(trainer: AlphaTrainerMixin) -> dict[str, Tensor]:
-    """Weights of the scored layers' trainable linears before training.
-
-    Raises:
-        ConfigError: layers that the model does not have.
-    """
-    adapter = find_adapter(trainer.model)
-    layers = resolve_layers(adapter, read_layers(trainer.args.score_layers))
-    weights = {linear.weight_name: linear.weight for linear in adapter.scored_linears(layers)}
-    if any(weight.numel() == 0 for weight in weights.values()):  # cut up by ZeRO-3 already
-        return {}
-    return {name: weight.detach().clone() for name, weight in weights.items()}
+        layers = resolve_layers(adapter, read_layers(options.score_layers))
+        weights = {one.weight_name: one.weight for one in adapter.scored_linears(layers)}
+        # ZeRO-3 has cut them up already.
+        if weights and all(weight.numel() for weight in weights.values()):
+            fisher.check(adapter, list(weights), max_relative_drift=options.max_relative_drift)
+    return RunRows(validation_rows, retention_rows, fisher)
 
 
 def fit_or_load_fisher(trainer: AlphaTrainerMixin, dataset: Any = None) -> FisherDrift:
     """A Fisher fitted on these rows (training rows for None), or taken from the cache.
-
-    With ``fisher_labels="sequence"`` on responses to their prompts, with "token" on labels
-    resampled at their own response positions.
 
     Raises:
         ConfigError: the rows that were named for it leave no prompt.
@@ -124,9 +101,7 @@ def fit_or_load_fisher(trainer: AlphaTrainerMixin, dataset: Any = None) -> Fishe
     options = trainer.args
     _require_fisher_covers(trainer)
     rows = trainer.train_dataset if dataset is None else trainer.tokenised(dataset, "Fisher")
-    by_token = options.fisher_labels == "token"
-    sequences_of = trainer.fisher_sequences if by_token else trainer.fisher_prompts
-    prompts = sequences_of(rows, options.fisher_samples)
+    prompts = trainer.fisher_prompts(rows, options.fisher_samples)
     if not prompts:
         raise ConfigError(
             "no row is left to fit the Fisher on",

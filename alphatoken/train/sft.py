@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from alphatoken.errors import (
     AlphaTokenWarning,
-    ConfigError,
     InputError,
     UnsupportedError,
     warn_caller,
@@ -149,23 +147,6 @@ class LabelledRows(AlphaTrainerMixin):
                 break
         return prompts
 
-    def fisher_sequences(self, rows: Any, samples: int) -> Any:
-        """Prompt and response of each row, as one batch.
-
-        Raises:
-            ConfigError: the rows are packed.
-        """
-        sequences = []
-        for row in islice(plain_rows(rows), samples):
-            if len(row.get("seq_lengths") or ()) > 1:
-                raise ConfigError(
-                    "fisher_labels='token' cannot take packed rows",
-                    why="a document would be read after another one",
-                    remedy="fisher_dataset=..., whose rows are never packed",
-                )
-            sequences.append({"labels": row["input_ids"], **row})
-        return self.row_batch(sequences) if sequences else []
-
 
 def _labelled(rows: Sequence[torch.Tensor]) -> tuple[float, float]:
     """(share of the tokens that are labelled, share of the rows whose tokens all are)."""
@@ -195,11 +176,6 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     """
 
     BASE, CONFIG = SFTTrainer, AlphaSFTConfig
-    HOOKS = (
-        "_formatting_func", "_get_collator_with_removed_columns", "_is_vision_dataset",
-        "_metrics", "_prepare_dataset", "_skip_prepare_dataset", "_total_train_tokens",
-        "aux_loss_enabled",
-    )  # fmt: skip
     _tag_names = [*SFTTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
     @staticmethod

@@ -1,8 +1,4 @@
-"""From values of tokens to weights, one class a rule; a run has one of them.
-
-``Ranked`` keeps a share (top, bottom, random, all), ``Harmless`` all but those that are harmful
-beyond doubt.
-"""
+"""From values of tokens to weights: the share that the run's policy keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.select.confidence import select_harmless
 from alphatoken.select.masks import (
     keep_count,
     response_values,
@@ -21,13 +16,12 @@ from alphatoken.select.masks import (
 )
 from alphatoken.support.precision import wide
 from alphatoken.train.micro_batch import MicroBatch, Scored
-from alphatoken.values import standard_error
 
-__all__ = ["Ranked", "rule_of"]
+__all__ = ["Ranked"]
 
 
 class Ranked:
-    """The share ``keep_ratio`` of the tokens that are ranked together.
+    """The share ``keep_ratio`` of the tokens that are ranked together: top, bottom, random or all.
 
     Args:
         options: of the run.
@@ -53,12 +47,11 @@ class Ranked:
     def of_pool(self, totals: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
         """Weights of tokens that are ranked together, in float32 or wider."""
         options, kept = self._options, mask
-        scope = "sequence" if options.keep_scope == "sequence" else "batch"
         if options.policy == "random":
-            kept = select_random(mask, options.keep_ratio, generator=generator, scope=scope)
+            kept = select_random(mask, options.keep_ratio, generator=generator)
         elif options.policy != "all":
             select = select_top if options.policy == "top" else select_bottom
-            kept = select(totals, mask, options.keep_ratio, scope=scope)
+            kept = select(totals, mask, options.keep_ratio)
         return kept.to(wide(totals.dtype))
 
     def kept(self, batch: MicroBatch) -> int:
@@ -66,32 +59,5 @@ class Ranked:
         mask = batch.mask
         if self._options.policy == "all":
             return int(mask.sum())
-        rows = [slice(i, i + 1) for i in range(len(mask))]
-        pools = rows if self._options.keep_scope == "sequence" else batch.pools
-        return sum(keep_count(self._options.keep_ratio, int(mask[pool].sum())) for pool in pools)
-
-
-class Harmless(Ranked):
-    """All tokens (of responses, by their mean) but those that are harmful beyond doubt."""
-
-    def weights(
-        self, batch: MicroBatch, scored: Scored | None, generator: torch.Generator
-    ) -> Tensor:
-        """Weights (b, t) of one micro-batch."""
-        values = None if scored is None else scored.values
-        if values is None:  # no response here
-            return torch.zeros(batch.mask.shape, device=batch.mask.device)
-        assert values.parts is not None
-        assert values.part_shares is not None
-        totals, parts = self.ranks(batch, scored), values.parts
-        if self._options.value_unit == "response":
-            parts = torch.stack([response_values(p, batch.mask) for p in parts.unbind(-1)], -1)
-        errors = standard_error(parts, values.part_shares)
-        level, count = self._options.confidence, parts.shape[-1]
-        keep = select_harmless(totals, errors, batch.mask, parts=count, confidence=level)
-        return keep.to(totals.dtype)
-
-
-def rule_of(options: Any) -> Ranked:
-    """The rule that a run's options mean."""
-    return Harmless(options) if options.policy == "harmless" else Ranked(options)
+        ratio = self._options.keep_ratio
+        return sum(keep_count(ratio, int(mask[pool].sum())) for pool in batch.pools)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask, token_losses
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.gradient_weights import GradientWeightedModel, KeptOutputs
+from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import LabelledRows, refuse_losses
 
@@ -47,7 +47,6 @@ class AlphaTrainer(LabelledRows, Trainer):
     """
 
     BASE, CONFIG = Trainer, AlphaConfig
-    HOOKS = ("_get_collator_with_removed_columns", "model_accepts_loss_kwargs")
     _loss_seen = False
     """Whether the model's own loss has been seen to be the one that is built here."""
 
@@ -55,7 +54,7 @@ class AlphaTrainer(LabelledRows, Trainer):
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
         """Refuse rows that are not tokenised; of a stream, and of other columns, none is read."""
         rows = plain_rows(dataset)
-        first = rows[0] if isinstance(rows, Sequence) and rows else {"input_ids": ()}
+        first = rows[0] if hasattr(rows, "__getitem__") and len(rows) else {"input_ids": ()}
         if not isinstance(first, Mapping) or "input_ids" not in first:
             raise InputError(
                 f"rows of the {name} data set are not tokenised",
@@ -85,10 +84,6 @@ class AlphaTrainer(LabelledRows, Trainer):
         if self.args.average_tokens_across_devices and num_items is not None:
             loss = loss * self.accelerator.num_processes
         return loss
-
-    def outputs_beside(self, seen: KeptOutputs, inputs: Mapping[str, Any], loss: Tensor) -> Any:
-        """Of the training forward itself, in its graph: terms of them train as they would there."""
-        return type(seen.outputs)(**{**seen.outputs, "loss": loss})
 
     @property
     def _router_share(self) -> float:

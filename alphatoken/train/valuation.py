@@ -60,8 +60,6 @@ class Valuation:
             retention = masters.started(retention)
         self._validation, self._retention = validation, retention
         self._sharded, self._size = sharding is not None, options.validation_rows_at_once
-        # Parts of G are summed over processes one by one: each process must have equally many.
-        self._even = self._sharded or options.policy == "harmless"
         self._step: int | None = None
         self._built: int | None = None
         self._lasts = options.direction_lasts
@@ -91,7 +89,7 @@ class Valuation:
     def _batches(self, batches: Batches, rows: Sequence[int]) -> list[Any]:
         """This process's share of the rows, in micro-batches."""
         rank, world, size = self.ranks.rank, self.ranks.world, self._size
-        if self._even:
+        if self._sharded:
             return [batches(part) for part in even_micro_batches(rows, rank, world, size)]
         own = ValidationPool.share_of(rows, rank, world)
         size = size or max(len(own), 1)

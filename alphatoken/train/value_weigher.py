@@ -31,7 +31,7 @@ from alphatoken.train.micro_batch import Carried, MicroBatch, Scored, draw_seed,
 from alphatoken.train.micro_batch_values import MicroBatchValues
 from alphatoken.train.records import RunRecords
 from alphatoken.train.selecting import selecting
-from alphatoken.train.token_rules import rule_of
+from alphatoken.train.token_rules import Ranked
 from alphatoken.train.valuation import Valuation
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ValueWeigher:
     ) -> None:
         self._trainer, self._records = trainer, records
         self.values = MicroBatchValues(trainer, records, build)
-        self._rule = rule_of(trainer.args)
+        self._rule = Ranked(trainer.args)
 
     # --- one optimizer step -----------------------------------------------------------------------
 

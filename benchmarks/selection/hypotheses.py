@@ -30,8 +30,6 @@ class Hypothesis:
 _WORDS, _MIXED = "noisy-words", "mixed"
 
 HYPOTHESES = (
-    Hypothesis("drop only what is harmful beyond doubt", _WORDS, "harmless", "standard"),
-    Hypothesis("the same by whole responses", _MIXED, "harmless-responses", "standard"),
     Hypothesis("the best 4 of 8 rows, equal tokens", _MIXED, "rows-of-two", "standard"),
     Hypothesis("the same against 40 steps on all", _MIXED, "rows-of-two", "standard-longer"),
     Hypothesis("Adam's own step in the value", _WORDS, "full-step", "label"),
@@ -39,9 +37,6 @@ HYPOTHESES = (
     Hypothesis("Adam's own step, whole responses", _MIXED, "full-step-responses",
                "label-responses"),
     Hypothesis("retention by the paper's lambda, Fisher", _WORDS, "alphatoken", "adaptation"),
-    Hypothesis("retention, half of the balance, Fisher", _WORDS, "balance", "adaptation"),
-    Hypothesis("retention, twice the balance, Fisher", _WORDS, "balance-of-two", "adaptation"),
-    Hypothesis("retention, half of the balance, rows", _WORDS, "retention-rows", "adaptation"),
     Hypothesis("clean rows first, then Adam's own step", _WORDS, "after-validation-full-step",
                "after-validation"),
     Hypothesis("clean rows first, then rho-1", _WORDS, "after-validation-rho-1",

@@ -30,7 +30,6 @@ from alphatoken.train.fisher_cache import (
     fitted_fisher,
 )
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.sft import padded_batch
 from tests.integration import tiny_training as tiny
 
 PROMPTS = [[1, 5, 9, 7], [1, 8], [1, 30, 31]]
@@ -85,15 +84,14 @@ def test_fitted_once_and_found_again(tmp_path: Path) -> None:
 
 
 def test_settings_are_those_of_the_options() -> None:
-    settings = fisher_settings(options(fisher_labels="token", retention="kronecker"))
+    settings = fisher_settings(options(retention="kronecker"))
     assert settings["samples"] == 4
-    assert settings["labels"] == "token"
     assert settings["structure"] == "kronecker"
     assert settings["layers"] == 2
     import inspect
 
     own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts"}
-    own |= {"responses", "score_bias"}
+    own |= {"responses", "score_bias", "labels"}
     assert set(settings) | own == set(inspect.signature(fit_fisher).parameters)
 
 
@@ -106,7 +104,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "samples": {"fisher_samples": 5},
     "layers": {"score_layers": "1"},
     "structure": {"retention": "kronecker"},
-    "labels": {"fisher_labels": "token"},
     "tokens": {"fisher_max_new_tokens": 7},
     "batch": {"fisher_batch_size": 2},
 }
@@ -163,9 +160,6 @@ def test_bad_input_passes_through(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         fitted_fisher(tiny.model(), [[1, 2], []], options(), tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
-    (tmp_path / "file").touch()
-    with pytest.raises(FisherError, match="cannot be made"):
-        fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path / "file" / "folder")
 
 
 def test_sharded_weights_are_refused(tmp_path: Path) -> None:
@@ -246,35 +240,6 @@ def test_fisher_is_fitted_on_the_prompts_of_its_own_rows(
     if not more:
         assert trained == 12, "the rows are not trained on"
         assert equal(trainer(kind, tmp_path).rows.fisher, by_hand(0, rows=12)), "the default"
-
-
-@pytest.mark.parametrize("kind", ["sft", "dpo", "plain"])
-@pytest.mark.parametrize("own", [True, False], ids=["own rows", "training rows"])
-def test_labels_of_single_tokens_are_sampled_on_the_responses(
-    tmp_path: Path, kind: str, own: bool
-) -> None:
-    made = trainer(kind, tmp_path, rows=held_out(kind) if own else None, fisher_labels="token")
-    given = held_out("plain") if own else tokenised(12, 0)
-    if kind != "plain":  # TRL ends a response
-        end = tiny.tokenizer().eos_token_id
-        given = [{name: [*row[name], end] for name in ("input_ids", "labels")} for row in given]
-    batch = padded_batch(list(given), tiny.tokenizer().pad_token_id or 0, "cpu")
-    how = {"samples": 7, "layers": 2, "labels": "token", "progress": False}
-    assert equal(made.rows.fisher, fit_fisher(tiny.model(), batch, **how))
-    prompts = {**batch, "labels": torch.where(batch["labels"] == -100, batch["input_ids"], -100)}
-    assert not equal(made.rows.fisher, fit_fisher(tiny.model(), prompts, **how)), (
-        "not on the prompts"
-    )
-
-
-def test_packed_rows_have_no_token_labels(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="never packed"):
-        trainer("sft", tmp_path, packing=True, fisher_labels="token")
-    made = trainer("sft", tmp_path, packing=True, fisher_labels="token", rows=held_out("sft"))
-    assert equal(
-        made.rows.fisher,
-        trainer("sft", tmp_path, rows=held_out("sft"), fisher_labels="token").rows.fisher,
-    )
 
 
 def test_rows_that_would_go_unused_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
-from alphatoken.train.prepared import check_tokens
 from tests.integration import tiny_training as tiny
 
 LONG = "what is the sum of these two numbers, if you please? "
@@ -63,24 +62,17 @@ def test_a_token_beyond_the_embedding_is_named_with_its_row(kind: str, tmp_path:
     """Added to the tokenizer and not to the model; on a CPU torch says "index out of range"."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<step>"])
-    prompts = ["1+2=", "<step>1+2=", "3+4="]
-    with pytest.raises(InputError, match="a token of a training row has no row") as caught:
-        trainer(kind, tmp_path, prompts, processing_class=tokenizer)
+    prompts, own = ["1+2=", "<step>1+2=", "3+4="], {"processing_class": tokenizer}
     size = len(tokenizer) - 1
-    assert f"row 1: token '<step>' (id {size})" in caught.value.got
-    assert f"{size} rows" in caught.value.got
+    with pytest.raises(InputError, match="a token of training row 1 has no row") as caught:
+        trainer(kind, tmp_path, prompts, **own)
+    assert f"id {size} at token" in caught.value.got
+    held = rows(kind, ["2+2=", "2+<step>="])
+    with pytest.raises(InputError, match="a token of validation row 1 has no row"):
+        trainer(kind, tmp_path, ["1+2=", "3+4="], policy="top", validation_dataset=held, **own)
     model = tiny.model()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the remedy
-    trainer(kind, tmp_path, prompts, processing_class=tokenizer, model=model)
-
-
-@pytest.mark.parametrize("column", ["input_ids", "prompt_ids", "chosen_ids", "rejected_ids"])
-def test_every_column_of_tokens_is_looked_at(column: str) -> None:
-    tokenizer, model = tiny.tokenizer(), tiny.model()
-    size = len(tokenizer)
-    check_tokens(Dataset.from_dict({column: [[1], [], [size - 1]]}), model, tokenizer, "training")
-    with pytest.raises(InputError, match=f"row 1: token None .id {size}."):
-        check_tokens(Dataset.from_dict({column: [[1], [2, size]]}), model, tokenizer, "training")
+    trainer(kind, tmp_path, prompts, model=model, **own)
 
 
 def packed(folder: Path, prompts: list[str], strategy: str = "bfd") -> Any:
@@ -89,15 +81,6 @@ def packed(folder: Path, prompts: list[str], strategy: str = "bfd") -> Any:
         folder, train_dataset=rows("sft", prompts), validation_dataset=None, packing=True,
         packing_strategy=strategy, **own,
     )  # fmt: skip
-
-
-def test_rows_without_a_response_are_counted_in_packed_rows_too(tmp_path: Path) -> None:
-    said = r"3 of 8 training rows have no response token within max_length=16, and are left out"
-    with pytest.warns(AlphaTokenWarning, match=said):
-        packed(tmp_path, [LONG] * 3 + [f"{n}+{n}=" for n in range(5)])
-    with pytest.raises(InputError, match="no training row has a response token left") as caught:
-        packed(tmp_path, [LONG] * 8)
-    assert "8 rows, max_length 16" in caught.value.got
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -150,12 +133,3 @@ def test_a_reference_of_another_tokenizer_is_refused_before_work(
     ) as caught:
         paired(tmp_path / "run", loaded["other"])
     assert "2 of" in caught.value.got
-
-
-def test_validation_rows_have_no_such_token_either(tmp_path: Path) -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.add_tokens(["<step>"])
-    held = rows("sft", ["2+2=", "2+<step>="])
-    with pytest.raises(InputError, match="a token of a validation row has no row"):
-        trainer("sft", tmp_path, ["1+2=", "3+4="], processing_class=tokenizer, policy="top",
-                validation_dataset=held)  # fmt: skip

@@ -130,12 +130,3 @@ def test_checkpoints_are_not_pushed(tmp_path: Path) -> None:
     for strategy in ("checkpoint", "all_checkpoints"):
         with pytest.raises(ConfigError, match=f"hub_strategy='{strategy}'"):
             AlphaSFTConfig(**options(tmp_path), push_to_hub=True, hub_strategy=strategy)
-
-
-def test_the_card_names_library_paper_policy_and_share(tmp_path: Path, hub: Hub) -> None:
-    trained(tmp_path / "run", "every_save", keep_ratio=0.4)
-    card = (tmp_path / "run" / "README.md").read_text("utf-8")
-    assert "alphatoken" in card.partition("---\n")[2].partition("---\n")[0]  # a tag of the hub
-    assert card.count("with AlphaToken") == 1  # written again and again, by each push
-    assert "(policy top, keep_ratio 0.4)" in card
-    assert "Path-Aware" in card

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from trl import SFTConfig, SFTTrainer
 
-from alphatoken.errors import AlphaTokenError, DataError
+from alphatoken.errors import AlphaTokenError
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration import tiny_training as tiny
 
@@ -153,9 +152,8 @@ SFT: Cases = {
             "scoring_forward='own'": {"scoring_forward": "own"},
         },
     ),
-    "too long for the model": ({"max_length": 200}, {"max_length=128": {"max_length": 128}}),
-    "responses of a sequence": (
-        {"value_unit": "response", "keep_scope": "sequence"},
+    "packed responses": (
+        {"value_unit": "response", "packing": True},
         {"value_unit='token'": {"value_unit": "token"}},
     ),
     "a published divisor": (
@@ -164,10 +162,6 @@ SFT: Cases = {
             "leave it out": {"kept_normalization": "response"},
             "policy_mode='budget'": {"policy_mode": "budget"},
         },
-    ),
-    "harmless, one validation forward": (
-        {"policy": "harmless", "validation_micro_batch_size": 6},
-        {"smaller validation_micro_batch_size": {"validation_micro_batch_size": 2}},
     ),
     "a small pool": (
         {"validation_mode": "pool", "validation_batch_size": 12},
@@ -224,25 +218,3 @@ def test_every_remedy_works(
     for words, change in remedies.items():
         assert words in caught.value.remedy
         run(kind, tmp_path / "remedied", {**given, **change})
-
-
-def test_a_run_of_trl_is_called_one_and_its_weights_train_on(tmp_path: Path) -> None:
-    folder = tmp_path / "trl"
-    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    given: dict[str, Callable[..., Any]] | dict[str, Any] = {
-        "train_dataset": tiny.sft_rows(8), "processing_class": tiny.tokenizer(),
-    }  # fmt: skip
-    SFTTrainer(
-        model=tiny.model(), args=SFTConfig(**tiny.options(folder, **saving)), **given
-    ).train()
-    own = tiny.options(folder, policy="standard", **saving)
-    with pytest.raises(DataError, match="was written by this library") as caught:
-        AlphaSFTTrainer(model=tiny.model(), args=AlphaSFTConfig(**own), **given).train(
-            resume_from_checkpoint=True
-        )
-    named = caught.value.remedy.partition("model='")[2].partition("'")[0]
-    assert Path(named).name == "checkpoint-1"
-    own["output_dir"] = str(tmp_path / "ours")
-    again = AlphaSFTTrainer(model=named, args=AlphaSFTConfig(**own), **given)
-    again.train()
-    assert again.state.global_step == 1

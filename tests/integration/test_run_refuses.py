@@ -32,7 +32,6 @@ CASES: dict[str, tuple[str, list[str], str]] = {
     "no validation rows": ("sft", ["--validation_rows", "0"], "values need a validation dataset"),
     "no retention rows": ("sft", ["--retention", "data"], "needs a retention dataset"),
     "all held out": ("sft", ["--held_out_share", "0.9"], "set is too small"),
-    "too long": ("sft", ["--max_length", "200"], "more than the model allows. Got: 200, limit 128"),
     "no such layer": ("sft", ["--score_layers", "9"], "within the model"),
     "the paper's pairs and TI-DPO": (
         "dpo", ["--policy", "ti-dpo", "--precompute_ref_log_probs", "true"],

@@ -22,7 +22,6 @@ from alphatoken.train import (
 from alphatoken.train.step_guard import StepGuard
 from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import (
-    furthest,
     lora,
     model,
     options,
@@ -182,27 +181,6 @@ def dpo(kind: type[AlphaDPOTrainer], folder: Path, **more: Any) -> AlphaDPOTrain
     rows = {"train_dataset": preference_rows(16), "validation_dataset": held}
     made = tiny.dpo(folder, kind, peft_config=lora(), **{"max_steps": 2, **rows, **more})
     return cast("AlphaDPOTrainer", made)
-
-
-def test_a_term_of_the_outputs_trains_as_in_transformers(tmp_path: Path) -> None:
-    def with_a_term(kind: type[Trainer]) -> type[Trainer]:
-        class WithTerm(kind):
-            def compute_loss(
-                self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
-            ) -> Any:
-                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-                assert outputs[0] is outputs.loss
-                loss = loss + outputs.logits.logsumexp(-1).square().mean()
-                return (loss, outputs) if return_outputs else loss
-
-        return WithTerm
-
-    theirs = plain(with_a_term(Trainer), tmp_path / "theirs")
-    more = {"policy": "random", "keep_ratio": 1.0, "export_values": False}
-    ours = plain(with_a_term(AlphaTrainer), tmp_path / "ours", **more)
-    theirs.train()
-    ours.train()
-    assert furthest(theirs, ours) < 1e-4
 
 
 @pytest.mark.parametrize("way", ["never asks", "asks and goes its own way", "evaluation mode"])

@@ -221,12 +221,7 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"score_layers": "three"}, "score_layers"),
         ({"preconditioner": "fisher"}, "preconditioner"),
         ({"value_unit": "row"}, "value_unit"),
-        ({"value_unit": "response", "keep_scope": "sequence"}, "whole responses"),
         ({"value_unit": "response", "policy": "random"}, "whole responses"),
-        ({"policy": "harmless", "confidence": 1.0}, "confidence must lie"),
-        ({"policy": "harmless", "kept_normalization": "kept"}, "kept_normalization='kept'"),
-        ({"policy": "harmless", "keep_scope": "global"}, "keep_scope='global'"),
-        ({"policy": "harmless", "validation_micro_batch_size": 99}, "two validation forwards"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -401,7 +401,7 @@ def test_what_a_recipe_says_of_values_gives_way_in_cells_of_other_methods() -> N
     pairs = {"model_name_or_path": "m", "precompute_ref_log_probs": True, "keep_scope": "global"}
     tasks = (TaskSpec("s", "sft", said, TARGET), TaskSpec("p", "dpo", pairs, TARGET))
     known = known_methods()
-    methods = tuple(known[n] for n in ("stm", "alphatoken", "random", "harmless", "ti-dpo"))
+    methods = tuple(known[n] for n in ("stm", "alphatoken", "random", "ti-dpo"))
     cells = {(c.task, c.policy, c.mode): c.options for c in all_cells(Grid(tasks, methods, (0,)))}
 
     def found(*cell: str) -> tuple[Any, Any]:
@@ -411,7 +411,6 @@ def test_what_a_recipe_says_of_values_gives_way_in_cells_of_other_methods() -> N
     assert found("s", "stm", "budget") == ("batch", "sum")  # a budget is divided as asked
     assert found("s", "alphatoken", "budget") == ("global", "sum")
     assert found("s", "random", "budget") == ("global", "sum")
-    assert found("s", "harmless", "native") == ("batch", "sum")
     assert cells["p", "ti-dpo", "native"]["precompute_ref_log_probs"] is False
     assert cells["p", "alphatoken", "budget"]["precompute_ref_log_probs"] is True
 

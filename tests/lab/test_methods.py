@@ -19,7 +19,6 @@ from alphatoken.model.protocol import AttentionCall
 from alphatoken.select.masks import keep_count
 from alphatoken.train.fused_head import top_entropy
 from alphatoken.train.policies import policy
-from alphatoken.train.policies.standard import Random
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.dft import DFT
@@ -241,7 +240,7 @@ def test_budget_is_met_exactly(sizes: list[int], ratio: float, scope: str, seed:
     settings = PolicySettings("budget", ratio)
     groups = [sum(sizes)] if scope == "batch" else sizes
     wanted = sum(keep_count(ratio, n) for n in groups)
-    for kind in (TALR, Rho1, Random):
+    for kind in (TALR, Rho1):
         made = type("Scoped", (kind,), {"scope": scope})(settings)
         assert float(made.weights(of).sum()) == wanted
         assert float(made.kept_tokens(of)) == wanted

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, ModelError
 from alphatoken.support.progress import Progress
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policies.standard import Standard
@@ -74,14 +74,10 @@ def test_reference_models_that_do_not_fit(tmp_path: Path) -> None:
     folder, other = subjects.model_folder(), tiny.tokenizer()
     with pytest.raises(ConfigError, match="no row for some tokens|are not the trained model's"):
         load_reference(folder, tokenizer=other)
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="no such model folder"):
         load_reference(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="dtype of the reference model must be one of"):
-        load_reference(folder, dtype="int4")
     tiny.model().save_pretrained(tmp_path / "bare")
-    with pytest.raises(ConfigError, match="or its tokenizer"):
-        load_reference(tmp_path / "bare", tokenizer=subjects.tokenizer())
-    with pytest.raises(ConfigError, match="or its tokenizer"):
+    with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         load_reference(tmp_path / "bare", tokenizer=other)
     other.save_pretrained(tmp_path / "bare")
     assert load_reference(tmp_path / "bare", tokenizer=other) is not None

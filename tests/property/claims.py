@@ -244,7 +244,6 @@ test_direction_algebra | | (entry by entry) | exact
 test_objective_and_part | | exact_influence, value_propagation | exact
 test_total_alone | | (values with parts) | exact
 test_replaced_sides_equal_a_fresh_scorer | | (a fresh scorer) | exact
-test_stability_units | | (norms of both sides) | exact
 test_pinned_direction | | (a scorer at the pinned weights) | exact
 test_direction_is_never_stale | | (a fresh scorer, bit by bit) | exact
 test_reduced_gradient | | (one process with all batches) | exact
@@ -389,7 +388,6 @@ test_token_cleaning_by_hand | Token Cleaning | (by hand) | exact
 test_less_against_autograd_by_hand | LESS | (autograd, row by row) | exact
 test_filling_by_tokens | LESS | (fractions) | exact
 test_adam_update_by_hand | LESS | (by hand) | exact
-test_random_is_select_random | random | (select_random) | exact
 test_standard_keeps_all | standard | (ones) | exact
 test_confpo_by_hand | ConfPO | (by hand) | exact
 test_confpo_keeps_what_is_below_the_mean_probability | ConfPO | (loops) | exact

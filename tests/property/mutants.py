@@ -134,7 +134,6 @@ FULL_STEP = claim(
     small(), 2, "AdamW", "linears", True, examples=6,
 )  # fmt: skip
 REPLACED = claim(test_options.test_replaced_sides_equal_a_fresh_scorer, small(), "path", examples=6)
-BALANCED = claim(test_options.test_stability_units, small(), "path", examples=6)
 PINNED = claim(test_options.test_pinned_direction, small(), "path", examples=6)
 STARTED = claim(
     test_options.test_label_starts_at_the_observed_hidden_states,
@@ -1092,12 +1091,6 @@ OWN = (
             "zip(entries, reversed(rest), strict=True)",
         ),
         claim(test_preconditioner.test_full_preconditioner, ADAM),
-    ),
-    mutant(
-        "lambda-in-inverse-units",
-        "V is multiplied by its length over that of G",
-        ("direction.algebra.unit_of_stability", "return g / v", "return v / g"),
-        BALANCED,
     ),
     mutant(
         "jackknife-without-its-factor",

@@ -215,16 +215,6 @@ MUTANTS = (
         "the last tokens not named",
     ),
     mutant(
-        "random-without-the-runs-generator",
-        "the draw does not come from the run's seed",
-        (
-            "train.policies.standard.Random.scores",
-            "generator=batch.generator",
-            "generator=torch.Generator().manual_seed(1)",
-        ),
-        claim(test_policies.test_random_is_select_random, examples=1),
-    ),
-    mutant(
         "standard-with-a-budget",
         "training on everything leaves tokens out",
         (

@@ -90,16 +90,6 @@ TRAINERS = (
         PAPER,
     ),
     _of(
-        "a-loss-with-its-outputs-unweighted",
-        "a loss that is asked for with its outputs is the trainer's own, of every token",
-        (
-            f"{MIXIN}.compute_loss",
-            "if self.weigher is None or not self.model.training:",
-            "if self.weigher is None or not self.model.training or return_outputs:",
-        ),
-        WEIGHED,
-    ),
-    _of(
         "a-loss-of-ones-own-trained-on",
         "a step is taken with a loss that no weigher made",
         (
@@ -242,12 +232,6 @@ TRAINERS = (
         PAPER,
     ),
     _of(
-        "units-of-lambda-forgotten",
-        "the trainer multiplies V by lambda whatever its units",
-        ("train.options.AlphaOptions.scorer_config", "stability_units=self.stability_units,", ""),
-        "lambda in units of the balance",
-    ),
-    _of(
         "draws-that-forget-the-micro-batch",
         "every micro-batch of a step draws the same random numbers",
         ("train.micro_batch.draw_seed", "        batch.index,\n", ""),
@@ -314,22 +298,6 @@ TRAINERS = (
             "index_put(((places + 1) % asked.numel(),), -losses)",
         ),
         PAIRS,
-    ),
-    _of(
-        "errors-of-tokens-for-those-of-responses",
-        "whole responses are judged by the errors of their tokens",
-        (f"{RULES}.Harmless.weights", 'if self._options.value_unit == "response":', "if False:"),
-        "all but harmful responses, LoRA",
-    ),
-    _of(
-        "all-validation-rows-in-one-part",
-        "two validation rows are one part of the draw",
-        (
-            "train.options.AlphaOptions.validation_rows_at_once",
-            "-(-self.validation_batch_size // 8)",
-            "2",
-        ),
-        "all but the harmful",
     ),
     _of(
         "weights-shifted-by-one",
@@ -489,53 +457,5 @@ TRAINERS = (
             "values.components().items()}",
         ),
         "LoRA",
-    ),
-    _of(
-        "kept-share-of-all-tokens",
-        "the kept share is logged of all tokens, prompts too",
-        (
-            "train.statistics.summary",
-            'counts["kept"] / counts["response"]',
-            'counts["kept"] / counts["tokens"]',
-        ),
-        PAPER,
-    ),
-    _of(
-        "deviation-around-zero",
-        "the logged deviation is the root mean square",
-        ("train.statistics.summary", "square / valued - mean * mean", "square / valued"),
-        PAPER,
-    ),
-    _of(
-        "effective-share-without-its-square",
-        "the effective share of the weights is not squared",
-        ("train.statistics.summary", 'counts["weight"] ** 2', 'counts["weight"]'),
-        PAPER,
-    ),
-    _of(
-        "statistics-never-cleared",
-        "a log repeats what the logs before it have told",
-        ("train.monitor.TrainMonitor.logs", "self._sums.clear()", "pass"),
-        PAPER,
-    ),
-    _of(
-        "drift-relative-to-today",
-        "the drift is logged relative to the current weights",
-        (
-            "train.monitor.weight_drift",
-            "start.norm(dtype=wider)",
-            "now.norm(dtype=wider)",
-        ),
-        PAPER,
-    ),
-    _of(
-        "largest-balance",
-        "the logged balance is that of the worst parameter",
-        (
-            "train.monitor.TrainMonitor.logs",
-            "median(self._balance.values())",
-            "max(self._balance.values())",
-        ),
-        PAPER,
     ),
 )

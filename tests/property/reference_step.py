@@ -19,14 +19,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alphatoken.oracle import gradients, influence, propagation
-from tests.property.test_confidence import student
 
 FLOOR = 1e-16
 """Lower limit of Adam's second moment in a preconditioner, as docs/optimizers.md states it."""
@@ -50,11 +48,9 @@ class Asked:
     layers: int = 1
     objective: str = "both"
     stability_weight: float = 1.5
-    stability_units: str = "plain"
     window: int | None = 3
     policy: str = "top"
     keep_ratio: float = 0.5
-    confidence: float = 0.95
     keep_scope: str = "batch"
     value_unit: str = "token"
     kept_normalization: str = "response"
@@ -136,15 +132,14 @@ class Step:
     """All that must come out of one optimizer step.
 
     ``values`` and ``scales`` hold, micro-batch by micro-batch, each component of the tokens in
-    order ("total" among them) and the sum of its absolute terms; ``without`` adaptation values
-    with each validation row left out. ``gradient`` is what the optimizer gets, ``parameters`` what
+    order ("total" among them) and the sum of its absolute terms.
+    ``gradient`` is what the optimizer gets, ``parameters`` what
     it leaves; both flat, ``gradient_scale`` sums absolute terms.
     ``chosen`` are the weights by the reference, ``weights`` those it goes on with (see ``Told``).
     """
 
     values: list[dict[str, Tensor]] = field(default_factory=list)
     scales: list[dict[str, Tensor]] = field(default_factory=list)
-    without: list[list[Tensor]] = field(default_factory=list)
     chosen: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     norm: float = 0.0
@@ -245,15 +240,12 @@ class Replay:
         if asked.family == "dpo":
             for document in everyone:
                 self.base[document] = -self.losses(document).detach()
-        self.left_out: list[dict[str, Tensor]] = []  # of all validation rows but one
         self.ledger: dict[Any, tuple[Any, Any]] = {}  # tables, and sums of absolute terms
         self.visits: dict[Any, int] = {}
         self.gain: dict[str, Tensor] = {}
         self.keep: dict[str, Tensor] = {}
-        self.lambdas = 1.0
         self.built: int | None = None
         self.stale = False
-        self.balance: dict[str, float] = {}  # as it was last measured
         self.look: dict[str, float] = {}  # the last look at the validation objective
         self.seen = 0  # tokens trained on
         self.steps = [self.run(step) for step in range(asked.steps)]
@@ -326,28 +318,15 @@ class Replay:
         assert rows is not None
         here = {n: self.parameters[n].detach().double() for n in self.names}
         self.gain = {n: torch.zeros_like(w) for n, w in here.items()}
-        self.left_out = []
         self.keep = {n: torch.zeros_like(w) for n, w in here.items()}
         if self.asked.objective != "stability":
             found = self.objective_gradient(self.told.validation[rows])
             self.gain = {n: found[n].double() for n in self.names}
-        if self.asked.policy == "harmless":  # each validation row, or pair, is a forward of its own
-            rows_ = self.told.validation[rows]
-            size = 2 if self.asked.family == "dpo" else 1
-            for place in range(0, len(rows_), size):
-                rest = self.objective_gradient([*rows_[:place], *rows_[place + size :]])
-                self.left_out.append({n: rest[n].double() for n in self.names})
         if self.asked.objective != "adaptation":
             self.keep |= self.retention(rows, here)
-        # What lambda counts in: 1, or the length of G by that of V, before any preconditioner.
-        self.lambdas = 1.0
-        if self.asked.stability_units == "balance":
-            g, v = (float(self.flat(side).norm()) for side in (self.gain, self.keep))
-            self.lambdas = g / v if v else 0.0
         if self.asked.preconditioner == "frozen":
             scale = self.preconditioner(step, None)
             self.gain = {n: scale[n] * g for n, g in self.gain.items()}
-            self.left_out = [{n: scale[n] * g for n, g in one.items()} for one in self.left_out]
             self.keep = {n: scale[n] * v for n, v in self.keep.items()}
 
     def retention(self, step: int, here: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -462,13 +441,10 @@ class Replay:
 
     def pools(self, micro: Micro) -> list[list[int]]:
         """Tokens of one micro-batch that are ranked together, by their number in it."""
-        rows = [(d.row, d.branch) for d in micro for _ in d.places]
-        if self.asked.keep_scope == "sequence":
-            labels: list[Any] = rows
-        elif self.asked.family == "dpo" and not self.asked.shared_threshold:
-            labels = [branch for _, branch in rows]
-        else:
-            labels = [0] * len(rows)
+        rows = [d.branch for d in micro for _ in d.places]
+        labels = [0] * len(rows)
+        if self.asked.family == "dpo" and not self.asked.shared_threshold:
+            labels = rows
         return [
             [i for i, label in enumerate(labels) if label == one] for one in dict.fromkeys(labels)
         ]
@@ -489,36 +465,6 @@ class Replay:
             return totals
         parts = totals.split([len(d.places) for d in micro])
         return torch.cat([part.mean().expand_as(part) for part in parts if len(part)])
-
-    def without(
-        self, step: int, micro: Micro, rows: Sequence[Tensor], signs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Adaptation values against all validation rows, then against all but each of them."""
-        whole, found = self.gain, []
-        try:
-            for gain in (whole, *self.left_out) if self.left_out else ():
-                self.gain = dict(gain)
-                side, keep = self.sides(step, micro, rows, signs)
-                values, _ = self.values(micro, rows, signs, side, keep, 0.0)
-                found.append(values["total"])
-        finally:
-            self.gain = whole
-        return found
-
-    def harmless(
-        self, step: int, totals: Sequence[Tensor], without: Sequence[Sequence[Tensor]]
-    ) -> list[Tensor]:
-        """1 where the value and so many jackknifed errors of it are not below zero."""
-        weights = []
-        for micro, total, (whole, *rest) in zip(
-            self.told.micro[step], totals, without, strict=True
-        ):
-            moved = [self.ranked(micro, one) - self.ranked(micro, whole) for one in rest]
-            count = len(rest)
-            error = torch.sqrt(torch.stack(moved).square().sum(0) * (count - 1) / count)
-            level = student(self.asked.confidence, count - 1)
-            weights.append((self.ranked(micro, total) + level * error >= 0).double())
-        return weights
 
     def select(self, step: int, totals: Sequence[Tensor]) -> list[Tensor]:
         """Weight of each token of each micro-batch of the step."""
@@ -589,10 +535,7 @@ class Replay:
             self.due(step)
             self.value_all(step, out, losses, rows)
             totals = [v["total"] for v in out.values]
-            if self.asked.policy == "harmless":
-                out.weights = self.harmless(step, totals, out.without)
-            else:
-                out.weights = self.select(step, totals)
+            out.weights = self.select(step, totals)
         out.chosen = out.weights
         if self.told.weights:
             out.weights = list(self.told.weights[step])
@@ -615,24 +558,9 @@ class Replay:
             self.build(step)
             signs = self.signs(micro, loss, None)
             gain, keep = self.sides(step, micro, gradient, signs)
-            whole = weight * self.lambdas
-            values, scales = self.values(micro, gradient, signs, gain, keep, whole)
-            out.without.append(self.without(step, micro, gradient, signs))
-            balances = self.balances(gain, keep, whole)
-            if balances:
-                self.balance = {"alpha/balance": median(balances.values())}
+            values, scales = self.values(micro, gradient, signs, gain, keep, weight)
             out.values.append(values)
             out.scales.append(scales)
-        out.logs |= self.balance
-
-    def balances(
-        self, gain: Mapping[str, Tensor], keep: Mapping[str, Tensor], weight: float
-    ) -> dict[str, float]:
-        """``||lambda V|| / ||G||`` by parameter; infinite where G is zero and V is not."""
-        if self.asked.objective == "stability":
-            return {}
-        sizes = {n: (weight * float(keep[n].norm()), float(gain[n].norm())) for n in self.names}
-        return {n: v / g if g else (math.inf if v else 0.0) for n, (v, g) in sizes.items()}
 
     def sides(
         self, step: int, micro: Micro, rows: Sequence[Tensor], signs: Sequence[Tensor]
@@ -740,35 +668,16 @@ class Replay:
         return self.look
 
     def logged(self, step: int, out: Step, losses: Sequence[Sequence[Tensor]]) -> dict[str, float]:
-        """Logs of the step: its loss over all tokens, and statistics of weights and values."""
-        weights = torch.cat(out.weights)
-        count = len(weights)
+        """The step's loss over all tokens, its gradient's norm and its rate."""
         found = {
             "loss": self.reported(step, losses),
             "grad_norm": out.norm,
             "learning_rate": self.rate(step),
-            "alpha/response_tokens": float(count),
-            "alpha/kept_share": float((weights > 0).double().mean()),
-            "alpha/weight_share": float(weights.mean()),
         }
-        if bool(weights.any()):
-            effective = float(weights.sum() ** 2 / (weights**2).sum())
-            found["alpha/effective_share"] = effective / count
         if self.asked.family == "sft":  # TRL's count, which a pass of our own must not move
             self.seen += sum(len(d.ids) for micro in self.told.micro[step] for d in micro)
             found["num_tokens"] = float(self.seen)
-        if out.values:
-            total = torch.cat([v["total"] for v in out.values])
-            found["alpha/total_mean"] = float(total.mean())
-            found["alpha/total_std"] = float(total.std(correction=0))
-        return found | (self.drifted() if out.values else {})
-
-    def drifted(self) -> dict[str, float]:
-        """How far the scored weights are from the reference, after the step."""
-        moved = [(self.parameters[n].detach() - self.reference[n]).norm() for n in self.names]
-        whole = [self.reference[n].norm() for n in self.names]
-        apart, size = (float(torch.stack(x).norm()) for x in (moved, whole))
-        return {"alpha/drift": apart, "alpha/relative_drift": apart / size}
+        return found
 
     def reported(self, step: int, losses: Sequence[Sequence[Tensor]]) -> float:
         """The loss that the run reports: of all tokens, whatever was kept."""

@@ -402,32 +402,6 @@ def test_replaced_sides_equal_a_fresh_scorer(setup: Setup, estimator: str) -> No
 
 
 @given(setups(), st.sampled_from(EVERY))
-@budget(0.2)
-def test_stability_units(setup: Setup, estimator: str) -> None:
-    """Under "balance" V weighs as much as G times lambda; without drift nothing is lengthened."""
-    model = setup.case.model()
-    plain = make_scorer(setup, estimator, model=model)
-    found = quiet_score(plain, setup.case.batch)
-    config = replace(plain.config, stability_units="balance")
-    given = plain.given
-    other = Scorer(model, given.validation, given.retention, config, optimizer=given.optimizer)
-    balanced = quiet_score(other, setup.case.batch)
-    keep = plain.direction.stability
-    assert keep is not None
-    g, v = (
-        torch.cat([m.flatten() for m in side.values()]).norm()
-        for side in (plain.direction.adaptation, dict(keep))
-    )
-    weight = LAMBDA * float(g / v) if v else 0.0
-    close(balanced.stability_weight, weight, abs(weight), 1e-12, name="lambda")
-    scale = found.adaptation.abs() + weight * found.stability.abs()
-    total = found.adaptation + weight * found.stability
-    close(balanced.total, total, scale, 1e-12, name="balanced total")
-    assert torch.equal(balanced.stability, found.stability)
-    assert other.verify(setup.case.batch, tokens=4).passed
-
-
-@given(setups(), st.sampled_from(EVERY))
 @budget(0.1)
 def test_pinned_direction(setup: Setup, estimator: str) -> None:
     """A pinned version keeps G and V whatever the weights do; another one builds them anew."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
-from alphatoken.select.masks import keep_count, select_random, select_top
+from alphatoken.select.masks import keep_count, select_top
+from alphatoken.train.monitor import ValueSums, summary
 from alphatoken.train.policies import find_policy, policy, policy_names
-from alphatoken.train.policies.standard import Random, Standard
+from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
-from alphatoken.train.statistics import ValueSums, summary
 
 BUDGET = PolicySettings(mode="budget", keep_ratio=0.4)
 
@@ -72,12 +72,6 @@ def test_rounding() -> None:
         select_top(values, mask, 0.5, rounding="nearest")
 
 
-def test_random_is_select_random() -> None:
-    of = batch([[1.0] * 6, [1.0] * 9], seed=7)
-    expected = select_random(of.mask, 0.4, generator=torch.Generator().manual_seed(7))
-    assert torch.equal(Random(BUDGET).weights(of) > 0, expected)
-
-
 def test_standard_keeps_all() -> None:
     of = batch([[1.0, 2.0], [3.0]])
     for settings in (None, BUDGET):
@@ -90,7 +84,7 @@ def test_effective_sample_size() -> None:
     states = []
     for weights in parts:
         sums = ValueSums()
-        sums.add(weights, torch.tensor([[0, 1, 1]]).bool(), None, tokens=3)
+        sums.add(weights, torch.tensor([[0, 1, 1]]).bool(), None)
         states.append(sums.state())
     found = summary(states)
     expected = 1.75**2 / (1 + 0.25 + 0.0625)

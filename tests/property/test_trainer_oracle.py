@@ -10,7 +10,6 @@ import copy
 import gc
 import math
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -603,9 +602,6 @@ def _compare_values(seen: Seen, step: int, expected: Any) -> None:
 def _compare_logs(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
     for name, number in expected.items():
         assert name in found, f"no {name} in the log"
-        if math.isinf(number):
-            assert found[name] == number, f"{name}: {found[name]} instead of {number}"
-            continue
         close(found[name], number, abs(number) + 1e-4, 1e-6, name=name)
 
 
@@ -665,12 +661,6 @@ def drawn_anew(seen: Seen, replay: Replay) -> bool:
     return len(set(replay.told.validation)) == seen.asked.steps
 
 
-def some_dropped(seen: Seen, replay: Replay) -> bool:
-    """Some step dropped tokens, and none dropped most."""
-    kept = [float(torch.cat(of_step).mean()) for of_step in seen.weights]
-    return min(kept) < 1 and max(kept) > 0.5
-
-
 PINNED: dict[str, tuple[Asked, Happened]] = {
     "the paper's, SFT": (Asked(estimator="alphatoken", layers=2), moved),
     "the paper's, DPO": (Asked("dpo", estimator="alphatoken", layers=2, seed=1), unequal),
@@ -684,11 +674,6 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     ),
     "full preconditioner, DPO, one threshold": (
         Asked("dpo", preconditioner="full", shared_threshold=True, max_grad_norm=0.02), clipped
-    ),
-    "all but the harmful": (Asked(policy="harmless", confidence=0.7), some_dropped),
-    "all but harmful responses, LoRA": (
-        Asked(policy="harmless", value_unit="response", confidence=0.8, lora=True, rows=3),
-        some_dropped,
     ),
     "kept normalisation": (Asked(kept_normalization="kept", max_grad_norm=1e9, seed=4), uneven),
     "kept normalisation, DPO": (Asked("dpo", kept_normalization="kept", max_grad_norm=1e9), uneven),
@@ -707,15 +692,12 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
         Asked(direction_steps=2, validation_mode="pool", preconditioner="frozen"), drawn_anew
     ),
     "global threshold, DPO": (Asked("dpo", keep_scope="global", estimator="path"), unequal),
-    "by sequence": (Asked(keep_scope="sequence", estimator="direct", layers=2), moved),
+    "direct": (Asked(estimator="direct", layers=2), moved),
     "stability alone, all tied at first": (Asked(objective="stability", seed=3), tied),
     "adaptation alone": (Asked(objective="adaptation", retention="none"), moved),
     "Kronecker retention": (Asked(retention="kronecker", seed=1), moved),
     "retention by rows": (Asked(retention="data", stability_weight=0.7), moved),
     "retention by pairs": (Asked("dpo", retention="data"), unequal),
-    "lambda in units of the balance": (
-        Asked(stability_units="balance", stability_weight=0.4, estimator="alphatoken"), moved
-    ),
     "whole responses, the worst": (Asked(value_unit="response", policy="bottom"), moved),
     "transformers' own trainer": (Asked("lm", kept_normalization="sum", lora=True), moved),
     "all tokens": (Asked(policy="all"), moved),
@@ -741,18 +723,14 @@ def runs(draw: st.DrawFn) -> Asked:
     family = pick("sft", "sft", "dpo", "dpo", "dpo", "lm")
     dpo = family == "dpo"
     packing = family == "sft" and pick(False, False, True)
-    scope = pick("batch", "sequence", "global")
-    whole = scope != "sequence" and not packing and pick(False, False, True)
+    scope = pick("batch", "global")
+    whole = not packing and pick(False, False, True)
     accumulation, rows = pick((2, 2), (1, 3), (3, 1))
     preconditioner = pick(None, "frozen", "full")
     objective = pick("both", "both", "adaptation", "stability")
     kinds = ("diagonal", "kronecker", "data")
     estimator = pick("label", "direct", "path", "alphatoken")
     divisors = ("response", "sum") if family != "dpo" else ("response",)
-    policy = pick("top", "top", "bottom")
-    judged = objective != "stability" and scope == "batch"
-    policy = "harmless" if judged and pick(False, False, True) else policy
-    harmless = policy == "harmless"
     return Asked(
         family=family,
         loss=pick("nll", "dft") if family == "sft" and estimator == "label" else "nll",
@@ -762,21 +740,19 @@ def runs(draw: st.DrawFn) -> Asked:
         estimator=estimator,
         layers=pick(1, 2),
         objective=objective,
-        stability_units=pick("plain", "plain", "balance") if objective == "both" else "plain",
         window=pick(None, 1, 3),
-        policy=policy,
+        policy=pick("top", "top", "bottom"),
         keep_ratio=pick(0.5, 0.3, 0.7, 1.0),
-        confidence=pick(0.5, 0.7, 0.95),
         keep_scope=scope,
         value_unit="response" if whole else "token",
-        kept_normalization=pick(*divisors, *(() if harmless else ("kept",))),
-        shared_threshold=dpo and not harmless and draw(st.booleans()),
+        kept_normalization=pick(*divisors, "kept"),
+        shared_threshold=dpo and draw(st.booleans()),
         masked_logit=dpo and draw(st.booleans()),
         retention=pick(*kinds) if objective == "stability" else pick("none", *kinds),
         preconditioner=preconditioner,
         precondition_after=pick(1, 2),
         validation_mode=pick("fixed", "pool"),
-        validation_micro_batch_size=None if harmless else pick(None, 2),
+        validation_micro_batch_size=pick(None, 2),
         held_out_steps=pick(0, 1, 2),
         direction_steps=pick(1, 1, 2),
         scoring_forward=pick("auto", "own"),
@@ -811,8 +787,8 @@ def test_random_masks(asked: Asked) -> None:
 
 @pytest.mark.parametrize("asked", [Asked(policy="random")])
 def test_every_step_is_weighed(asked: Asked) -> None:
-    """A loss that is asked for with its outputs has the weighted gradient, and a step with a loss
-    of the user's own is not taken."""
+    """A loss is not handed out with outputs beside it, and a step with a loss of the user's own is
+    not taken."""
     from alphatoken.errors import UnsupportedError
 
     def with_outputs(trainer: Any) -> None:
@@ -824,17 +800,9 @@ def test_every_step_is_weighed(asked: Asked) -> None:
     def own_loss(trainer: Any) -> None:
         trainer.compute_loss = lambda model, inputs, *args, **more: model(**inputs).loss
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TRL's own forward with outputs
-        plain = trained(asked)
+    for own in (with_outputs, own_loss):
         try:
-            asking = trained(asked, with_outputs)
-        except UnsupportedError as refused:
-            raise AssertionError("a loss with its outputs is weighted by nobody") from refused
-    for one, other in zip(plain.parameters, asking.parameters, strict=True):
-        assert torch.equal(one, other), "outputs beside the loss change the step"
-    try:
-        trained(asked, own_loss)
-    except UnsupportedError:
-        return
-    raise AssertionError("a step was taken with a loss that no weigher made")
+            trained(asked, own)
+        except UnsupportedError:
+            continue
+        raise AssertionError(f"a step was taken under {own.__name__}")

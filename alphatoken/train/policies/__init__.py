@@ -7,7 +7,7 @@ named as ``package.module:Class``: a subclass of ``TokenPolicy`` with ``scores``
 it does what its paper does; in budget mode it ranks tokens and the trainer keeps as many as it is
 told, which makes methods comparable.
 
-Here are ``standard`` (every token, and a random share) and ``validation_first`` (every token, after
+Here are ``standard`` (every token) and ``validation_first`` (every token, after
 the validation rows). Tokens by value are the trainers' own (``TRAINER_POLICIES``). Another package
 gives its policies names by entry points of the group ``alphatoken.policies``, as ``alphatoken-lab``
 does for the methods that people compare with.
@@ -28,7 +28,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from alphatoken.errors import ConfigError
-from alphatoken.train.policies.standard import DPO, Random, Standard
+from alphatoken.train.policies.standard import DPO, Standard
 from alphatoken.train.policies.validation_first import ValidationFirst
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 
@@ -47,7 +47,7 @@ __all__ = [
 GROUP = "alphatoken.policies"
 """Entry points by which a package names its policies: ``name = "module:Class"``."""
 
-TRAINER_POLICIES = ("top", "harmless", "random", "bottom", "all")
+TRAINER_POLICIES = ("top", "random", "bottom", "all")
 """Policies of the trainers themselves, by value."""
 
 STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
@@ -60,7 +60,6 @@ STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
 
 _OWN: dict[str, type[TokenPolicy]] = {
     "standard": Standard,
-    "random": Random,
     "validation-first": ValidationFirst,
     "dpo": DPO,
 }
@@ -193,14 +192,12 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         family: "sft" or "preference", the trainer's.
 
     Returns:
-        Empty for the trainers' own policies but "harmless", which has no ratio, and for a policy
-        that cannot be made: what is wrong with it is said where it is chosen.
+        Empty for the trainers' own policies, and for a policy that cannot be made: what is wrong
+        with it is said where it is chosen.
     """
     name = options.get("policy") or "top"
-    if name in STANDS_FOR:
+    if name in STANDS_FOR or name in TRAINER_POLICIES:
         return {}
-    if name in TRAINER_POLICIES:
-        return {"keep_scope": _ONLY_VALUES["keep_scope"]} if name == "harmless" else {}
     try:
         arguments = read_policy_options(options.get("policy_options"))
         mode = PolicySettings(mode=options.get("policy_mode") or "native")

@@ -1,4 +1,4 @@
-"""The baselines that choose nothing: all tokens, a random share, and DPO as it is."""
+"""The baselines that choose nothing: all tokens, and DPO as it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 
-__all__ = ["DPO", "Random", "Standard"]
+__all__ = ["DPO", "Standard"]
 
 
 class Standard(TokenPolicy):
@@ -52,26 +52,3 @@ class DPO(Standard):
     family: ClassVar[str] = "preference"
     published_loss: ClassVar[str] = "dpo"
     source: ClassVar[str] = "arXiv 2305.18290; TRL"
-
-
-class Random(TokenPolicy):
-    """A uniformly random share of the response tokens: the control of equal budget.
-
-        w_t = 1 for ceil(rho n) tokens drawn without replacement from the n of a batch
-
-    There is no published rule beside the budget. Drawn anew for every micro-batch, from the run's
-    seed, the step, the micro-batch and the process. Equal to ``select_random``, bit for bit.
-    """
-
-    name: ClassVar[str] = "random"
-    family: ClassVar[str] = "both"
-    denominator: ClassVar[str] = "response"
-    direction: ClassVar[str] = "no order: at random"
-    source: ClassVar[str] = "control"
-
-    def scores(self, batch: PolicyBatch) -> Tensor:
-        """Uniform numbers, drawn pool after pool."""
-        found = torch.zeros(batch.mask.shape)
-        for rows in batch.pools:
-            found[rows] = torch.rand(found[rows].shape, generator=batch.generator)
-        return found.to(batch.mask.device)

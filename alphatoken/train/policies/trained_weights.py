@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.support.storage import (
-    read_json,
-    read_tensors,
-    weights_digest,
-    write_json,
-    write_tensors,
-)
+from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
 from alphatoken.train.documents import rows_fingerprint
 from alphatoken.train.policy import PolicyStage
 
 __all__ = [
-    "Trained",
     "copied",
     "copy_weights",
     "load_copy",
@@ -38,7 +31,7 @@ __all__ = [
     "weights_folder",
 ]
 
-_FILE, _LOG = "trained.safetensors", "log.json"
+_FILE = "trained.safetensors"
 _LEAST_STEPS = 24
 _ROW = ("input_ids", "labels", "seq_lengths")
 
@@ -99,19 +92,6 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     copy_weights(weights, trainable(model), f"remove the folder '{folder.parent}'")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A model that was trained on the way.
-
-    Attributes:
-        model: a copy of the stage's, with the trained weights.
-        log: one entry a step: "step", "loss" and what else the trainer logged.
-    """
-
-    model: nn.Module
-    log: Sequence[Mapping[str, float]]
-
-
 def validation_schedule(
     stage: PolicyStage, epochs: float, learning_rate: float | None
 ) -> dict[str, Any]:
@@ -147,10 +127,10 @@ def trained_copy(
     *,
     kind: str,
     asked: str,
-) -> Trained:
+) -> nn.Module:
     """A copy of the model, trained on some rows by the run's own trainer; trained once, then read.
 
-    It is announced before, and its first and last loss are said afterwards.
+    It is announced before.
 
     Args:
         stage: of the run.
@@ -177,17 +157,8 @@ def trained_copy(
         _say(f"{asked}: trained on {len(rows)} rows by an earlier run, found in '{folder}'")
     else:
         _say(f"{asked}: training on {len(rows)} rows first, {_schedule(run.run)}")
-        log: list[dict[str, float]] = []
-        trained = stage.train(rows, options, log=log)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / _LOG, {"log": log})
-        save_weights(trained, folder)
-        if log:
-            first, last = log[0]["loss"], log[-1]["loss"]
-            _say(
-                f"{asked}: {len(log)} steps, loss {first:.4g} at the first, {last:.4g} at the last"
-            )
-    return Trained(load_copy(stage, folder), (read_json(folder / _LOG) or {"log": []})["log"])
+        save_weights(stage.train(rows, options), folder)
+    return load_copy(stage, folder)
 
 
 def _schedule(options: Mapping[str, Any]) -> str:

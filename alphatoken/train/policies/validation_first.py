@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from alphatoken.errors import ConfigError
@@ -29,8 +28,8 @@ class ValidationFirst(Standard):
     has a schedule of its own, since the rows are few: a constant rate without warm-up, one
     micro-batch a step, at least 24 steps where the rows allow. It takes over the run's other
     options, its collator and the kind and settings of its optimizer; callbacks, trackers,
-    evaluation and overrides of a trainer's subclass have no part in it. A line announces it, and
-    ``policy.json`` holds its loss. A budget has no meaning here: mode "budget" keeps all too. The
+    evaluation and overrides of a trainer's subclass have no part in it. A line announces it.
+    A budget has no meaning here: mode "budget" keeps all too. The
     validation loss in the logs is then that of rows that were trained on.
 
     Args:
@@ -64,12 +63,6 @@ class ValidationFirst(Standard):
             if given is not None and not 0 < given < math.inf:
                 raise ConfigError(f"{name} of validation-first lies above 0", got=repr(given))
         self.epochs, self.learning_rate = epochs, learning_rate
-        self._before: Sequence[Mapping[str, float]] = ()
-
-    @property
-    def before(self) -> Sequence[Mapping[str, float]]:
-        """The log of the first training, one entry a step."""
-        return self._before
 
     def prepare(self, stage: PolicyStage) -> None:
         """Train on the validation rows; the run starts from there."""
@@ -78,5 +71,4 @@ class ValidationFirst(Standard):
         trained = trained_copy(
             stage, stage.validation, options, kind="validation-first", asked=asked
         )
-        copy_weights(trainable(trained.model), trainable(stage.model))
-        self._before = trained.log
+        copy_weights(trainable(trained), trainable(stage.model))

@@ -20,7 +20,7 @@ _NEEDS = {
 }
 _HEADS = ("name", "trainer", "loss", "needs", "what it does")
 _END = """
-also: top, bottom, harmless (by token value; alphatoken and label are top by that estimator) and \
+also: random, top and bottom (by token value; alphatoken and label are top by that estimator) and \
 all; merging with the initial model is `alphatoken-lab merge`
 use: alphatoken sft --policy NAME [--policy_mode budget --keep_ratio 0.5] [--policy_options JSON]"""
 

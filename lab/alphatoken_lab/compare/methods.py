@@ -74,8 +74,8 @@ class Method:
 def known_methods() -> dict[str, Method]:
     """Every method by name, in the order of the tables.
 
-    What `alphatoken-lab policies` lists, and: LoRA, WiSE-FT, the best tokens by value and the
-    worst, all tokens but the harmful ones, and the model before training.
+    What `alphatoken-lab policies` lists, and: LoRA, WiSE-FT, the best tokens by value, the worst
+    and a random share, and the model before training.
     """
     wise = "arXiv 2109.01903; mlfoundations/wise-ft"
     named = {name: _named(find_policy(name), name) for name in policy_names()}
@@ -85,8 +85,10 @@ def known_methods() -> dict[str, Method]:
         *plain,
         Method("lora", options=_LORA, source="arXiv 2106.09685; PEFT"),
         Method("wise-ft", kind="merge", options={"alpha": 0.5}, source=wise),
-        Method("bottom", modes=("budget",), options={"policy": "bottom"}, source="control"),
-        Method("harmless", options={"policy": "harmless"}, source="AlphaToken; no budget"),
+    ]
+    own += [
+        Method(name, modes=("budget",), options={"policy": name}, source="control")
+        for name in ("random", "bottom")
     ]
     own += [
         Method(name, modes=("budget",), options={"policy": name}, source="AlphaToken")
@@ -107,7 +109,7 @@ def _modes(name: str) -> tuple[str, ...]:
     """Those that differ: of the trainers' own policies either all tokens or a budget."""
     if name in (*PLAIN.values(), "validation-first"):  # all tokens
         return ("native",)
-    return ("budget",) if name in TRAINER_POLICIES else ("native", "budget")
+    return ("native", "budget")
 
 
 def custom_method(name: str, given: Mapping[str, Any]) -> Method:
@@ -140,7 +142,7 @@ def custom_method(name: str, given: Mapping[str, Any]) -> Method:
             remedy="policy: NAME and its options, or merges: METHOD and alpha: NUMBER",
         )
     if modes is None:
-        by_value = policy in TRAINER_POLICIES and policy not in ("all", "harmless")
+        by_value = policy in TRAINER_POLICIES and policy != "all"
         modes = ("budget",) if by_value else ("native",)
     return Method(name, "merge" if merge else "train", family, tuple(modes), options, merges)
 

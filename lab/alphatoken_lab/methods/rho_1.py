@@ -120,7 +120,7 @@ class Rho1(TokenPolicy):
         asked = f"reference_epochs={self.reference_epochs}"
         options = validation_schedule(stage, self.reference_epochs, self.reference_learning_rate)
         kind = "rho-1-reference"
-        return trained_copy(stage, stage.validation, options, kind=kind, asked=asked).model
+        return trained_copy(stage, stage.validation, options, kind=kind, asked=asked)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``s_t``, the excess loss; of a response the mean of its tokens'."""

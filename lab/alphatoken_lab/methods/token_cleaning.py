@@ -143,7 +143,7 @@ class TokenCleaning(StaticMask):
             {"max_steps": -1},
             kind="token-cleaning-warm-up",
             asked=f"warmup_share={self.warmup_share}",
-        ).model
+        )
 
     def static_scores(self, table: TokenTable) -> Array:
         """Loss under the base minus loss under the reference."""
