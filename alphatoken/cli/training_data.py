@@ -164,7 +164,6 @@ def _separate(
         fisher_rows=fisher or 0,
         fisher_keys=keys | _fitted_keys(arguments.data),
         leak_key=arguments.data.leak_key,
-        seed=arguments.data.split_seed,
     )
     kept = {
         "train": pools.train,

@@ -51,7 +51,6 @@ class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
         "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "
         "lose the beginning of their prompt ('cut').",
     )
-    split_seed: int = option(0, "Seed of what is drawn from the training rows.")
 
     def unread_of_fisher(self, *, reads_fisher: bool) -> Iterator[tuple[str, str]]:
         """Options of a Fisher that are given and not read: name, and the one that is read."""

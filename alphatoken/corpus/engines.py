@@ -186,7 +186,7 @@ def value_with_ray(job: Job, engine: EngineOptions, numbers: Sequence[int]) -> N
         batch_size=1,
         concurrency=engine.workers or 1,
         num_gpus=gpus,
-        num_cpus=None if gpus else engine.cpus_per_worker,
+        num_cpus=None if gpus else 1,
     )
     try:
         for finished in valued.iter_rows():

@@ -97,5 +97,4 @@ class EngineOptions:
         "local", "this process, or those that torchrun started; or actors of Ray"
     )
     workers: int | None = option(None, "actors (--engine ray); default: one", least=1)
-    gpus_per_worker: float = option(0.0, "of each actor; 0 runs on the CPU")
-    cpus_per_worker: float = option(1.0, "of each actor, where it has no GPU")
+    gpus_per_worker: float = option(0.0, "of each actor; 0 runs it on one CPU")
