@@ -368,5 +368,5 @@ def test_run_leaves_values_and_a_page(tmp_path: Path) -> None:
     summary = json.loads((results / "values" / "summary.json").read_text())
     assert summary["documents"] == len(table) == 12
     assert all(one.visits is not None and one.visits.count == 1 for one in table)
-    assert "data:image/svg+xml" in (results / "alphatoken-report.html").read_text()
+    assert "Highest tokens" in (results / "alphatoken-report.html").read_text()
     assert json.loads((tmp_path / "alphatoken-run.json").read_text())["results"] == results.name
