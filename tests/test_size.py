@@ -12,7 +12,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
     ".": 1_207,
-    "certificate": 1_332,
+    "certificate": 1_301,
     "cli": 3_449,
     "corpus": 1_972,
     "data": 2_306,

@@ -5,8 +5,8 @@ The oracle builds scope, labels, G, V, P, lambda and M anew from what the user g
 ``Scorer.observe`` is then compared entry by entry, relative to that entry's own absolute terms, by
 one table of tolerances (``certificate.tolerances``). What is off is named: component, token, place.
 
-What an estimator approximates is certified to be what its definition says; how far that lies from
-the exact causal value is reported. How values rank is the diagnostic ``estimators``'.
+What an estimator approximates is certified to be what its definition says. How far that lies from
+the exact causal value is the diagnostic ``value-propagation``'s, how values rank ``estimators``'.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ class Certificate:
         compared: response tokens of which every component was compared.
         batch_tokens: response tokens of the batch.
         arithmetic: row of the table of tolerances.
-        causal_error: relative distance of the causal approximation from the exact causal value
-            (Euclidean norm over the compared tokens); None where nothing is approximated.
         passes: forwards and backwards that the oracle took.
         seconds: that everything took.
         dtype: of the model's weights.
@@ -102,7 +100,6 @@ class Certificate:
     compared: int
     batch_tokens: int
     arithmetic: str
-    causal_error: float | None
     passes: int
     seconds: float
     dtype: str
@@ -144,10 +141,6 @@ class Certificate:
             lines.append(
                 f"  label values by differences ({self.derivative}): estimated relative error "
                 f"{self.stated_error:.1e}, three times as much is allowed"
-            )
-        if self.causal_error is not None:
-            lines.append(
-                f"  causal part: approximate, {self.causal_error:.2f} of the exact one away from it"
             )
         if self.passed:
             lines.append(
@@ -225,7 +218,6 @@ def certify(
         compared=int(expected.seen.sum()),
         batch_tokens=int(expected.mask.sum()),
         arithmetic=row,
-        causal_error=_causal_error(found["score"], expected),
         passes=counter.done,
         seconds=time.monotonic() - start,
         dtype=str(weights).removeprefix("torch."),
@@ -441,17 +433,3 @@ def _shifted(columns: Tensor) -> Tensor:
     moved = torch.zeros_like(columns)
     moved[:, 1:] = columns[:, :-1]
     return moved
-
-
-# --- what is reported beside ---------------------------------------------------------------------
-
-
-def _causal_error(values: TokenValues, expected: Expected) -> float | None:
-    if expected.causal is None or values.adaptation_causal is None:
-        return None
-    assert values.stability_causal is not None
-    found = values.adaptation_causal + values.stability_weight * values.stability_causal
-    exact = expected.causal[expected.mask]
-    away = float((found.double().cpu()[expected.mask] - exact).norm())
-    norm = float(exact.norm())
-    return away / norm if norm > 0 else (0.0 if away == 0 else math.inf)

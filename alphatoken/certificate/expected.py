@@ -50,7 +50,6 @@ class Expected:
         sums: name -> (value, scale) of a component's sum over all tokens.
         direction: (P o G, P o V) by parameter name, None for a side that is not built.
         names: parameter name -> all its names.
-        causal: exact causal value, all hops, along M: by token; None where it was not taken.
         own_error: largest difference of the two oracles of the direct part.
         attention_error: of the recomputed attention from the model's own kernel.
         arithmetic: row of the table of tolerances, and the tolerance.
@@ -64,7 +63,6 @@ class Expected:
     sums: dict[str, tuple[float, float]]
     direction: tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
     names: dict[str, list[str]]
-    causal: Tensor | None
     own_error: float
     attention_error: float
     arithmetic: tuple[str, float]
@@ -298,7 +296,6 @@ class Oracle:
         found = {
             "seen": sampled,
             "sums": sums,
-            "causal": None,
             "own_error": 0.0,
             "attention_error": 0.0,
         }
@@ -346,7 +343,7 @@ class Oracle:
             None if m is None else Entry.zero(self._shape, ()) for m in by_id
         ]
         own_error, attention_error = 0.0, 0.0
-        direct, causal, self_only = ordinary, none, none
+        direct, causal = ordinary, none
         if config.estimator != "path":
             split = config.estimator in _SELF_ONLY
             with readouts.traced(
@@ -373,12 +370,7 @@ class Oracle:
                 # The library takes its own k = t terms away from the kernel's backward.
                 causal = loosened(causal, direct)
             if split:
-                self_only = direct
                 direct, own_error = self._one_by_one(direct, by_id, trace, losses, places, sampled)
-        exact = None
-        if config.estimator in ("alphatoken", "same_layer_hop"):
-            whole, own = self._total(ordinary), self._total(self_only)
-            exact = self._by_token(Entry(whole.value - own.value, whole.scale), causal=True).value
         if config.part == "direct":
             causal = none
         if config.part == "causal":
@@ -392,7 +384,6 @@ class Oracle:
         found = {
             "seen": self.mask,
             "sums": {},
-            "causal": exact,
             "own_error": own_error,
             "attention_error": attention_error,
         }
