@@ -204,8 +204,8 @@ MUTANTS = (
         "the model that was trained on the validation rows is not the one that is trained on",
         (
             "validation_first.ValidationFirst.prepare",
-            "copy_weights(trainable(trained.model), trainable(stage.model))",
-            "copy_weights(trainable(stage.model), trainable(trained.model))",
+            "copy_weights(trainable(trained), trainable(stage.model))",
+            "copy_weights(trainable(stage.model), trainable(trained))",
         ),
         FIRST,
     ),

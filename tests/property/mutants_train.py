@@ -192,7 +192,7 @@ TRAINERS = (
     _of(
         "budget-over-both-branches",
         "the kept tokens are counted with one rounding for both branches",
-        (f"{RULES}.Ranked.kept", "else batch.pools", "else [slice(None)]"),
+        (f"{RULES}.Ranked.kept", "in batch.pools", "in [slice(None)]"),
         "kept normalisation, DPO",
     ),
     _of(
@@ -452,9 +452,9 @@ TRAINERS = (
         "adaptation and stability change places in the ledger",
         (
             "train.ledger._components",
-            "parts = values.components()",
-            "parts = {{'a': 'stability', 's': 'adaptation'}[k[0]]: v for k, v in "
-            "values.components().items()}",
+            "parts, zero = values.components(), ",
+            "parts, zero = {{'a': 'stability', 's': 'adaptation'}[k[0]]: v for k, v in "
+            "values.components().items()}, ",
         ),
         "LoRA",
     ),
