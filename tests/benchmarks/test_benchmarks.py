@@ -15,8 +15,7 @@ import torch
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.model.protocol import find_adapter
-from alphatoken.support import machine
-from benchmarks import exponent, measure, results, targets
+from benchmarks import exponent, machine, measure, results, targets
 from benchmarks.machine import timed
 from benchmarks.models import Size
 
