@@ -27,18 +27,30 @@ from benchmarks.standings.page import summary
 from benchmarks.standings.runs import Numbers, Setting
 from benchmarks.standings.tasks import TASKS, Scale, setting_of
 from benchmarks.standings.values import VALUES
-from benchmarks.standings.yardsticks import DROPS, ENDS, UNITS, drop, subset
+from benchmarks.standings.yardsticks import DROPS, ENDS, drop, subset
 
 SCALES = {
     "small": Scale(
         rows=256,
         length=128,
         steps=256,
-        size=4,
+        size=2,
         rates={"words": 1e-3, "mixed": 1e-3, "responses": 4e-3},
         letters=60,
     ),
-    "smollm2": Scale(rows=64, length=96, steps=48, size=4, rates=dict.fromkeys(TASKS, 5e-5)),
+    "smollm2": Scale(
+        rows=80,
+        length=80,
+        steps=40,
+        size=4,
+        rates=dict.fromkeys(TASKS, 5e-5),
+        letters=120,
+        bf16=True,
+        subsets=24,
+        units=("tokens",),
+        drops=0,
+        without=frozenset({"run value"}),
+    ),
 }
 
 
@@ -54,9 +66,10 @@ class Cell:
 class Cells:
     """The cells of one model and task, in a folder."""
 
-    def __init__(self, folder: Path, setting: Setting) -> None:
+    def __init__(self, folder: Path, setting: Setting, scale: Scale) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.setting = folder, setting
+        self.folder, self.setting, self.scale = folder, setting, scale
+        self.names = [name for name in VALUES if name not in scale.without]
 
     def values(self, name: str) -> Numbers:
         """Values of this name, taken once."""
@@ -75,22 +88,23 @@ class Cells:
             found = self.setting.train(cell.weights(), cell.seed)
             write_text(path, json.dumps(vars(found)) + "\n")
 
-    def wanted(self, subsets: int, drops: int) -> Iterator[Cell]:
+    def wanted(self) -> Iterator[Cell]:
         """All runs: of subsets under two seeds, of random drops, and of drops by each value."""
+        scale = self.scale
         for seed in (0, 1):
             yield Cell(f"all, seed {seed}", lambda: None, seed)
-        for number in range(subsets):
-            for unit in UNITS:
+        for number in range(scale.subsets):
+            for unit in scale.units:
                 made = partial(subset, self.setting, unit, number)
                 yield Cell(f"{unit} {number}", made)
-                if number < subsets // 2:  # enough for the ceiling
+                if number < scale.subsets // 2:  # enough for the ceiling
                     yield Cell(f"{unit} {number}, seed 1", made, 1)
-        for share in DROPS:
-            for number in range(drops):
+        for share in DROPS if scale.drops else ():
+            for number in range(scale.drops):
                 draw = np.random.default_rng([number, 3]).standard_normal(self.setting.tokens)
                 made = partial(drop, self.setting, draw, share, best=True)
                 yield Cell(f"random {number} {share}", made)
-            for name in VALUES:
+            for name in self.names:
                 for end in ENDS:
                     made = partial(self._drop, name, share, best=end == "best")
                     yield Cell(f"{end} {share} {name}", made)
@@ -104,26 +118,20 @@ def measure(options: argparse.Namespace, key: str, task: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = MODELS[key].folder()
-    # Eager attention: the run's own value goes backwards twice.
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     setting = setting_of(task, model, AutoTokenizer.from_pretrained(folder), SCALES[key])
-    cells = Cells(options.work / key / task, setting)
-    wanted = list(cells.wanted(options.subsets, options.drops))
-    tracker = Tracker(f"{MODELS[key].name}, {task}", len(VALUES) + len(wanted), True)
-    for place, name in enumerate(VALUES, 1):
+    cells = Cells(options.work / key / task, setting, SCALES[key])
+    wanted = list(cells.wanted())
+    tracker = Tracker(f"{MODELS[key].name}, {task}", len(cells.names) + len(wanted), True)
+    for place, name in enumerate(cells.names, 1):
         tracker.note(name)
         cells.values(name)
         tracker.report(place)
-    for place, cell in enumerate(wanted, len(VALUES) + 1):
+    for place, cell in enumerate(wanted, len(cells.names) + 1):
         tracker.note(cell.name)
         cells.run(cell)
         tracker.report(place)
-    write_text(
-        cells.folder / "summary.json",
-        json.dumps(summary(cells, SCALES[key], options.subsets, options.drops), indent=1) + "\n",
-    )
+    write_text(cells.folder / "summary.json", json.dumps(summary(cells), indent=1) + "\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -131,8 +139,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.standings", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(SCALES), default=list(SCALES))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--subsets", type=int, default=64, help="of tokens, and of rows")
-    parser.add_argument("--drops", type=int, default=8, help="random ones of each size")
     parser.add_argument("--work", type=Path, default=Path("build/standings"))
     options = parser.parse_args(words)
     try:

@@ -56,6 +56,7 @@ class Setting:
         steps: optimizer steps of a run.
         size: rows of a step.
         rate: highest learning rate; a twentieth of the steps rises to it, the others fall to 0.
+        bf16: whether training multiplies in bfloat16; J is in float32.
     """
 
     model: Any
@@ -65,6 +66,7 @@ class Setting:
     steps: int
     size: int
     rate: float
+    bf16: bool = False
 
     @cached_property
     def tokens(self) -> int:
@@ -138,7 +140,7 @@ class Setting:
     ) -> torch.optim.Optimizer:
         """Train a model in place on the rows of each step, and give its optimizer."""
         stepper = torch.optim.AdamW(
-            model.parameters(), lr=self.rate, betas=BETAS, eps=EPS, weight_decay=0.0
+            model.parameters(), lr=self.rate, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
         )
         for rows, rate in zip(order, rates, strict=True):
             for group in stepper.param_groups:
@@ -146,7 +148,9 @@ class Setting:
             batch = self.batch(rows)
             w = 1.0 if weights is None else self.of_batch(rows, weights)
             stepper.zero_grad()
-            ((w * losses_of(model, batch)).sum() / batch_mask(batch).sum()).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+                losses = losses_of(model, batch)
+            ((w * losses).sum() / batch_mask(batch).sum()).backward()
             stepper.step()
         return stepper
 

@@ -13,6 +13,7 @@ from alphatoken.data.rows import Turn
 from alphatoken.data.stdlib import code_rows
 from benchmarks.selection.rows import exchanged, mathematics, programs, replaced
 from benchmarks.standings.runs import Setting
+from benchmarks.standings.yardsticks import UNITS
 
 __all__ = ["TASKS", "Scale", "setting_of"]
 
@@ -26,6 +27,11 @@ class Scale:
     Attributes:
         rates: by task, the best for plain training of rates a factor of 2 apart.
         letters: of a prompt that are kept, its last; a small model has no room for more.
+        bf16: whether runs multiply in bfloat16 (autocast); values are taken in float32.
+        subsets: of each unit; half of them are trained on under a second seed.
+        units: of which halves are drawn.
+        drops: random ones of each size; with 0 nothing is dropped by any value.
+        without: values that this model has no room or time for.
     """
 
     rows: int
@@ -36,6 +42,11 @@ class Scale:
     validation: int = 16
     target: int = 48
     letters: int = 480
+    bf16: bool = False
+    subsets: int = 64
+    units: tuple[str, ...] = UNITS
+    drops: int = 8
+    without: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,9 @@ def setting_of(task: str, model: Any, tokenizer: Any, scale: Scale, seed: int = 
     validation = _encoded(rows[:40], tokenizer, scale, scale.validation)
     target = _encoded(rows[40:140], tokenizer, scale, scale.target)
     train = _encoded(chosen.spoilt(rows[140:], draw), tokenizer, scale, scale.rows)
-    return Setting(model, train, validation, target, scale.steps, scale.size, scale.rates[task])
+    return Setting(
+        model, train, validation, target, scale.steps, scale.size, scale.rates[task], scale.bf16
+    )
 
 
 def _encoded(texts: Texts, tokenizer: Any, scale: Scale, count: int) -> Sequence[Example]:

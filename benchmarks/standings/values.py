@@ -47,6 +47,17 @@ def _loss(setting: Setting) -> Numbers:
     return setting.to_numbers([(r, losses_of(model, b)) for r, b in setting.batches()])
 
 
+@torch.no_grad()
+def _entropy(setting: Setting) -> Numbers:
+    """Of the prediction: EAFT's weight, published as a rule."""
+    model, found = setting.model.eval(), []
+    for rows, batch in setting.batches():
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        spread = torch.distributions.Categorical(logits=forward_of(model)(inputs)).entropy()
+        found.append((rows, spread.roll(1, 1)))  # what predicts a token stands before it
+    return setting.to_numbers(found)
+
+
 def _adam(setting: Setting) -> Numbers:
     """<P o G, grad l> with the denominator of Adam's next step, after some steps of training."""
     model = copy.deepcopy(setting.model).eval()
@@ -71,6 +82,7 @@ def _walk(setting: Setting, steps: int) -> Numbers:
 def _run(setting: Setting, of: Callable[..., list[list[Tensor]]]) -> Numbers:
     """Values of a whole run, or the ledger of its steps; summed over the steps of a token."""
     model = copy.deepcopy(setting.model).eval()
+    model.set_attn_implementation("eager")  # goes backwards twice
     run, validation = setting.run(0), setting.validations()
     values = of(model, forward_of(model), run, validation)
     pairs = zip(setting.order(0), values, strict=True)
@@ -80,6 +92,7 @@ def _run(setting: Setting, of: Callable[..., list[list[Tensor]]]) -> Numbers:
 VALUES: dict[str, Callable[[Setting], Numbers]] = {
     "random": _random,
     "loss": _loss,
+    "entropy": _entropy,
     "alphatoken, last 3": partial(_scored, estimator="alphatoken", layers=3),
     "alphatoken, all linears": partial(_scored, estimator="alphatoken", layers="all"),
     "direct, all linears": partial(_scored, estimator="direct", layers="all"),
