@@ -17,6 +17,7 @@ from benchmarks.pages import DOCS, Writer, filled
 from benchmarks.paper import page as paper
 from benchmarks.peers import page as peers
 from benchmarks.selection import page as selection
+from benchmarks.standings import page as standings
 from benchmarks.targets import table_of_targets
 
 __all__ = ["WRITERS", "pages"]
@@ -26,6 +27,7 @@ WRITERS: dict[str, Writer] = {
     "frontier": frontier.tables,
     "peers": peers.tables,
     "selection": selection.tables,
+    "standings": standings.tables,
     "comparison": comparison.comparison,
     "results": comparison.results,
     "gpu": gpu.tables,

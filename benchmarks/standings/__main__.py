@@ -23,7 +23,8 @@ from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import replacing, write_text
 from benchmarks.frontier.draws import MODELS
-from benchmarks.standings.page import summary
+from benchmarks.pages import DOCS
+from benchmarks.standings.page import summary, write_report
 from benchmarks.standings.runs import Numbers, Setting
 from benchmarks.standings.tasks import TASKS, Scale, setting_of
 from benchmarks.standings.values import VALUES
@@ -140,11 +141,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=list(SCALES), default=list(SCALES))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--work", type=Path, default=Path("build/standings"))
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where figures and picture go")
     options = parser.parse_args(words)
     try:
         for key in options.models:
             for task in options.tasks:
                 measure(options, key, task)
+                write_report(options.work, options.docs)
     except AlphaTokenError as problem:
         print(problem, file=sys.stderr)
         return 1

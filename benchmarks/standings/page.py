@@ -1,16 +1,22 @@
-"""What the cells of a model and a task say."""
+"""What the cells of a model and a task say; tables of docs/standings.md and its picture."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from alphatoken.report.drawing import COLOURS, canvas, save
+from alphatoken.support.storage import write_json
+from benchmarks.frontier.draws import MODELS
+from benchmarks.pages import DOCS, load, number, span, table
 from benchmarks.standings.tasks import TASKS
-from benchmarks.standings.yardsticks import DROPS, ENDS, lds, rivals, subset
+from benchmarks.standings.yardsticks import DROPS, ENDS, lds, precision, rivals, subset
 
-__all__ = ["summary"]
+__all__ = ["summary", "tables", "write_report"]
 
 
 def summary(cells: Any) -> dict[str, Any]:
@@ -44,11 +50,14 @@ def summary(cells: Any) -> dict[str, Any]:
                 for share in shares
                 for end in ENDS
             },
+            "precision": precision(cells.setting, numbers),
         }
+    good = cells.setting.good
     return {
         "says": TASKS[cells.folder.name].says,
         "scale": {**asdict(scale), "without": sorted(scale.without)},
         "tokens": cells.setting.tokens,
+        "good": None if good is None or not good.any() else float(good.mean()),
         "plain": [loss(f"all, seed {seed}") for seed in (0, 1)],
         "ceiling": {
             unit: rivals(losses[unit, 0][: count[1]], losses[unit, 1]) for unit in scale.units
@@ -56,3 +65,77 @@ def summary(cells: Any) -> dict[str, Any]:
         "spread": {str(share): found for share, found in spread.items()},
         "values": values,
     }
+
+
+def write_report(work: Path, docs: Path = DOCS) -> None:
+    """Put what is measured in ``work`` into docs/standings.json, and draw the picture."""
+    found = load(docs / "standings.json")
+    for path in sorted(work.glob("*/*/summary.json")):
+        found.setdefault(path.parts[-3], {})[path.parts[-2]] = load(path)
+    write_json(docs / "standings.json", found)
+    _draw(found, docs / "standings.svg")
+
+
+def tables(kind: str, model: str, *tasks: str) -> str:
+    """``lds MODEL``, ``rows MODEL`` or ``drops MODEL TASK``."""
+    found = load(DOCS / "standings.json")[model]
+    if kind == "drops":
+        return _drops(found[tasks[0]])
+    return _lds(found) if kind == "lds" else _rows(found)
+
+
+def _lds(tasks: Mapping[str, Any]) -> str:
+    columns = [(t, unit) for t, one in tasks.items() for unit in one["scale"]["units"]]
+    ceiling = [span(tasks[t]["ceiling"][unit]) for t, unit in columns]
+    rows = [
+        (name, *(span(tasks[t]["values"][name]["lds"][unit]) for t, unit in columns))
+        for name in next(iter(tasks.values()))["values"]
+    ]
+    head = ("value", *(f"{t}: {unit}" for t, unit in columns))
+    return table(head, [*rows, ("*the same run under another seed*", *ceiling)])
+
+
+def _rows(tasks: Mapping[str, Any]) -> str:
+    shown = [t for t, one in tasks.items() if one["good"] not in (None, 1.0)]
+    rows = [
+        (name, *(number(tasks[t]["values"][name]["precision"]) for t in shown))
+        for name in next(iter(tasks.values()))["values"]
+    ]
+    return table(("value", *(f"{t} (chance {tasks[t]['good']:.2f})" for t in shown)), rows)
+
+
+def _drops(task: Mapping[str, Any]) -> str:
+    columns = [f"{end} {share}" for end in ENDS for share in DROPS]
+    rows = [
+        (name, *(number(one["drops"][column], 1, "+") for column in columns))
+        for name, one in task["values"].items()
+    ]
+    spread = [f"{task['spread'][str(share)]:.4f}" for _ in ENDS for share in DROPS]
+    head = (f"{end} {share:.0%}" for end in ENDS for share in DROPS)
+    return table(("without the", *head), [*rows, ("*unit, nats*", *spread)])
+
+
+def _draw(models: Mapping[str, Any], path: Path) -> None:
+    """LDS over tokens of each value, one panel a model, one colour a task."""
+    with canvas(8.6, 0.34 * max(len(_named(one)) for one in models.values()) + 1) as figure:
+        panels = figure.subplots(1, len(models), squeeze=False)[0]
+        for axes, (key, tasks) in zip(panels, models.items(), strict=True):
+            names = _named(tasks)
+            for at, (task, one) in enumerate(tasks.items()):
+                for place, name in enumerate(reversed(names)):
+                    value, low, high = one["values"][name]["lds"]["tokens"]
+                    y = place + 0.2 * (len(tasks) - 1 - 2 * at) / 2
+                    axes.plot([low, high], [y, y], color=COLOURS[at], lw=1.5)
+                    axes.plot([value], [y], "os^"[at], color=COLOURS[at], ms=4, label=task)
+                axes.axvline(one["ceiling"]["tokens"][0], color=COLOURS[at], lw=0.8, ls=":")
+            axes.axvline(0, color="black", lw=0.8, ls="--")
+            axes.set_yticks(range(len(names)), list(reversed(names)))
+            axes.set_title(MODELS[key].name, fontsize=9)
+            axes.set_xlabel("LDS over tokens (dotted: the same run under another seed)")
+            by_task = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+            axes.legend(by_task.values(), by_task.keys(), loc="lower left")
+        save(figure, path)
+
+
+def _named(tasks: Mapping[str, Any]) -> list[str]:
+    return list(next(iter(tasks.values()))["values"])

@@ -57,6 +57,7 @@ class Setting:
         size: rows of a step.
         rate: highest learning rate; a twentieth of the steps rises to it, the others fall to 0.
         bf16: whether training multiplies in bfloat16; J is in float32.
+        good: of each row, whether it is of the target's kind and unspoilt.
     """
 
     model: Any
@@ -67,6 +68,7 @@ class Setting:
     size: int
     rate: float
     bf16: bool = False
+    good: NDArray[np.bool_] | None = None
 
     @cached_property
     def tokens(self) -> int:

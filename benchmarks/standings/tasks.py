@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from alphatoken.data import Example, Row
 from alphatoken.data.encode import EncodeOptions, encode_rows
 from alphatoken.data.rows import Turn
@@ -56,23 +58,26 @@ class Task:
     Attributes:
         says: the task in one line.
         own: rows of the target's kind: validation, target, and what is trained on.
-        spoilt: makes the training rows of them.
+        spoilt: makes the training rows of them, and says of each whether it was spoilt.
     """
 
     says: str
     own: Callable[[], Texts]
-    spoilt: Callable[[Texts, random.Random], Texts]
+    spoilt: Callable[[Texts, random.Random], tuple[Texts, list[bool]]]
 
 
-def _words(rows: Texts, draw: random.Random) -> Texts:
-    return replaced(rows, 0.3, draw)[0]
+def _words(rows: Texts, draw: random.Random) -> tuple[Texts, list[bool]]:
+    """All rows alike."""
+    return replaced(rows, 0.3, draw)[0], [True] * len(rows)
 
 
-def _half(rows: Texts, draw: random.Random) -> Texts:
+def _half(rows: Texts, draw: random.Random) -> tuple[Texts, list[bool]]:
     """Every other row, and as many programs."""
     own = rows[::2]
     others = draw.sample(programs("train"), min(len(rows) - len(own), len(programs("train"))))
-    return draw.sample([*own, *others], len(own) + len(others))
+    mixed = [(row, False) for row in own] + [(row, True) for row in others]
+    mixed = draw.sample(mixed, len(mixed))
+    return [row for row, _ in mixed], [spoilt for _, spoilt in mixed]
 
 
 def _library() -> Texts:
@@ -81,8 +86,8 @@ def _library() -> Texts:
     ]
 
 
-def _swapped(rows: Texts, draw: random.Random) -> Texts:
-    return exchanged(rows, 0.3, draw)[0]
+def _swapped(rows: Texts, draw: random.Random) -> tuple[Texts, list[bool]]:
+    return exchanged(rows, 0.3, draw)
 
 
 TASKS = {
@@ -111,9 +116,13 @@ def setting_of(task: str, model: Any, tokenizer: Any, scale: Scale, seed: int = 
     draw.shuffle(rows)
     validation = _encoded(rows[:40], tokenizer, scale, scale.validation)
     target = _encoded(rows[40:140], tokenizer, scale, scale.target)
-    train = _encoded(chosen.spoilt(rows[140:], draw), tokenizer, scale, scale.rows)
+    texts, spoilt = chosen.spoilt(rows[140:], draw)
+    train = _encoded(texts, tokenizer, scale, scale.rows)
+    good = np.array([not spoilt[example.row.index] for example in train])
     return Setting(
-        model, train, validation, target, scale.steps, scale.size, scale.rates[task], scale.bf16
+        *(model, train, validation, target, scale.steps, scale.size, scale.rates[task]),
+        bf16=scale.bf16,
+        good=good,
     )
 
 

@@ -1,4 +1,4 @@
-"""The yardsticks: linear datamodeling score, and dropping the best or the worst tokens."""
+"""The yardsticks: linear datamodeling score, dropping tokens, bringing up good rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from alphatoken.certificate.metrics import spearman
 from benchmarks.standings.runs import Numbers, Setting
 
-__all__ = ["DROPS", "ENDS", "UNITS", "drop", "lds", "rivals", "subset"]
+__all__ = ["DROPS", "ENDS", "UNITS", "drop", "lds", "precision", "rivals", "subset"]
 
 UNITS = ("tokens", "rows")
 DROPS = (0.01, 0.05, 0.2)
@@ -45,6 +45,19 @@ def lds(values: Numbers, subsets: Sequence[Numbers], losses: Sequence[float]) ->
     """
     sums = np.array([float(values @ kept) for kept in subsets])
     return _interval(sums, -np.asarray(losses))
+
+
+def precision(setting: Setting, values: Numbers) -> float | None:
+    """Average precision with which rows by their mean value bring up the good ones (AUPRC).
+
+    Chance is the share of good rows; None where all rows are alike.
+    """
+    good = setting.good
+    if good is None or good.all() or not good.any():
+        return None
+    sums = np.bincount(setting.row_of, values) / np.bincount(setting.row_of)
+    hits = good[np.argsort(-sums, kind="stable")]
+    return float((np.cumsum(hits) / np.arange(1, len(hits) + 1))[hits].mean())
 
 
 def rivals(losses: Sequence[float], others: Sequence[float]) -> list[float]:

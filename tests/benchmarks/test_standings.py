@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ import pytest
 
 from alphatoken.data import Example, Row
 from alphatoken.oracle.run import run_end, run_loss
+from alphatoken.support.storage import write_json
 from benchmarks.models import decoder
+from benchmarks.pages import load
 from benchmarks.standings import __main__ as standings
 from benchmarks.standings import page
 from benchmarks.standings.__main__ import Cells
@@ -20,11 +21,11 @@ from benchmarks.standings.page import summary
 from benchmarks.standings.runs import Setting, Trained, forward_of
 from benchmarks.standings.tasks import TASKS, Scale
 from benchmarks.standings.values import VALUES
-from benchmarks.standings.yardsticks import DROPS, drop, lds, subset
+from benchmarks.standings.yardsticks import DROPS, drop, lds, precision, subset
 
 pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
 
-SCALE = Scale(rows=30, length=12, steps=15, size=2, rates={"words": 1e-2})
+SCALE = Scale(rows=30, length=12, steps=15, size=2, rates={"mixed": 1e-2}, subsets=16, drops=3)
 
 
 def rows(count: int, seed: int) -> list[Example]:
@@ -39,7 +40,13 @@ def rows(count: int, seed: int) -> list[Example]:
 def setting(rate: float = 1e-2) -> Setting:
     sizes: dict[str, Any] = {"intermediate_size": 24, "num_key_value_heads": 2}
     model = decoder(16, 4, vocabulary=40, heads=2, attn_implementation="eager", **sizes).eval()
-    return Setting(model, rows(30, 1), rows(3, 2), rows(3, 3), steps=15, size=2, rate=rate)
+    return Setting(
+        *(model, rows(30, 1), rows(3, 2), rows(3, 3)),
+        steps=15,
+        size=2,
+        rate=rate,
+        good=np.arange(30) < 12,
+    )
 
 
 def test_training_is_the_oracles_run() -> None:
@@ -91,11 +98,11 @@ def test_cells_are_kept_and_say_what_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped and started again, no cell is run twice; the summary has every value."""
-    few = {name: VALUES[name] for name in ("random", "loss")}
+    few = {name: VALUES[name] for name in ("random", "loss", "entropy")}
     monkeypatch.setattr(standings, "VALUES", few)
-    monkeypatch.setattr(page, "VALUES", few)
-    cells = Cells(tmp_path / "words", setting())
-    wanted = list(cells.wanted(16, 3))
+    scale = replace(SCALE, without=frozenset({"entropy"}))
+    cells = Cells(tmp_path / "small" / "mixed", setting(), scale)
+    wanted = list(cells.wanted())
     for cell in wanted[:5]:
         cells.run(cell)
     runs: list[int] = []
@@ -109,9 +116,45 @@ def test_cells_are_kept_and_say_what_they_are(
     for cell in wanted:
         cells.run(cell)
     assert len(runs) == len(wanted) - 5
-    found = json.loads(json.dumps(summary(cells, SCALE, 16, 3)))
-    assert found["says"] == TASKS["words"].says
-    assert set(found["values"]) == set(few)
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    write_json(cells.folder / "summary.json", summary(cells))
+    page.write_report(tmp_path, docs)
+    cells.folder.rename(cells.folder.with_name("words"))
+    page.write_report(tmp_path, docs)
+    report = load(docs / "standings.json")
+    assert list(report["small"]) == ["mixed", "words"]  # what another day measured stays
+    found = report["small"]["mixed"]
+    assert found["says"] == TASKS["mixed"].says
+    assert set(found["values"]) == {"random", "loss"}
     one = found["values"]["loss"]
     assert len(one["drops"]) == 2 * len(DROPS)
     assert len(found["ceiling"]["tokens"]) == 3
+    assert found["good"] == 0.4
+    assert (docs / "standings.svg").is_file()
+    monkeypatch.setattr(page, "DOCS", docs)
+    for words in (("lds", "small"), ("rows", "small"), ("drops", "small", "mixed")):
+        lines = page.tables(*words).splitlines()
+        assert sum("loss" in line for line in lines) == 1, words
+        assert len({line.count("|") for line in lines}) == 1, words
+
+
+def test_good_rows_are_brought_up_by_their_mean() -> None:
+    """Average precision: 1 where all good rows come first; by hand where one comes between."""
+    own = setting()
+    ends = np.where(own.good, 1.0, 0.0)
+    assert precision(own, ends[own.row_of]) == 1.0
+    ends[20] = 2.0  # a bad row before the 12 good ones
+    wanted = np.mean([(k + 1) / (k + 2) for k in range(12)])
+    assert precision(own, ends[own.row_of]) == pytest.approx(wanted)
+    assert precision(replace(own, good=np.ones(30, bool)), ends[own.row_of]) is None
+
+
+def test_entropy_is_that_of_the_prediction_of_the_token() -> None:
+    own = setting()
+    batch = own.batch([4])
+    logits = own.model(input_ids=batch["input_ids"]).logits[0].double()
+    p = logits.softmax(-1)
+    spread = -(p * p.log()).sum(-1)[:-1][batch["labels"][0, 1:] != -100]
+    found = VALUES["entropy"](own)[own.row_of == 4]
+    assert np.allclose(found, spread.detach().numpy(), atol=1e-5)
