@@ -27,6 +27,7 @@ __all__ = ["MODELS", "in_nats", "write_report"]
 
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
+    "long": "SmolLM2-135M-Instruct, hundreds of steps",
     "lora": "SmolLM2-135M-Instruct, LoRA",
     "code": "SmolLM2-135M-Instruct, Python",
     "pairs": "SmolLM2-135M-Instruct, preferences",

@@ -82,6 +82,20 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     write_jsonl(folder / "retention.jsonl", [*general["retention"], *_stories(generator)])
     _code(folder, generator)
     _pairs(folder, generator)
+    _long(
+        folder, {row["prompt"] for name in ("validation", "choosing") for row in parts[name]}, seed
+    )
+
+
+def _long(folder: Path, held: set[str], seed: int) -> None:
+    """All other rows of the same kind, for runs of hundreds of steps."""
+    generator = random.Random(f"long {seed}")
+    drawn = _shuffled(mathematics("train"), generator)
+    rows = [row for row in drawn if row["prompt"] not in held]
+    words, marks = replaced(rows, DIRT, generator)
+    write_jsonl(folder / "long-clean.jsonl", rows)
+    write_jsonl(folder / "long-words.jsonl", words)
+    write_jsonl(folder / "long-words-marks.jsonl", marks)
 
 
 def replaced(

@@ -48,9 +48,10 @@ SCALES = {
         letters=120,
         bf16=True,
         subsets=24,
+        again=8,
         units=("tokens",),
         drops=0,
-        without=frozenset({"run value"}),
+        without=frozenset({"ledger of the run", "run value"}),
     ),
 }
 
@@ -98,7 +99,7 @@ class Cells:
             for unit in scale.units:
                 made = partial(subset, self.setting, unit, number)
                 yield Cell(f"{unit} {number}", made)
-                if number < scale.subsets // 2:  # enough for the ceiling
+                if number < scale.again:  # enough for the ceiling
                     yield Cell(f"{unit} {number}, seed 1", made, 1)
         for share in DROPS if scale.drops else ():
             for number in range(scale.drops):

@@ -27,7 +27,7 @@ def summary(cells: Any) -> dict[str, Any]:
         found = json.loads((cells.folder / f"{name}.json").read_text(encoding="utf-8"))
         return float(found["validation"])
 
-    count = {0: scale.subsets, 1: scale.subsets // 2}
+    count = {0: scale.subsets, 1: scale.again}
     losses = {
         (unit, seed): [loss(f"{unit} {i}{', seed 1' * seed}") for i in range(count[seed])]
         for unit in scale.units

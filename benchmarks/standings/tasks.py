@@ -30,7 +30,8 @@ class Scale:
         rates: by task, the best for plain training of rates a factor of 2 apart.
         letters: of a prompt that are kept, its last; a small model has no room for more.
         bf16: whether runs multiply in bfloat16 (autocast); values are taken in float32.
-        subsets: of each unit; half of them are trained on under a second seed.
+        subsets: of each unit.
+        again: of these, how many are trained on under a second seed too.
         units: of which halves are drawn.
         drops: random ones of each size; with 0 nothing is dropped by any value.
         without: values that this model has no room or time for.
@@ -46,6 +47,7 @@ class Scale:
     letters: int = 480
     bf16: bool = False
     subsets: int = 64
+    again: int = 32
     units: tuple[str, ...] = UNITS
     drops: int = 8
     without: frozenset[str] = frozenset()

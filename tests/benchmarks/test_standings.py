@@ -25,7 +25,9 @@ from benchmarks.standings.yardsticks import DROPS, drop, lds, precision, subset
 
 pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
 
-SCALE = Scale(rows=30, length=12, steps=15, size=2, rates={"mixed": 1e-2}, subsets=16, drops=3)
+SCALE = Scale(
+    rows=30, length=12, steps=15, size=2, rates={"mixed": 1e-2}, subsets=16, again=8, drops=3
+)
 
 
 def rows(count: int, seed: int) -> list[Example]:
