@@ -14,7 +14,8 @@ from alphatoken.support.storage import write_json
 from benchmarks.frontier.draws import MODELS
 from benchmarks.pages import DOCS, load, number, span, table
 from benchmarks.standings.tasks import TASKS
-from benchmarks.standings.yardsticks import DROPS, ENDS, lds, precision, rivals, subset
+from benchmarks.standings.values import ONE_STEP
+from benchmarks.standings.yardsticks import DROPS, ENDS, above, lds, precision, rivals, subset
 
 __all__ = ["summary", "tables", "write_report"]
 
@@ -40,6 +41,7 @@ def summary(cells: Any) -> dict[str, Any]:
     random = {share: [loss(f"random {i} {share}") for i in range(scale.drops)] for share in shares}
     spread = {share: statistics.stdev(found) for share, found in random.items()}
     values = {}
+    rivalled = [cells.values(name) for name in cells.names if name in ONE_STEP]
     for name in cells.names:
         numbers = cells.values(name)
         values[name] = {
@@ -49,6 +51,9 @@ def summary(cells: Any) -> dict[str, Any]:
                 / spread[share]
                 for share in shares
                 for end in ENDS
+            },
+            "above": {
+                unit: above(numbers, rivalled, kept[unit], losses[unit, 0]) for unit in scale.units
             },
             "precision": precision(cells.setting, numbers),
         }
@@ -88,11 +93,16 @@ def _lds(tasks: Mapping[str, Any]) -> str:
     columns = [(t, unit) for t, one in tasks.items() for unit in one["scale"]["units"]]
     ceiling = [span(tasks[t]["ceiling"][unit]) for t, unit in columns]
     rows = [
-        (name, *(span(tasks[t]["values"][name]["lds"][unit]) for t, unit in columns))
+        (name, *(_marked(tasks[t]["values"][name], unit) for t, unit in columns))
         for name in next(iter(tasks.values()))["values"]
     ]
     head = ("value", *(f"{t}: {unit}" for t, unit in columns))
     return table(head, [*rows, ("*the same run under another seed*", *ceiling)])
+
+
+def _marked(one: Mapping[str, Any], unit: str) -> str:
+    """Bold where it is above every one-step value."""
+    return f"**{span(one['lds'][unit])}**" if one["above"][unit] else span(one["lds"][unit])
 
 
 def _rows(tasks: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from alphatoken.certificate.metrics import spearman
 from benchmarks.standings.runs import Numbers, Setting
 
-__all__ = ["DROPS", "ENDS", "UNITS", "drop", "lds", "precision", "rivals", "subset"]
+__all__ = ["DROPS", "ENDS", "UNITS", "above", "drop", "lds", "precision", "rivals", "subset"]
 
 UNITS = ("tokens", "rows")
 DROPS = (0.01, 0.05, 0.2)
@@ -43,8 +43,21 @@ def lds(values: Numbers, subsets: Sequence[Numbers], losses: Sequence[float]) ->
     Returns:
         The correlation, and a 95 % interval that draws subsets anew.
     """
-    sums = np.array([float(values @ kept) for kept in subsets])
-    return _interval(sums, -np.asarray(losses))
+    return _interval(_sums(values, subsets), -np.asarray(losses))
+
+
+def above(
+    values: Numbers, others: Sequence[Numbers], subsets: Sequence[Numbers], losses: Sequence[float]
+) -> bool:
+    """Whether the LDS is above that of each of the others: paired 95 % intervals leave 0 out."""
+    wanted = -np.asarray(losses)
+    own = _redrawn(_sums(values, subsets), wanted)
+    gaps = [own - _redrawn(_sums(other, subsets), wanted) for other in others]
+    return all(float(np.nanquantile(gap, 0.025)) > 0 for gap in gaps)
+
+
+def _sums(values: Numbers, subsets: Sequence[Numbers]) -> Numbers:
+    return np.array([float(values @ kept) for kept in subsets])
 
 
 def precision(setting: Setting, values: Numbers) -> float | None:
@@ -66,11 +79,12 @@ def rivals(losses: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def _interval(first: NDArray[Any], second: NDArray[Any]) -> list[float]:
-    draw = np.random.default_rng(0)
-    count = len(first)
-    found = [
-        spearman(first[places], second[places])
-        for places in (draw.integers(0, count, count) for _ in range(1000))
-    ]
-    low, high = np.nanquantile(found, [0.025, 0.975])
+    low, high = np.nanquantile(_redrawn(first, second), [0.025, 0.975])
     return [spearman(first, second), float(low), float(high)]
+
+
+def _redrawn(first: NDArray[Any], second: NDArray[Any]) -> Numbers:
+    """Spearman of 1,000 draws with repetition, the same ones whatever is asked."""
+    draw, count = np.random.default_rng(0), len(first)
+    drawn = (draw.integers(0, count, count) for _ in range(1000))
+    return np.array([spearman(first[places], second[places]) for places in drawn])

@@ -21,7 +21,7 @@ from benchmarks.standings.page import summary
 from benchmarks.standings.runs import Setting, Trained, forward_of
 from benchmarks.standings.tasks import TASKS, Scale
 from benchmarks.standings.values import VALUES
-from benchmarks.standings.yardsticks import DROPS, drop, lds, precision, subset
+from benchmarks.standings.yardsticks import DROPS, above, drop, lds, precision, subset
 
 pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
 
@@ -74,6 +74,9 @@ def test_the_runs_own_values_rank_short_runs_best() -> None:
     assert found > 0.8
     assert low <= found <= high
     assert abs(lds(VALUES["random"](own), kept, losses)[0]) < 0.6
+    run, chance = VALUES["run value"](own), VALUES["random"](own)
+    assert above(run, [chance, -run], kept, losses)
+    assert not above(run, [chance, run], kept, losses)
 
 
 def test_every_value_is_a_number_a_token() -> None:
