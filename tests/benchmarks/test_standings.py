@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alphatoken.data import Example, Row
 from alphatoken.oracle.run import run_end, run_loss
@@ -17,6 +19,7 @@ from benchmarks.pages import load
 from benchmarks.standings import __main__ as standings
 from benchmarks.standings import page
 from benchmarks.standings.__main__ import Cells
+from benchmarks.standings.facts import Exam, asked, facts, places, shared_words, taught
 from benchmarks.standings.page import summary
 from benchmarks.standings.runs import Setting, Trained, forward_of
 from benchmarks.standings.tasks import TASKS, Scale
@@ -56,10 +59,10 @@ def test_training_is_the_oracles_run() -> None:
     own = setting()
     kept = subset(own, "tokens", 0)
     weights = [[own.of_batch(rows, kept)] for rows in own.order(3)]
-    for given, asked in ((None, None), (weights, kept)):
+    for given, weighted in ((None, None), (weights, kept)):
         end = run_end(own.model, forward_of(own.model), own.run(3), given)
         wanted = run_loss(own.model, forward_of(own.model), end, own.validations())
-        assert own.train(asked, 3).validation == pytest.approx(wanted, abs=2e-5)
+        assert own.train(weighted, 3).validation == pytest.approx(wanted, abs=2e-5)
     numbers = np.arange(own.tokens, dtype=np.float64)
     pairs = [(rows, own.of_batch(rows, numbers)) for rows, _ in own.batches()]
     assert np.array_equal(own.to_numbers(pairs), numbers)
@@ -128,8 +131,8 @@ def test_cells_are_kept_and_say_what_they_are(
     cells.folder.rename(cells.folder.with_name("words"))
     page.write_report(tmp_path, docs)
     report = load(docs / "standings.json")
-    assert list(report["small"]) == ["mixed", "words"]  # what another day measured stays
-    found = report["small"]["mixed"]
+    assert list(report["runs"]["small"]) == ["mixed", "words"]  # what another day measured stays
+    found = report["runs"]["small"]["mixed"]
     assert found["says"] == TASKS["mixed"].says
     assert set(found["values"]) == {"random", "loss"}
     one = found["values"]["loss"]
@@ -163,3 +166,36 @@ def test_entropy_is_that_of_the_prediction_of_the_token() -> None:
     spread = -(p * p.log()).sum(-1)[:-1][batch["labels"][0, 1:] != -100]
     found = VALUES["entropy"](own)[own.row_of == 4]
     assert np.allclose(found, spread.detach().numpy(), atol=1e-5)
+
+
+def test_facts_are_two_hundred_and_each_is_asked_for_once() -> None:
+    known = facts()
+    assert len({f.sentence for f in known}) == len({f.question for f in known}) == 200
+    assert all(f.answer in f.sentence and f.person in f.question for f in known)
+    assert all(1 <= shared_words(known, i) <= 200 for i in range(0, 200, 40))
+    assert facts(1) != known
+
+
+def test_a_right_row_has_the_place_that_its_value_gives_it(
+    library_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of 200 where all are alike; the first where it alone has a value."""
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
+    model = AutoModelForCausalLM.from_pretrained(library_decoder, dtype=torch.float32)
+    known = facts()
+    own = taught(model, tokenizer, known, Exam(1, 2e-3, 30))
+    assert len(own.rows) == 200
+    assert not torch.equal(*(next(m.parameters()) for m in (model, own.model)))
+    one = asked(own, tokenizer, known[7])
+    chosen = {"alike": one.row_of * 0.0, "alone": (one.row_of == 7) * 1.0}
+    monkeypatch.setattr(
+        "benchmarks.standings.facts.VALUES", {n: lambda _, v=v: v for n, v in chosen.items()}
+    )
+    assert places(one, 7, list(chosen)) == {"alike": 200, "alone": 1}
+    found = page.recalled({"7": {"alike": 200, "alone": 1}, "8": {"alike": 4, "alone": 2}})
+    assert [found["values"]["alone"][k][0] for k in ("first", "in 5", "1 / place")] == [
+        0.5,
+        1,
+        0.75,
+    ]
+    assert found["values"]["alike"]["in 5"] == [0.5, 0.0, 1.0]
