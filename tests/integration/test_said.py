@@ -151,7 +151,7 @@ def test_help_of_the_command_line_does_not_send_newcomers_to_select(
 
 def test_the_demos_last_words_are_those_of_the_measurements() -> None:
     """It claims nothing for real models but what was measured there: as long as that is so."""
-    assert value_of("fidelity/smollm2/facts/noise/low `alphatoken`, K = 3/2") < 0.5
+    assert value_of("selection/finding/smollm2/noisy-words/alphatoken, K = 3 (the paper)/auc") < 0.5
     assert (
         value_of("selection/grids/code/tasks/code/method=alphatoken/against/target/standard/low")
         > 0
