@@ -100,11 +100,7 @@ def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
 
 def spec_of(cell: Cell) -> dict[str, Any]:
     """What of a cell's description is in its digest."""
-    spec = {k: v for k, v in cell.spec().items() if k != "keep_model"}
-    if spec.get("measures") is not None:
-        # A measure that went and that no kept cell has; digests of before hold its name.
-        spec["measures"] = {**spec["measures"], "code_file": None}
-    return spec
+    return {k: v for k, v in cell.spec().items() if k != "keep_model"}
 
 
 Digest = Callable[[Cell, Mapping[str, Cell]], str]
