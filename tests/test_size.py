@@ -13,11 +13,11 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_207,
     "certificate": 1_301,
-    "cli": 3_449,
+    "cli": 3_584,
     "corpus": 1_972,
     "data": 2_306,
     "demo": 707,
-    "direction": 4_084,
+    "direction": 4_119,
     "estimate": 2_560,
     "fidelity": 6_089,
     "model": 5_813,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_644), ("tests", 55_197)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_647), ("tests", 55_359)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

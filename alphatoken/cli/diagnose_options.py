@@ -15,6 +15,7 @@ from alphatoken.cli.diagnose import ALL, entries_of
 from alphatoken.cli.options import (
     BudgetOptions,
     CommandParser,
+    EarlierOptions,
     LeftOutOptions,
     ReadingOptions,
     RunningOptions,
@@ -43,8 +44,8 @@ _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in
 
 _WRITES = """\
 Writes {name}/diagnosis.json, its tables (CSV) and figures (SVG), report.html of all diagnoses, and
-run.json (settings, seconds) to the folder given with --output_dir. Exit status 1: a diagnostic of
-"all" could not run.
+run.json, which --resume compares, to the folder given with --output_dir. Exit status 1: a
+diagnostic of "all" could not run.
 
 usage: alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE --output_dir DIR
            (--validation_file FILE | --validation_rows N) [options]"""
@@ -94,7 +95,6 @@ class _Subject:
         least=0,
     )
     output_dir: str = option(help="folder for the results")
-    overwrite_output: bool = option(False, "replace what is there")
 
 
 def _size(text: str, name: str) -> Any:
@@ -135,6 +135,7 @@ class DiagnoseOptions(
     _Work,
     ReadingOptions,
     LeftOutOptions,
+    EarlierOptions,
     RunningOptions,
 ):
     """What all diagnostics share."""

@@ -7,16 +7,26 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from alphatoken.cli.diagnose_options import DiagnoseOptions, Request, read_request
+from alphatoken.cli.diagnose_options import (
+    DiagnoseOptions,
+    Request,
+    read_request,
+)
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
-from alphatoken.corpus.folder import collected_warnings, refuse_foreign, require_writable
+from alphatoken.corpus.folder import (
+    collected_warnings,
+    read_manifest,
+    refuse_foreign,
+    require_writable,
+    same_settings,
+)
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import LEAD, section_of
@@ -32,11 +42,11 @@ _MANIFEST, _PAGE = "run.json", "report.html"
 
 
 def run(words: Sequence[str]) -> int:
-    """Run what ``words`` ask for; the exit status.
+    """Run what ``words`` ask for and is not finished yet; the exit status.
 
     Raises:
         AlphaTokenError: wrong input, or the one diagnostic asked for cannot run.
-        KeyboardInterrupt: says what is kept.
+        KeyboardInterrupt: says how to go on.
     """
     request = read_request(*words)
     options = request.shared
@@ -50,15 +60,13 @@ def run(words: Sequence[str]) -> int:
         prepared = prepare(options)
         for note in () if options.quiet else prepared.notes:
             print(f"note: {note}", file=sys.stderr)
-        if options.overwrite_output:
-            _clear(out)
-        folder = _Folder(out, prepared, request)
-        folder.write()
+        folder = _Folder.open(out, prepared, request)
         _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
         done = sum(Diagnosis.finished(out / entry.name) for entry in request.entries)
         raise KeyboardInterrupt(
-            f"{done} of {len(request.entries)} diagnoses are finished and kept in {out}"
+            f"{done} of {len(request.entries)} diagnoses are finished and kept; the same command "
+            "with --resume runs the rest"
         ) from None
     print(f"report: {folder.path / _PAGE}")
     failed = [entry.name for entry in request.entries if entry.name in folder.failures]
@@ -78,6 +86,9 @@ def _run_each(
 ) -> None:
     quiet, count = request.shared.quiet, len(request.entries)
     for number, entry in enumerate(request.entries, start=1):
+        if Diagnosis.finished(place := folder.path / entry.name):
+            _say(Diagnosis.load(place), folder, "finished earlier")
+            continue
         if not quiet:
             print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
         start = time.monotonic()
@@ -97,9 +108,7 @@ def _run_each(
             folder.fail(entry.name, reason)
             continue
         folder.keep(diagnosis, time.monotonic() - start)
-        print(f"{diagnosis.name} ({time.monotonic() - start:.0f} s): {diagnosis.question}")
-        print(f"  {diagnosis.conclusion}")
-        print(f"  files: {folder.path / diagnosis.name}", flush=True)
+        _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
 
 
 def _one_round(entry: Entry, options: Any, subject: Subject) -> Diagnosis:
@@ -127,6 +136,12 @@ def _reason(error: Exception) -> str:
     return f"a mistake in this program, {type(error).__name__}: {text}; please report it"
 
 
+def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
+    print(f"{diagnosis.name} ({how_long}): {diagnosis.question}")
+    print(f"  {diagnosis.conclusion}")
+    print(f"  files: {folder.path / diagnosis.name}", flush=True)
+
+
 # --- before the model is loaded -------------------------------------------------------------------
 
 
@@ -144,7 +159,7 @@ def _check_out(path: Path, options: DiagnoseOptions) -> None:
     refuse_foreign(
         path / _MANIFEST,
         [path / entry.name for entry in DIAGNOSTICS],
-        resume=None,
+        resume=options.resume,
         overwrite=options.overwrite_output,
     )
 
@@ -154,57 +169,89 @@ def _check_out(path: Path, options: DiagnoseOptions) -> None:
 
 @dataclass
 class _Folder:
-    """The results of one run; ``report.html`` shows what is there.
+    """The results of one run, which may be added to; ``report.html`` shows what is there.
 
     Attributes:
         path: the folder.
-        prepared: what is diagnosed.
-        request: the diagnostics and the command.
-        done: finished diagnoses by name, and how long each took.
+        settings: what all diagnoses in it depend on.
+        diagnostics: ``options`` of each that was asked for, ``seconds`` once it has run.
+        notes: on the rows.
+        command: the last one, for the report.
         failures: why diagnostics could not run.
     """
 
     path: Path
-    prepared: Prepared
-    request: Request
-    done: dict[str, tuple[Diagnosis, float]] = field(default_factory=dict)
+    settings: dict[str, Any]
+    diagnostics: dict[str, dict[str, Any]]
+    notes: Sequence[str]
+    command: str
     failures: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path, prepared: Prepared, request: Request) -> _Folder:
+        """A new run, or an earlier one with the same settings.
+
+        Raises:
+            ConfigError: the earlier one has others.
+        """
+        known: dict[str, dict[str, Any]] = {}
+        manifest = path / _MANIFEST
+        if manifest.exists() and request.shared.overwrite_output:
+            _clear(path)
+        if manifest.exists():
+            earlier = read_manifest(manifest)
+            same_settings(earlier["settings"], prepared.settings)
+            known = dict(earlier.get("diagnostics", {}))
+        for name, options in request.options.items():
+            asked = asdict(options)
+            if name in known:
+                then, now = (
+                    {f"{name}.{key}": value for key, value in each.items()}
+                    for each in (known[name]["options"], asked)
+                )
+                same_settings(then, now)
+            known[name] = {**known.get(name, {}), "options": asked}
+        folder = cls(path, prepared.settings, known, prepared.notes, request.command)
+        folder._write()
+        return folder
 
     def keep(self, diagnosis: Diagnosis, seconds: float) -> None:
         """Write a diagnosis, and the page with it."""
-        diagnosis.save(self.path / diagnosis.name)
-        self.done[diagnosis.name] = diagnosis, round(seconds, 1)
-        self.write()
+        place = self.path / diagnosis.name
+        shutil.rmtree(place, ignore_errors=True)  # half of one, of a killed process
+        diagnosis.save(place)
+        self.diagnostics[diagnosis.name]["seconds"] = round(seconds, 1)
+        self._write()
 
     def fail(self, name: str, reason: str) -> None:
         """Note why there is none."""
         self.failures[name] = reason
-        self.write()
+        self._write()
 
-    def write(self) -> None:
-        """Write settings and page."""
-        settings, entries = self.prepared.settings, self.request.entries
-        seconds = {name: seconds for name, (_, seconds) in self.done.items()}
-        document = {"settings": settings, "seconds": seconds}
+    def _write(self) -> None:
+        model = Path(self.settings["model"])
+        document = {"settings": self.settings, "diagnostics": self.diagnostics}
         write_json(self.path / _MANIFEST, document, default=str)
-        found = {name: diagnosis for name, (diagnosis, _) in self.done.items()}
+        shown = [entry for entry in DIAGNOSTICS if entry.name in self.diagnostics]
+        finished = [one.name for one in shown if Diagnosis.finished(self.path / one.name)]
+        done = {name: Diagnosis.load(self.path / name) for name in finished}
         page = render_page(
-            f"How far to trust the values: {'/'.join(Path(settings['model']).parts[-2:])}",
-            f"{len(found)} of {len(entries)} diagnoses. {LEAD}",
+            f"How far to trust the values: {'/'.join(model.parts[-2:])}",
+            f"{len(done)} of {len(shown)} diagnoses. {LEAD}",
             [
                 section_of(
                     entry.name,
                     entry.question,
-                    found.get(entry.name),
+                    done.get(entry.name),
                     failure=self.failures.get(entry.name, ""),
-                    shared=settings,
+                    shared=self.settings,
                 )
-                for entry in entries
+                for entry in shown
             ],
             contents=True,
-            rows=self.prepared.notes,
-            settings=settings,
-            command=self.request.command,
+            rows=self.notes,
+            settings=self.settings,
+            command=self.command,
         )
         write_page(self.path / _PAGE, page)
 

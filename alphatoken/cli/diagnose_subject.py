@@ -14,6 +14,7 @@ from torch import nn
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, SIZES, DiagnoseOptions
 from alphatoken.cli.reading import encoding, read_file, scorer_config
+from alphatoken.corpus.folder import examples_digest, file_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
 from alphatoken.corpus.rows import encode_some
 from alphatoken.data import (
@@ -29,6 +30,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.subject import Subject
 from alphatoken.select.masks import keep_count
+from alphatoken.support.storage import weights_digest
 
 __all__ = [
     "Prepared",
@@ -46,7 +48,7 @@ _FIELDS = ("prompt", "response", "messages")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A subject, its settings for the page, and what a reader must know of the rows."""
+    """A subject, what its numbers depend on, and what a reader must know of the rows."""
 
     subject: Subject
     settings: dict[str, Any]
@@ -144,6 +146,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     held = {n: encode(rows, f"retention ({n})", how) for n, rows in retention.items()}
     model = options.model()
     reference = _reference(model, options)
+    beside, digests = _beside(model, options)
     names = {
         "model": options.model_name_or_path,
         "train": options.train_file,
@@ -160,7 +163,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         prompts=held_out,
         tokenizer=tokenizer,
         reference=reference,
-        beside=_beside(model, options),
+        beside=beside,
         fisher=fisher,
         config=config,
         ratio=options.ratio,
@@ -171,14 +174,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         progress=not options.quiet,
         names={key: name for key, name in names.items() if name is not None},
     )
-    settings = subject.settings() | {
-        "batch_size": subject.batch_size,
-        **{name: getattr(subject, name) for name in SIZES},
-        "tuning_rate": subject.rate,
-        "device": str(subject.device),
-        "max_length": options.max_length,
-    }
-    return Prepared(subject, settings, tuple(notes))
+    return Prepared(subject, _settings(subject, options) | digests, tuple(notes))
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -306,12 +302,40 @@ def _require_same_shapes(model: nn.Module, other: nn.Module, flag: str) -> None:
         )
 
 
-def _beside(model: nn.Module, options: DiagnoseOptions) -> dict[str, Callable[[], nn.Module]]:
-    """How to get each other model; each is loaded once to see it."""
+def _beside(
+    model: nn.Module, options: DiagnoseOptions
+) -> tuple[dict[str, Callable[[], nn.Module]], dict[str, str]]:
+    """How to get each other model, and what tells its weights; each is loaded once to see it."""
     loads: dict[str, Callable[[], nn.Module]] = {}
+    digests: dict[str, str] = {}
     for name, path in beside_models(options.beside).items():
         other = _other_model(path, options)
         if options.adapter is None:
             _require_same_shapes(model, other, f"--beside {name}")
         loads[name] = partial(_other_model, path, options)
-    return loads
+        digests[f"beside_sha256, {name}"] = weights_digest(other)
+    return loads, digests
+
+
+def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
+    """What the numbers depend on, by name; a resumed run must have the same."""
+    settings = subject.settings()
+    reference, fisher = subject.reference, options.fisher_file
+    return {
+        **settings,
+        "batch_size": subject.batch_size,
+        **{name: getattr(subject, name) for name in SIZES},
+        "tuning_rate": subject.rate,
+        "device": str(subject.device),
+        "max_length": options.max_length,
+        "model_sha256": weights_digest(subject.model),
+        "reference_sha256": "none" if reference is None else weights_digest(reference),
+        "fisher_sha256": "none" if fisher is None else file_digest(fisher),
+        "train_sha256": examples_digest(subject.train),
+        "validation_sha256": examples_digest(subject.validation),
+        "prompts_sha256": examples_digest(subject.prompts),
+        **{
+            f"retention_sha256, {name}": examples_digest(rows)
+            for name, rows in subject.retention.items()
+        },
+    }  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alphatoken.cli.options import (
+    EarlierOptions,
     LeftOutOptions,
     ReadingOptions,
     RunningOptions,
@@ -53,7 +54,6 @@ class _Rows:
     )
     fisher_file: str | None = option(None, "of the reference model; without it: no stability")
     output_file: str = option(help="JSONL file for the result")
-    overwrite_output: bool = option(False, "replace the file that is there")
 
 
 @dataclass(kw_only=True)
@@ -75,6 +75,7 @@ class FilterOptions(
     _Rule,
     ReadingOptions,
     LeftOutOptions,
+    EarlierOptions,
     RunningOptions,
 ):
     """Everything that ``alphatoken filter`` is told."""

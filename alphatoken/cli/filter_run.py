@@ -15,7 +15,12 @@ import torch
 from alphatoken import Scorer
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.reading import job_spec
-from alphatoken.corpus.folder import check_output_file
+from alphatoken.corpus.folder import (
+    check_output_file,
+    examples_digest,
+    file_digest,
+    same_settings,
+)
 from alphatoken.corpus.job import prepare_rows
 from alphatoken.corpus.rows import OUTCOMES, Corpus, encode_some
 from alphatoken.corpus.spec import on_device
@@ -25,7 +30,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.select.confidence import select_harmless
 from alphatoken.select.masks import keep_count, response_values
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import replacing, weights_digest, write_jsonl
 from alphatoken.values import standard_error
 
 __all__ = ["run"]
@@ -55,7 +60,7 @@ def run(options: FilterOptions) -> None:
     """Judge ``options.train_file`` and write ``options.output_file``.
 
     Raises:
-        AlphaTokenError: wrong input, with what and where.
+        AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
     out = Path(options.output_file)
     _check(options, out)
@@ -80,8 +85,21 @@ def run(options: FilterOptions) -> None:
     ]
     scorer = Scorer(model, validation=held, retention=prepared.fisher, config=spec.config)
     scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
-    found = _valued(scorer, corpus, options, survey.counts["train"])
+    settings = {
+        "config": repr(spec.config),
+        "model": weights_digest(model),
+        "train": corpus.source.sha256,
+        "rows_read": repr((corpus.fields, corpus.how, corpus.leak_key)),
+        "validation": examples_digest(validation),
+        "fisher": "none" if options.fisher_file is None else file_digest(options.fisher_file),
+        "parts": parts,
+        "batch_size": options.batch_size,
+    }
+    journal = _journal(out)
+    earlier = _earlier(journal, settings, options)
+    found = _valued(scorer, corpus, journal, earlier, options, survey.counts["train"])
     _write(out, corpus.source, survey.outcomes, found, _kept(found, parts, options))
+    journal.unlink()
 
 
 # --- before the work ------------------------------------------------------------------------------
@@ -101,7 +119,8 @@ def _check(options: FilterOptions, out: Path) -> None:
             remedy=f"--output_file {out.with_suffix('.jsonl')}",
         )
     inputs = (options.train_file, options.validation_file, options.fisher_file)
-    check_output_file(out, inputs, replace=options.overwrite_output)
+    goes_on = options.resume and _journal(out).exists()
+    check_output_file(out, inputs, replace=options.overwrite_output or goes_on)
 
 
 def _check_records(source: RowSource) -> None:
@@ -126,16 +145,57 @@ def _check_records(source: RowSource) -> None:
             ) from None
 
 
+def _journal(out: Path) -> Path:
+    """Where rows are kept until all are valued."""
+    return out.with_name(f".{out.name}.partial")
+
+
 # --- the work -------------------------------------------------------------------------------------
 
 
-def _valued(scorer: Scorer, corpus: Corpus, options: FilterOptions, count: int) -> list[_Judged]:
-    """All ``count`` rows that can be valued."""
-    tracker, found = Tracker("Valuing rows", count, not options.quiet), list[_Judged]()
-    left = (row.example for row in corpus.rows() if row.example is not None)
-    while some := list(islice(left, options.batch_size)):
-        found += _of_batch(scorer, some)
-        tracker.report(len(found))
+def _earlier(path: Path, settings: dict[str, Any], options: FilterOptions) -> list[_Judged]:
+    """Rows that an interrupted run has valued; from now on ``path`` holds them and the settings.
+
+    Raises:
+        ConfigError: an earlier run and no word on it, or one with other settings.
+    """
+    found = list[_Judged]()
+    if path.exists() and not options.overwrite_output:
+        if not options.resume:
+            raise ConfigError(
+                "an earlier run was interrupted here",
+                got=str(path),
+                remedy="--resume to go on with it, or --overwrite_output to begin anew",
+            )
+        head, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        same_settings(json.loads(head), settings)
+        # The last line of a process that was killed may be half a line.
+        found = [_Judged(**json.loads(line)) for line in lines if line.endswith("\n")]
+    write_jsonl(path, [settings, *map(vars, found)])
+    return found
+
+
+def _valued(
+    scorer: Scorer, corpus: Corpus, journal: Path, found: list[_Judged], options: FilterOptions,
+    count: int,
+) -> list[_Judged]:  # fmt: skip
+    """All ``count`` rows that can be valued, after those that were ``found`` in the journal."""
+    tracker = Tracker("Valuing rows", count, not options.quiet)
+    tracker.resume(len(found))
+    start = found[-1].row + 1 if found else 0
+    left = (row.example for row in corpus.rows(start) if row.example is not None)
+    try:
+        while some := list(islice(left, options.batch_size)):
+            valued = list(_of_batch(scorer, some))
+            with journal.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(vars(one)) + "\n" for one in valued)
+            found += valued
+            tracker.report(len(found))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"{len(found)} of {count} rows are valued and kept; the same command "
+            "with --resume goes on after them"
+        ) from None
     return found
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "BudgetOptions",
     "ColumnOptions",
     "CommandParser",
+    "EarlierOptions",
     "Kind",
     "LeftOutOptions",
     "ReadingOptions",
@@ -319,6 +320,14 @@ class LeftOutOptions:
         "prompt", "rows repeat each other where they share the prompt, or all of the conversation"
     )
     turns: Literal["all", "last"] = option("all", "which assistant turns are valued")
+
+
+@dataclass(kw_only=True)
+class EarlierOptions:
+    """What to do with an earlier run."""
+
+    resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
+    overwrite_output: bool = option(False, "replace what is there", either="earlier")
 
 
 @dataclass(kw_only=True)

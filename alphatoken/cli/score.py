@@ -9,6 +9,7 @@ from typing import Literal
 from alphatoken.cli.options import (
     PARAMETERS,
     BudgetOptions,
+    EarlierOptions,
     LeftOutOptions,
     ReadingOptions,
     RunningOptions,
@@ -103,14 +104,6 @@ class _Output:
 
 
 @dataclass(kw_only=True)
-class _Earlier:
-    """What to do with an earlier run."""
-
-    resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
-    overwrite_output: bool = option(False, "replace what is there", either="earlier")
-
-
-@dataclass(kw_only=True)
 class ScoreOptions(
     ModelOptions,
     _Rows,
@@ -123,7 +116,7 @@ class ScoreOptions(
     _Output,
     ResultOptions,
     EngineOptions,
-    _Earlier,
+    EarlierOptions,
     RunningOptions,
 ):
     """Everything that ``alphatoken score`` is told."""

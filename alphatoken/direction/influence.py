@@ -22,6 +22,7 @@ mu is ``damping`` times the mean of Lambda, of each linear by itself. For dampin
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +38,12 @@ from alphatoken.errors import FisherError
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.support.precision import full_precision, wide
 from alphatoken.support.progress import ProgressSink
+from alphatoken.support.storage import read_tensors, write_tensors
 
 __all__ = ["InfluenceFactors", "fit_influence"]
+
+_KIND = "alphatoken influence factors"
+_PARTS = ("left", "right", "eigenvalues")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +127,36 @@ class InfluenceFactors:
                 "some steps of training",
             )
         return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to one safetensors file, whole or not at all; :meth:`load` gives it back exactly.
+
+        Raises:
+            FisherError: the file could not be written; an old one stays as it was.
+        """
+        tensors = {f"{p}/{name}": t for p in _PARTS for name, t in getattr(self, p).items()}
+        described = {"kind": _KIND, "metadata": json.dumps(dict(self.metadata))}
+        write_tensors(path, tensors, described, error=FisherError)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> InfluenceFactors:
+        """Read what :meth:`save` wrote, onto the CPU.
+
+        Raises:
+            FisherError: no such file, truncated, altered, or of another kind.
+        """
+        tensors, described = read_tensors(path, error=FisherError)
+        if described.get("kind") != _KIND:
+            raise FisherError(
+                f"the file '{os.fspath(path)}' holds no influence factors",
+                got=f"kind {described.get('kind')!r}",
+                remedy="a file that InfluenceFactors.save wrote",
+            )
+        held: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+        for key, tensor in tensors.items():
+            part, _, name = key.partition("/")
+            held[part][name] = tensor
+        return cls(**held, metadata=json.loads(described["metadata"]))
 
 
 def fit_influence(

@@ -3,7 +3,8 @@
 A decoder of 260,032 parameters on two kinds of text, SmolLM2-135M-Instruct and Gemma 3 270M on
 grade-school mathematics. Needs the data ($ALPHATOKEN_DATA) and the models (``make models``,
 $ALPHATOKEN_MODELS). Writes docs/fidelity.json; ``python -m benchmarks`` writes the tables of the
-pages. ``--collect`` runs nothing and takes the figures of what is finished.
+pages. Interrupted, it goes on where it was with ``--resume``; ``--collect`` runs nothing and takes
+the figures of what is finished.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--work", type=Path, default=Path("build/diagnoses"))
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="where fidelity.json is")
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--collect", action="store_true", help="the runs that are there")
     options = parser.parse_args(words)
     try:
@@ -34,7 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
             subject, folder = SUBJECTS[key], options.work / key
             if not options.collect:
                 command = [sys.executable, "-m", "alphatoken.cli", *subject.words(folder)[1:]]
-                subprocess.run([*command, "--overwrite_output"], check=True)
+                resume = ["--resume"] if options.resume and folder.exists() else []
+                subprocess.run([*command, *resume], check=True)
             if (folder / "run.json").is_file():
                 figures = load(options.docs / "fidelity.json")
                 figures[key] = collect(subject, folder)

@@ -23,7 +23,7 @@ def collect(subject: Subject, folder: Path) -> dict[str, Any]:
         for entry in DIAGNOSTICS
         if Diagnosis.finished(folder / entry.name)
     }
-    seconds = [float(record["seconds"][name]) for name in done]
+    seconds = [float(record["diagnostics"][name]["seconds"]) for name in done]
     return {
         "name": subject.name,
         "said": subject.said,

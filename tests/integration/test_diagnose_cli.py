@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +31,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
 from alphatoken.fidelity.subject import Subject
+from alphatoken.support.storage import weights_digest
 from tests.integration import small_world
 from tests.integration.small_world import flags, saved_model, write_rows
 from tests.places import nightly
@@ -36,6 +43,7 @@ NAMES = (
     "estimators", "utility", "value-propagation", "fisher", "heatmap", "coverage", "drift",
     "sensitivity", "stability",
 )  # fmt: skip
+PATIENCE = 550
 
 
 # --- names and help -------------------------------------------------------------------------------
@@ -236,6 +244,9 @@ def make_world(folder: Path) -> World:
 def test_one_diagnosis_is_written_and_said(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
+    digest = weights_digest(AutoModelForCausalLM.from_pretrained(world / "model"))
     assert world.run("coverage", tmp_path / "out", "--draws", 20) == 0
     out = capsys.readouterr()
     found = Diagnosis.load(tmp_path / "out" / "coverage")
@@ -243,17 +254,28 @@ def test_one_diagnosis_is_written_and_said(
     assert f"report: {tmp_path / 'out' / 'report.html'}" in out.out
     assert found.question in out.out
     run = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert run["seconds"]["coverage"] > 0
+    assert run["diagnostics"]["coverage"]["options"]["draws"] == 20
+    assert run["diagnostics"]["coverage"]["seconds"] > 0
+    assert run["settings"]["model_sha256"] == digest
     page = (tmp_path / "out" / "report.html").read_text()
     assert found.question in page
     assert "--draws 20" in page
-    # Once more: refused.
+    # Once more: refused; with other settings: refused; the same: kept as it is, and added to.
+    first = (tmp_path / "out" / "coverage" / "diagnosis.json").stat().st_mtime_ns
     assert world.run("coverage", tmp_path / "out", "--draws", 20) == 2
     assert "earlier run" in capsys.readouterr().err
+    assert world.run("coverage", tmp_path / "out", "--resume", "--draws", 21) == 2
+    assert "coverage.draws: 20 then, 21 now" in capsys.readouterr().err
+    assert world.run("coverage", tmp_path / "out", "--resume", "--draws", 20, tokens=70) == 2
+    assert "tokens: 80 then, 70 now" in capsys.readouterr().err
+    assert world.run("coverage", tmp_path / "out", "--resume", "--draws", 20) == 0
+    assert "finished earlier" in capsys.readouterr().out
+    assert (tmp_path / "out" / "coverage" / "diagnosis.json").stat().st_mtime_ns == first
     (tmp_path / "out" / "mine.txt").touch()
     assert world.run("coverage", tmp_path / "out", "--overwrite_output", "--draws", 21) == 0
     assert (tmp_path / "out" / "mine.txt").exists()
-    assert "--draws 21" in (tmp_path / "out" / "report.html").read_text()
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["diagnostics"]["coverage"]["options"]["draws"] == 21
 
 
 def test_rows_are_kept_apart_and_counted(world: World, tmp_path: Path) -> None:
@@ -330,6 +352,7 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
         ("coverage", {"layers": "x"}, (), "--score_layers"),
         ("coverage", {"window": "x"}, (), "--window"),
         ("coverage", {"tokens": "0"}, (), "must be at least 1"),
+        ("coverage", {}, ("--resume", "--overwrite_output"), "not allowed with"),
         ("all", {}, ("--clusters", "5"), "unrecognized arguments"),
     ],
 )
@@ -368,6 +391,8 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
     (tmp_path / "old" / "run.json").write_text("{}")
     assert world.run("coverage", tmp_path / "old", model=missing) == 2
     assert "holds an earlier run" in capsys.readouterr().err
+    assert world.run("coverage", tmp_path / "old", "--resume") == 2
+    assert "the earlier run cannot be read" in capsys.readouterr().err
 
 
 def test_bad_models_and_rows_are_one_line(
@@ -410,6 +435,8 @@ def test_models_beside_the_one_before_are_laid_out_with_it(world: World, tmp_pat
     assert {r["model"] for r in found.table("drift-sets").records()} == {"same", "other"}
     assert all(r["relative_shift"] == 0.0 for r in found.table("drift-sets").records())
     assert "Before: the model given." in found.notes
+    settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
+    assert settings["beside_sha256, same"] == settings["model_sha256"]
 
 
 def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_path: Path) -> None:
@@ -473,3 +500,75 @@ def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) ->
     whole = Diagnosis.load(tmp_path / "whole" / "heatmap")
     assert whole.settings["tokens"] == Subject.tokens
     assert not any("stopped by the budget" in note for note in whole.notes)
+
+
+# --- interruption ---------------------------------------------------------------------------------
+
+SMALL = ("--budget", "0.001s")
+"""Of all nine the least."""
+
+
+def start(words: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "alphatoken.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def finished(out: Path) -> list[str]:
+    return [name for name in NAMES if Diagnosis.finished(out / name)]
+
+
+@pytest.mark.slow
+def test_all_killed_in_the_middle_is_resumed(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = world.words(ALL, out, *world.retention, *SMALL)
+    process, end = start(words), time.monotonic() + PATIENCE
+    try:
+        while len(finished(out)) < 2 and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    kept = {name: (out / name / "diagnosis.json").stat().st_mtime_ns for name in finished(out)}
+    assert 2 <= len(kept) < len(NAMES)
+    assert (out / "report.html").exists()
+    # What a killed process can leave: half a diagnosis.
+    half = out / next(name for name in NAMES if name not in kept)
+    half.mkdir(exist_ok=True)
+    (half / "half.csv").touch()
+    assert main([*words, "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert finished(out) == list(NAMES)
+    for name, when in kept.items():
+        assert (out / name / "diagnosis.json").stat().st_mtime_ns == when
+        assert f"{name} (finished earlier)" in said
+    assert not (half / "half.csv").exists()
+    page = html.unescape((out / "report.html").read_text())
+    assert all(entry.question in page for entry in DIAGNOSTICS)
+    assert "Not run yet." not in page
+    assert "Could not run" not in page
+
+
+@pytest.mark.slow
+@nightly
+def test_interrupt_says_how_to_go_on(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process, end = (
+        start(world.words(ALL, out, *world.retention, *SMALL)),
+        time.monotonic() + PATIENCE,
+    )
+    while not (out / "run.json").exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "diagnoses are finished and kept" in error
+    assert "--resume" in error
+    assert "Traceback" not in error

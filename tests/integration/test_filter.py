@@ -1,4 +1,4 @@
-"""``alphatoken filter``: values of rows beside the scorer's, verdicts, bad input."""
+"""``alphatoken filter``: values of rows beside the scorer's, verdicts, interruption, bad input."""
 
 from __future__ import annotations
 
@@ -112,6 +112,37 @@ def test_what_is_not_valued_says_why(world: World, tmp_path: Path) -> None:
     assert [row["verdict"] for row in lines(drawn)].count("held out") == 4
 
 
+def test_an_interrupted_run_goes_on_to_the_same(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert judged(world, whole) == 0
+    score, calls = Scorer.score, []
+
+    def interrupted(self: Scorer, batch: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return score(self, batch, **more)
+
+    monkeypatch.setattr(Scorer, "score", interrupted)
+    assert judged(world, out) == 130
+    assert "9 of 20 rows" in capsys.readouterr().err
+    journal = tmp_path / ".out.jsonl.partial"
+    with journal.open("a") as file:
+        file.write('{"row": 9, "val')  # killed while it wrote
+    assert not out.exists()
+    assert judged(world, out) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert judged(world, out, "--resume", layers=2) == 2
+    assert "differs in config" in capsys.readouterr().err
+    calls[:] = [1] * 4
+    assert judged(world, out, "--resume") == 0
+    assert len(calls) == 4 + 4  # four batches of three rows were left
+    assert out.read_bytes() == whole.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -169,3 +200,28 @@ def test_every_row_is_written_or_counted(
         f"9 rows: 6 valued, {verdicts.count('keep')} to keep; 1 cannot be read: not valued; "
         f"2 without a record: not written: {out}"
     )
+
+
+@pytest.mark.parametrize("what", ["validation", "fisher", "train"])
+def test_a_run_does_not_go_on_with_other_files(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from alphatoken import Scorer
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    out, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "score", interrupted)
+        assert judged(world, out) == 130
+    if what == "fisher":
+        changed: dict[str, Any] = {"fisher_file": None}
+    else:
+        rows = (world / f"{what}.jsonl").read_text().splitlines(keepends=True)
+        other.write_text("".join(rows[::-1]))
+        changed = {f"{what}_file": other}
+    capsys.readouterr()
+    assert judged(world, out, "--resume", **changed) == 2
+    assert f"differs in {what}" in capsys.readouterr().err

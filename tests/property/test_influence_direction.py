@@ -216,7 +216,7 @@ def test_the_certificate_solves_again(estimator: str) -> None:
     assert found.passed, str(found)
 
 
-# --- interrupted ---------------------------------------------------------------------------------
+# --- files ---------------------------------------------------------------------------------------
 
 
 def same(first: InfluenceFactors, second: InfluenceFactors) -> bool:
@@ -228,7 +228,7 @@ def same(first: InfluenceFactors, second: InfluenceFactors) -> bool:
 
 
 def test_an_interrupted_influence_fit_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """In either pass, and between the two."""
+    """In either pass, and between the two; and a file gives back what was fitted."""
     model, path = TURNED.case.model(), tmp_path / "sums.safetensors"
     whole = fitted(TURNED, model, 4)
     for stop, every in product(range(1, 9), (1, 3)):
@@ -239,6 +239,13 @@ def test_an_interrupted_influence_fit_goes_on_to_the_same_bits(tmp_path: Path) -
         assert path.exists() == (stop >= every)
         assert same(whole, fitted(TURNED, model, 4, checkpoint=path))
         path.unlink(missing_ok=True)
+    whole.save(path)
+    assert same(whole, InfluenceFactors.load(path))
+    with pytest.raises(FisherError, match="no Fisher that this version can read"):
+        FisherDrift.load(path)
+    fit_fisher(model, training_rows(TURNED), samples=1).save(path)
+    with pytest.raises(FisherError, match="holds no influence factors"):
+        InfluenceFactors.load(path)
 
 
 # --- refusals ------------------------------------------------------------------------------------

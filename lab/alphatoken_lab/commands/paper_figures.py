@@ -55,7 +55,7 @@ def words_of(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[st
 
     words = [asked.name, "--model_name_or_path", model(asked.model), "--output_dir", str(out)]
     words += ["--train_file", str(rows / "train.jsonl")]
-    words += ["--validation_file", str(rows / "validation.jsonl"), "--overwrite_output"]
+    words += ["--validation_file", str(rows / "validation.jsonl"), "--resume"]
     words += ["--budget", work.options.budget]
     if asked.reference is not None:
         words += ["--reference", model(asked.reference)]
