@@ -12,6 +12,7 @@ import torch
 from alphatoken.corpus.options import ModelOptions
 from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.errors import ModelError
+from alphatoken.report import read_values
 from alphatoken.train.loading import load_causal_model
 from tests.both_programs import main
 
@@ -86,10 +87,10 @@ def test_values_and_merged_folders_are_of_the_adapter_s_template(tmp_path: Path)
     data, out = rows(tmp_path), tmp_path / "values"
     words = ["score", "--model_name_or_path", str(base), "--adapter", str(lora), "--quiet",
              "--train_file", data, "--validation_rows", "2", "--output_dir", str(out),
-             "--no_report", "--format", "jsonl"]  # fmt: skip
+             "--no_report"]  # fmt: skip
     assert main(words) == 0
-    first = json.loads(next((out / "values").glob("*.jsonl")).read_text().splitlines()[0])
-    assert "<assistant> <assistant>" in make_tokenizer().decode(first["input_ids"])
+    first = next(read_values(out / "values"))
+    assert "<assistant> <assistant>" in make_tokenizer().decode(first.ids)
     merged = tmp_path / "merged"
     words = ["merge", "--before", str(base), "--adapter", str(lora), "--alpha", "0.5"]
     assert main([*words, "--output_dir", str(merged)]) == 0

@@ -34,6 +34,7 @@ def plain(folder: Path, rows: int = 48, **more: Any) -> SFTTrainer:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "compile": ({"torch_compile": True}, "compile"),
     "Liger": ({"use_liger_kernel": True}, "Liger kernels"),
     "offloading": ({"activation_offloading": True}, "offloaded activations"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),

@@ -26,7 +26,7 @@ ROWS = [
     {"prompt": "ab", "response": "\nba"},
     {"prompt": "a\n", "response": "\n"},
     {"system": "b", "instruction": "a", "input": "b\n", "output": "\nab"},
-    {"history": [["a", "\nb"]], "question": "b", "answer": "\na"},
+    {"question": "b", "answer": "\na"},
     {"prompt": SAID[:1], "completion": [{"role": "assistant", "content": "\nab"}]},
     {"messages": SAID},
     {"text": "ab\n\nba"},
