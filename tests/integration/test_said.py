@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.standings.values import ONE_STEP
 from tests.both_programs import main
 from tests.page_numbers import ROOT, value_of
 
@@ -78,6 +79,24 @@ def test_the_first_lines_promise_an_infinitely_small_step_and_no_other(page: str
     steps: Any = json.loads((ROOT / "docs/fidelity.json").read_text())
     for model in ("smollm2", "gemma3"):  # as long as this holds, that is what has to be said
         assert steps[model]["facts"]["step"]["exact, all parameters, full P"][1] < 0
+
+
+def test_the_standings_say_what_was_measured() -> None:
+    """Sentences of README, docs/standings.md and the log about the small decoder."""
+    runs = json.loads((ROOT / "docs/standings.json").read_text())["runs"]["small"]["words"]
+    values: dict[str, Any] = runs["values"]
+    for name in ONE_STEP:  # none of them predicts a run
+        _, low, high = values[name]["lds"]["tokens"]
+        assert low < 0 < high, name
+    above = [name for name, one in values.items() if any(one["above"].values())]
+    assert above == ["run value"]
+    assert all(values["run value"]["above"].values())
+    worst = {name for name, one in values.items() if one["drops"]["worst 0.2"] < 0}
+    assert worst == {"walk of 24 steps", "ledger of the run", "run value"}
+    best = {n: one["drops"]["best 0.2"] for n, one in values.items()}
+    told = {name for name in best if name not in ("entropy", "random")}
+    assert min(told, key=best.__getitem__) == "ledger of the run"
+    assert max(best["entropy"], best["random"]) < 10 < best["ledger of the run"]
 
 
 # --- what a newcomer runs ------------------------------------------------------------------------
