@@ -119,8 +119,7 @@ def test_the_label_pass_is_exact_and_more_layers_bring_it_closer_to_the_whole() 
     assert 0 < layers["alphatoken", 3]["spearman"] < layers["label", 3]["spearman"]
 
 
-def test_loss_finds_noise_in_the_models_own_text_and_the_verdict_is_of_the_users_setting() -> None:
-    assert records("estimators", "noise", "score")["loss, high"]["auc"] > 0.8
+def test_the_verdict_is_of_the_users_setting() -> None:
     said = diagnosed("estimators").conclusion
     assert said.startswith("Your setting, alphatoken, K=3, W=32, ranks tokens at ")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer
 
-from alphatoken.errors import ConfigError, InputError
+from alphatoken.errors import ConfigError, InputError, ModelError
 from alphatoken.model.batch import label_mask
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.micro_batch import Carried
@@ -200,7 +200,7 @@ def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
         ({"policy": "confpo", "policy_options": {"loss": "ipo"}}, "base loss"),
         ({"policy": "confpo", "policy_options": {"threshold": 1}}, "these arguments"),
         ({"policy": "sepo"}, "needs a reference model"),
-        ({"policy": "sepo", "policy_options": {"oracle": "/nowhere"}}, "cannot be loaded"),
+        ({"policy": "sepo", "policy_options": {"oracle": "/nowhere"}}, "no such model folder"),
         ({"policy": "ti-dpo", "precompute_ref_log_probs": True}, "sum over a response"),
         ({"policy": "confpo", "beta": 0.3}, "a beta of its own"),
         ({"policy": "confpo", "loss_type": ["ipo"]}, "loss_type does not change"),
@@ -210,5 +210,5 @@ def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
 def test_what_cannot_be_honoured_is_refused(
     tmp_path: Path, more: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((ConfigError, InputError), match=message):
+    with pytest.raises((ConfigError, InputError, ModelError), match=message):
         trained(tmp_path, **more)

@@ -125,7 +125,8 @@ def second_model(
         dtype: of its weights, if it is loaded; None takes the trained model's.
 
     Raises:
-        ConfigError: there is none, it cannot be loaded, or it reads other tokens.
+        ConfigError: there is none, or it reads other tokens.
+        ModelError: it cannot be loaded.
     """
     if given is None:
         raise ConfigError(
@@ -137,5 +138,5 @@ def second_model(
     own = next(stage.model.parameters())
     if isinstance(given, nn.Module):
         return given.to(own.device).eval().requires_grad_(False)
-    wanted = str(own.dtype) if dtype is None else dtype
+    wanted = own.dtype if dtype is None else dtype
     return load_reference(given, device=own.device, dtype=wanted, tokenizer=stage.tokenizer)
