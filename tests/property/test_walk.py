@@ -16,7 +16,7 @@ from hypothesis.strategies import floats, integers
 from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, PreferenceBatch, Scorer, ScorerConfig
-from alphatoken.direction.walk import walk
+from alphatoken.direction.walk import WalkBuilder, walk
 from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError, UnsupportedError
 from alphatoken.oracle import composite, gradients
 from alphatoken.oracle import walk as oracle
@@ -31,6 +31,11 @@ SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied
 PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
 RATE, STEPS = 1e-2, 3
 SHORT = 1e-3  # of ways that a few nodes of a quadrature follow
+
+
+def walk_of(scorer: Scorer) -> WalkBuilder:
+    assert isinstance(scorer.builder, WalkBuilder)
+    return scorer.builder
 
 
 def config(**options: Any) -> ScorerConfig:
@@ -171,7 +176,7 @@ def test_one_short_step_is_the_label_value(setup: Setup) -> None:
     sgd = partial(torch.optim.SGD, lr=eta)
     made_of = scorer.builder.made_of
     end = walk(model, made_of.scored.parameters, made_of.gradient_of_step, 1, sgd)
-    scorer.builder.keep(end)
+    walk_of(scorer).keep(end)
     with quiet():
         values = scorer.score(setup.case.batch)
     # Curvature at a step of 1e-6, and the rounding of losses over it.
@@ -259,10 +264,10 @@ def test_over_groups_of_parameters_only_the_first_order_adds_up() -> None:
     scorer = Scorer(model, CASE.validation, config=config(walk_learning_rate=0.1))
     with quiet():
         whole = scorer.score(CASE.batch).total
-        end = dict(scorer.builder.end_weights())
+        end = dict(walk_of(scorer).end_weights())
     parts = torch.zeros_like(whole)
     for name in end:
-        scorer.builder.keep({name: end[name]})
+        walk_of(scorer).keep({name: end[name]})
         with quiet():
             parts += scorer.score(CASE.batch).total
     assert float((whole - parts).norm() / whole.norm()) > 1e-3
@@ -428,7 +433,7 @@ def test_weights_in_16_bits_walk_in_float32() -> None:
         model = llama(torch.bfloat16).to(dtype)
         scorer = Scorer(model, rows_of(1), config=config(walk_steps=40, walk_learning_rate=2e-5))
         with quiet():
-            ends[dtype] = scorer.builder.end_weights()
+            ends[dtype] = walk_of(scorer).end_weights()
     assert all(end.dtype == torch.bfloat16 for end in ends[torch.bfloat16].values())
     name = "model.layers.0.mlp.up_proj.weight"
     start = dict(llama(torch.bfloat16).named_parameters())[name].float()
@@ -499,9 +504,9 @@ def test_losses_that_are_not_finite_are_refused() -> None:
     model = CASE.model()
     scorer = Scorer(model, CASE.validation, config=config())
     with quiet():
-        end = dict(scorer.builder.end_weights())
+        end = dict(walk_of(scorer).end_weights())
     name = next(iter(end))
-    scorer.builder.keep({**end, name: torch.full_like(end[name], float("nan"))})
+    walk_of(scorer).keep({**end, name: torch.full_like(end[name], float("nan"))})
     with quiet(), pytest.raises(NumericalError, match="end of the walk"):
         scorer.score(CASE.batch)
 
