@@ -67,7 +67,8 @@ def summary(cells: Any) -> dict[str, Any]:
         "good": None if good is None or not good.any() else float(good.mean()),
         "plain": [loss(f"all, seed {seed}") for seed in (0, 1)],
         "ceiling": {
-            unit: rivals(losses[unit, 0][: count[1]], losses[unit, 1]) for unit in scale.units
+            unit: rivals(losses[unit, 0][: count[1]], losses[unit, 1]) if count[1] else None
+            for unit in scale.units
         },
         "spread": {str(share): found for share, found in spread.items()},
         "values": values,
@@ -111,7 +112,8 @@ def tables(kind: str, model: str, *tasks: str) -> str:
 
 def _lds(tasks: Mapping[str, Any]) -> str:
     columns = [(t, unit) for t, one in tasks.items() for unit in one["scale"]["units"]]
-    ceiling = [span(tasks[t]["ceiling"][unit]) for t, unit in columns]
+    repeated = [tasks[t]["ceiling"][unit] for t, unit in columns]
+    ceiling = ["–" if one is None else span(one) for one in repeated]
     rows = [
         (name, *(_marked(tasks[t]["values"][name], unit) for t, unit in columns))
         for name in next(iter(tasks.values()))["values"]
@@ -163,7 +165,8 @@ def _draw(models: Mapping[str, Any], path: Path) -> None:
                     y = place + 0.2 * (len(tasks) - 1 - 2 * at) / 2
                     axes.plot([low, high], [y, y], color=COLOURS[at], lw=1.5)
                     axes.plot([value], [y], "os^"[at], color=COLOURS[at], ms=4, label=task)
-                axes.axvline(one["ceiling"]["tokens"][0], color=COLOURS[at], lw=0.8, ls=":")
+                if one["ceiling"]["tokens"] is not None:
+                    axes.axvline(one["ceiling"]["tokens"][0], color=COLOURS[at], lw=0.8, ls=":")
             axes.axvline(0, color="black", lw=0.8, ls="--")
             axes.set_yticks(range(len(names)), list(reversed(names)))
             axes.set_title(MODELS[key].name, fontsize=9)

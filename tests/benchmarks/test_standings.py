@@ -139,6 +139,8 @@ def test_cells_are_kept_and_say_what_they_are(
     assert len(one["drops"]) == 2 * len(DROPS)
     assert len(found["ceiling"]["tokens"]) == 3
     assert found["good"] == 0.4
+    cells = Cells(tmp_path / "small" / "words", setting(), replace(scale, again=0))
+    assert set(summary(cells)["ceiling"].values()) == {None}
     assert (docs / "standings.svg").is_file()
     monkeypatch.setattr(page, "DOCS", docs)
     for words in (("lds", "small"), ("rows", "small"), ("drops", "small", "mixed")):
