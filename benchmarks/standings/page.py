@@ -170,9 +170,9 @@ def _draw(models: Mapping[str, Any], path: Path) -> None:
             axes.axvline(0, color="black", lw=0.8, ls="--")
             axes.set_yticks(range(len(names)), list(reversed(names)))
             axes.set_title(MODELS[key].name, fontsize=9)
-            axes.set_xlabel("LDS over tokens (dotted: the same run under another seed)")
-            by_task = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-            axes.legend(by_task.values(), by_task.keys(), loc="lower left")
+            axes.set_xlabel("LDS over tokens")
+        by_task = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+        figure.legend(by_task.values(), by_task.keys(), loc="outside lower center")
         save(figure, path)
 
 
