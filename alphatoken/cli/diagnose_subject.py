@@ -14,7 +14,7 @@ from torch import nn
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, SIZES, DiagnoseOptions
 from alphatoken.cli.reading import encoding, read_file, scorer_config
-from alphatoken.corpus.folder import examples_digest, file_digest
+from alphatoken.corpus.folder import examples_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
 from alphatoken.corpus.rows import encode_some
 from alphatoken.data import (
@@ -30,7 +30,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.subject import Subject
 from alphatoken.select.masks import keep_count
-from alphatoken.support.storage import weights_digest
+from alphatoken.support.storage import file_digest, weights_digest
 
 __all__ = [
     "Prepared",

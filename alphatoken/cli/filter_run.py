@@ -18,7 +18,6 @@ from alphatoken.cli.reading import job_spec
 from alphatoken.corpus.folder import (
     check_output_file,
     examples_digest,
-    file_digest,
     same_settings,
 )
 from alphatoken.corpus.job import prepare_rows
@@ -30,7 +29,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.select.confidence import select_harmless
 from alphatoken.select.masks import keep_count, response_values
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import replacing, weights_digest, write_jsonl
+from alphatoken.support.storage import file_digest, replacing, weights_digest, write_jsonl
 from alphatoken.values import standard_error
 
 __all__ = ["run"]

@@ -19,7 +19,6 @@ __all__ = [
     "check_output_file",
     "collected_warnings",
     "examples_digest",
-    "file_digest",
     "read_manifest",
     "refuse_foreign",
     "require_writable",
@@ -90,12 +89,6 @@ def examples_digest(examples: Sequence[Example]) -> str:
     for example in examples:
         digest.update(json.dumps([example.row.index, example.input_ids, example.labels]).encode())
     return digest.hexdigest()
-
-
-def file_digest(path: str | Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 from alphatoken import FisherDrift, Scorer
-from alphatoken.corpus.folder import examples_digest, file_digest, read_manifest
+from alphatoken.corpus.folder import examples_digest, read_manifest
 from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
 from alphatoken.corpus.spec import JobSpec, on_device
 from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys, read_rows
 from alphatoken.data.source import find_source, source_of
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import weights_digest, write_json
+from alphatoken.support.storage import file_digest, weights_digest, write_json
 
 __all__ = ["Job", "Prepared", "open_job", "prepare_job", "prepare_rows", "seal_job"]
 

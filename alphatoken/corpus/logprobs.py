@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from alphatoken.corpus.folder import file_digest, refuse_foreign, require_writable
+from alphatoken.corpus.folder import refuse_foreign, require_writable
 from alphatoken.corpus.results import keep_over_all
 from alphatoken.data import token_texts
 from alphatoken.errors import ConfigError, DataError, quoted
@@ -30,7 +30,7 @@ from alphatoken.report import ScoredExample, read_values, summarise, write_repor
 from alphatoken.report.examples import IGNORE
 from alphatoken.report.files import pyarrow_modules
 from alphatoken.select.masks import keep_count, select_top
-from alphatoken.support.storage import write_json
+from alphatoken.support.storage import file_digest, write_json
 from alphatoken.train.loading import load_tokenizer
 
 __all__ = ["LogprobSpec", "read_pair", "score_logprobs"]

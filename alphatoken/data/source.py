@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from alphatoken.data.reading import Reading, short
 from alphatoken.data.rows import Fields, Row, row_of
 from alphatoken.errors import ColumnsError, DataError
+from alphatoken.support.storage import file_digest
 
 __all__ = [
     "SUFFIXES",
@@ -257,9 +258,9 @@ def _file(path: Path) -> RowSource:
         with _parquet_file(path) as file:
             meta = file.metadata
             groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        return RowSource("parquet", str(path), sum(groups), _digest(path), stamp, groups)
+        return RowSource("parquet", str(path), sum(groups), file_digest(path), stamp, groups)
     if _is_one_document(path):
-        return RowSource("list", str(path), len(_items(path, stamp)), _digest(path), stamp)
+        return RowSource("list", str(path), len(_items(path, stamp)), file_digest(path), stamp)
     marks, rows, digest = _lines(path)
     return RowSource("lines", str(path), rows, digest, stamp, marks)
 
@@ -283,11 +284,6 @@ def _folder(path: Path) -> RowSource:
     digest = hashlib.sha256(" ".join(f"{p.rows} {p.sha256}" for p in parts).encode()).hexdigest()
     rows = sum(part.rows for part in parts)
     return RowSource("folder", str(path), rows, digest, _stamp(path), parts=parts)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from alphatoken.errors import AlphaTokenError, DataError
 
 __all__ = [
+    "file_digest",
     "flush",
     "read_json",
     "read_tensors",
@@ -109,6 +110,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_jsonl(path: str | os.PathLike[str], records: Iterable[object]) -> None:
     """Write one line of JSON a record, whole or not at all."""
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:

@@ -18,7 +18,7 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.model.scope import Scope
-from alphatoken.model.token_ids import require_rows
+from alphatoken.model.token_ids import embedding_rows, require_rows
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.layouts import SHARDED, check_layout, layout
 from alphatoken.train.policy import TokenPolicy
@@ -182,9 +182,35 @@ def check_tokens(rows: Any, model: Any, name: str) -> None:
     Raises:
         InputError: names the row.
     """
+    size = embedding_rows(model)
+    if size is None or _ids_within(rows, size):
+        return
     for number, row in enumerate(plain_rows(rows)):
         for column in _IDS & row.keys():
             require_rows(torch.as_tensor(row[column]), model, f"{name} row {number}")
+
+
+def _ids_within(rows: Any, size: int) -> bool:
+    """Whether all ids are seen to lie in ``[0, size)``: of rows in Arrow, by columns.
+
+    False says nothing: rows of another kind, or with a column of another type, are not looked at.
+    """
+    if plain_rows(rows) is not rows or not hasattr(rows, "with_format"):
+        return False
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for table in rows.with_format("arrow").iter(batch_size=1000):
+        for column in _IDS & set(table.column_names):
+            kind = table.schema.field(column).type
+            if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+                return False
+            if not pa.types.is_integer(kind.value_type):
+                return False
+            ends = pc.min_max(pc.list_flatten(table.column(column))).as_py()
+            if ends["min"] is not None and not 0 <= ends["min"] <= ends["max"] < size:
+                return False
+    return True
 
 
 # --- policies -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train.checks import check_tokens
 from tests.integration import tiny_training as tiny
 
 LONG = "what is the sum of these two numbers, if you please? "
@@ -73,6 +74,21 @@ def test_a_token_beyond_the_embedding_is_named_with_its_row(kind: str, tmp_path:
     model = tiny.model()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # the remedy
     trainer(kind, tmp_path, prompts, model=model, **own)
+
+
+@pytest.mark.parametrize("bad", [-1, 64])
+def test_rows_in_arrow_are_refused_as_they_are_one_by_one(bad: int) -> None:
+    """They are looked through by columns first, in whatever order and form they are."""
+    model = tiny.model()
+    model.resize_token_embeddings(64, mean_resizing=False)
+    right = Dataset.from_list([{"input_ids": ids} for ids in ([1], [], [2, 63])])
+    check_tokens(right, model, "training")
+    wrong = Dataset.from_list([{"input_ids": ids} for ids in ([1], [], [2, bad])])
+    forms = {2: wrong, 0: wrong.select([2, 0]), 1: wrong.with_format("torch").select([0, 2])}
+    for number, rows_of_a_form in forms.items():
+        with pytest.raises(InputError, match=f"training row {number} has no row") as caught:
+            check_tokens(rows_of_a_form, model, "training")
+        assert f"id {bad} at token 1" in caught.value.got
 
 
 def packed(folder: Path, prompts: list[str], strategy: str = "bfd") -> Any:

@@ -162,7 +162,7 @@ def _prepare_rows(work: Work) -> None:
     Raises:
         ConfigError: they are there, were made of others, and are to be trained on.
     """
-    from alphatoken.corpus.folder import file_digest
+    from alphatoken.support.storage import file_digest
     from alphatoken_lab.paper.rows import SOURCES, write_rows
 
     asked = {name: getattr(work.options, f"{name}_file") for name in SOURCES[work.family]}
