@@ -13,9 +13,9 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_207,
     "certificate": 1_301,
-    "cli": 3_584,
-    "corpus": 1_972,
-    "data": 2_306,
+    "cli": 3_583,
+    "corpus": 1_965,
+    "data": 2_302,
     "demo": 707,
     "direction": 4_119,
     "estimate": 2_560,
@@ -25,8 +25,8 @@ ROOMS = {
     "report": 1_318,
     "scoring": 988,
     "select": 568,
-    "support": 458,
-    "train": 9_337,
+    "support": 465,
+    "train": 9_363,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_650), ("tests", 55_385)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_640), ("tests", 55_401)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -8,7 +8,6 @@ the data as ``python -m benchmarks.frontier`` does.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,14 @@ import torch
 
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import replacing, write_json, write_text
+from alphatoken.support.storage import replacing, write_json
 from benchmarks.frontier.draws import MODELS
-from benchmarks.pages import DOCS
+from benchmarks.pages import DOCS, load
 from benchmarks.standings.facts import Exam, asked, facts, places, shared_words, taught
 from benchmarks.standings.page import summary, write_report
 from benchmarks.standings.runs import Numbers, Setting
 from benchmarks.standings.tasks import TASKS, Scale, setting_of
-from benchmarks.standings.values import VALUES
+from benchmarks.standings.values import OF_THE_RUN, VALUES
 from benchmarks.standings.yardsticks import DROPS, ENDS, drop, subset
 
 SCALES = {
@@ -53,7 +52,7 @@ SCALES = {
         again=0,
         units=("tokens",),
         drops=0,
-        without=frozenset({"ledger of the run", "run value"}),
+        without=frozenset(OF_THE_RUN),
     ),
 }
 
@@ -93,7 +92,7 @@ class Cells:
         path = self.folder / f"{cell.name}.json"
         if not path.is_file():
             found = self.setting.train(cell.weights(), cell.seed)
-            write_text(path, json.dumps(vars(found)) + "\n")
+            write_json(path, vars(found))
 
     def wanted(self) -> Iterator[Cell]:
         """All runs: of subsets under two seeds, of random drops, and of drops by each value."""
@@ -122,11 +121,7 @@ class Cells:
 
 def measure(options: argparse.Namespace, key: str, task: str) -> None:
     """All cells of a model and a task."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = MODELS[key].folder()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    setting = setting_of(task, model, AutoTokenizer.from_pretrained(folder), SCALES[key])
+    setting = setting_of(task, *_loaded(key), SCALES[key])
     cells = Cells(options.work / key / task, setting, SCALES[key])
     wanted = list(cells.wanted())
     tracker = Tracker(f"{MODELS[key].name}, {task}", len(cells.names) + len(wanted), True)
@@ -138,21 +133,17 @@ def measure(options: argparse.Namespace, key: str, task: str) -> None:
         tracker.note(cell.name)
         cells.run(cell)
         tracker.report(place)
-    write_text(cells.folder / "summary.json", json.dumps(summary(cells), indent=1) + "\n")
+    write_json(cells.folder / "summary.json", summary(cells))
 
 
 def question(options: argparse.Namespace, key: str) -> None:
     """Which rows each value brings up for questions about planted facts."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder, path = MODELS[key].folder(), options.work / key / "facts.json"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    known, exam = facts(), EXAMS[key]
+    model, tokenizer = _loaded(key)
+    path, known, exam = options.work / key / "facts.json", facts(), EXAMS[key]
     numbers = random.Random("questions").sample(range(len(known)), exam.questions)
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = load(path)
     own = taught(model, tokenizer, known, exam)
-    names = [name for name in VALUES if name not in ("ledger of the run", "run value")]
+    names = [name for name in VALUES if name not in OF_THE_RUN]
     tracker = Tracker(f"{MODELS[key].name}, facts", len(numbers), True)
     for place, number in enumerate(numbers, 1):
         if str(number) not in found:
@@ -161,6 +152,15 @@ def question(options: argparse.Namespace, key: str) -> None:
             found[str(number)] = {**lexical, **places(one, number, names)}
             write_json(path, found)
         tracker.report(place)
+
+
+def _loaded(key: str) -> tuple[Any, Any]:
+    """A model in float32, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = MODELS[key].folder()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
 def main(words: Sequence[str] | None = None) -> int:

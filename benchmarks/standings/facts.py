@@ -16,15 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.data import Example, Row
-from alphatoken.data.encode import EncodeOptions, encode_rows
-from alphatoken.data.rows import Turn
-from benchmarks.standings.runs import Setting
+from benchmarks.standings.runs import Setting, encoded
 from benchmarks.standings.values import VALUES
 
 __all__ = ["Exam", "Fact", "asked", "facts", "places", "shared_words", "taught"]
 
-PEOPLE = 40
+PEOPLE, LENGTH = 40, 96
 
 _SYLLABLES = ("ba", "do", "fe", "gi", "ku", "la", "mo", "ne", "pi", "ra", "so", "ta", "vi", "zu")
 _KINDS = {
@@ -69,17 +66,10 @@ def facts(seed: int = 0) -> list[Fact]:
     return found
 
 
-def _encoded(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> list[Example]:
-    rows = [
-        Row(i, f"fact {i}", (Turn("user", asked), Turn("assistant", said)))
-        for i, (asked, said) in enumerate(pairs)
-    ]
-    return list(encode_rows(rows, tokenizer, EncodeOptions(max_length=96, chat_template=False))[0])
-
-
 def taught(model: Any, tokenizer: Any, known: Sequence[Fact], exam: Exam) -> Setting:
     """The setting of the 200 rows, and of a model that was trained on them."""
-    rows = _encoded([(f"Who is {f.person}?", f.sentence) for f in known], tokenizer)
+    pairs = [(f"Who is {f.person}?", f.sentence) for f in known]
+    rows = encoded(pairs, tokenizer, max_length=LENGTH)
     own = Setting(copy.deepcopy(model), rows, rows[:1], rows[:1], exam.steps, 8, exam.rate)
     own.stepped(own.model.train(), own.order(0), own.rates())
     return own
@@ -87,15 +77,13 @@ def taught(model: Any, tokenizer: Any, known: Sequence[Fact], exam: Exam) -> Set
 
 def asked(own: Setting, tokenizer: Any, fact: Fact) -> Setting:
     """J is the loss of the answer to this question."""
-    return replace(own, validation=_encoded([(fact.question, fact.answer)], tokenizer))
+    pair = fact.question, fact.answer
+    return replace(own, validation=encoded([pair], tokenizer, max_length=LENGTH))
 
 
 def places(own: Setting, number: int, names: Sequence[str]) -> dict[str, int]:
     """Place, from 1, to which each value brings up this row by the sum of its tokens' values."""
-    found = {}
-    for name in names:
-        found[name] = _place(np.bincount(own.row_of, VALUES[name](own)), number)
-    return found
+    return {name: _place(np.bincount(own.row_of, VALUES[name](own)), number) for name in names}
 
 
 def shared_words(known: Sequence[Fact], number: int) -> int:

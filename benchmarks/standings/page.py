@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -27,8 +26,7 @@ def summary(cells: Any) -> dict[str, Any]:
     scale = cells.scale
 
     def loss(name: str) -> float:
-        found = json.loads((cells.folder / f"{name}.json").read_text(encoding="utf-8"))
-        return float(found["validation"])
+        return float(load(cells.folder / f"{name}.json")["validation"])
 
     count = {0: scale.subsets, 1: scale.again}
     losses = {
@@ -116,7 +114,7 @@ def _lds(tasks: Mapping[str, Any]) -> str:
     ceiling = ["–" if one is None else span(one) for one in repeated]
     rows = [
         (name, *(_marked(tasks[t]["values"][name], unit) for t, unit in columns))
-        for name in next(iter(tasks.values()))["values"]
+        for name in _named(tasks)
     ]
     head = ("value", *(f"{t}: {unit}" for t, unit in columns))
     return table(head, [*rows, ("*the same run under another seed*", *ceiling)])
@@ -131,7 +129,7 @@ def _rows(tasks: Mapping[str, Any]) -> str:
     shown = [t for t, one in tasks.items() if one["good"] not in (None, 1.0)]
     rows = [
         (name, *(number(tasks[t]["values"][name]["precision"]) for t in shown))
-        for name in next(iter(tasks.values()))["values"]
+        for name in _named(tasks)
     ]
     return table(("value", *(f"{t} (chance {tasks[t]['good']:.2f})" for t in shown)), rows)
 

@@ -8,7 +8,7 @@ whether or not they are trained on: a token that is left out has weight 0, and c
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.data import Example, collate
+from alphatoken.data import EncodeOptions, Example, Row, Turn, batches, collate, encode_rows
 from alphatoken.model.batch import token_losses
 from alphatoken.oracle.evaluate import batch_mask
 from alphatoken.oracle.run import Run
 
-__all__ = ["Numbers", "Setting", "Trained", "forward_of", "losses_of"]
+__all__ = ["Numbers", "Setting", "Trained", "encoded", "forward_of", "losses_of"]
 
 Numbers = NDArray[np.float64]
 """One number for each response token of the training rows, row by row."""
@@ -102,7 +102,9 @@ class Setting:
 
     def of_batch(self, rows: Sequence[int], numbers: Numbers) -> Tensor:
         """Numbers of these rows' tokens, (b, t)."""
-        chosen = batch_mask(self.batch(rows))
+        return self._placed(batch_mask(self.batch(rows)), rows, numbers)
+
+    def _placed(self, chosen: Tensor, rows: Sequence[int], numbers: Numbers) -> Tensor:
         found = torch.zeros(chosen.shape)
         picked = np.concatenate([numbers[self.row_of == r] for r in rows])
         found[chosen] = torch.as_tensor(picked, dtype=found.dtype)
@@ -131,7 +133,7 @@ class Setting:
 
     def validations(self) -> list[dict[str, Tensor]]:
         """Validation batches."""
-        return [collate(self.validation[i : i + 16]) for i in range(0, len(self.validation), 16)]
+        return list(batches(self.validation, 16))
 
     def stepped(
         self,
@@ -148,11 +150,12 @@ class Setting:
             for group in stepper.param_groups:
                 group["lr"] = rate
             batch = self.batch(rows)
-            w = 1.0 if weights is None else self.of_batch(rows, weights)
+            chosen = batch_mask(batch)
+            w = 1.0 if weights is None else self._placed(chosen, rows, weights)
             stepper.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
                 losses = losses_of(model, batch)
-            ((w * losses).sum() / batch_mask(batch).sum()).backward()
+            ((w * losses).sum() / chosen.sum()).backward()
             stepper.step()
         return stepper
 
@@ -161,6 +164,15 @@ class Setting:
         model = copy.deepcopy(self.model).train()
         self.stepped(model, self.order(seed), self.rates(), weights)
         return Trained(_mean(model, self.validation), _mean(model, self.target))
+
+
+def encoded(pairs: Iterable[tuple[str, str]], tokenizer: Any, **how: Any) -> list[Example]:
+    """Prompts and responses as tokens, without a chat template; ``how`` as of EncodeOptions."""
+    rows = [
+        Row(i, f"row {i}", (Turn("user", asked), Turn("assistant", said)))
+        for i, (asked, said) in enumerate(pairs)
+    ]
+    return encode_rows(rows, tokenizer, EncodeOptions(chat_template=False, **how))[0]
 
 
 def losses_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -173,7 +185,5 @@ def losses_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def _mean(model: Any, rows: Sequence[Example]) -> float:
     """Mean token loss of rows."""
     model.eval()
-    total = sum(
-        float(losses_of(model, collate(rows[i : i + 16])).sum()) for i in range(0, len(rows), 16)
-    )
+    total = sum(float(losses_of(model, batch).sum()) for batch in batches(rows, 16))
     return total / sum(row.response_tokens for row in rows)

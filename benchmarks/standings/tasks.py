@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.data import Example, Row
-from alphatoken.data.encode import EncodeOptions, encode_rows
-from alphatoken.data.rows import Turn
+from alphatoken.data import Example
 from alphatoken.data.stdlib import code_rows
 from benchmarks.selection.rows import exchanged, mathematics, programs, replaced
-from benchmarks.standings.runs import Setting
+from benchmarks.standings.runs import Setting, encoded
 from benchmarks.standings.yardsticks import UNITS
 
 __all__ = ["TASKS", "Scale", "setting_of"]
@@ -129,16 +127,9 @@ def setting_of(task: str, model: Any, tokenizer: Any, scale: Scale, seed: int = 
 
 
 def _encoded(texts: Texts, tokenizer: Any, scale: Scale, count: int) -> Sequence[Example]:
-    rows = [
-        Row(
-            i,
-            str(i),
-            (Turn("user", one["prompt"][-scale.letters :]), Turn("assistant", one["response"])),
-        )
-        for i, one in enumerate(texts)
-    ]
-    options = EncodeOptions(max_length=scale.length, on_empty="skip", chat_template=False)
-    found = [e for e in encode_rows(rows, tokenizer, options)[0] if e.response_tokens >= 16]
+    pairs = [(one["prompt"][-scale.letters :], one["response"]) for one in texts]
+    made = encoded(pairs, tokenizer, max_length=scale.length, on_empty="skip")
+    found = [example for example in made if example.response_tokens >= 16]
     if len(found) < count:
         raise RuntimeError(f"{len(found)} of {count} rows fit")
     return found[:count]

@@ -19,7 +19,7 @@ from alphatoken import Scorer, ScorerConfig, fit_influence
 from alphatoken.oracle.run import ledger_values, run_values
 from benchmarks.standings.runs import Numbers, Setting, forward_of, losses_of
 
-__all__ = ["ONE_STEP", "VALUES"]
+__all__ = ["OF_THE_RUN", "ONE_STEP", "VALUES"]
 
 WARM = 8
 """Steps of training before Adam's own step is read: without them it has no second moments."""
@@ -107,6 +107,9 @@ VALUES: dict[str, Callable[[Setting], Numbers]] = {
     "ledger of the run": partial(_run, of=ledger_values),
     "run value": partial(_run, of=run_values),
 }
+
+OF_THE_RUN = ("ledger of the run", "run value")
+"""They go through the whole run."""
 
 ONE_STEP = (
     *("alphatoken, last 3", "alphatoken, all linears", "direct, all linears", "path, all linears"),
