@@ -1,7 +1,7 @@
 """``python -m benchmarks``: tables of docs and README written anew, from what is measured.
 
-``python -m benchmarks.run`` measures the targets; frontier, selection, comparison, diagnoses, paper
-and gpu are commands of their own (``python -m benchmarks.frontier``).
+``python -m benchmarks.run`` measures the targets; frontier, selection, standings, diagnoses,
+paper and gpu are commands of their own (``python -m benchmarks.frontier``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from alphatoken.support.storage import write_text
-from benchmarks.comparison import page as comparison
 from benchmarks.diagnoses import page as diagnoses
 from benchmarks.frontier import page as frontier
 from benchmarks.gpu import page as gpu
@@ -28,8 +27,6 @@ WRITERS: dict[str, Writer] = {
     "peers": peers.tables,
     "selection": selection.tables,
     "standings": standings.tables,
-    "comparison": comparison.comparison,
-    "results": comparison.results,
     "gpu": gpu.tables,
     "paper": paper.tables,
     **diagnoses.WRITERS,

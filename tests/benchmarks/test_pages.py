@@ -9,7 +9,6 @@ import pytest
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
 from benchmarks.__main__ import WRITERS, pages
-from benchmarks.comparison.page import _beside
 from benchmarks.diagnoses.facts import FACTS, cell
 from benchmarks.diagnoses.subjects import SUBJECTS
 from benchmarks.pages import DOCS, filled, load
@@ -39,17 +38,6 @@ def test_a_difference_is_bold_by_three_seeds_only() -> None:
     assert selection._gap(None) == "–"
     entry = {"against": {"target": {"random": None, "dpo": sure}}}
     assert selection._beside_plain(entry, "target") == "**-0.500 [-0.600, -0.400]**"
-
-
-def test_a_mean_difference_has_the_half_width_of_its_t_interval() -> None:
-    base = [{"seed": seed, "loss": 1.0} for seed in (0, 1, 2)]
-    runs = [{"seed": seed, "loss": 1.0 + gap} for seed, gap in enumerate((0.1, 0.2, 0.3))]
-    # 4.303 standard errors of 0.1 / sqrt(3).
-    assert _beside(runs, base, "loss") == "+0.20 ± 0.25"
-    assert _beside(runs[:1], base, "loss") == "+0.10"
-    close = [{"seed": seed, "loss": 1.2 + gap} for seed, gap in enumerate((0.0, 0.01, 0.02))]
-    assert _beside(close, base, "loss") == "**+0.21 ± 0.02**"
-    assert _beside(runs, [], "loss") == "–"
 
 
 # --- diagnoses -----------------------------------------------------------------------------------
