@@ -202,21 +202,25 @@ def _compared(scorer: Scorer, found: Tensor, estimator: str, derivative: str | N
 _HEAD = """\
 # Which architectures work
 
-Tiny models of transformers {version} with random weights, two layers each, float32, on two rows of ten tokens without padding.
-*exact*: every value equals one backward a token, to {tolerance:.0e} of its absolute terms
-({differences:.0e} where label values are taken by finite differences, as over every parameter); *of the rest*: matrices that no linear covers
-(experts, routers) were left out by `uncovered="skip"`. *yes*: values are returned, after the proofs that run on each model;
-`alphatoken` approximates, so that no oracle has its numbers. A number stands for the refusal below the table.
+This page lists the kinds of models of transformers {version} that each [estimator](estimators.md) can value. Each kind was tried as a
+tiny model with random weights: two layers, float32, two rows of ten tokens without padding. Kinds with the same outcome share a row.
 
-*its own loss*: what the model averages where it is given `labels`. Values are of the next token's loss; a model whose own loss is of the
-*same token* (it wants labels that were shifted before) trains on something else in a loop that calls `model(**batch).loss`. *other*: with
-terms of routers, or of a scale of its own.
+| cell | meaning |
+|---|---|
+| exact | every value equals per-token autograd, to {tolerance:.0e} of its absolute terms ({differences:.0e} for label values by finite differences) |
+| yes | values are returned, and the checks that run on each model pass; there is no oracle for them here (`alphatoken` approximates) |
+| of the rest | `uncovered="skip"` left out matrices that no linear covers, such as experts and routers |
+| a number | the estimator refuses the model with the message below the table |
 
-Kinds of BERT's family are built with `is_decoder=True`: without it every estimator refuses them ("this model looks ahead"). Encoder-decoders
-are refused by name.
+Here `label` scores the linears of all layers, and *label, all* every parameter.
 
-`label` is over the linears of all layers, *label, all* over every parameter. What an attention kernel, a wrapper or a quantised weight
-changes is not seen here, nor is anything said of real weights: the proofs at first use look at those.
+*Its own loss* says which tokens the model's loss averages when it is given `labels`. A model with *same token* wants labels that were
+shifted before; `model(**batch).loss` with unshifted labels would train it on something else than what is valued. *Other* adds terms of
+routers, or a scale.
+
+Kinds of BERT's family are built with `is_decoder=True`; without it every estimator refuses them ("this model looks ahead").
+Encoder-decoders are refused by name. Attention kernels, wrappers, quantised and real weights were not tried; the checks at first
+use cover those.
 
 <!-- Written by python -m tests.architectures_page from architectures.json; do not edit by hand -->
 
@@ -227,17 +231,22 @@ def page(data: Mapping[str, Any]) -> str:
     """The page that these data make."""
     kinds: dict[str, dict[str, str]] = data["kinds"]
     reasons: dict[str, int] = {}
-    lines = [
-        "| kind | " + " | ".join([*ESTIMATORS, _LOSS]) + " |",
-        "|---" * (2 + len(ESTIMATORS)) + "|",
-    ]
+    groups: dict[tuple[str, ...], list[str]] = {}
     for kind, found in sorted(kinds.items()):
         cells = []
         for name in ESTIMATORS:
             said = found[name].replace(f"'{name.partition(',')[0]}'", "this estimator")
             short = said.startswith(("exact", "yes"))
             cells.append(said if short else str(reasons.setdefault(said, len(reasons) + 1)))
-        lines.append(f"| {kind} | " + " | ".join([*cells, found[_LOSS]]) + " |")
+        groups.setdefault((*cells, found[_LOSS]), []).append(kind)
+    lines = [
+        "| " + " | ".join([*ESTIMATORS, _LOSS, "kinds"]) + " |",
+        "|---" * (2 + len(ESTIMATORS)) + "|",
+        *(
+            f"| {' | '.join(cells)} | {', '.join(alike)} |"
+            for cells, alike in sorted(groups.items(), key=lambda one: -len(one[1]))
+        ),
+    ]
     head = _HEAD.format(version=data["transformers"], tolerance=TOLERANCE, differences=DIFFERENCES)
     notes = [f"{number}. {said}" for said, number in reasons.items()]
     return head + "\n".join([*lines, "", *notes]) + "\n"
