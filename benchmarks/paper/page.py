@@ -61,7 +61,7 @@ def _head(column: Column) -> str:
 
 
 def _theirs(exhibit: Exhibit) -> dict[str, Mapping[str, str]]:
-    """Head -> row -> what is printed."""
+    """Head -> row -> the printed mean, without its deviation."""
     found: dict[str, dict[str, str]] = {}
     same = len({group.methods for group in exhibit.groups}) == 1
     for group in exhibit.groups:
@@ -72,7 +72,7 @@ def _theirs(exhibit: Exhibit) -> dict[str, Mapping[str, str]]:
             head = f"{place}{_head(column)}"
             for line in group.lines:
                 if line.printed:
-                    found.setdefault(head, {})[line.name] = line.printed[i]
+                    found.setdefault(head, {})[line.name] = line.printed[i].split(" ±")[0]
     return dict(found)
 
 
