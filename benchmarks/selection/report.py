@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.report.drawing import COLOURS, canvas, save
+from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, canvas, save
 from alphatoken.support.storage import write_json
 from alphatoken_lab.compare.folder import GridFolder
 from alphatoken_lab.compare.grid import Cell, Grid, all_cells
@@ -23,7 +23,7 @@ from benchmarks.selection.hypotheses import effects
 from benchmarks.selection.paired import Difference, Each, difference
 from benchmarks.selection.store import RESULTS, synchronised, to_read
 
-__all__ = ["MODELS", "in_nats", "write_report"]
+__all__ = ["MODELS", "in_nats", "over_steps", "write_report"]
 
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
@@ -80,7 +80,9 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
             },
             "options": [asdict(one) for one in effects(losses)],
         }
-        if "-draw" not in name:
+        if name == "long":
+            draw_over_steps(over_steps(tasks), docs / "selection-steps.svg")
+        elif "-draw" not in name:
             drawn |= {f"{model}: {task}": entries for task, entries in tasks.items()}
         finding = RESULTS / f"finding-{name}.json"
         if finding.exists():
@@ -198,6 +200,15 @@ NAMES = dict.fromkeys(("after-validation", "validation-first"), "clean rows firs
 NAMES["on-validation"] = "clean rows alone"
 """What the picture says in place of a method's name: two ways of one method are one."""
 
+LASTING = {
+    "oracle": "the right words",
+    "walk-renewed": "walk values, a new walk every 8 steps",
+    "validation-first": "clean rows first",
+    "full-step-all": "values along Adam's own step",
+    "alphatoken": "the paper's values",
+}
+"""Methods of the picture over steps, and what it calls them."""
+
 NONE = Difference(0.0, 0.0, 0.0, 0)
 
 
@@ -236,6 +247,51 @@ def draw(tasks: Mapping[str, Sequence[Entry]], path: Path) -> None:
             axes.set_ylim(-0.6, top - 0.4)
             axes.set_title(title, fontsize=9)
             axes.set_xlabel("target loss minus that of all tokens, nats")
+        save(figure, path)
+
+
+def over_steps(tasks: Mapping[str, Sequence[Entry]]) -> dict[str, dict[int, Difference]]:
+    """Method -> steps of the run -> target loss minus that of all tokens; of tasks words-STEPS."""
+    found: dict[str, dict[int, Difference]] = {}
+    for task, entries in tasks.items():
+        kind, _, steps = task.rpartition("-")
+        for entry in entries if kind == "words" else ():
+            gap = _beside_plain(entry)
+            if gap is not None and entry.method in LASTING:
+                found.setdefault(entry.method, {})[int(steps)] = gap
+    return found
+
+
+def draw_over_steps(gaps: Mapping[str, Mapping[int, Difference]], path: Path) -> None:
+    """What each method gains in runs of each length, a line a method."""
+    lengths = sorted({steps for line in gaps.values() for steps in line})
+    if len(lengths) < 2:
+        return
+    with canvas(6.4, 3.8) as figure:
+        axes = figure.subplots()
+        axes.axhline(0, color="black", lw=0.8, ls="--")
+        for at, (method, name) in enumerate(LASTING.items()):
+            line = sorted(gaps.get(method, {}).items())
+            away = 1 + 0.02 * (at - 2)  # so that intervals stand beside each other
+            axes.errorbar(
+                [steps * away for steps, _ in line],
+                [-gap.mean for _, gap in line],
+                yerr=[
+                    [gap.high - gap.mean for _, gap in line],
+                    [gap.mean - gap.low for _, gap in line],
+                ],
+                color=COLOURS[at],
+                marker=MARKERS[at],
+                ls=DASHES[at],
+                ms=5,
+                label=name,
+            )
+        axes.set_xscale("log")
+        axes.set_xticks(lengths, [str(steps) for steps in lengths])
+        axes.minorticks_off()
+        axes.set_xlabel("steps of the run")
+        axes.set_ylabel("nats below training on all tokens")
+        axes.legend(fontsize=8, frameon=False)
         save(figure, path)
 
 

@@ -14,6 +14,7 @@ from alphatoken_lab.commands.compare_grid import read_grid
 from alphatoken_lab.compare.folder import GridFolder
 from alphatoken_lab.compare.grid import Cell, all_cells
 from benchmarks.selection import report, store
+from benchmarks.selection.paired import Difference
 
 GRID = """
 about: two methods of a small grid
@@ -145,3 +146,18 @@ def test_the_figures_are_of_what_was_measured(places: Path) -> None:
     data = json.loads(report.write_report(folder.parent, docs).read_text())["grids"]["small"]
     assert data["tasks"] == {}
     assert (len(data["missing"]), data["cells"]) == (6, 11)
+
+
+def test_the_picture_over_steps_is_of_runs_on_wrong_words(tmp_path: Path) -> None:
+    def entry(method: str, gap: float) -> report.Entry:
+        against = {"target": {"standard": Difference(gap, gap - 0.1, gap + 0.1, 3)}}
+        return report.Entry(method, *[None] * 7, against=against)
+
+    long = [entry("walk-renewed", -0.2), entry("random", 0.1)]
+    tasks = {"words-16": [entry("walk-renewed", -0.1)], "words-400": long, "clean-400": long}
+    found = report.over_steps(tasks)
+    assert {m: {n: g.mean for n, g in line.items()} for m, line in found.items()} == {
+        "walk-renewed": {16: -0.1, 400: -0.2}
+    }
+    report.draw_over_steps(found, tmp_path / "steps.svg")
+    assert (tmp_path / "steps.svg").exists()
