@@ -32,7 +32,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, repr=False)
 class ScorerConfig:
-    """What to compute. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
+    """Options of the values. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
 
     Attributes:
         estimator: "alphatoken" (direct + Value-Propagation), "direct", "same_layer_hop", "path",
@@ -127,16 +127,16 @@ class ScorerConfig:
 
     @property
     def adapts(self) -> bool:
-        """Whether G is built."""
+        """True if G is built."""
         return self.objective != "stability"
 
     @property
     def captured(self) -> bool:
-        """Whether values are contracted with errors at the scored linears: all but label's are."""
+        """True if values are contracted with errors at the scored linears: all but label's are."""
         return self.estimator in CAPTURED
 
     def __repr__(self) -> str:
-        """What differs from the defaults.
+        """Text of the options that differ from the defaults.
 
         >>> ScorerConfig(), ScorerConfig("label", layers="all")
         (ScorerConfig(), ScorerConfig(estimator='label', layers='all'))

@@ -78,7 +78,7 @@ class AlphaTokenError(Exception):
 
 
 def _ended(sentence: str) -> str:
-    """With a full stop, where nothing ends it."""
+    """Text with a full stop, unless it ends with one."""
     return sentence if sentence.endswith(("?", "!", "...", ".")) else f"{sentence}."
 
 
@@ -119,7 +119,7 @@ class ColumnsError(DataError):
 
 
 def quoted(error: BaseException, width: int = 300) -> str:
-    """What another library raised, on one line, cut between words where it is long."""
+    """Message of another library on one line, cut between words if it is long."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", width, placeholder=" [...]")
 
 

@@ -52,7 +52,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What the user handed to a scorer, untouched: all that the certificate takes from one.
+    """The user's arguments to a scorer, unchanged: all that the certificate takes from one.
 
     Attributes:
         model: with its wrappers.
@@ -252,7 +252,7 @@ class Scorer:
 
     @property
     def config(self) -> ScorerConfig:
-        """The options."""
+        """The options of the scorer."""
         return self.given.config
 
     @property
@@ -262,7 +262,7 @@ class Scorer:
 
     @property
     def warn(self) -> bool:
-        """Whether the scorer warns, once, when one side of M decides the ranking alone."""
+        """True if the scorer warns, once, when one side of M decides the ranking alone."""
         return self.valuer.warn
 
     @warn.setter
@@ -271,12 +271,12 @@ class Scorer:
 
     @property
     def validation(self) -> Sequence[Any]:
-        """The validation batches."""
+        """The validation batches of the scorer."""
         return self.builder.made_of.validation
 
     @property
     def coverage(self) -> CoverageReport:
-        """What is in scope, and what was proved about it so far.
+        """The parameters in scope, and the proofs about them so far.
 
         Proofs run at the first use, on a few short rows; ``verify`` compares whole batches.
         """
@@ -506,5 +506,5 @@ class Scorer:
 
 
 def _shared(model: nn.Module, other: nn.Module) -> int:
-    """How many parameters two models have in common."""
+    """Number of parameters that two models have in common."""
     return len({id(p) for p in model.parameters()} & {id(p) for p in other.parameters()})

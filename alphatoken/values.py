@@ -1,4 +1,4 @@
-"""What the scorer returns: one value a token, and its components."""
+"""The scorer's results: one value a token, and its components."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class TokenValues:
 
 
 def standard_error(parts: Tensor, shares: Tensor) -> Tensor:
-    """As ``TokenValues.standard_error``, of parts (..., h) with shares (h,)."""
+    """Standard error as in ``TokenValues.standard_error``, of parts (..., h) with shares (h,)."""
     value = parts.sum(-1, keepdim=True)
     count = parts.shape[-1]
     # v(-b) - v, written so that equal batches give 0.

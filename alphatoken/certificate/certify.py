@@ -77,7 +77,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What ``Scorer.verify`` found.
+    """The result of ``Scorer.verify``.
 
     Attributes:
         estimator: its name.
@@ -124,7 +124,7 @@ class Certificate:
 
     @property
     def tolerance(self) -> float:
-        """What the model's arithmetic allows."""
+        """The relative error that the model's arithmetic allows."""
         return self.checks[0].tolerance
 
     def __str__(self) -> str:
@@ -262,7 +262,7 @@ def _ways(
     token_weights: Tensor | None,
     step_weights: Tensor | None,
 ) -> dict[str, TokenValues]:
-    """What the user gets, by every way to it."""
+    """Values that the user gets, by every way to them."""
     weights = {"token_weights": token_weights, "step_weights": step_weights}
     found = {
         "score": scorer.score(batch, components=True, **weights),

@@ -44,7 +44,7 @@ class Entry:
         return Entry(self.value + other.value, self.scale + other.scale, by)
 
     def times(self, factor: float) -> Entry:
-        """Scaled."""
+        """The entry, scaled by a factor."""
         by = {n: factor * v for n, v in self.by.items()}
         return Entry(factor * self.value, abs(factor) * self.scale, by)
 

@@ -1,4 +1,4 @@
-"""What a scorer must return, by the oracles, from what its user gave and nothing else.
+"""Values that a scorer must return, computed by oracles from the user's arguments alone.
 
 The scorer's scope, parameters, direction, labels and errors are not looked at. Model, validation,
 retention, optimizer, weights and configuration are taken as they were handed over.
@@ -39,7 +39,7 @@ _NOT_INPUTS = frozenset(
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's answer.
+    """The oracle's answer to one scorer.
 
     Attributes:
         mask: response tokens (b, t).
@@ -514,7 +514,7 @@ class Oracle:
 def _inner(
     gradients: Mapping[str, Tensor], side: Mapping[str, Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """By parameter: ``<g, M>`` and the sum of its absolute terms."""
+    """Inner product ``<g, M>`` by parameter, and the sum of its absolute terms."""
     found = {}
     for name, g in gradients.items():
         terms = g.double() * side[name]

@@ -1,4 +1,4 @@
-"""Which linear map a wrong value comes from: the scorer's own values, one parameter at a time.
+"""Search for the linear map of a wrong value: the scorer's own values, by parameter.
 
 Asked only when a value is off. These numbers decide nothing; they are taken from inside the scorer
 so that the certificate can name the place.

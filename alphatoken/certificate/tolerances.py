@@ -1,4 +1,4 @@
-"""How far right code may be from an oracle: one table, by the narrowest arithmetic on the way.
+"""Tolerances of right code against an oracle: one table, by the narrowest arithmetic in use.
 
 Every number is relative to the sum of the absolute terms of the entry that is compared (a token's
 component, a parameter's matrix), never to a value that may cancel.

@@ -1,4 +1,4 @@
-"""``python -m alphatoken.cli``."""
+"""Entry point of ``python -m alphatoken.cli``."""
 
 from __future__ import annotations
 

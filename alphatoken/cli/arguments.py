@@ -128,7 +128,7 @@ def _earlier_than_policy(recipes: Sequence[Recipe], words: Sequence[str]) -> set
 
 
 def _give_way(found: argparse.Namespace, training: Any, earlier: set[str]) -> tuple[str, ...]:
-    """What earlier recipes say to another policy gives way to one that is named after them.
+    """Reset options that earlier recipes set for another policy, if a later one is named.
 
     Returns:
         The options that were set back.
@@ -152,7 +152,7 @@ def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> N
 
 
 def _recipes(command: str, words: Sequence[str]) -> list[Recipe]:
-    """What ``--config`` names; of several recipes a later one goes before an earlier one."""
+    """Options of the recipes that ``--config`` names; later recipes override earlier ones."""
     recipes = recipes_of(words)
     for recipe in recipes:
         if recipe.command not in (None, command):

@@ -16,7 +16,7 @@ ALL = "all"
 
 
 def overview() -> str:
-    """What ``alphatoken diagnose --help`` says; no diagnostic is loaded for it."""
+    """Text of ``alphatoken diagnose --help``; no diagnostic is loaded for it."""
     width = max(len(entry.name) for entry in DIAGNOSTICS) + 2
     lines = [
         "How far can I trust the values on my own model? Each diagnostic answers one question:",

@@ -64,7 +64,7 @@ PROMPTS = 200
 
 @dataclass(kw_only=True)
 class _Subject:
-    """What to diagnose."""
+    """Options for the model and rows to diagnose."""
 
     reference: str | None = option(None, "the model before fine-tuning (default: the model is it)")
     beside: list[str] = option(
@@ -105,7 +105,7 @@ def _size(text: str, name: str) -> Any:
 
 @dataclass(kw_only=True)
 class _Work:
-    """How much work."""
+    """Options for the amount of work."""
 
     budget: str = option(
         "10m",
@@ -138,12 +138,12 @@ class DiagnoseOptions(
     EarlierOptions,
     RunningOptions,
 ):
-    """What all diagnostics share."""
+    """Options that all diagnostics share."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be run: diagnostics with their options, and what they share.
+    """The diagnostics to run with their options, and the options that they share.
 
     Attributes:
         entries: the diagnostics, in their order.

@@ -153,7 +153,7 @@ def _check_libraries() -> None:
 
 
 def _check_out(path: Path, options: DiagnoseOptions) -> None:
-    """See that the folder can be written, and holds nothing that would be mixed up."""
+    """Check that the folder can be written, and holds nothing that would be mixed up."""
     require_writable(path)
     path.mkdir(parents=True, exist_ok=True)
     refuse_foreign(

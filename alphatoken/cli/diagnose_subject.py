@@ -1,4 +1,4 @@
-"""From the command line of ``alphatoken diagnose`` to what is diagnosed."""
+"""Building of the subject of a diagnosis from a command line."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def beside_models(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_files(options: DiagnoseOptions) -> None:
-    """See that each file named is there, and each number has a meaning, before anything is loaded.
+    """Check that each named file exists and each number has a meaning, before loading anything.
 
     Raises:
         DataError: one is not. ConfigError: no validation rows at all, a bad number.
@@ -253,7 +253,7 @@ def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools
 def _drawn(
     rows: list[Row], most: int, seed: int, what: str, flag: str, notes: list[str]
 ) -> list[Row]:
-    """At most so many rows, drawn at random, in their own order; noted."""
+    """Draw at most so many rows at random, in their own order, with a note."""
     if len(rows) <= most:
         return rows
     chosen = sorted(random.Random(seed).sample(range(len(rows)), most))
@@ -305,7 +305,7 @@ def _require_same_shapes(model: nn.Module, other: nn.Module, flag: str) -> None:
 def _beside(
     model: nn.Module, options: DiagnoseOptions
 ) -> tuple[dict[str, Callable[[], nn.Module]], dict[str, str]]:
-    """How to get each other model, and what tells its weights; each is loaded once to see it."""
+    """Loaders of the other models, and digests of their weights; each is loaded once for this."""
     loads: dict[str, Callable[[], nn.Module]] = {}
     digests: dict[str, str] = {}
     for name, path in beside_models(options.beside).items():
@@ -318,7 +318,7 @@ def _beside(
 
 
 def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
-    """What the numbers depend on, by name; a resumed run must have the same."""
+    """Settings on which the numbers depend, by name; a resumed run must have the same."""
     settings = subject.settings()
     reference, fisher = subject.reference, options.fisher_file
     return {

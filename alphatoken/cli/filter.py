@@ -43,7 +43,7 @@ output
 
 @dataclass(kw_only=True)
 class _Rows:
-    """What to judge."""
+    """Options for rows to judge."""
 
     train_file: str = option(help="rows to judge")
     validation_file: str | None = option(
@@ -58,7 +58,7 @@ class _Rows:
 
 @dataclass(kw_only=True)
 class _Rule:
-    """How to judge."""
+    """Options for the judgement itself."""
 
     confidence: float = option(0.95, "drop a row only where its value is below zero so surely")
     ratio: float | None = option(

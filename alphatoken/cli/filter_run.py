@@ -105,7 +105,7 @@ def run(options: FilterOptions) -> None:
 
 
 def _check(options: FilterOptions, out: Path) -> None:
-    """What can be said before a model is loaded."""
+    """Check all that can be checked before a model is loaded."""
     if options.ratio is not None:
         keep_count(options.ratio, 1, name="--keep_ratio")
     if not 0.5 <= options.confidence < 1:
@@ -123,7 +123,7 @@ def _check(options: FilterOptions, out: Path) -> None:
 
 
 def _check_records(source: RowSource) -> None:
-    """See that every record can be written again, with our fields beside its own."""
+    """Check that every record can be written again, with our fields beside its own."""
     for one in source.read():
         record = {} if isinstance(one.record, DataError) else one.record
         taken = [name for name in FIELDS if name in record]
@@ -145,7 +145,7 @@ def _check_records(source: RowSource) -> None:
 
 
 def _journal(out: Path) -> Path:
-    """Where rows are kept until all are valued."""
+    """File that keeps rows until all are valued."""
     return out.with_name(f".{out.name}.partial")
 
 

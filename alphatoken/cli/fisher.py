@@ -27,7 +27,7 @@ usage: alphatoken fisher --model_name_or_path PATH --train_file FILE --output_fi
 
 @dataclass(kw_only=True)
 class _Fit:
-    """What to fit."""
+    """Options for the fit itself."""
 
     data: str = option(help="file with held-out prompts", flag="train_file")
     output_file: str = option(help="to write (safetensors)")

@@ -73,7 +73,7 @@ class Kind:
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
-        """Of a type."""
+        """Kind of option for a type."""
         origin, inside = typing.get_origin(hint), typing.get_args(hint)
         if origin in (typing.Union, types.UnionType) and inside[1:] == (types.NoneType,):
             return replace(cls.of(inside[0]), optional=True)
@@ -111,7 +111,7 @@ class Kind:
 
 
 def flag_of(one: Field[Any]) -> str:
-    """By which a field is given: its own name, or the one that all commands have for it."""
+    """Name of the flag of a field: its own, or the one that all commands have for it."""
     return str(one.metadata.get("flag", one.name))
 
 
@@ -260,7 +260,7 @@ _Estimator = Literal[
 
 @dataclass(kw_only=True)
 class ValuationOptions:
-    """How to value."""
+    """Options for valuing tokens."""
 
     estimator: _Estimator = option("alphatoken", "what the value of a token is")
     layers: str = option("3", LAYERS, flag="score_layers")
@@ -274,14 +274,14 @@ class ValuationOptions:
 
 @dataclass(kw_only=True)
 class BudgetOptions:
-    """How much to keep."""
+    """Options for keeping tokens."""
 
     ratio: float = option(0.5, "share of the response tokens to keep", flag="keep_ratio")
 
 
 @dataclass(kw_only=True)
 class ColumnOptions:
-    """Which columns are read."""
+    """Options for columns to read."""
 
     prompt_column: str | None = option(None, "column of the prompt")
     response_column: str | None = option(None, "column of the response")
@@ -291,7 +291,7 @@ class ColumnOptions:
 
 @dataclass(kw_only=True)
 class BadRowOptions:
-    """What to do with bad rows."""
+    """Options for bad rows."""
 
     on_bad_rows: Literal["error", "skip"] = option(
         "error", "rows that cannot be read or written as tokens: stop before any work, or name them"
@@ -300,7 +300,7 @@ class BadRowOptions:
 
 @dataclass(kw_only=True)
 class ReadingOptions(ColumnOptions, BadRowOptions):
-    """How to read the rows."""
+    """Options for reading the rows."""
 
     limit: int | None = option(None, "most rows that are read", least=1, flag="train_limit")
     max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
@@ -309,7 +309,7 @@ class ReadingOptions(ColumnOptions, BadRowOptions):
 
 @dataclass(kw_only=True)
 class LeftOutOptions:
-    """Which training rows are left out."""
+    """Options for leaving out training rows."""
 
     on_empty: Literal["error", "skip"] = option(
         "skip",
@@ -324,7 +324,7 @@ class LeftOutOptions:
 
 @dataclass(kw_only=True)
 class EarlierOptions:
-    """What to do with an earlier run."""
+    """Options for an earlier run."""
 
     resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
     overwrite_output: bool = option(False, "replace what is there", either="earlier")
@@ -332,7 +332,7 @@ class EarlierOptions:
 
 @dataclass(kw_only=True)
 class RunningOptions:
-    """How to run."""
+    """Options of the run itself."""
 
     batch_size: int = option(8, "rows of one forward", least=1, flag="per_device_train_batch_size")
     seed: int = option(0, "seed of every draw")

@@ -130,7 +130,7 @@ class Program:
 
 
 class _Notes(logging.Handler):
-    """What the library logs of the rows, as any other note of a command."""
+    """Handler that prints the library's log of the rows as notes of a command."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"note: {record.getMessage()}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the commands make of options that they share: a model, rows, and how rows become tokens."""
+"""Objects that commands build from shared options: a model, rows, and their encoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def unread_columns(options: Any) -> tuple[str, ...]:
 
 
 def _how(options: Any) -> EncodeOptions:
-    """How rows become tokens by the command line alone."""
+    """Encoding of rows by the command line alone."""
     rows = options if isinstance(options, LeftOutOptions) else LeftOutOptions()
     return EncodeOptions(
         max_length=options.max_length,
@@ -60,7 +60,7 @@ def _how(options: Any) -> EncodeOptions:
 
 
 def encoding(options: Any) -> EncodeOptions:
-    """How rows become tokens that the model takes; ``options`` are of a model, layers, reading.
+    """Options of the encoding of rows for the model; ``options`` are of a model, layers, reading.
 
     Raises:
         ConfigError, ModelError: as of :meth:`ModelOptions.within`.
@@ -71,7 +71,7 @@ def encoding(options: Any) -> EncodeOptions:
 
 
 def scorer_config(options: ValuationOptions, **more: Any) -> ScorerConfig:
-    """What to compute; ``more`` are options of the scorer that one command only has.
+    """Configuration of the scorer; ``more`` are options that only one command has.
 
     Raises:
         ConfigError: options without a meaning.

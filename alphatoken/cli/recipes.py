@@ -60,7 +60,7 @@ def packaged_recipes() -> Iterator[Recipe]:
 
 
 def is_packaged(name: str) -> bool:
-    """Whether a recipe or grid of this name comes with the package."""
+    """True if a recipe or grid of this name comes with the package."""
     packaged = _FOLDER / f"{name}.yaml"
     return packaged.parent == _FOLDER and packaged.is_file()
 
@@ -85,7 +85,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def recipes_of(words: Sequence[str]) -> list[Recipe]:
-    """What the ``--config`` options among the words of a command line name, in their order.
+    """Names that the ``--config`` options of a command line give, in their order.
 
     Raises:
         ConfigError: as of :func:`find_recipe`, or an option without its value.

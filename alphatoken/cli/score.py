@@ -54,7 +54,7 @@ output
 
 @dataclass(kw_only=True)
 class _Rows:
-    """What to value."""
+    """Options for rows to value."""
 
     train_file: str = option(help="rows to value")
     validation_file: str | None = option(
@@ -74,7 +74,7 @@ class _Rows:
 
 @dataclass(kw_only=True)
 class _Scope:
-    """Which tokens are ranked together."""
+    """Options for tokens ranked together."""
 
     scope: Literal["batch", "sequence", "dataset"] = option(
         "batch",
@@ -85,7 +85,7 @@ class _Scope:
 
 @dataclass(kw_only=True)
 class _Finer:
-    """How to value, further."""
+    """Further options for valuing tokens."""
 
     parameters: str = option(
         "linears",
@@ -96,7 +96,7 @@ class _Finer:
 
 @dataclass(kw_only=True)
 class _Output:
-    """How to write."""
+    """Options for writing the values."""
 
     shard_size: int | None = option(
         None, "rows of the data a file; default: 64 or more, for about a thousand files", least=1
@@ -124,7 +124,7 @@ class ScoreOptions(
 
 @dataclass(kw_only=True)
 class _Files:
-    """What to value: log-probabilities that another engine wrote."""
+    """Options for log-probabilities that another engine wrote."""
 
     logprobs: list[str] = option(help="two Parquet files: of the model before, and after the walk")
     model_name_or_path: str | None = option(None, "whose tokens they are: texts of the report")

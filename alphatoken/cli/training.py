@@ -1,4 +1,4 @@
-"""What ``alphatoken sft`` and ``alphatoken dpo`` share: help, checks, training, and resume."""
+"""Parts that ``alphatoken sft`` and ``dpo`` share: help, checks, training, and resuming."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BY_SLURM = "SLURM_STEP_NUM_TASKS"
 
 
 def require_libraries() -> None:
-    """See that the trainers' libraries are installed; switch their telemetry off.
+    """Check that the trainers' libraries are installed; switch their telemetry off.
 
     TRL reports each trainer that is made to the hub. Here it does so only if the user asks for it
     (``HF_HUB_DISABLE_TELEMETRY=0``).
@@ -173,7 +173,7 @@ def check_output(arguments: Any) -> None:
 
 
 def clear_output(arguments: Any) -> None:
-    """Under ``--overwrite_output``, remove the checkpoints of the run that was there."""
+    """Remove the checkpoints of an earlier run under ``--overwrite_output``."""
     if _first() and arguments.run.overwrite_output:
         for path in Path(arguments.training.output_dir).glob("checkpoint-*"):
             if path.is_dir():
@@ -181,12 +181,12 @@ def clear_output(arguments: Any) -> None:
 
 
 def _first() -> bool:
-    """Whether this is the first process."""
+    """True if this is the first process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check_launch(arguments: Any) -> None:
-    """See that the run has the processes that it is meant for, before anything is deleted.
+    """Check that the run has the processes that it is meant for, before anything is deleted.
 
     Raises:
         ConfigError: a layout that nobody has started, several GPUs for one process, or tasks of

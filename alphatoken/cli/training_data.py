@@ -1,4 +1,4 @@
-"""From the data arguments to the data sets of a run: read, held apart, checked, counted."""
+"""Data sets of a run from the data arguments: read, held apart, checked, counted."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_rows(arguments: Arguments) -> None:
 
 
 def _check_clean_rows(arguments: Arguments) -> None:
-    """See that policy "validation-first" has rows of its own and can train on them."""
+    """Check that policy "validation-first" has rows of its own and can train on them."""
     if arguments.training.policy != "validation-first":
         return
     if arguments.data.validation_file is None:
@@ -124,7 +124,7 @@ def _check_clean_rows(arguments: Arguments) -> None:
 
 
 def _check_fisher(arguments: Arguments) -> None:
-    """See that a Fisher, or rows for one, is read by the run."""
+    """Check that a Fisher, or rows for one, is read by the run."""
     args, data = arguments.training, arguments.data
     for name, instead in data.unread_of_fisher(reads_fisher=args.reads_fisher):
         got = f"--{name} {getattr(data, name)}, "

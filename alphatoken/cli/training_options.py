@@ -16,7 +16,7 @@ __all__ = ["RowArguments", "RunArguments"]
 
 @dataclass
 class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
-    """Where rows come from, and what is done with those that cannot be trained on.
+    """Sources of rows, and the treatment of rows that cannot be trained on.
 
     A FILE is a local .jsonl, .json or .parquet file, or a folder of such files.
     """
@@ -65,7 +65,7 @@ class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
 
 @dataclass
 class RunArguments:
-    """What the command does beside training."""
+    """Options of the command beside training."""
 
     resume: bool = option(
         False, "Continue after the last complete checkpoint in output_dir, if there is one."

@@ -67,7 +67,7 @@ def check_source(arguments: Arguments) -> None:
 
 
 def evaluates(arguments: Arguments) -> bool:
-    """Whether TRL's own evaluation runs."""
+    """True if TRL's own evaluation runs."""
     return str(getattr(arguments.training.eval_strategy, "value", "no")) != "no"
 
 
@@ -91,7 +91,7 @@ class RowReader:
         self.chat = self.how.chat_template and template
 
     def training_rows(self) -> list[Item]:
-        """From the file, or the hub."""
+        """Training rows from the file, or the hub."""
         data = self.data
         if data.train_file is not None:
             return self.file_rows(data.train_file, "training", data.train_limit)
@@ -167,7 +167,7 @@ class RowReader:
         return Example(row, ids, ids if args.completion_only_loss is False else labels)
 
     def _problem(self, item: Item) -> str | None:
-        """What is wrong with a row that could be read."""
+        """Problem of a row that could be read."""
         args = self.arguments.training
         if isinstance(item, Example):
             if not item.response_tokens:

@@ -1,4 +1,4 @@
-"""Who values which block: this process, the processes of a launcher, or Ray's actors.
+"""Distribution of blocks: this process, the processes of a launcher, or Ray's actors.
 
 Blocks do not depend on each other and their files are whole or not there, so that an engine needs
 to do nothing but hand out the numbers of those that are missing.
@@ -52,7 +52,7 @@ class Launched:
                 dist.destroy_process_group()
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         if self.world > 1:
             dist.barrier()
 
@@ -70,7 +70,7 @@ class Launched:
 
 
 def launched() -> Launched:
-    """What the launcher says in the environment; one process without any."""
+    """Processes that the launcher's environment describes; one process without a launcher."""
     known = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     if None in known.values():
         return Launched()
@@ -78,7 +78,7 @@ def launched() -> Launched:
 
 
 def check_engine(engine: EngineOptions, here: Launched) -> None:
-    """See that the engine is there, before any work.
+    """Check that the engine is there, before any work.
 
     Raises:
         ConfigError: it is not, or two of them were asked for.
@@ -117,7 +117,7 @@ class _Done:
         return min(first + self._job.block, self._rows) - first
 
     def within(self, rows: int) -> None:
-        """So many rows of the block at work are done."""
+        """Count so many rows of the block at work as done."""
         self._tracker.report(self._done + rows)
 
     def finish(self, number: int) -> None:
@@ -126,7 +126,7 @@ class _Done:
         self.within(0)
 
     def interrupted(self) -> KeyboardInterrupt:
-        """What is kept, and how to go on."""
+        """Message about the finished part, and how to continue."""
         done = self._rows - sum(map(self._size, self._job.missing()))
         return KeyboardInterrupt(
             f"{done} of {self._rows} rows are finished and kept; the same command with --resume "

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def require_writable(folder: str | Path, option: str = "--output_dir") -> None:
-    """See that a folder, there or still to be made, can be written; nothing is left behind.
+    """Check that a folder, there or still to be made, can be written; nothing is left behind.
 
     Raises:
         DataError: it cannot.
@@ -48,7 +48,7 @@ def require_writable(folder: str | Path, option: str = "--output_dir") -> None:
 def check_output_file(
     path: str | Path, inputs: Iterable[str | None], *, replace: bool, option: str = "--output_file"
 ) -> None:
-    """See that a file can be written, and that nothing is lost by it, before anything is read.
+    """Check that a file can be written, and that nothing is lost by it, before anything is read.
 
     Args:
         path: to be written.
@@ -92,7 +92,7 @@ def examples_digest(examples: Sequence[Example]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What a run wrote of itself.
+    """Read the manifest that a run wrote.
 
     Raises:
         DataError: it cannot be read, or has no settings.
@@ -108,7 +108,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def refuse_foreign(
     manifest: Path, made: Iterable[Path], *, resume: bool | None, overwrite: bool
 ) -> None:
-    """See that an output folder holds nothing that a new run would be mixed up with.
+    """Check that an output folder holds nothing that a new run would be mixed up with.
 
     Args:
         manifest: of an earlier run, if there was one.
@@ -135,7 +135,7 @@ def refuse_foreign(
 
 
 def same_settings(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """See that a resumed run has the settings that it began with.
+    """Check that a resumed run has the settings that it began with.
 
     Raises:
         ConfigError: it has others; the first one is shown.

@@ -1,4 +1,4 @@
-"""What values depend on: read and checked once, sealed in the output folder, opened by any process.
+"""Inputs of the values: read and checked once, sealed in the output folder, opened anywhere.
 
 OUT/run.json                 settings; the same at a resumed run
 OUT/job/job.json             where the rows are, which of them are held out
@@ -191,7 +191,7 @@ def _job(spec: JobSpec, prepared: Prepared) -> Job:
 
 
 def _check_reference(spec: JobSpec) -> None:
-    """See that both models read the same tokens.
+    """Check that both models read the same tokens.
 
     Raises:
         ConfigError: they do not, or nothing reads the second model.
@@ -227,7 +227,7 @@ def _block(rows: int) -> int:
 
 
 def _settings(job: Job) -> dict[str, Any]:
-    """What the values depend on, by the name of its flag; a resumed run must have the same."""
+    """Settings of the values, by the name of their flags; a resumed run must have the same."""
     spec, how = job.spec, asdict(job.corpus.how)
     valued = asdict(spec.config)
     del valued["preconditioner"], valued["damping"]  # of no consequence for the values

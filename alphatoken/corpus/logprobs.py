@@ -48,7 +48,7 @@ _BLOCK = 8_192
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobSpec:
-    """What is read, and what is made of it.
+    """Files of log-probabilities to read, and outputs to write.
 
     Attributes:
         logprobs: two files, of the model as it is, and at the end of the walk (or of a reference
@@ -218,7 +218,7 @@ def _unlike(got: str) -> DataError:
 
 
 def _selected(spec: LogprobSpec) -> Iterator[ScoredExample]:
-    """With the selection of each batch, as a run with models has it."""
+    """Add the selection of each batch, as a run with models has it."""
     waiting = read_pair(*spec.logprobs)
     while batch := list(islice(waiting, spec.batch_size)):
         longest = max(len(example.ids) for example in batch)

@@ -1,4 +1,4 @@
-"""What a reader of the values must know, in sentences."""
+"""Sentences that a reader of the values must know."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[
 
 
 def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list[str]:
-    """What was removed so that pools share nothing, in sentences; ``held`` is the Fisher's pool."""
+    """Sentences about rows removed to keep pools apart; ``held`` is the Fisher's pool."""
     removed = {
         "removed_same_as_validation": "training rows repeat a validation row or prompt",
         "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
@@ -77,7 +77,7 @@ def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list
 
 
 def about_encoding(name: str, report: EncodeReport) -> list[str]:
-    """What was cut or skipped of the rows called ``name``, in sentences."""
+    """Sentences about rows called ``name`` that were cut or skipped."""
     lost = {
         f"longer than allowed, cut by {report.truncated_tokens} tokens": report.truncated_rows,
         "without a response within the length, skipped": report.skipped_empty,

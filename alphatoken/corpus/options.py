@@ -20,7 +20,7 @@ __all__ = ["EngineOptions", "ModelOptions", "ResultOptions"]
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """The model."""
+    """Options of the model."""
 
     model_name_or_path: str = option(help="model folder or hub name")
     adapter: str | None = option(None, "folder of a LoRA adapter to load onto it (peft)")
@@ -59,7 +59,7 @@ class ModelOptions:
         return load_tokenizer(parts.tokenizer, trust_remote_code=self.trust_remote_code)
 
     def within(self, how: EncodeOptions, layers: Any) -> EncodeOptions:
-        """How rows become tokens that this model takes; it need not be loaded.
+        """Encoding options for this model, which need not be loaded.
 
         Raises:
             ConfigError: sequences longer than it allows, or scored ``layers`` that it lacks.
@@ -78,7 +78,7 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class ResultOptions:
-    """What to make of the values."""
+    """Options of the results."""
 
     report: bool = option(True, "write an HTML report")
     write_dataset: bool = option(
@@ -91,7 +91,7 @@ class ResultOptions:
 
 @dataclass(kw_only=True)
 class EngineOptions:
-    """Who does it."""
+    """Options for processes and machines."""
 
     engine: Literal["local", "ray"] = option(
         "local", "this process, or those that torchrun started; or actors of Ray"

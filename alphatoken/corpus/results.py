@@ -1,4 +1,4 @@
-"""From value files to everything else that a run leaves: selection, data set, summary, page."""
+"""Results made from value files: selection, data set, summary, page."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _dataset(job: Job, wanted: ResultOptions) -> DatasetCounts | None:
 
 
 def _certificate(scorer: Scorer, job: Job, wanted: ResultOptions) -> Certificate | None:
-    """Of the first rows that have values."""
+    """Certificate of the first rows that have values."""
     spec = job.spec
     if wanted.verify is None:
         return None

@@ -1,4 +1,4 @@
-"""What becomes of each row of a source: tokens to value, or why it is left out.
+"""The outcome of each row of a source: tokens to value, or the reason for leaving it out.
 
 What :func:`alphatoken.data.split_pools` does to a list, done row by row: what becomes of a row
 depends on itself and on the held-out keys, so that any process can start at any row.
@@ -62,7 +62,7 @@ class CorpusRow:
 
 @dataclass(frozen=True)
 class Survey:
-    """What becomes of all rows.
+    """Outcomes of all rows of a source.
 
     Attributes:
         counts: of rows, by what becomes of them.
@@ -104,7 +104,7 @@ class Corpus:
     def rows(
         self, start: int = 0, stop: int | None = None, reading: Reading | None = None
     ) -> Iterator[CorpusRow]:
-        """What becomes of each row; ``reading`` is told which columns were read as what.
+        """Outcome of each row; ``reading`` records how columns were read.
 
         Raises:
             DataError: a row that is to stop the run, by ``how``.
@@ -124,7 +124,7 @@ class Corpus:
         return row
 
     def _become(self, row: Row) -> CorpusRow:
-        """What becomes of a row that could be read."""
+        """Outcome of a row that could be read."""
         if row.index in self.drawn:
             return CorpusRow(row.index, row.place, "drawn_validation")
         pools = {"validation": self.held, "fisher": self.fisher}
@@ -170,7 +170,7 @@ class Corpus:
 
 
 def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
-    """So many rows of the corpus, drawn without replacement among those that can be read.
+    """Draw so many rows of the corpus, without replacement, among those that can be read.
 
     The draw is that of ``split_pools`` where no row is bad.
 

@@ -111,7 +111,7 @@ def _lead(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """See that no other run is at work in the output folder, for as long as this one is.
+    """Check that no other run is at work in the output folder, for as long as this one is.
 
     Raises:
         ConfigError: one is.

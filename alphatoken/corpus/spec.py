@@ -1,4 +1,4 @@
-"""What a run over a corpus values, and where the values go."""
+"""The inputs and outputs of a run over a corpus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on_device(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What is valued, and where the values go.
+    """The rows to value, and the folder for the values.
 
     Attributes:
         model: that values.

@@ -1,4 +1,4 @@
-"""From files to batches: rows, tokens and labels, held-out pools, padding.
+"""Files to batches: rows, tokens and labels, held-out pools, padding.
 
 Small steps, each usable by itself:
 

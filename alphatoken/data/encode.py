@@ -43,7 +43,7 @@ PLAIN_FORMAT = (
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """How rows become tokens.
+    """Options for turning rows into tokens.
 
     Attributes:
         max_length: longest sequence in tokens, None for no limit; a longer row is cut at its end
@@ -98,7 +98,7 @@ class Example:
 
 @dataclass
 class EncodeReport:
-    """What happened to the rows; every loss is counted here."""
+    """Counts of encoded, cut and dropped rows."""
 
     rows: int = 0
     examples: int = 0
@@ -182,7 +182,7 @@ def _no_response(example: Example, length: int, limit: int | None) -> DataError:
 
 
 def format_name(tokenizer: Any, options: EncodeOptions) -> str:
-    """Which format rows are written in: "chat template" or the plain format, spelled out."""
+    """Name of the format of the rows: "chat template" or the plain format, spelled out."""
     if _uses_template(tokenizer, options):
         return "the tokenizer's chat template"
     return f"plain: {PLAIN_FORMAT}"
@@ -225,7 +225,7 @@ def encode_row(
 
 
 def _require_known(ids: Sequence[int], row: Row, tokenizer: Any, options: EncodeOptions) -> None:
-    """See that the model's embedding has a row for each token."""
+    """Check that the model's embedding has a row for each token."""
     if options.vocabulary is None or max(ids, default=0) < options.vocabulary:
         return
     token = max(ids)
@@ -306,7 +306,7 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
 
 
 def require_shown(row: Row, tokenizer: Any, options: EncodeOptions) -> None:
-    """See that the thoughts of a row are in the text that is made of it.
+    """Check that the thoughts of a row are in the text that is made of it.
 
     Raises:
         DataError: the chat template leaves them out, or there is none.

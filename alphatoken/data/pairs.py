@@ -132,7 +132,7 @@ def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) 
 
 
 def _of_texts(prompt: Turns | None, chosen: str, rejected: str, place: str) -> Parts:
-    """Three texts."""
+    """Pair of three texts."""
     if prompt is not None:
         return prompt, (Turn("assistant", chosen),), (Turn("assistant", rejected),)
     raise DataError(

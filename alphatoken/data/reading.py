@@ -1,4 +1,4 @@
-"""What was read of a file as what, what was not read and what was left out: one line."""
+"""One line about a file: how its columns were read, which were not, and which rows dropped."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ class Columns:
 
     @property
     def form(self) -> str:
-        """Which columns are what: ``prompt = instruction + input, response = output``."""
+        """Roles of the columns: ``prompt = instruction + input, response = output``."""
         return ", ".join(f"{role} = {' + '.join(names)}" for role, names in self._read.items())
 
     @property
     def left(self) -> dict[str, Any]:
-        """What was not read."""
+        """Columns that were not read."""
         read = {name for names in self._read.values() for name in names}
         return {name: value for name, value in self._values.items() if name not in read}
 
@@ -107,7 +107,7 @@ class Columns:
 
 
 class Reading:
-    """What was read of the rows of one file, and what was left out; as text the line that says so.
+    """Record of how one file was read and what was left out; ``str`` gives it as a line.
 
     >>> reading = Reading("train.jsonl")
     >>> columns = Columns({"question": "2 + 2?", "answer": "4", "id": 7}, "line 1")
@@ -136,13 +136,13 @@ class Reading:
             self._places.setdefault(what, []).append(place)
 
     def add(self, columns: Columns) -> None:
-        """Count one row."""
+        """Count one row in the reading."""
         self.forms[columns.form] += 1
         self.unread |= dict.fromkeys([*columns.aside, *columns.left])
         self._holding += columns.holds_answer
 
     def __str__(self) -> str:
-        """One line."""
+        """One line about the file."""
         several = len(self.forms) > 1
         said = [
             f"{form} ({count} rows)" if several else form

@@ -147,7 +147,7 @@ def row_of(
 
 
 def require_text(turns: Sequence[Turn], place: str) -> None:
-    """See that every text can be read by a tokenizer.
+    """Check that every text can be read by a tokenizer.
 
     Raises:
         DataError: half of a surrogate pair.
@@ -157,7 +157,7 @@ def require_text(turns: Sequence[Turn], place: str) -> None:
 
 
 def require_whole(text: str, place: str) -> None:
-    """See that a text has no half of a character.
+    """Check that a text has no half of a character.
 
     Raises:
         DataError: half of a surrogate pair.
@@ -174,7 +174,7 @@ def require_whole(text: str, place: str) -> None:
 
 
 def require_read(columns: Columns) -> None:
-    """See that no column is lost that changes the conversation.
+    """Check that no column is lost that changes the conversation.
 
     Raises:
         DataError: names it.
@@ -372,12 +372,12 @@ def turn_of(message: Any, place: str) -> Turn:
 
 
 def is_marked(message: Mapping[str, Any]) -> bool:
-    """Whether the message says that it is not to be trained on, or in part."""
+    """True if the message says that it is not to be trained on, or in part."""
     return any(message.get(name) not in (None, 1) for name in _MARKS)
 
 
 def _learned(message: Mapping[str, Any], place: str) -> bool:
-    """Whether the message may be trained on, by whatever name it says so."""
+    """True if the message may be trained on, by whatever name it says so."""
     for name in _MARKS:
         if message.get(name, 1) not in (0, 1):
             raise DataError(

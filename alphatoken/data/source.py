@@ -211,7 +211,7 @@ class RowSource:
         return replace(self, rows=rows, sha256=digest)
 
     def as_dict(self) -> dict[str, Any]:
-        """What another process needs to read the same rows; see :func:`source_of`."""
+        """Facts from which another process reads the same rows; see :func:`source_of`."""
         return asdict(self)
 
 
@@ -300,7 +300,7 @@ def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterat
 
 
 def _is_one_document(path: Path) -> bool:
-    """Whether a JSON file is one list, and not one object a line."""
+    """True if a JSON file is one list, and not one object a line."""
     with path.open("rb") as file:
         lines = (line.removeprefix(_BOM).strip() for line in file if not is_blank(line))
         first, alone = next(lines, b""), next(lines, None) is None
@@ -372,7 +372,7 @@ def _read_lines(source: RowSource, path: Path, start: int, stop: int) -> Iterato
 
 
 def is_blank(raw: bytes) -> bool:
-    """Whether a line of a JSONL file is no row: white space, or a byte order mark alone."""
+    """True if a line of a JSONL file is no row: white space, or a byte order mark alone."""
     return not raw.strip(_BOM + b" \t\r\n\v\f")
 
 

@@ -132,7 +132,7 @@ def split_pools(
 
 
 def none_left(counts: Mapping[str, int]) -> DataError:
-    """That no training row is left, and what helps, by what became of the rows."""
+    """Error that no training row is left, with a remedy by the fate of the rows."""
     remedy = "hold out fewer rows"
     if counts.get("without_response") == counts.get("rows"):
         remedy = "look at the column of responses, or name it: --response_column NAME"
@@ -158,7 +158,7 @@ _FEWER = {
 
 
 def check_draw(count: int, rows: int, what: str) -> None:
-    """See that so many of these rows can be drawn, and some remain.
+    """Check that so many of these rows can be drawn, and some remain.
 
     Raises:
         ConfigError: they cannot.

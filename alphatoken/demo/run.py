@@ -32,7 +32,7 @@ default, 1.5, would leave all to adaptation, and the library would warn about it
 
 @dataclass
 class Result:
-    """What the demo measured.
+    """Measurements of the demo.
 
     ``area`` is the area under the ROC curve of "low value" as a sign of a spoiled token, by
     estimator: 1 finds all, 0.5 is chance.

@@ -1,4 +1,4 @@
-"""Whether G and V are still those of the model, the data and the optimizer as they are now."""
+"""Check that G and V still belong to the current model, data and optimizer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def age_of(made_of: Ingredients) -> tuple[object, ...]:
 
 
 def _optimizer_age(made_of: Ingredients) -> object:
-    """What P is made of, where it is the optimizer's and the same for every batch."""
+    """State of P, if it is the optimizer's and the same for every batch."""
     optimizer = made_of.optimizer
     if made_of.config.preconditioner != "frozen" or optimizer is None:
         return None
@@ -54,7 +54,7 @@ def _optimizer_age(made_of: Ingredients) -> object:
 
 
 def _identity(retention: object) -> object:
-    """Which tensors a drift holds in memory: they are constants, so that none of them is read."""
+    """Tensors that a drift holds in memory: they are constants, so none of them is read."""
     if not isinstance(retention, FisherDrift):
         return None
     return _versions(m for m in (retention.fisher, retention.reference) if isinstance(m, dict))

@@ -1,4 +1,4 @@
-"""How M is built: from its ingredients, which stay as they are, at the weights as they are."""
+"""Construction of M from its ingredients, which stay unchanged, at the current weights."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Ingredients:
 
     @property
     def retains(self) -> bool:
-        """Whether V is built."""
+        """True if V is built."""
         return self.config.objective != "adaptation" and self.retention is not None
 
     def first_batch(self) -> LabelledBatch | None:
@@ -274,7 +274,7 @@ class Ingredients:
         return self._gradient("retention", as_batches(self.retention, "retention batch"))
 
     def _scaling(self) -> Scaling:
-        """What P does to G and to V."""
+        """Scaling of G and V by P."""
         if self.influence is not None:
             return partial(self.influence.solve, damping=self.config.damping)
         return partial(precondition, preconditioner=self._preconditioner())

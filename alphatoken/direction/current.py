@@ -27,7 +27,7 @@ Sides = tuple[Side | None, Side | None]
 
 @runtime_checkable
 class End(Protocol):
-    """Where values are taken to."""
+    """The end point of a move, to which values are taken."""
 
     def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
         """Token losses there, without a graph, dropout off; 0 off the response."""
@@ -36,7 +36,7 @@ class End(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """What passes are valued against: M at the weights as they are, and the scored parameters.
+    """The current M and the scored parameters, against which passes are valued.
 
     Attributes:
         direction: both sides of M; P is left out where it is "full".
@@ -69,7 +69,7 @@ class Frame:
         return replace(self, direction=self.made_of.at_step(self.direction, gradient))
 
     def sides(self, *, components: bool) -> tuple[Sides, dict[str, float]]:
-        """What is contracted: both sides of M with their balance, or M as one side.
+        """Directions to contract with: both sides of M with their balance, or M as one side.
 
         Without ``components`` both sides are summed first, which saves a contraction; the balance
         is left empty there. With ``standard_errors`` the sides are never summed, since the parts

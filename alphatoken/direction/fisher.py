@@ -351,7 +351,7 @@ class _Fit:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """How it was fitted."""
+        """Description of the fit."""
         return {
             **asdict(self.settings),
             "library_version": library_version(),

@@ -156,7 +156,7 @@ def _dtype(update: Update, gradient: Tensor) -> torch.dtype:
 
 
 def _derivative(update: Update, gradient: Tensor, floor: float) -> Tensor:
-    """As ``full_preconditioner``, of all entries at once."""
+    """Result of ``full_preconditioner`` for all entries at once."""
     g = gradient.to(_dtype(update, gradient))
     away = g - update.center
     second = update.rest + update.share * away.square()

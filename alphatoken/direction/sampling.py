@@ -56,7 +56,7 @@ class Given:
 
     @property
     def prompt(self) -> Int[Tensor, " prompt"]:
-        """What comes before the first predicted token."""
+        """The tokens before the first predicted one."""
         first = self.predicted.nonzero()
         return self.ids[: int(first[0])] if len(first) else self.ids
 

@@ -44,7 +44,7 @@ class Held:
 
     @property
     def eps(self) -> float:
-        """What the optimizer adds to the root."""
+        """The constant that the optimizer adds to the root."""
         return float(self.group["eps"])
 
     @property
@@ -192,7 +192,7 @@ def _yogi(held: Held) -> Update:
 
 @dataclass(frozen=True)
 class Rule:
-    """How to read one class of optimizers.
+    """Instructions for reading one class of optimizers.
 
     Attributes:
         update: builds the next step of one parameter.
@@ -205,7 +205,7 @@ class Rule:
     coupled: bool = True
 
     def couples(self, optimizer: object, group: Mapping[str, Any]) -> bool:
-        """Whether weight decay is part of the gradient that the moments see."""
+        """True if weight decay is part of the gradient that the moments see."""
         # torch writes this flag into the group. AdaBelief keeps its own on the optimizer.
         if "decoupled_weight_decay" in group:
             return not group["decoupled_weight_decay"]

@@ -63,14 +63,14 @@ class WalkEnd:
             yield
 
     def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
-        """Token losses there."""
+        """Token losses at the end of the walk."""
         with torch.no_grad(), evaluation_mode(self.adapter.model), self.there():
             return forward_losses(self.adapter, batch, "batch at the end of the walk")
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A second model.
+    """A second model, as the end of a walk.
 
     Attributes:
         adapter: of it.

@@ -1,4 +1,4 @@
-"""From captured inputs and errors to one value a token.
+"""Captured inputs and errors, contracted to one value a token.
 
 A linear map ``W`` that a forward used with inputs ``x_t`` and errors ``delta_t`` has the
 gradient ``sum_t delta_t x_t^T``. The value of a token is the inner product of its part of that

@@ -23,7 +23,7 @@ _OF_OUTPUTS = ("use_cache", "output_", "return_")
 
 
 def argument_kinds(batch: LabelledBatch) -> frozenset[str] | None:
-    """What the arguments say of who may look at whom; None if only a proof can tell.
+    """Attention kinds that the arguments declare; None if only a proof can tell.
 
     Batches for which this is equal are read alike, so one proof serves them. A flag such as
     ``is_causal`` is part of it. Token types, masks of other classes and the like say by what is in

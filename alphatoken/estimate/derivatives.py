@@ -89,7 +89,7 @@ def _drawn(name: str, parameter: Tensor) -> Tensor:
 
 
 def _dtypes_in_graph(loss: Tensor) -> set[torch.dtype]:
-    """Of the forward's products: a trainer casts within the model's forward, which is over."""
+    """Dtypes of the forward's products: a trainer casts within the forward, which is over."""
     found, seen, waiting = set[torch.dtype](), set[Any](), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -102,7 +102,7 @@ def _dtypes_in_graph(loss: Tensor) -> set[torch.dtype]:
 
 
 def _tolerance(device: str, dtypes: Iterable[torch.dtype]) -> float:
-    """What rounding explains; the coarsest arithmetic that the forward may have used decides."""
+    """Error that rounding explains, in the coarsest arithmetic that the forward may have used."""
     coarse = torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest"
     return _TOLERANCE_HALF if coarse else max(_TOLERANCE.get(d, _TOLERANCE_HALF) for d in dtypes)
 

@@ -48,7 +48,7 @@ CHECKED_EVERY = 32
 
 
 def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
-    """Why a small shift of these weights would drown in rounding; None where it would not.
+    """Reason why a small shift of these weights would drown in rounding, or None.
 
     The shift must be representable in the weights and in the products: float32 or wider in both.
     """
@@ -277,7 +277,7 @@ class _Quotients:
         return size
 
     def _norms(self, *tensors: Tensor) -> list[float]:
-        """Of each over all processes, which therefore decide alike."""
+        """Norms of each over all processes, which therefore decide alike."""
         squares = [float(tensor.double().square().sum()) for tensor in tensors]
         return [total**0.5 for total in self._summed(squares)]
 

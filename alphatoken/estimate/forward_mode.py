@@ -53,7 +53,7 @@ def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
 
 
 def _run(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns; a kernel that torch cannot differentiate forwards is named.
+    """Result of ``call``; a kernel without a forward derivative in torch is named.
 
     Raises:
         UnsupportedError: there is one.
@@ -233,7 +233,7 @@ _NEAR_ONE = 2.0**40
 
 
 def _scale(adapter: DecoderAdapter, direction: Mapping[str, Tensor]) -> float:
-    """What tangents are divided by; the map is linear, so values are multiplied by it again.
+    """Divisor of the tangents; the map is linear, so values are multiplied by it again.
 
     A tangent has the dtype of its weight, and a very long or short direction would leave the range
     of 16-bit numbers. It is divided by its norm there, and wherever the norm is far from 1. In

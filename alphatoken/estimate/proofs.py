@@ -72,7 +72,7 @@ def require_covered(scope: Scope, estimator: str, uncovered: str) -> None:
 
 
 def _covering(scope: Scope) -> list[str]:
-    """What covers the matrices that are not, or does without them: only what works here."""
+    """Remedies for uncovered matrices: only those that work here."""
     reasons = scope.uncovered.values()
     experts = [why for why in reasons if "linears,experts" in why]
     routed = any("router" in why for why in reasons)
@@ -375,7 +375,7 @@ def boundary_arguments(batch: LabelledBatch) -> frozenset[str] | None:
 
 
 def _judged(mask: object, batch: LabelledBatch) -> str | None:
-    """How a mask separates documents, or None where it separates only some or cannot be read.
+    """Documents that a mask separates, or None if it separates only some or is unreadable.
 
     "none": there is no mask. "ones": it hides nothing but padding. "numbered": its numbers change
     where a document starts, and nowhere else. "blocked": a mask of pairs that allows none across
@@ -405,7 +405,7 @@ def _judged(mask: object, batch: LabelledBatch) -> str | None:
 
 @dataclass(frozen=True)
 class CoverageReport:
-    """What is in scope and how it was proved.
+    """The parameters in scope, and the proofs of their coverage.
 
     Attributes:
         linears: names of the scored linears.

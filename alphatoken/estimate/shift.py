@@ -248,7 +248,7 @@ class Shift(Moved):
         self._moved()
 
     def length(self) -> float:
-        """Norm of M."""
+        """The norm of M."""
         return self._norm(self._direction)
 
     def weights(self) -> float:

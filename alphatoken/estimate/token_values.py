@@ -1,4 +1,4 @@
-"""From columns by position of use to values by token, and both sides to one value."""
+"""Conversion of columns by position of use to values by token, and of both sides to one."""
 
 from __future__ import annotations
 

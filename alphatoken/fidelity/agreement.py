@@ -1,4 +1,4 @@
-"""How far two rankings of the same tokens agree, and what both keep: the same for all diagnostics.
+"""Agreement of two rankings of the same tokens, and of the tokens that both keep.
 
     spearman   rank correlation of the values
     overlap    share of the tokens kept by the one that the other keeps too; by chance the ratio
@@ -29,7 +29,7 @@ def agreement(
     *,
     seed: int = 0,
 ) -> dict[str, Estimate]:
-    """How far ``values`` rank and keep the tokens as ``truth`` does; intervals are over rows."""
+    """Agreement of ``values`` with ``truth`` in ranks and kept tokens, with intervals over rows."""
     ours, theirs = kept(values, ratio), kept(truth, ratio)
 
     def estimate(statistic: Any, *columns: NDArray[Any]) -> Estimate:

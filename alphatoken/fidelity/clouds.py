@@ -25,7 +25,7 @@ _WIDEST = 50  # principal components that t-SNE is given: the usual number, and 
 
 
 def require_sklearn() -> Any:
-    """scikit-learn.
+    """Import scikit-learn, or refuse.
 
     Raises:
         ConfigError: it is not installed.

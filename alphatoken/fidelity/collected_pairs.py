@@ -1,4 +1,4 @@
-"""What was seen of attention's pairs during training: counts in fixed cells, step by step, a file.
+"""Counts of attention's pairs during training, in fixed cells, by step, kept in a file.
 
 A pair (t, k) of one layer and head has an attention weight ``alpha_{t->k}``, a normalised deviation
 ``d = ||v_t - o_k|| / sqrt(d_h)`` and a risk ``alpha d``. Their logarithms (base 10) are counted in
@@ -82,7 +82,7 @@ class PairCounts:
 
     @property
     def pairs(self) -> int:
-        """How many."""
+        """The number of pairs counted."""
         return int(self.risk.sum())
 
     def share_above(self, level: float) -> float:
@@ -118,7 +118,7 @@ class CollectedPairs:
         return PairCounts.total(one for step in chosen for one in self.steps[step].values())
 
     def after_resuming(self, step: int) -> CollectedPairs:
-        """Without what came after the checkpoint that a run goes on from: it comes again."""
+        """Copy without the records after the checkpoint that a run resumes from."""
         return CollectedPairs(self.about, {n: x for n, x in self.steps.items() if n <= step})
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a computation costs, in FLOPs; scoring part by part, beside a training step."""
+"""Cost of a computation in FLOPs: the parts of scoring, beside a training step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flops(work: Callable[[], object]) -> float:
 
 
 def values_flops(scorer: Scorer, batch: Mapping[str, Tensor]) -> float:
-    """Of the values of an observed forward; the forward, M and the proofs are not counted."""
+    """FLOPs of the values of an observed forward, without the forward, M and the proofs."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     with torch.enable_grad(), scorer.observe() as observed:
         logits = scorer.adapter.forward(inputs)
@@ -55,7 +55,7 @@ def values_flops(scorer: Scorer, batch: Mapping[str, Tensor]) -> float:
 
 
 def direction_flops(scorer: Scorer) -> float:
-    """Of building M anew, both sides, in projected form."""
+    """FLOPs of building M anew, both sides, in projected form."""
 
     def build() -> None:
         scorer.refresh()
@@ -65,7 +65,7 @@ def direction_flops(scorer: Scorer) -> float:
 
 
 def step_flops(adapter: DecoderAdapter, batch: Mapping[str, Tensor]) -> float:
-    """Of forward and backward as a trainer runs them; no ``.grad`` is touched."""
+    """FLOPs of forward and backward as a trainer runs them; no ``.grad`` is touched."""
     checked = read_batch(batch, max_length=adapter.max_positions())
     trained = [p for p in adapter.model.parameters() if p.requires_grad]
 

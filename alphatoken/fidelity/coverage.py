@@ -1,4 +1,4 @@
-"""What part of the data do the kept tokens cover? A picture, and numbers that do not trust it.
+"""Diagnostic of the data that the kept tokens cover: a picture, and numbers to check it.
 
 Each policy keeps the same share of the same response tokens. Where they lie is seen in one t-SNE
 of the contextual embeddings of all tokens that some policy keeps, as in the paper (never one per
@@ -42,7 +42,7 @@ POLICIES = ("random", "low-perplexity", "high-perplexity")
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
-    """What the diagnostic ``coverage`` can be told."""
+    """Options of the diagnostic ``coverage``."""
 
     policies: tuple[str, ...] = option(
         ("random", "low-perplexity", "direct", "alphatoken", "label"),
@@ -64,7 +64,7 @@ class Options(CheckedOptions):
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
-    """Where the tokens kept by each policy lie among all candidates.
+    """Place the tokens kept by each policy among all candidates.
 
     Raises:
         InputError: fewer than 16 response tokens.
@@ -108,7 +108,7 @@ def _count(labels: Indices) -> int:
 
 
 def band_of(labels: Indices, kept: int, draws: int, seed: int) -> tuple[float, float]:
-    """Where 95 % of the entropies of ``draws`` random selections of ``kept`` tokens lie."""
+    """Band of 95 % of the entropies of ``draws`` random selections of ``kept`` tokens."""
     generator = np.random.default_rng(seed)
     found = [entropy(generator.permutation(labels)[:kept], _count(labels)) for _ in range(draws)]
     low, high = np.nanquantile(found, [0.025, 0.975])
@@ -123,7 +123,7 @@ def kept_by_any(kept: Mapping[str, Mask]) -> Indices:
 def _ranking(
     subject: Subject, rows: Sequence[Example], states: TokenStates, policy: str
 ) -> Numbers:
-    """What a policy ranks by; highest is kept."""
+    """Scores by which a policy ranks; the highest is kept."""
     if policy == "random":
         return np.random.default_rng(subject.seed).random(len(states.ids))
     if policy in POLICIES:
@@ -189,7 +189,7 @@ def _map(
 
 
 def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
-    """Of the first policy: evenness of what it keeps, beside random selections."""
+    """Evenness of the tokens that the first policy keeps, beside random selections."""
     name = next((name for name in even if name != "random"), "random")
     found, (low, high) = even[name], band
     how = "as even as"

@@ -1,4 +1,4 @@
-"""What a diagnostic returns: a conclusion, tables, figures; and the files it becomes."""
+"""The result of a diagnostic, with conclusion, tables and figures, and the files it becomes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEXTS = ("key", "title", "caption", "alt")  # of a figure
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows.
+    """A table of columns and rows.
 
     Attributes:
         key: name of its CSV file, without suffix.
@@ -44,7 +44,7 @@ class Table:
     def of(
         cls, key: str, title: str, records: Sequence[Mapping[str, Any]], note: str = ""
     ) -> Table:
-        """From records of one kind; an ``Estimate`` becomes four columns.
+        """Make a table of records of one kind; an ``Estimate`` becomes four columns.
 
         Value, low, high and count are then in ``NAME``, ``NAME_low``, ``NAME_high``, ``NAME_n``,
         so that no number stands without its interval.
@@ -63,7 +63,7 @@ class Table:
         return text.getvalue()
 
     def estimate(self, row: int, name: str) -> Estimate:
-        """What stands in ``NAME`` and the three columns that belong to it."""
+        """The estimate in column ``NAME`` and the three columns that belong to it."""
         record: dict[str, Any] = self.records()[row]
         value, low, high = (
             math.nan if cell is None else float(cell)

@@ -1,4 +1,4 @@
-"""How far did fine-tuning move the model's states on what it must not forget?
+"""Diagnostic of how far fine-tuning moves the model's states on retention rows.
 
 Retention probes are run through the model before and after, and through any other model that was
 fine-tuned from the same one; the mean state of each probe is compared with itself, by distance and
@@ -38,7 +38,7 @@ BEFORE = "before"
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
-    """What the diagnostic ``drift`` can be told."""
+    """Options of the diagnostic ``drift``."""
 
     probes: int = option(64, "retention rows of each set", least=1)
     label: str = option("after", "what the model is called beside others (--beside)")

@@ -69,7 +69,7 @@ class _Plan:
 
     @property
     def all(self) -> list[Setting]:
-        """Each once."""
+        """All settings, each once."""
         return list(dict.fromkeys([*self.by_depth, self.own, self.truth]))
 
 
@@ -107,7 +107,7 @@ def _agreements(
 def _oracle(
     subject: Subject, rows: Sequence[Example], exact: Numbers, direction: Mapping[str, Tensor]
 ) -> str:
-    """How far the exact values lie from the oracle's, and the tokens that it was measured on."""
+    """Distance of the exact values from the oracle's, and the tokens of that comparison."""
     where = places_of(rows)
     lengths = [len(row.input_ids) for row in rows]
     places, longest = draw_short(lengths, where[:, 0], subject.oracle_tokens, subject.seed)
@@ -134,7 +134,7 @@ def _costs(
     settings: Sequence[Setting],
     proved: Mapping[str, CoverageReport],
 ) -> dict[Setting, dict[str, float]]:
-    """What valuing one batch with each setting costs, in FLOPs, over those of a training step.
+    """FLOPs of valuing one batch with each setting, over those of a training step.
 
     ``of_a_step`` are the values, beyond the forward that training runs anyway, and
     ``direction_of_a_step`` is building M from as many validation rows;

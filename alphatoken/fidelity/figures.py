@@ -255,7 +255,7 @@ def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
 
 
 def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
-    """Of the first series, along x."""
+    """Draw the band of the first series, along x."""
     if figure.band:
         first = _series(figure, records)[0].records
         ends = (figure.x, f"{figure.band}_low", f"{figure.band}_high")

@@ -44,7 +44,7 @@ POOLED = "all sets"
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
-    """What is fitted and compared; the subject has the rows, the Fisher and the settings."""
+    """Options for fitting and comparing; the subject has the rows, the Fisher and the settings."""
 
     rows: int = option(8, "held-out rows of each retention set", least=1)
     max_new_tokens: int = option(48, "longest sampled response", least=1)
@@ -66,7 +66,7 @@ def random_overlap(tokens: int, ratio: float) -> Estimate:
 
 
 def _conclusion(found: Table) -> str:
-    """Whether the diagonal proxy ranks as all retention rows together do."""
+    """True if the diagonal proxy ranks as all retention rows together do."""
     (place,) = (
         place
         for place, record in enumerate(found.records())

@@ -1,4 +1,4 @@
-"""Which tokens of my text are valued, and by which component?
+"""Diagnostic of which tokens of a text are valued, and by which component.
 
 Values are drawn over the text of chosen rows, normalised within each response; what the picture
 suggests is then measured over a whole sample of rows: which kinds of tokens are kept, and which
@@ -41,7 +41,7 @@ _NAMES = {component.key: component.name for component in COMPONENTS}
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
-    """What the diagnostic ``heatmap`` can be told."""
+    """Options of the diagnostic ``heatmap``."""
 
     rows: tuple[int, ...] = option(
         (), "training rows to show, from 0; default: the first sampled", least=0
@@ -112,7 +112,7 @@ def shares_of(valued: Valued) -> dict[str, Estimate]:
 
 
 def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """For each kind of token: how many there are, and the share kept."""
+    """Number and kept share of the tokens of each kind."""
     kinds = np.array([kind_of(text) for text in texts])
     return [
         {

@@ -71,7 +71,7 @@ class Estimate:
 
 
 def few_rows(rows: int) -> list[str]:
-    """What is to be said of intervals over tokens of so few rows; nothing where rows are drawn."""
+    """A caution about intervals over tokens of so few rows; empty if rows are drawn."""
     if rows >= FEWEST:
         return []
     return [

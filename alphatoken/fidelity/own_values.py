@@ -51,7 +51,7 @@ class OwnValues:
 
     @classmethod
     def of(cls, subject: Subject, *, tuned: bool = False) -> OwnValues:
-        """Sample and score.
+        """Sample rows and score them.
 
         Args:
             subject: what is diagnosed.
@@ -92,7 +92,7 @@ class OwnValues:
 
     @property
     def total(self) -> Numbers:
-        """(n,) values."""
+        """Total values of shape (n,)."""
         return self.values["total"]
 
     @property

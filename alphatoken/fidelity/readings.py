@@ -73,7 +73,7 @@ def windows_of(asked: Sequence[int], longest: int, own: int | None) -> list[int 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What is computed.
+    """One setting of an estimator.
 
     Attributes:
         estimator: one of ``ESTIMATORS``.
@@ -88,7 +88,7 @@ class Setting:
     everything: bool = False
 
     def __str__(self) -> str:
-        """As a reader would write it."""
+        """Text of the setting for a reader."""
         if self.everything:
             return f"{self.estimator}, all parameters"
         whole = f"{self.estimator}, K={len(self.layers)}"
@@ -98,7 +98,7 @@ class Setting:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """As cells of a table."""
+        """Cells of a table for this setting."""
         windowed = self.estimator in WINDOWED
         window = ("T" if self.window is None else self.window) if windowed else None
         weights = "all parameters" if self.everything else "linears"

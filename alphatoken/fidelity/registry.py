@@ -13,7 +13,7 @@ __all__ = ["DIAGNOSTICS", "Entry", "find"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One diagnostic.
+    """Entry of one diagnostic.
 
     Attributes:
         name: on the command line.
@@ -61,7 +61,7 @@ DIAGNOSTICS = tuple(
 
 
 def find(name: str) -> Entry:
-    """The diagnostic ``name``.
+    """Find the diagnostic ``name``.
 
     Raises:
         ConfigError: there is none of that name.

@@ -1,4 +1,4 @@
-"""From what a diagnostic found to its diagnosis: the same last step for all nine."""
+"""Last step of all nine diagnostics: findings become a diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much do the kept tokens depend on each setting?
+"""Diagnostic of how much the kept tokens depend on each setting.
 
 One setting at a time is changed from the run's own: estimator, number of layers K, window W,
 lambda. The kept set is compared with that of the run. What each costs is in ``estimators``,
@@ -97,7 +97,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 
 def _retains(own: OwnValues) -> bool:
-    """Whether lambda multiplies anything."""
+    """True if lambda multiplies anything."""
     return own.retention is not None and bool(np.abs(own.values["stability"]).max() > 0)
 
 

@@ -1,4 +1,4 @@
-"""Which keep or drop decisions are noise?
+"""Diagnostic of which keep or drop decisions are noise.
 
 Validation rows are drawn again from themselves (bootstrap), and the decisions that change with them
 are counted. Neighbours in the batch and padding must change values by no more than rounding; if
@@ -34,7 +34,7 @@ _NARROW = 1e-1
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
-    """How often rows are drawn."""
+    """Options for the number of draws."""
 
     resamples: int = option(500, "bootstrap resamples of the validation rows", least=50)
 

@@ -1,4 +1,4 @@
-"""What the output head reads in one forward: of each response token, or of a whole row."""
+"""Inputs of the output head in one forward, at each response token or over a whole row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class States:
-    """What one forward computed.
+    """Results of one forward.
 
     Attributes:
         read: (b, t, d) what the output head reads, which is after the final norm; the last

@@ -80,13 +80,13 @@ class Stepper:
         self._start = {n: p for n, p in model.named_parameters() if n in self.parameters}
 
     def read(self, batch: Mapping[str, Any]) -> LabelledBatch:
-        """Checked."""
+        """Read and check a batch."""
         return read_batch(batch, max_length=self.adapter.max_positions())
 
     # --- gradients -------------------------------------------------------------------------------
 
     def gradient(self, batch: LabelledBatch, weights: Tensor) -> Weights:
-        """Of ``sum_i weights_i loss_i`` at the model's present weights; no ``.grad`` is touched."""
+        """Gradient of ``sum_i weights_i loss_i`` at the current weights; ``.grad`` stays."""
         with evaluation_mode(self.model), torch.enable_grad():
             losses = response_losses(self.adapter, batch.inputs, batch.labels)
             loss = (losses * weights.to(losses)).sum()
@@ -139,7 +139,7 @@ class Stepper:
             self._restore()
 
     def set_rate(self, lr: float) -> None:
-        """What the optimizer says its learning rate is."""
+        """Set the learning rate of the optimizer."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 

@@ -1,4 +1,4 @@
-"""What is diagnosed: a model, rows to value, rows that define the objective, rows to retain."""
+"""The subject of a diagnosis: a model, rows to value, validation rows, rows to retain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Subject", "places_of", "require_retention"]
 
 
 def require_retention(sets: Sized) -> None:
-    """See that there are sets of held-out retention rows.
+    """Check that there are sets of held-out retention rows.
 
     Raises:
         DataError: there is none.
@@ -120,12 +120,12 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
+        """Device of the model's parameters."""
         return next(self.model.parameters()).device
 
     @property
     def adapter(self) -> DecoderAdapter:
-        """The model's structure."""
+        """Adapter of the model's structure."""
         return find_adapter(self.model)
 
     def sample(self) -> list[Example]:
@@ -302,7 +302,7 @@ class Subject:
         return Tracker(label, total, self.progress)
 
     def settings(self) -> dict[str, Any]:
-        """What every diagnosis depends on, for its record."""
+        """Settings on which every diagnosis depends, for its record."""
         return {
             **self.names,
             "training rows": len(self.train),
@@ -320,7 +320,7 @@ class Subject:
         }
 
     def counted(self, rows: Sequence[Example]) -> str:
-        """How many response tokens are in these training rows, and of how many, in words."""
+        """Number of response tokens in these training rows, out of how many, in words."""
         tokens, every = (sum(row.response_tokens for row in x) for x in (rows, self.train))
         return (
             f"{tokens} of {every} response tokens in {len(rows)} of {len(self.train)} training rows"

@@ -73,7 +73,7 @@ def _end_of(prompt: str) -> str:
 
 
 def _folded(prompt: str) -> list[str]:
-    """Its lines."""
+    """Lines of a text, folded to a width."""
     count = math.ceil(len(prompt) / _COLUMNS)
     return [prompt[line * _COLUMNS : (line + 1) * _COLUMNS] for line in range(count)]
 

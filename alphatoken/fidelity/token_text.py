@@ -49,7 +49,7 @@ class Panel:
 
     @property
     def scale(self) -> str:
-        """What the colours mean, in numbers, for a heading."""
+        """Meaning of the colours in numbers, for a heading."""
         low, high = _ends(self.values)
         if self.relative:
             return f"light {written(low)}, dark {written(high)}"
@@ -81,7 +81,7 @@ class ValuedText:
 
     @property
     def prompt(self) -> str:
-        """What precedes the first response token."""
+        """The text before the first response token."""
         places = np.flatnonzero(self.response)
         return "".join(self.tokens[: int(places[0])] if len(places) else self.tokens)
 

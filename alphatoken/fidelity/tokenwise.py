@@ -20,7 +20,7 @@ __all__ = ["draw", "draw_short", "inner_products", "token_gradients"]
 
 
 def draw(count: int, most: int, seed: int) -> NDArray[np.int64]:
-    """At most ``most`` of ``count`` places, drawn without replacement, in rising order."""
+    """Draw at most ``most`` of ``count`` places, without replacement, in rising order."""
     chosen = np.random.default_rng(seed).permutation(count)[:most]
     return np.sort(chosen).astype(np.int64)
 
@@ -28,7 +28,7 @@ def draw(count: int, most: int, seed: int) -> NDArray[np.int64]:
 def draw_short(
     lengths: Sequence[int] | NDArray[Any], rows: NDArray[Any], most: int, seed: int
 ) -> tuple[NDArray[np.int64], int]:
-    """At most ``most`` tokens at random from those of the shorter half of the rows.
+    """Draw at most ``most`` tokens at random from those of the shorter half of the rows.
 
     One backward a token goes through its whole row, so a token of a long row costs more. More rows
     are taken, by rising length, as long as they have fewer than ``most`` tokens.
@@ -83,7 +83,7 @@ def token_gradients(
 
 
 def _product(a: Tensor, b: Tensor) -> float:
-    """Of two tensors of one shape; their float64 copies are never larger than a block."""
+    """Product of two tensors of one shape, with float64 copies no larger than a block."""
     return sum(float(x.double() @ y.double()) for x, y in blocks(a, b))
 
 

@@ -49,7 +49,7 @@ LEVELS = (0.001, 0.01, 0.1)
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
-    """What is looked at; the subject decides on tokens, layers and window."""
+    """Options of the probe; the subject decides on tokens, layers and window."""
 
     pairs: int = option(
         20_000, "most causal-window pairs looked at in each layer and head", least=1
@@ -115,7 +115,7 @@ def training_records(collected: CollectedPairs) -> list[dict[str, Any]]:
 
 
 def _conclusion(shares: Table) -> str:
-    """What Value-Propagation sees over all layers together."""
+    """Share that Value-Propagation sees over all layers together."""
     whole = [i for i, record in enumerate(shares.records()) if record["layer"] == "all"]
     if not whole:
         return "No share was computed."

@@ -323,7 +323,7 @@ _TOKENISE = (
 
 
 def require_tensors(batch: Any, role: str) -> None:
-    """See that a batch is a mapping with the two tensors that everything needs.
+    """Check that a batch is a mapping with the two tensors that everything needs.
 
     Raises:
         InputError: names what is missing, and what makes batches of texts and of lists.
@@ -415,7 +415,7 @@ def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
 
 
 def as_batches(validation: Any, role: str = "validation batch") -> Sequence[Any]:
-    """What a user may pass as validation data, as a sequence: one item, or several of them.
+    """Validation data as a sequence of batches, from one item or several.
 
     Raises:
         InputError: a text, rows of text, or a sequence of anything else that is no batch.

@@ -159,7 +159,7 @@ class Recorder:
 
     @property
     def attention_seen(self) -> bool:
-        """Whether every block of the pass, in the graph or not, brought its attention here.
+        """True if every block of the pass, in the graph or not, brought its attention here.
 
         It is False where a model computes attention without the registry, or where somebody put
         another entry into the registry that does not call ours. The self-only backward would then
@@ -176,7 +176,7 @@ class Recorder:
         return [use.s for use in self.linears]
 
     def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model runs: keep the arguments; forget the pass before if this has a graph."""
+        """Keep the model's arguments; forget the pass before if this one has a graph."""
         self.begun = ObservedForward(args, kwargs)
         # With gradients off nothing is decided yet: generation never makes a graph, but a pass
         # under ``graph_from_layer`` does, once the first scored layer is entered.
@@ -186,14 +186,14 @@ class Recorder:
     def on_first_block(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Before the first scored layer runs: keep its input, once a pass."""
+        """Keep the input of the first scored layer, once a pass."""
         # A block that is used at two depths comes here twice; the graph starts at the first call.
         if self.begun is not None and self.begun.hidden is None:
             hidden = hidden_of(args, kwargs)
             self.begun.hidden = hidden.detach() if isinstance(hidden, Tensor) else None
 
     def on_trunk(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After the lowest block ran: note whether blocks pass on a tensor, or a tuple around it.
+        """Note if blocks pass on a tensor or a tuple around it, after the lowest block ran.
 
         ``partial_forward.start_at`` replaces the lower blocks by functions that return a tensor, so
         it can be used only where the model's own blocks do.
@@ -202,7 +202,7 @@ class Recorder:
             self.begun.plain = isinstance(output, Tensor)
 
     def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before a decoder block runs: count it."""
+        """Count a decoder block before it runs."""
         # The user has called a decoder block, not the model: there was no on_forward.
         if self.begun is None:
             self.begun = ObservedForward((), {})
@@ -211,7 +211,7 @@ class Recorder:
     def on_call(
         self, linear: ScoredLinear, module: nn.Module, args: tuple[Any, ...], output: Any
     ) -> Tensor | None:
-        """After a scored linear ran; the forward hook that ``record`` puts on it."""
+        """Forward hook on a scored linear, put there by ``record``."""
         if not isinstance(output, Tensor) or not args:
             return None
         return self.on_linear(linear, args[0], output)
@@ -347,7 +347,7 @@ class Recorder:
 
 
 def _in_graph(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a backward comes to what is made of these."""
+    """True if a backward comes to what is made of these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

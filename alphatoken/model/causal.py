@@ -1,4 +1,4 @@
-"""Who attends to whom where a kernel takes no mask: causal, within documents and a window."""
+"""Attention pairs of a kernel without a mask: causal, within documents and a window."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CausalStructure:
 
     @staticmethod
     def _document_begins(documents: Tensor) -> list[int]:
-        """For each position the earliest begin, over the rows, of the document it lies in."""
+        """Earliest begin, over the rows, of the document at each position."""
         places = torch.arange(documents.shape[1], device=documents.device)
         token = documents >= 0
         # Padding may lie inside a document, so a token is compared with the token before it.

@@ -36,7 +36,7 @@ class ConvolutionStatistics:
 
     @property
     def width(self) -> int:
-        """Number of taps."""
+        """The number of taps."""
         return self.taps.shape[-1]
 
     @full_precision

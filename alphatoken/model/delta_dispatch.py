@@ -86,7 +86,7 @@ def _file_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 def is_delta_net(module: nn.Module) -> bool:
-    """Whether the layer's convolution and rule are called by names that can be rerouted."""
+    """True if the layer's convolution and rule are called by names that can be rerouted."""
     names = _file_of(module)
     return names is not None and all(callable(names.get(n)) for n in (_CONVOLUTION, *_RULES))
 

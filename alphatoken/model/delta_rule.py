@@ -91,7 +91,7 @@ class _Chunks:
 
 
 class DeltaStatistics:
-    """What a call of the rule computes with, without a graph, in float32 or wider.
+    """Inputs of one call of the rule, without a graph, in float32 or wider.
 
     The tensors of the call are kept detached, which costs no memory, and chunks are made anew where
     they are needed.

@@ -62,7 +62,7 @@ class Dispatch:
         self.active: dict[nn.Module, tuple[_Entered, ...]] = {}
 
     def kernel_of(self, module: nn.Module) -> Kernel:
-        """What would run if this entry were not there."""
+        """The kernel that would run without this entry."""
         if self.before is not _MISSING:
             return self.before  # type: ignore[no-any-return]
         # Nobody had put an entry into this instance of the registry: transformers then takes its
@@ -103,7 +103,7 @@ class ExpertsDispatch(Dispatch):
     what = "mixtures of experts"
 
     def kernel_of(self, module: nn.Module) -> Callable[..., Any]:
-        """What would run if this entry were not there."""
+        """The kernel that would run without this entry."""
         if self.before is not _MISSING:
             return self.before  # type: ignore[no-any-return]
         own = _own_experts(module)
@@ -181,7 +181,7 @@ def dispatched(
 
 
 def is_understood(name: str) -> bool:
-    """Whether calls of this attention implementation carry all that its weights depend on.
+    """True if calls of this attention implementation carry all that its weights depend on.
 
     Those of ``sdpa`` and ``eager`` do, and those that transformers sends to a kernel of the
     flash-attn packages or of the hub. Others may encode the mask elsewhere.

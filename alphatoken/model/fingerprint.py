@@ -1,4 +1,4 @@
-"""What values depend on, in a form by which two times can be told apart.
+"""A digest of all that values depend on, by which changes are noticed.
 
 Version counters do not tell: fused optimizers and writes through ``.data`` leave them as they are.
 So every number of every parameter and buffer is read, into 64 bits a tensor: one pass over the

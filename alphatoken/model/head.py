@@ -61,7 +61,7 @@ class _Predictions:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of sums: float32 or wider."""
+        """Dtype of sums: float32 or wider."""
         return wide(self.hidden.dtype, self.weight.dtype)
 
     def chosen(self, picked: Tensor | slice) -> _Predictions:
@@ -71,7 +71,7 @@ class _Predictions:
         return _Predictions(hidden, self.weight, self.bias, targets, self.logits, rows)
 
     def in_rows(self) -> Iterator[tuple[slice, _Predictions]]:
-        """Blocks of predictions."""
+        """Blocks of predictions, by rows."""
         for start in range(0, len(self.targets), _ROWS):
             block = slice(start, start + _ROWS)
             yield block, self.chosen(block)
@@ -138,7 +138,7 @@ def _losses_and_errors(
     logits: Tensor | None,
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``head_losses``, and the errors (n, d) where ``hidden`` has a graph."""
+    """Losses of ``head_losses``, and the errors (n, d) if ``hidden`` has a graph."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # as autocast does before each product
         narrow = torch.get_autocast_dtype(device)
@@ -321,7 +321,7 @@ class _Tangents:
 
 
 def _fold_dual(seen: _Predictions, tangents: _Tangents) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``_fold_rows``, with the mean of ``dz`` under the softmax in place of the errors."""
+    """Fold as ``_fold_rows``, with the mean of ``dz`` under the softmax in place of the errors."""
     softmax = _OnlineSoftmax(seen)
     mean, chosen_slope = (torch.zeros_like(softmax.total) for _ in range(2))
     for columns, (rows, places), shrink, z in softmax.blocks():
@@ -336,7 +336,7 @@ def _fold_dual(seen: _Predictions, tangents: _Tangents) -> tuple[Tensor, Tensor,
 
 
 def is_plain_head(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a module is a linear map whose product this file may form in its place.
+    """True if a module is a linear map whose product this file may form in its place.
 
     It is not where weights are quantised, adapted, computed or spread over processes, or where
     somebody watches its backward: a loss that does not pass through the module would not be seen
@@ -348,7 +348,7 @@ def is_plain_head(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 
 def is_whole(weight: Tensor) -> bool:
-    """Whether a weight is an ordinary tensor: not quantised, and not spread over processes."""
+    """True if a weight is an ordinary tensor: not quantised, and not spread over processes."""
     # Types and not ``isinstance``: parts of sharded weights are tensors as well.
     return type(weight) in (Tensor, nn.Parameter) and not hasattr(weight, "ds_shape")
 
@@ -397,7 +397,7 @@ class HeadUse:
         return None
 
     def losses(self, logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-        """As ``vocabulary.chosen_losses``, of the ``logits`` that this call gave."""
+        """Losses of ``vocabulary.chosen_losses``, of the ``logits`` that this call gave."""
         known = self._asked(positions, targets)
         if known is not None:
             return known.losses
@@ -407,7 +407,7 @@ class HeadUse:
     def take(
         self, hidden: Tensor, positions: Tensor, targets: Tensor, logits: Tensor | None = None
     ) -> Tensor:
-        """As ``head_losses``, remembered for a later dual forward on the same tokens.
+        """Losses of ``head_losses``, remembered for a later dual forward on the same tokens.
 
         Args:
             hidden: (n, d) what the head got at these positions, in the dtype of its product.
@@ -477,7 +477,7 @@ class HeadUse:
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """How far two forwards of one model on the same tokens may differ, relative to their size.
+    """Relative difference that two forwards of one model on the same tokens may have.
 
     The bits may differ, because one of them can have rounded otherwise (a fused kernel, autocast).
     What is to be noticed, such as dropout or a state that does not travel with the hidden states,
@@ -487,7 +487,7 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
 
 
 def _same_up_to_rounding(again: Tensor, known: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rows of hidden states are equal within ``rounding_tolerance``, by their norms."""
+    """True if rows of hidden states are equal within ``rounding_tolerance``, by their norms."""
     if again.shape != known.shape:
         return False
     sum_dtype = wide(again.dtype, known.dtype)

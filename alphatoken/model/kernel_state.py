@@ -29,7 +29,7 @@ _NARROW = 2e-2  # 16-bit inputs; another base, or a scale left out, is further a
 
 @dataclass(frozen=True)
 class SavedLse:
-    """What a kernel saved.
+    """Log-sum-exp that a kernel saved.
 
     Attributes:
         lse: (b, h, t), natural logarithm if the kernel's kind has it; -inf at padding.
@@ -61,7 +61,7 @@ def saved_log_sum_exp(output: Tensor, call: AttentionCall) -> SavedLse | None:
 def agrees(
     saved: Tensor, computed: Tensor, dtype: torch.dtype, padding: Tensor | None = None
 ) -> bool | None:
-    """Whether a saved log-sum-exp is the computed one, as far as ``dtype`` of the inputs goes.
+    """True if a saved log-sum-exp is the computed one, as far as ``dtype`` of the inputs goes.
 
     Rows that attend to nothing have none: kernels put 0 or a very negative number there, and their
     weights are zero in any case. None if there are no others.
@@ -104,7 +104,7 @@ def _of_pytorch(node: Any, call: AttentionCall) -> Tensor | None:
 
 
 def _of_function(node: Any, call: AttentionCall) -> Tensor | None:
-    """From a ``torch.autograd.Function``: the one tensor of log-sum-exps' shape among its saved."""
+    """State of a ``torch.autograd.Function``: its one saved tensor of log-sum-exps' shape."""
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return None
     for saved in node.saved_tensors:

@@ -1,4 +1,4 @@
-"""Which layers are scored, as options and command lines say it; nothing here imports torch."""
+"""Choice of the scored layers in options and command lines; nothing here imports torch."""
 
 from __future__ import annotations
 

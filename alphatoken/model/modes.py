@@ -32,12 +32,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of the model was compiled, in place or by a wrapper."""
+    """True if a part of the model was compiled, in place or by a wrapper."""
     return any(m._compiled_call_impl is not None or is_wrapper(m) for m in model.modules())
 
 
 def is_wrapper(model: nn.Module) -> bool:
-    """Whether this is what ``torch.compile(model)`` gives."""
+    """True if this is what ``torch.compile(model)`` gives."""
     return type(model).__module__.startswith("torch._dynamo")  # not imported, which takes seconds
 
 
@@ -45,7 +45,7 @@ _DRAWS = ("drop", "jitter", "noise")
 
 
 def draws(model: nn.Module) -> bool:
-    """Whether a forward of the model, in its modes as they are, may draw random numbers."""
+    """True if a forward of the model, in its modes as they are, may draw random numbers."""
     for module in model.modules():
         if not module.training:
             continue
@@ -59,7 +59,7 @@ def draws(model: nn.Module) -> bool:
 
 
 def _positive(rate: object) -> bool:
-    """Whether this is a positive number, or holds one: some adapters keep one for each name."""
+    """True if this is a positive number, or holds one: some adapters keep one for each name."""
     if isinstance(rate, Mapping):
         return any(_positive(one) for one in rate.values())
     return isinstance(rate, (int, float)) and rate > 0

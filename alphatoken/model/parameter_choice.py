@@ -1,4 +1,4 @@
-"""Which parameters values are inner products over, as one text says it.
+"""Choice of the parameters of the inner products, written as one text.
 
     "linears"                            linears of the scored layers (the paper)
     "linears,experts"                    and the matrices of their mixtures of experts
@@ -80,12 +80,12 @@ class ParameterChoice:
 
     @property
     def captured(self) -> bool:
-        """Whether all that is chosen is captured, as all estimators but ``label`` need it."""
+        """True if all that is chosen is captured, as all estimators but ``label`` need it."""
         return self.linears and not self.patterns
 
     @property
     def only_linears(self) -> bool:
-        """Whether nothing but the scored linears is chosen, as Kronecker factors need it."""
+        """True if nothing but the scored linears is chosen, as Kronecker factors need it."""
         return self.captured and not self.experts
 
     def scope(self, adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> Scope:
@@ -110,7 +110,7 @@ class ParameterChoice:
         return replace(scope, first=first, named=named)
 
     def _named(self, model: nn.Module) -> dict[str, Tensor]:
-        """What its name chooses, under the first name of each parameter, in the model's order."""
+        """Parameters that a name chooses, by their first names, in the model's order."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if self.everything:
             return dict(trained)

@@ -103,7 +103,7 @@ def can_start_at(adapter: DecoderAdapter, first: int) -> bool:
 
 @dataclass
 class Trunk:
-    """What ``remember_start`` saw: hidden states by forward, and whether blocks pass on tensors."""
+    """Hidden states that ``remember_start`` saw, and the form in which blocks pass tensors."""
 
     hidden: list[Tensor] = field(default_factory=list)
     plain: bool = True

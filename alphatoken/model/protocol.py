@@ -1,4 +1,4 @@
-"""What the core needs to know of a model: the ``DecoderAdapter`` protocol and its registry.
+"""The core's view of a model: the ``DecoderAdapter`` protocol and its registry.
 
 The core never imports a model library. It talks to an adapter, which is found by the name of the
 module that defines the model's class and is imported only then.
@@ -218,7 +218,7 @@ ConvolutionOverride = Callable[[ConvolutionCall, NativeConvolution], Tensor]
 
 @runtime_checkable
 class DeltaNets(Protocol):
-    """What an adapter has as well whose models have gated delta nets; it need not."""
+    """Optional part of an adapter, for models with gated delta nets."""
 
     def delta_nets(self, layer: int) -> tuple[nn.Module, ...]:
         """The gated delta nets of this layer: a convolution on what the rule then reads."""
@@ -230,13 +230,13 @@ class DeltaNets(Protocol):
         convolution: ConvolutionOverride,
         rule: DeltaOverride,
     ) -> AbstractContextManager[None]:
-        """Within the context, both calls of each of ``modules`` go through these functions."""
+        """Context in which both calls of each of ``modules`` go through these functions."""
         ...
 
 
 @runtime_checkable
 class DecoderAdapter(Protocol):
-    """How the core sees a decoder-only language model.
+    """The core's view of a decoder-only language model.
 
     An adapter of models with mixtures of experts may have two methods more, without which
     ``parameters="linears,experts"`` is refused:
@@ -275,11 +275,11 @@ class DecoderAdapter(Protocol):
     def override_attention(
         self, modules: Sequence[nn.Module], override: AttentionOverride
     ) -> AbstractContextManager[None]:
-        """Within the context, every attention call of ``modules`` goes through ``override``."""
+        """Context in which every attention call of ``modules`` goes through ``override``."""
         ...
 
     def pause_checkpointing(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Within the context, these decoder blocks run without gradient checkpointing."""
+        """Context in which these decoder blocks run without gradient checkpointing."""
         ...
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -313,7 +313,7 @@ class DecoderAdapter(Protocol):
         ...
 
     def identity(self) -> dict[str, str]:
-        """What identifies the architecture: class, depth, widths, vocabulary, as strings."""
+        """Facts that identify the architecture: class, depth, widths, vocabulary, as strings."""
         ...
 
 

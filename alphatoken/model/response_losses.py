@@ -51,7 +51,7 @@ class _Followed(TorchFunctionMode):
 
 @dataclass
 class _HeadInput:
-    """What the head was called with, with which weights, and what it said; set by its hooks."""
+    """Inputs, weights and outputs of the head, set by its hooks."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
@@ -78,11 +78,11 @@ class _HeadInput:
             self.handed_on = [(output, output._version)]
 
     def is_handed_on(self, logits: Tensor) -> bool:
-        """Whether this is what the head gave, or a cast of it, and was not written to."""
+        """True if this is what the head gave, or a cast of it, and was not written to."""
         return any(logits is t and t._version == version for t, version in self.handed_on)
 
     def gives(self, logits: Tensor, labels: Tensor) -> bool:
-        """Whether the model's logits are the head's own."""
+        """True if the model's logits are the head's own."""
         if self.calls != 1 or self.hidden is None or self.hidden.shape[:2] != labels.shape:
             return False
         return self.is_handed_on(logits) and self._equal(logits)

@@ -1,4 +1,4 @@
-"""What is valued: the scored layers and their trainable linears, chosen by ``find_scope``."""
+"""The scored layers and their trainable linears, chosen by ``find_scope``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -
 
 @dataclass(frozen=True)
 class Scope:
-    """What is valued: the scored layers and their trainable linears (S in docs/notation.md).
+    """The scored layers and their trainable linears (S in docs/notation.md).
 
     Attributes:
         layers: indices of the scored layers.
@@ -145,7 +145,7 @@ def lowest_use(adapter: DecoderAdapter, parameters: Iterable[Tensor], default: i
 
 
 def used_outside(adapter: DecoderAdapter, first: int, parameters: Iterable[Tensor]) -> bool:
-    """Whether a parameter also sits in a module outside the blocks from ``first`` on (tied).
+    """True if a parameter also sits in a module outside the blocks from ``first`` on (tied).
 
     The graph must then start at the embeddings, or that part of its gradient is lost.
     """

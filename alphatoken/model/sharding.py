@@ -1,4 +1,4 @@
-"""What the core needs to know of weights that are spread over processes: ``Sharding``.
+"""The core's view of weights that are spread over processes: ``Sharding``.
 
 Under FSDP2 and ZeRO-3 a process holds a part of each matrix. Then G is built from captured inputs
 and errors, one matrix at a time: each process forms its own sum of outer products, ``reduce`` adds

@@ -1,4 +1,4 @@
-"""Which backward the mixers of positions run: the ``BackwardSwitch``, and kernels that obey it."""
+"""Choice of the backward of attention and delta nets: ``BackwardSwitch``, and its kernels."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["embedding_rows", "require_rows"]
 
 
 def embedding_rows(model: Any) -> int | None:
-    """How many tokens the input embedding has a row for; None where that is not known."""
+    """Number of tokens with a row in the input embedding; None if unknown."""
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -27,7 +27,7 @@ def embedding_rows(model: Any) -> int | None:
 
 
 def require_rows(ids: Tensor, model: Any, what: str) -> None:
-    """See that the embedding has a row for each of these ids.
+    """Check that the embedding has a row for each of these ids.
 
     Args:
         ids: (batch, length), or (length,).

@@ -101,7 +101,7 @@ def _keep_differentiable(model: nn.Module) -> None:
 
 
 class TransformersAdapter:
-    """How the core sees a transformers decoder.
+    """The core's view of a transformers decoder.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
@@ -313,7 +313,7 @@ class TransformersAdapter:
         return self.logits_of(self.model(**self.arguments(inputs)))
 
     def logits_of(self, output: Any) -> Tensor:
-        """``output.logits``."""
+        """The logits of ``output``, its ``logits``."""
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise ModelError(
@@ -352,7 +352,7 @@ class TransformersAdapter:
         return self.logits_of(output)[:, -1], getattr(output, cache, None)
 
     def max_positions(self) -> int | None:
-        """Of the text config; see :func:`position_limit`."""
+        """Position limit of the text config; see :func:`position_limit`."""
         return position_limit(self.config)
 
     def end_tokens(self) -> tuple[int, ...]:
@@ -411,14 +411,14 @@ def _own_class(module: nn.Module) -> type:
 
 
 def _is_mixture(module: nn.Module) -> bool:
-    """Whether transformers calls this module through its interface for experts."""
+    """True if transformers calls this module through its interface for experts."""
     # ``use_experts_implementation`` sets these flags, which its kernels read.
     flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "config")
     return all(hasattr(module, flag) for flag in flags)
 
 
 def _chosen(mixture: nn.Module) -> int:
-    """How many experts a token is sent to, as far as the config says; else all of them."""
+    """Number of experts that a token is sent to by the config; else all of them."""
     config: Any = mixture.config
     named = (getattr(config, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k"))
     every: Any = getattr(mixture, "num_experts", 1)

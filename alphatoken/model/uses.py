@@ -1,4 +1,4 @@
-"""What one forward leaves of each call: a linear's, an attention's, a gated delta net's."""
+"""Records of one forward's calls: of a linear, an attention, a gated delta net."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Drift(Protocol):
 
     @property
     def reference(self) -> Mapping[str, Tensor]:
-        """Reference weights."""
+        """Reference weights of the drift."""
         ...
 
     @property

@@ -55,7 +55,7 @@ _EPSILON = 1e-6  # under the root of a length, as the layer's authors have it
 
 @runtime_checkable
 class Rule(Protocol):
-    """What one call of the rule computes with; see the library's ``DeltaCall``."""
+    """Inputs of one call of the rule; see the library's ``DeltaCall``."""
 
     query: Tensor
     key: Tensor
@@ -67,7 +67,7 @@ class Rule(Protocol):
 
 @runtime_checkable
 class Convolution(Protocol):
-    """What one convolution computes with; see the library's ``ConvolutionCall``."""
+    """Inputs of one convolution; see the library's ``ConvolutionCall``."""
 
     x: Tensor
     weight: Tensor

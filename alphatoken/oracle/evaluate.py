@@ -1,4 +1,4 @@
-"""What the oracles of retention, utility and preference stand on: evaluate, displace, flatten.
+"""Tools of the oracles of retention, utility and preference: evaluate, displace, flatten.
 
 Notation: batch row b, token index i. ``labels`` are unshifted, so token i is predicted by the
 logits at i - 1 (its label position p = i - 1).
@@ -37,7 +37,7 @@ IGNORED = -100
 
 
 def batch_mask(batch: Batch) -> Bool[Tensor, " batch token"]:
-    """Which tokens are predicted and counted: a label, a token before it, and that one is read."""
+    """Mask of tokens that count: with a label, a token before it, and attention to that one."""
     mask = known_labels(batch) != IGNORED
     mask[:, 0] = False  # nothing predicts a row's first token
     return mask

@@ -126,7 +126,7 @@ def expert_influence(
 
 
 def _entries(loss: Tensor, copies: Sequence[Tensor], m: Tensor) -> dict[int, Tensor]:
-    """By position: the gradient of its copy times M, entry by entry; without a path, none."""
+    """Gradient of each position's copy times M, entry by entry; empty without a path."""
     gradients = torch.autograd.grad(loss, list(copies), retain_graph=True, allow_unused=True)
     return {
         t: gradient.double() * m.double()

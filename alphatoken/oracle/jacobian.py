@@ -142,7 +142,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class AttentionState:
-    """What the layer computes: all per head, query and key as the scores use them.
+    """Results of the attention layer: all per head, query and key as the scores use them.
 
     ``slope`` is f[h, k, t], the derivative of the capped by the raw logit.
     """
@@ -453,7 +453,7 @@ def value_propagation_error(
     m_k: Float[Tensor, "gd m"],
     m_b: Float[Tensor, " gd"] | None = None,
 ) -> Float[Tensor, "h t t"]:
-    """What Value-Propagation misses per head and pair in the last layer: exact minus estimate.
+    """Exact values minus Value-Propagation's, per head and pair in the last layer.
 
     Formula: ``error[h, k, t] = c f alpha ((v_t - o_k).e_k) (q_k^T R_t N_t (M_K x_t + m_b))``.
 

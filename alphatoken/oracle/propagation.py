@@ -47,7 +47,7 @@ CausalPosition = Literal["label", "context"]
 
 @dataclass(frozen=True)
 class PropagationLayer:
-    """What Value-Propagation reads of one attention layer.
+    """Inputs that Value-Propagation reads of one attention layer.
 
     Attributes:
         alpha: (b, h, k, t) attention weights as the model computes them.

@@ -45,7 +45,7 @@ __all__ = [
 
 @runtime_checkable
 class Call(Protocol):
-    """What one softmax-attention call computes with; see the library's ``AttentionCall``."""
+    """Inputs of one softmax-attention call; see the library's ``AttentionCall``."""
 
     query: Tensor
     key: Tensor
@@ -121,7 +121,7 @@ class DeltaUse:
 
 @dataclass
 class Trace:
-    """What one forward left: uses of the scored linear maps and attention calls, in order."""
+    """Record of one forward: uses of the scored linear maps and attention calls, in order."""
 
     shape: torch.Size
     linears: list[LinearUse] = field(default_factory=list)
@@ -130,13 +130,13 @@ class Trace:
     fronts: dict[Any, tuple[Any, Tensor, float]] = field(default_factory=dict)
 
     def on_block(self, module: nn.Module, args: Any) -> None:
-        """Before a decoder block runs."""
+        """Hook before a decoder block runs."""
         self.execution += 1
 
     def on_linear(
         self, linear: Linear, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
-        """After a scored linear map ran; what follows may work in place, not on the record."""
+        """Hook after a scored linear map; later code may work in place, not on the record."""
         x = args[0] if args else next(iter(kwargs.values()))
         if not output.requires_grad:
             output.requires_grad_()
@@ -445,7 +445,7 @@ class Parts:
     scale: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, value: Tensor, scale: Tensor) -> None:
-        """Add one use."""
+        """Add one use to the parts."""
         for mine, more in ((self.value, value), (self.scale, scale)):
             mine[name] = mine[name] + more if name in mine else more
 

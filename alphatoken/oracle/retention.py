@@ -296,12 +296,12 @@ class ProxyBound:
 
     @property
     def holds(self) -> bool:
-        """Whether both forms hold (rounding of 1e-12 of the right side allowed)."""
+        """True if both forms hold (rounding of 1e-12 of the right side allowed)."""
         return self._below(self.right_integral) and self._below(self.right)
 
     @property
     def holds_without_cross(self) -> bool:
-        """Whether the paper's form holds; it may fail when weights outside S move."""
+        """True if the paper's form holds; it may fail when weights outside S move."""
         return self._below(self.right_without_cross)
 
     def _below(self, right: float) -> bool:

@@ -82,7 +82,7 @@ class Run:
         return sum(int(batch_mask(batch).sum()) for batch in self.steps[number])
 
     def after(self, number: int, state: _State, gradients: Tensors) -> _State:
-        """What step ``number`` makes of weights and moments; differentiable in all of them."""
+        """Weights and moments after step ``number``; differentiable in all of them."""
         rate, clipped = self.rates[number], self._clipped(gradients)
         theta, m, v = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         for name, value in state.theta.items():
@@ -134,7 +134,7 @@ class _Subject:
         return _State(theta, zero, dict(zero))
 
     def gradients(self, number: int, weights: Sequence[Tensor], *, keep_graph: bool) -> Tensors:
-        """Of the step's loss at the weights that the model has."""
+        """Gradients of the step's loss at the model's weights."""
         pairs = zip(weights, self.run.steps[number], strict=True)
         loss: Any = sum((w * batch_losses(self.forward, batch)).sum() for w, batch in pairs)
         return gradient(loss / self.run.count(number), self.parameters, keep_graph=keep_graph)

@@ -1,4 +1,4 @@
-"""What is valued, found again from the model alone: decoder blocks, their linear maps, parameters.
+"""The scored parameters, found again from the model alone: blocks, linear maps, parameters.
 
 Nothing is asked of the library's adapters. Blocks are the items of the outermost ``ModuleList`` of
 the decoder; a linear map is a module that is seen to compute ``x W^T + b`` or ``x W + b``.
@@ -202,7 +202,7 @@ def find_scored(
 
 
 def _is_mixture(module: nn.Module) -> bool:
-    """Whether the module holds trainable matrices of experts, (experts, ., .) as the last pair."""
+    """True if the module holds trainable matrices of experts, (experts, ., .) as the last pair."""
     own = dict(module.named_parameters(recurse=False))
     return (
         {"down_proj"} <= own.keys()
@@ -227,7 +227,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _orientation(module: nn.Module) -> bool | None:
-    """Whether a trainable linear map stores (d_in, d_out); None if it is no such map.
+    """True if a trainable linear map stores (d_in, d_out); None if it is no such map.
 
     Two random inputs are sent through it: a square weight does not tell by its shape.
     """

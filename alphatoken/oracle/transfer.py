@@ -62,7 +62,7 @@ class TransferBound:
 
     @property
     def holds(self) -> bool:
-        """Whether both forms hold (rounding of 1e-12 of the right side and the Fishers allowed)."""
+        """True if both forms hold (rounding of 1e-12 of the right side and the Fishers allowed)."""
         return self.transfer <= min(self.right, self.right_tight) * (1 + 1e-12) + (
             1e-12 * self.largest
         )

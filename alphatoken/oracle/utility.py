@@ -1,4 +1,4 @@
-"""What a label is truly worth: the validation objective after a step with it and without it.
+"""True worth of a label: the validation objective after a step with it and without it.
 
 Notation: label k is the pair (row b, index i); theta' = step(theta, gradient) is one optimizer step
 on the kept labels' loss; J is the validation objective.

@@ -1,4 +1,4 @@
-"""From scored sequences to the page, or to sections of another page."""
+"""The page of scored sequences, or sections of another page."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _share(summary: ValueSummary) -> str:
 
 
 def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any]]:
-    """What a page says about values, and what its script must read for it."""
+    """Sections of a page about values, and the data for its script."""
     said = {one.key: one for one in summary.components}
     found = [component for component in COMPONENTS if component.key in said]
     # A component that is zero everywhere is said to be so; drawing it would only take room.

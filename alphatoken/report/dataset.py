@@ -24,7 +24,7 @@ _TYPES = {
 
 @dataclass
 class DatasetCounts:
-    """What was written."""
+    """Counts of the rows and tokens written."""
 
     rows: int = 0
     rows_without_weight: int = 0

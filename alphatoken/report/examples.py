@@ -1,4 +1,4 @@
-"""What a report is made of: scored sequences, token by token."""
+"""The contents of a report: scored sequences, token by token."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ COMPONENTS: tuple[Component, ...] = (
 
 @dataclass(frozen=True)
 class Visits:
-    """What a training run did with a sequence.
+    """Visits of a training run to a sequence.
 
     Attributes:
         count: how often it was trained on.

@@ -99,7 +99,7 @@ def _types(first: Record | None) -> dict[str, str]:
 
 
 def pyarrow_modules() -> tuple[Any, Any]:
-    """``pyarrow`` and ``pyarrow.parquet``.
+    """Import ``pyarrow`` and ``pyarrow.parquet``.
 
     Raises:
         ConfigError: they are not installed.

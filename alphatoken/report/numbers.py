@@ -31,7 +31,7 @@ def number(value: int | float | None, digits: int = 3, *, signed: bool = False) 
 
 
 def cell_text(cell: Cell) -> str:
-    """A table's cell.
+    """Text of a table's cell.
 
     >>> [cell_text(cell) for cell in (None, True, 0.123456, "x", " ")]
     ['–', 'yes', '0.123', 'x', '␣']

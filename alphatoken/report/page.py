@@ -200,12 +200,12 @@ def write_page(path: str | Path, html: str) -> Path:
 
 
 def missing_libraries() -> list[str]:
-    """What a page needs and is not installed: ask before long work, not after it."""
+    """Libraries that a page needs and that are missing; ask before long work, not after it."""
     return [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
 
 
 def environment() -> jinja2.Environment:
-    """Where pages and their parts are rendered.
+    """Environment of jinja2 that renders pages and their parts.
 
     Raises:
         ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).

@@ -51,7 +51,7 @@ class Extreme:
 
 @dataclass
 class ValueSummary:
-    """What the report and the summary file say about all examples together."""
+    """Statistics of all examples together, for the report and the summary file."""
 
     sequences: int = 0
     tokens: int = 0
@@ -148,7 +148,7 @@ class _Sums:
         self._found: dict[str, list[float]] = {}
 
     def add(self, values: Mapping[str, NDArray[np.float64]]) -> None:
-        """Add tokens."""
+        """Add tokens to the sums."""
         count = len(values["total"])
         if not count:
             return

@@ -57,7 +57,7 @@ def along_walk(
 
 
 def _losses(adapter: DecoderAdapter, seen: Pass, *, compare: bool) -> Tensor:
-    """Of the model as it is, without dropout."""
+    """Losses of the current model, without dropout."""
     known = None if seen.losses is None or draws(adapter.model) else seen.losses.detach()
     if known is not None and not compare:
         return known

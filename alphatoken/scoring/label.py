@@ -103,12 +103,12 @@ class LabelDerivative:
 
     @cached_property
     def _routes(self) -> bool:
-        """Whether a mixture of experts that train lies in the model."""
+        """True if a mixture of experts that train lies in the model."""
         find = getattr(self._adapter, "scored_experts", None)
         return find is not None and bool(find(range(len(self._adapter.layers()))))
 
     def _taken(self, take: Callable[[str], _R], refused_ways: set[str]) -> _R:
-        """What the first way that works gives; "auto" says so where it was not the preferred."""
+        """Result of the first form that works; "auto" warns if that was not the preferred one."""
         way, *rest = self._ways()
         if not rest:
             return take(way)
@@ -201,7 +201,7 @@ class LabelDerivative:
         return Taken(values, "forward_mode")
 
     def _start(self, seen: Pass) -> Start | None:
-        """Where a dual forward may start, the recorded input of the first scored layer; or None."""
+        """Start of a dual forward, the recorded input of the first scored layer; or None."""
         if seen.losses is None or seen.recorder is None:
             return None
         forward = seen.recorder.latest
@@ -234,17 +234,17 @@ class LabelDerivative:
         return Taken(values, form, error)
 
     def _form(self, seen: Pass | None) -> str:
-        """Of differences: the one that is asked for, or the one that costs a forward less."""
+        """Form of the differences: the one asked for, or the one that saves a forward."""
         if self._asked in FORMS:
             return self._asked
         return "one_sided" if seen is not None and self._based(seen) else "central"
 
     def _comparable(self, seen: Pass) -> bool:
-        """Whether the pass has losses that a forward of our own should give again."""
+        """True if the pass has losses that a forward of our own should give again."""
         return seen.losses is not None and not draws(self._adapter.model)
 
     def _based(self, seen: Pass) -> bool:
-        """Whether the losses of the pass may be a side of a difference."""
+        """True if the losses of the pass may be a side of a difference."""
         if not self._bases or not self._comparable(seen) or seen.recorder is None:
             return False
         uses = seen.recorder.linears

@@ -38,7 +38,7 @@ class Observed:
         self._valued, self._open = False, True
 
     def __repr__(self) -> str:
-        """Whether values were taken of it already."""
+        """True if values were taken of it already."""
         return f"Observed({'valued' if self._valued else 'not valued yet'})"
 
     def values(
@@ -151,7 +151,7 @@ class Observed:
 
 
 def _follows(scores: Tensor, recorder: Recorder) -> bool:
-    """Whether a recorded linear lies in the graph of the scores; true of scores without a graph."""
+    """True if a recorded linear lies in the graph of the scores; true of scores without a graph."""
     uses = {use.s.grad_fn for use in recorder.linears}
     waiting: list[Any] = [] if scores.grad_fn is None else [scores.grad_fn]
     seen = set(waiting)

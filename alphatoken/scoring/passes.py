@@ -1,4 +1,4 @@
-"""What one forward leaves behind for valuing its tokens: ``Pass``, and weights on its losses."""
+"""Records of one forward for valuing its tokens: ``Pass``, and weights on its losses."""
 
 from __future__ import annotations
 

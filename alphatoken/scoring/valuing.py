@@ -1,4 +1,4 @@
-"""From a pass to values: the sides of M, the contraction with each, and their sum.
+"""Values from a pass: the sides of M, the contraction with each, and their sum.
 
 The order is always the same: ``read`` a batch, ``prepare`` the direction, have a forward run (by
 ``forward``, or by the user's training loop), and take ``values`` of the pass.
@@ -69,7 +69,7 @@ class Valuer:
 
     @property
     def needs_recording(self) -> bool:
-        """Whether values need a recorded forward: label values along a fixed M do not."""
+        """True if values need a recorded forward: label values along a fixed M do not."""
         return self.config.captured or self.config.preconditioner == "full"
 
     def warned_as(self, former: Valuer) -> None:

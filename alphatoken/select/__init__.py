@@ -1,4 +1,4 @@
-"""What is done with values: masks, weights, losses.
+"""Uses of values: masks, weights, losses.
 
 * :mod:`~alphatoken.select.masks`: exactly ``ceil(ratio n)`` tokens, ties by row and position;
 * :mod:`~alphatoken.select.confidence`: all tokens but those that are harmful beyond doubt;

@@ -27,7 +27,7 @@ Values = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Threshold:
-    """What decides, in order, which values are among the best.
+    """Criteria, in order, by which values are among the best.
 
     Attributes:
         value: all that are larger are kept; None keeps all there are.
@@ -59,7 +59,7 @@ class Threshold:
 
 
 def top_threshold(parts: Callable[[], Iterable[Values]], ratio: float) -> Threshold:
-    """Where the best ``m = ceil(ratio n)`` of n values end.
+    """Threshold at the end of the best ``m = ceil(ratio n)`` of n values.
 
     Args:
         parts: called once a pass; gives the same values in the same order each time, part by part.

@@ -1,4 +1,4 @@
-"""What any room may use and no formula depends on.
+"""Helpers that any room may use and on which no formula depends.
 
 * :mod:`~alphatoken.support.precision`: the one rule on arithmetic, float32 at least in every
   sum;

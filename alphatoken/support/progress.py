@@ -1,4 +1,4 @@
-"""How far a long computation is: tqdm's line on the console, or each report to a callable."""
+"""Progress of a long computation: tqdm's line on the console, or reports to a callable."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def write_json(
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What a file holds; None where there is none, or none that can be read."""
+    """Content of a file; None if there is none, or none that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

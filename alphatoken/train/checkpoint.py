@@ -236,7 +236,7 @@ class RunCheckpoints(TrainerCallback):
             rotate(final.parent, args.save_total_limit, final, best, staged.parent)
 
     def _require_shared(self, staged: Path) -> None:
-        """See that every process wrote into this folder, not into one of the same name."""
+        """Check that every process wrote into this folder, not into one of the same name."""
         ranks = range(self._trainer.args.world_size)
         missing = [rank for rank in ranks if not self._own_file(staged, rank).exists()]
         if missing:
@@ -332,7 +332,7 @@ class CheckpointMixin(_Base):
         return super().train(path, trial, ignore_keys_for_eval)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """As in transformers; a resumed run has its random state as soon as the batches are read.
+        """Get samples as in transformers, and set a resumed run's random state once they are read.
 
         transformers loads it after this call, too late for what scores a whole step ahead inside
         an override of this method.
@@ -350,7 +350,7 @@ class CheckpointMixin(_Base):
             self._checkpoints.random_state_loaded = True
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, which trains one step more when it resumes a run that is complete."""
+        """Run an epoch as in transformers, but no step more when a complete run resumes."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -362,7 +362,7 @@ class CheckpointMixin(_Base):
         return os.path.join(run_dir, STAGING) if staging else run_dir
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As in transformers, but whole or not at all: a partial one is removed.
+        """Save as in transformers, but completely or not at all: a partial one is removed.
 
         Raises:
             DataError: it could not be written (disk full, no permission).

@@ -1,4 +1,4 @@
-"""What a run refuses before any work: it takes options, the model's shape and the layout alone.
+"""Refusals before any work, from the options, the model's shape and the layout alone.
 
 Options that contradict each other are refused where the configuration is made.
 """
@@ -191,7 +191,7 @@ def check_tokens(rows: Any, model: Any, name: str) -> None:
 
 
 def _ids_within(rows: Any, size: int) -> bool:
-    """Whether all ids are seen to lie in ``[0, size)``: of rows in Arrow, by columns.
+    """True if all ids are seen to lie in ``[0, size)``: of rows in Arrow, by columns.
 
     False says nothing: rows of another kind, or with a column of another type, are not looked at.
     """
@@ -217,17 +217,17 @@ def _ids_within(rows: Any, size: int) -> bool:
 
 
 def chooses_rows(policy: TokenPolicy) -> bool:
-    """Whether it trains on some of the rows only."""
+    """True if it trains on some of the rows only."""
     return type(policy).choose_rows is not TokenPolicy.choose_rows
 
 
 def has_pass(policy: TokenPolicy) -> bool:
-    """Whether it looks at all rows before training."""
+    """True if it looks at all rows before training."""
     return chooses_rows(policy) or type(policy).prepare is not TokenPolicy.prepare
 
 
 def chosen_from_packed(policy: TokenPolicy) -> ConfigError:
-    """Of a policy that chooses rows, where a row is no sample."""
+    """Error for a policy that chooses rows if a row is no sample."""
     return ConfigError(
         "samples cannot be chosen from packed rows",
         got=f"policy '{policy.name}'",

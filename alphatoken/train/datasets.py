@@ -176,7 +176,7 @@ def cut_pair(
 
 
 def preference_problems(dataset: Any, name: str = "training") -> Problems:
-    """What is wrong with which pairs; see :func:`check_preference_rows`.
+    """Problems of preference pairs by row; see :func:`check_preference_rows`.
 
     Raises:
         InputError: no rows, or a needed column is missing.
@@ -273,7 +273,7 @@ def _no_label(row: Mapping[str, Any]) -> bool:
 
 
 def is_longer(prompt: Any, tokenizer: Any, limit: int) -> bool:
-    """Whether a prompt, a text or messages, has more tokens than ``limit``."""
+    """True if a prompt, a text or messages, has more tokens than ``limit``."""
     if isinstance(prompt, str):
         return len(tokenizer(prompt, verbose=False)["input_ids"]) > limit
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)

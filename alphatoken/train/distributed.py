@@ -92,7 +92,7 @@ class Ranks:
         return box[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any process."""
+        """True if the flag is set on any process."""
         if self.world == 1:
             return flag
         raised = torch.tensor([float(flag)], device=self.device)

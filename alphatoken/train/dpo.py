@@ -63,7 +63,7 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
         self.check_alpha()
 
     def check_alpha(self) -> None:
-        """As for all; and what has no meaning for pairs."""
+        """Check options as all trainers do, and refuse those without a meaning for pairs."""
         super().check_alpha()
         check_fields(self, PairFields)
         if self.kept_normalization == "sum":
@@ -85,7 +85,7 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
 
     @property
     def cuts_prompts(self) -> bool:
-        """Whether a prompt that is cut to its own limit leaves room for a response."""
+        """True if a prompt that is cut to its own limit leaves room for a response."""
         own, both = self.max_prompt_length, self.max_length
         return own is not None and (both is None or own < both)
 
@@ -191,11 +191,11 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
-        """Without rows that are no pairs, or refusing them by number."""
+        """Leave out rows that are no pairs, or refuse them by number."""
         return check_preference_rows(dataset, name=name, on_empty=args.on_empty)
 
     def refuse_base(self) -> None:
-        """Refuse images."""
+        """Refuse rows with images."""
         if getattr(self, "_is_vision_dataset", False):
             raise UnsupportedError(
                 "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"
@@ -234,7 +234,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             self.precompute_ref_logps = before
 
     def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """With the reference's log-probabilities, so that the scoring graph sees one model."""
+        """Inputs with the reference's log-probabilities, so that scoring sees one model."""
         extended = dict(inputs)
         if _REFERENCE[0] not in extended:
             reference = self.compute_ref_log_probs(self._reference_model(), extended)  # type: ignore[no-untyped-call]
@@ -244,7 +244,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     def reference_log_probs(
         self, inputs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """With the reference's log-probabilities: their sums for TRL, each token's for the policy.
+        """Inputs with the reference's log-probabilities: sums for TRL, each token's for the policy.
 
         A policy with a loss of its own that asks for no reference costs no reference forward; the
         logged rewards are then ``beta log p`` themselves.
@@ -301,7 +301,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         weights: Tensor,
         inputs: Mapping[str, Any],
     ) -> Tensor:
-        """Under ``masked_logit``, omega is taken from the kept tokens' log-ratios.
+        """Coefficients; under ``masked_logit``, omega comes from the kept tokens' log-ratios.
 
         The mask acts on policy and reference alike, as it was chosen: whatever divides the loss
         scales the update and not the preference.
@@ -339,11 +339,11 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         return found.map(cut, **named)
 
     def tokenised(self, dataset: Any, name: str) -> Any:
-        """TRL's own preparation."""
+        """Rows after TRL's own preparation."""
         return self._prepare_dataset(dataset, self.processing_class, self.args, name)
 
     def row_length(self, row: Mapping[str, Any]) -> int:
-        """Of the longer sequence, as TRL's collator cuts it."""
+        """Length of the longer sequence, as TRL's collator cuts it."""
         longest = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
         length = len(row["prompt_ids"]) + longest
         return length if self.args.max_length is None else min(length, self.args.max_length)

@@ -17,7 +17,7 @@ __all__ = ["AlphaFields", "Documentation", "PairFields", "check_fields", "docume
 
 
 class Documentation(NamedTuple):
-    """What is said of a field beside its help."""
+    """Text about a field beside its help."""
 
     within: str
     """What it may be."""
@@ -60,7 +60,7 @@ def option(
 
 
 def check_fields(given: Any, kind: type) -> None:
-    """See that each field of ``kind`` is within its limits.
+    """Check that each field of ``kind`` is within its limits.
 
     Raises:
         ConfigError: names the first that is not, and what it may be.
@@ -78,7 +78,7 @@ def check_fields(given: Any, kind: type) -> None:
 
 
 def documentation(one: Field[Any]) -> Documentation:
-    """Of a field of the classes below."""
+    """Documentation of a field of the classes below."""
     return _DOCUMENTED[one]
 
 

@@ -27,7 +27,7 @@ def choose_bf16(args: Any) -> None:
 
 
 def by_name(trainer: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given to a trainer of this class, each argument by its name.
+    """Arguments that a trainer of this class was given, by name.
 
     Raises:
         TypeError: more arguments than it takes, or one twice.

@@ -156,7 +156,7 @@ def _checked(
 
 
 def _lost(row: Mapping[str, Any], read: set[str], beside: Sequence[str]) -> str:
-    """What TRL would pass over in a row, or ""."""
+    """Content of a row that TRL would ignore, or ""."""
     for column in sorted(read):
         if row.get(column) is None:
             return f"{column!r} is null"

@@ -90,7 +90,7 @@ class GradientWeightedModel:
 
     @property
     def auxiliary(self) -> bool:
-        """Whether the model adds a loss of its own, as the routers of mixtures of experts do."""
+        """True if the model adds a loss of its own, as the routers of mixtures of experts do."""
         return self.aux_loss is not None
 
     def share_head(self, labels: Tensor) -> None:

@@ -22,7 +22,7 @@ OVERRIDDEN = (
 
 
 def require_hooks(trainer: type[Any]) -> None:
-    """See that the libraries below a trainer of ours have, and call, what it overrides.
+    """Check that the libraries below a trainer of ours have, and call, what it overrides.
 
     Args:
         trainer: ours, or a subclass of it. One without a trainer below in its bases passes.

@@ -98,7 +98,7 @@ def _unordered(value: Any) -> bool:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two tables of facts, by name: (before, now).
+    """Differences of two tables of facts, by name: (before, now).
 
     A name that differs in two parts comes with its part the second time.
 
@@ -125,7 +125,7 @@ Differences = dict[str, tuple[Any, Any]]
 def apart(
     before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
 ) -> tuple[Differences, Differences]:
-    """What differs in the result of two runs, and what by no more than rounding.
+    """Changes that alter the result of a run, and changes that alter its rounding only.
 
     "No more than rounding" leaves draws of dropout out.
 

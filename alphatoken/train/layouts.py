@@ -1,4 +1,4 @@
-"""How a run is laid out over processes, and what does not work there, refused by name."""
+"""Layout of a run over processes, and refusals by name of what does not work there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARDED = ("fsdp2", "zero3")
 
 
 def layout(accelerator: Any) -> str:
-    """How a run is laid out over processes.
+    """Name of the layout of a run over processes.
 
     "single", "ddp", "fsdp2", "zero1", "zero2" or "zero3"; and, to be refused by ``check_layout``,
     "fsdp1", "zero0" or the name of another backend.
@@ -48,7 +48,7 @@ def layout(accelerator: Any) -> str:
 
 
 def check_same_weights(accelerator: Any, model: nn.Module) -> None:
-    """See that all processes hold the same weights, before the model is wrapped.
+    """Check that all processes hold the same weights, before the model is wrapped.
 
     Raises:
         ConfigError: they do not: a model was made at random by each, or loaded by the first alone
@@ -101,7 +101,7 @@ def name_wrapped_layers(accelerator: Any, model: nn.Module, config: Any) -> None
 
 
 def sharding_of(accelerator: Any, model: nn.Module) -> Sharding | None:
-    """How to reach the prepared model's weights, or None where each process has them all."""
+    """Access to the prepared model's weights, or None if each process has them all."""
     kind = layout(accelerator)
     if kind not in SHARDED:
         return None
@@ -110,7 +110,7 @@ def sharding_of(accelerator: Any, model: nn.Module) -> Sharding | None:
 
 
 def needs_own_forward(accelerator: Any, options: AlphaOptions) -> bool:
-    """Whether scoring runs a forward of its own: under DeepSpeed, a global threshold, or if asked.
+    """True if scoring runs a forward of its own: under DeepSpeed, a global threshold, or if asked.
 
     DeepSpeed's engine follows its own forward through its own backward, once; errors asked for
     on the way would be taken for that backward.

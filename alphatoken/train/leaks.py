@@ -60,7 +60,7 @@ def warn_of_leaks(train: Any, held: Mapping[str, Any], *, text_field: str = "tex
 
 
 def _keys(record: Mapping[str, Any], text_field: str) -> set[str]:
-    """Of one record; none of a record that is no text (images, tool calls)."""
+    """Keys of one record; none of a record that is no text (images, tool calls)."""
     try:
         return leak_keys(_row(record, text_field))
     except (DataError, TypeError):

@@ -32,7 +32,7 @@ COMPONENTS = ("total", "adaptation", "stability")
 
 @dataclass
 class DocumentValues:
-    """What the n response tokens of one document are worth so far.
+    """Values so far of the n response tokens of one document.
 
     Attributes:
         branch: 0 none, 1 chosen, 2 rejected.

@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Where a model's parts are, each a folder or a name on the hub.
+    """Places of a model's parts, each a folder or a name on the hub.
 
     Attributes:
         model: of an adapter, its base.
@@ -82,7 +82,7 @@ def find_parts(name: str | Path, adapter: str | Path | None = None) -> ModelPart
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model takes, of its configuration alone.
+    """Limits of a model, from its configuration alone.
 
     Attributes:
         positions: longest sequence; None has no limit.
@@ -111,7 +111,7 @@ class Limits:
 
 
 def find_limits(parts: ModelParts, **options: Any) -> Limits:
-    """What a model takes, before it is loaded.
+    """Find a model's limits before it is loaded.
 
     Args:
         parts: of the model.
@@ -132,7 +132,7 @@ def find_limits(parts: ModelParts, **options: Any) -> Limits:
 
 
 def limits_of(model: Any, args: Any = None) -> Limits:
-    """What a model takes: one at hand, or one that a trainer will load by its name."""
+    """Limits of a model: one at hand, or one that a trainer will load by its name."""
     if not isinstance(model, str):
         adapter = find_adapter(model)
         return Limits(adapter.max_positions(), embedding_rows(model), len(adapter.layers()))
@@ -154,7 +154,7 @@ def _rows_held(adapter: str, width: int) -> Iterator[int]:
 
 
 def has_tokenizer(name: str | Path, **options: Any) -> bool:
-    """Whether a folder, or the hub under a name (``options`` of ``cached_file``), has one."""
+    """True if a folder, or the hub under a name (``options`` of ``cached_file``), has one."""
     from transformers.utils.hub import cached_file
 
     file, folder = "tokenizer_config.json", Path(name).expanduser()
@@ -277,7 +277,7 @@ def load_with_tokenizer(name: str | Path) -> tuple[nn.Module, Any]:
 
 
 def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> Any:
-    """What ``load`` makes of a name, or one error that says what could not be loaded from where.
+    """Result of ``load`` for a name, or one error that says what failed to load from where.
 
     Args:
         what: is loaded, for the error.
@@ -315,7 +315,7 @@ def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> An
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Within the context transformers draws no bars of its own."""
+    """Context in which transformers draws no bars of its own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Which checkpoint folders are whole, and which of them a run goes on from.
+"""Choice of the checkpoint folder to resume from, among those that are complete.
 
 A folder ``checkpoint-N`` counts only with a valid ``alphatoken.json``: the step, the run, what the
 run depends on, and every file with its size and SHA-256. Whatever a crash, a full disk or an
@@ -52,7 +52,7 @@ _WHOLE = 64 * _BLOCK
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``alphatoken.json`` says.
+    """The content of ``alphatoken.json``.
 
     Attributes:
         step: optimizer steps taken.

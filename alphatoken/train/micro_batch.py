@@ -39,7 +39,7 @@ CARRIED = "alphatoken_carried"
 
 @dataclass(frozen=True)
 class Carried:
-    """What is known of a micro-batch when the batches of its step are gathered.
+    """Facts known of a micro-batch when the batches of its step are gathered.
 
     Attributes:
         index: number of this micro-batch within its optimizer step.
@@ -52,7 +52,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the parts of a run know of one micro-batch. It never changes; ``replace`` makes another.
+    """Facts that the parts of a run share about one micro-batch. It never changes; see ``replace``.
 
     Attributes:
         inputs: the trainer's batch.
@@ -101,7 +101,7 @@ class Scored:
 
 
 def undivided(batch: MicroBatch, kind: str) -> float:
-    """What takes the trainer's divisor out of the loss, where nothing is to divide it."""
+    """Factor that undoes the trainer's divisor if the loss is to be a sum; else 1."""
     return 1.0 / batch.unit if kind == "sum" else 1.0
 
 

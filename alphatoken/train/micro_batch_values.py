@@ -80,7 +80,7 @@ class MicroBatchValues:
             monitor.gap(step, self.valuation.objective_gap(step))
 
     def wanted(self, batch: MicroBatch) -> bool:
-        """Whether this micro-batch is valued. Where one process must, all do: it is collective."""
+        """True if this micro-batch is valued. Where one process must, all do: it is collective."""
         if not self._options.needs_values:
             return False
         return Ranks(self._trainer.accelerator).any(bool(batch.mask.any()))
@@ -171,7 +171,7 @@ class MicroBatchValues:
         return float(min(1.0, self._options.max_grad_norm / (self._norm + 1e-6)))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint holds: norm of the last gradient, and the walk that is in use."""
+        """State for a checkpoint: norm of the last gradient, and the walk that is in use."""
         # A resumed run builds its direction at its first step; so must the one that goes on.
         walk = None if self._valuation is None else self._valuation.checkpointed()
         norm = None if self._norm is None else float(self._norm)

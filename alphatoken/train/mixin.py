@@ -1,4 +1,4 @@
-"""What makes a transformers trainer one that weighs tokens: its hooks, and the parts behind them.
+"""Hooks that turn a transformers trainer into one that weighs tokens, and their parts.
 
 ``AlphaTrainerMixin`` goes before a trainer in the bases. It overrides these of its hooks::
 
@@ -244,7 +244,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return 1.0 / (max(float(count), 1.0) * share)
 
     def step_scale(self, num_items: Any) -> float:
-        """From a micro-batch's gradient to an estimate of the whole step's."""
+        """Factor from a micro-batch's gradient to an estimate of the whole step's."""
         return float(self.current_gradient_accumulation_steps) if num_items is not None else 1.0
 
     def final_coefficients(
@@ -291,7 +291,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Whatever validation and retention rows need that only the prepared model can give."""
 
     def export_arguments(self) -> dict[str, Any]:
-        """How the trainer cuts long rows, so that exported values find their rows again."""
+        """Arguments by which exported values find their rows again, such as a limit of length."""
         return {}
 
     # --- what a user may look at ------------------------------------------------------------------
@@ -319,13 +319,13 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     @property
     def needs_values(self) -> bool:
-        """Whether tokens are valued; a ``TokenPolicy`` has weights of its own."""
+        """True if tokens are valued; a ``TokenPolicy`` has weights of its own."""
         return isinstance(self.weigher, ValueWeigher) and bool(self.args.needs_values)
 
     # --- the trainer's hooks ----------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the checkpointing trainer; at the end, values and their page are written.
+        """Train as the checkpointing trainer does; at the end, write values and their page.
 
         ``output_dir/_alphatoken`` holds them: ``values`` one record a training sequence,
         ``alphatoken-report.html`` the most and least valuable tokens (needs
@@ -352,7 +352,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return carrying, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; what the micro-batch carries is taken out for ``compute_loss``.
+        """Train as transformers does; take out the micro-batch's facts for ``compute_loss``.
 
         Overrides of ``_prepare_inputs`` and ``compute_loss`` get the batch as the collator made it.
         """
@@ -422,7 +422,7 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As in transformers; a weigher of values is handed the norm before the cut."""
+        """Clip as in transformers; a weigher of values gets the norm before the cut."""
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if isinstance(self.weigher, ValueWeigher):
             self.weigher.values.gradient_cut(norm)

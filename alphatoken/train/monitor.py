@@ -1,4 +1,4 @@
-"""What a run reports while it goes: what is kept, the values, the validation gap, the time.
+"""Reports during a run: kept tokens, values, the validation gap, the time.
 
 Statistics gather between two logs, are read once a log, and go wherever the trainer's own logs go,
 under names that begin with ``alpha/``. What has gathered since the last log is part of a
@@ -34,7 +34,7 @@ class ValueSums:
 
     @torch.no_grad()
     def add(self, weights: Tensor, mask: Tensor, values: TokenValues | None) -> None:
-        """One micro-batch.
+        """Add one micro-batch to the sums.
 
         Args:
             weights: (b, t) training weight of each token.
@@ -137,7 +137,7 @@ class TrainMonitor:
             self._balance = values.balance
 
     def direction(self, seconds: float) -> None:
-        """What values are taken against was made anew: validation and retention gradient.
+        """Add the time of building the validation and retention gradients.
 
         Args:
             seconds: spent on it.
@@ -182,7 +182,7 @@ class TrainMonitor:
 
     @property
     def alarm(self) -> bool:
-        """Whether the held-out objective has risen above its best while the pool's has not.
+        """True if the held-out objective has risen above its best while the pool's has not.
 
         Risen: by more than 2 % of the best; so the run now fits the validation rows themselves.
         """
@@ -196,7 +196,7 @@ class TrainMonitor:
     # --- the checkpoint's part --------------------------------------------------------------
 
     def state_values(self) -> dict[str, Any]:
-        """What has gathered since the last log, as plain JSON values."""
+        """Statistics gathered since the last log, as plain JSON values."""
         return {
             "sums": self._sums.state(),
             "balance": self._balance,

@@ -88,7 +88,7 @@ class AlphaOptions(AlphaFields):
         )
 
     def _check_unit(self) -> None:
-        """See that responses can be ranked whole."""
+        """Check that responses can be ranked whole."""
         if self.value_unit == "token":
             return
         reasons = {
@@ -160,15 +160,15 @@ class AlphaOptions(AlphaFields):
 
     @property
     def weighs(self) -> bool:
-        """Whether any token is valued or weighed; if not, the trainer is the one below it."""
+        """True if any token is valued or weighed; if not, the trainer is the one below it."""
         return self.policy != "all" or self.needs_values
 
     @property
     def reads_fisher(self) -> bool:
-        """Whether the stability term is a Fisher's."""
+        """True if the stability term is a Fisher's."""
         return self.objective != "adaptation" and self.retention in ("diagonal", "kronecker")
 
     @property
     def needs_values(self) -> bool:
-        """Whether tokens are valued at all: not under 'random', nor 'all' without an export."""
+        """True if tokens are valued at all: not under 'random', nor 'all' without an export."""
         return self.policy in ("top", "bottom") or (self.policy == "all" and self.export_values)

@@ -1,4 +1,4 @@
-"""Where a model is while something runs before training: on the accelerator, if it fits."""
+"""Placement of a model while something runs before training: on the accelerator, if it fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy is to a trainer: token weights, from what the trainer knows of a batch.
+"""The interface of a policy: token weights, from what the trainer knows of a batch.
 
 A policy says what it needs, and gets it; its scores say which tokens go first (higher = keep);
 its weights act on the update of supervised fine-tuning, or enter the loss of a preference pair.
@@ -44,7 +44,7 @@ ROUNDINGS = ("floor", "ceil")
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy asks the trainer for, beside the batch and its log-probabilities.
+    """Data that a policy asks of the trainer, beside the batch and its log-probabilities.
 
     Attributes:
         columns: names of what ``prepare`` leaves of every training token, looked up for each batch.
@@ -65,7 +65,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """How scores become weights, the same for all policies.
+    """Settings by which scores become weights, the same for all policies.
 
     Attributes:
         mode: "native": the published rule, whose share of tokens is an outcome; "budget": the
@@ -128,7 +128,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True)
 class PolicyStage:
-    """What a static pass has at hand, before training.
+    """Data that a static pass may use before training.
 
     Attributes:
         model: as it is before training.
@@ -216,7 +216,7 @@ class TokenPolicy:
 
     @property
     def settings(self) -> PolicySettings:
-        """As given; else the trainer's, or the defaults."""
+        """Settings as given; else the trainer's, or the defaults."""
         return self._settings or PolicySettings()
 
     def bind(self, settings: PolicySettings) -> None:
@@ -232,7 +232,7 @@ class TokenPolicy:
 
     @property
     def summary(self) -> Mapping[str, float]:
-        """What the static pass found, by name: shares dropped or kept; filled by ``prepare``."""
+        """Findings of the static pass, by name: shares dropped or kept; filled by ``prepare``."""
         return {}
 
     def prepare(self, stage: PolicyStage) -> Columns | None:

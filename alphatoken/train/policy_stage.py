@@ -1,4 +1,4 @@
-"""What a policy finds before training: the rows, and a way to train a reference."""
+"""Data that a policy finds before training: the rows, and a way to train a reference."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _tokenizer(trainer: Any) -> Any:
 
 
 def cache_folder(options: Any) -> Path:
-    """Where static passes keep what they found."""
+    """Folder in which static passes keep their findings."""
     if options.policy_cache is not None:
         return Path(options.policy_cache)
     return Path(str(options.output_dir)).absolute().parent / "policies"

@@ -54,7 +54,7 @@ __all__ = ["PolicyWeigher", "policy_digest"]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is known of one micro-batch before its training forward.
+    """Facts about one micro-batch before its training forward.
 
     Attributes:
         kept: kept tokens of the whole step, where they divide the loss and can be counted.
@@ -195,14 +195,14 @@ class PolicyWeigher:
         )
 
     def _static_columns(self, batch: MicroBatch) -> Mapping[str, Tensor]:
-        """What the static pass left of this micro-batch's tokens, by name."""
+        """Columns of the static pass for this micro-batch's tokens, by name."""
         if self._columns is None or not self.policy.needs.columns:
             return {}
         return self._columns.columns_of(batch.inputs, batch.mask, self.policy.needs.columns)
 
     @property
     def _divisor(self) -> str:
-        """What the update is divided by: as published, or as the options say at a budget."""
+        """Divisor of the update: as published, or by the options at a budget."""
         if self.policy.settings.mode == "native":
             return self.policy.denominator
         return str(self._trainer.args.kept_normalization)

@@ -1,4 +1,4 @@
-"""Which validation rows each step is measured against, and which are only ever watched.
+"""Choice of the validation rows of each step, and of those that are only watched.
 
 The paper keeps one validation batch for the whole run; rescored every step, a small one is
 overfitted. A pool draws a new batch each step. Either way a held-out part can be set aside: no

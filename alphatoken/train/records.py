@@ -1,4 +1,4 @@
-"""What a run writes down: statistics for its logs, the ledger of values, and a page at the end."""
+"""Records of a run: statistics for its logs, the ledger of values, and a page at the end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunRecords:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether values go into the ledger, which adds up their components too."""
+        """True if values go into the ledger, which adds up their components too."""
         return bool(self._trainer.args.export_values)
 
     def micro_batch(

@@ -11,7 +11,7 @@ __all__ = ["compiled", "refused_settings", "scaled"]
 
 
 def refused_settings(args: Any) -> Iterator[ConfigError]:
-    """What a configuration of one of our trainers is refused for.
+    """Reasons for refusing a configuration of one of our trainers.
 
     Args:
         args: the configuration.
@@ -55,7 +55,7 @@ def refused_settings(args: Any) -> Iterator[ConfigError]:
 
 
 def compiled() -> ConfigError:
-    """Of a model that is compiled as a whole."""
+    """Error for a model that is compiled as a whole."""
     return ConfigError(
         "a compiled model does not work with token values",
         got="torch.compile",
@@ -65,7 +65,7 @@ def compiled() -> ConfigError:
 
 
 def scaled() -> ConfigError:
-    """Of float16, whose loss is scaled."""
+    """Error for float16, whose loss is scaled."""
     return ConfigError(
         "fp16 does not work with token values",
         got="fp16=True",

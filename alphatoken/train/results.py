@@ -1,4 +1,4 @@
-"""What a run leaves in ``output_dir/_alphatoken``: accumulated values as Parquet, and their page.
+"""Results in ``output_dir/_alphatoken``: accumulated values as Parquet, and their page.
 
 The files and the page are those of ``alphatoken score``, with the visits of each document. The
 loss, and what else was logged, is where the trainer's own logs are.
@@ -123,7 +123,7 @@ def _example(number: int, key: bytes, entry: DocumentValues, rows: list[int]) ->
 
 
 def _summary(ledger: ValueLedger) -> dict[str, Any]:
-    """What the run says about its data."""
+    """Summary of the run's data."""
     sums, entries = ledger.sums(), ledger.documents.values()
     visits = sum(entry.visits * len(entry.positions) for entry in entries)
     return {

@@ -1,4 +1,4 @@
-"""What values of a run are taken against: validation rows, retention rows or a Fisher.
+"""Rows that a run values against: validation rows, retention rows or a Fisher.
 
 ``prepare_run_rows`` tokenises, checks and fits when the trainer is made, so that a run refuses what
 it cannot use before it trains. ``build_valuation`` makes the scorer of all that at the first
@@ -120,7 +120,7 @@ def fit_or_load_fisher(trainer: AlphaTrainerMixin, dataset: Any = None) -> Fishe
 
 
 def _require_fisher_covers(trainer: AlphaTrainerMixin) -> None:
-    """See that what is valued has a Fisher, before it is fitted: 'label' values more than it."""
+    """Check that what is valued has a Fisher, before it is fitted: 'label' values more than it."""
     options, adapter = trainer.args, find_adapter(trainer.model)
     choice = ParameterChoice.read(options.value_parameters, "value_parameters")
     scope = choice.scope(adapter, read_layers(options.score_layers))

@@ -1,4 +1,4 @@
-"""Where a run chooses tokens: what scores them and makes masks of the scores says so here."""
+"""Marks of code that scores tokens and makes masks, for measuring its cost."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class LabelledRows(AlphaTrainerMixin):
             )
 
     def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
-        """What comes before the first response token of each row."""
+        """The tokens before the first response token of each row."""
         prompts = []
         for row in plain_rows(rows):
             labels = self.labels_of(row).tolist()
@@ -185,7 +185,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
 
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
-        """Without rows that TRL would take for something else, or refusing them by number."""
+        """Leave out rows that TRL would misread, or refuse them by number."""
         text, bad = args.dataset_text_field, args.on_empty
         return check_sft_rows(dataset, name=name, text_field=text, on_empty=bad)
 
@@ -198,7 +198,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         refuse_losses("AlphaSFTTrainer", refused)
 
     def row_length(self, row: Mapping[str, Any]) -> int:
-        """Of a packed row, the longest document: positions begin anew in each."""
+        """Length of a row; of a packed row, that of its longest document."""
         return max(map(int, row.get("seq_lengths") or [len(row["input_ids"])]))
 
     def value_weights(
@@ -221,7 +221,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         )
 
     def _trains_on_all(self) -> bool:
-        """Whether the first training rows have no token without a label; of a stream not known."""
+        """True if the first training rows have no token without a label; of a stream not known."""
         rows = plain_rows(self.train_dataset)
         if not hasattr(rows, "__len__"):
             return False

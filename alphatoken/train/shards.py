@@ -34,14 +34,14 @@ def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
 
 
 class _Parts:
-    """What both ways have in common."""
+    """Common part of both shardings."""
 
     def part_of(self, name: str, full: Tensor) -> Tensor:
-        """See ``Sharding``."""
+        """Part of a tensor; see ``Sharding``."""
         raise NotImplementedError
 
     def _copies(self, name: str) -> int:
-        """How many processes hold each number of a parameter."""
+        """Number of processes that hold each number of a parameter."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class Fsdp2Sharding(_Parts):
             owner.reshard()
 
     def narrow(self) -> str | None:
-        """Of ``MixedPrecisionPolicy``: what it casts weights to for the forward."""
+        """Dtype to which ``MixedPrecisionPolicy`` casts weights for the forward."""
         for module in self._owners:
             state = getattr(module, "_get_fsdp_state", lambda: None)()
             group = getattr(state, "_fsdp_param_group", None)
@@ -211,7 +211,7 @@ class _LeafHook:
 
 
 def _leaf_hooks(module: nn.Module) -> list[_LeafHook]:
-    """Of one module, put in place of DeepSpeed's own where that was not done before."""
+    """Hooks of one module, put in place of DeepSpeed's own unless that was done before."""
     hooks = module._backward_hooks
     for key, hook in hooks.items():
         if getattr(hook, "__module__", "").startswith("deepspeed."):

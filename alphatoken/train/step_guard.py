@@ -34,7 +34,7 @@ class StepGuard(TrainerCallback):
         self._reached += 1
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Begin to count."""
+        """Begin to count weighted losses."""
         self._reached = 0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:

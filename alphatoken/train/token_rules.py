@@ -1,4 +1,4 @@
-"""From values of tokens to weights: the share that the run's policy keeps."""
+"""Weights from values of tokens: the share that the run's policy keeps."""
 
 from __future__ import annotations
 

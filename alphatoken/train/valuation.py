@@ -117,7 +117,7 @@ class Valuation:
         self.scorer.pin(("step", step))
 
     def checkpointed(self) -> tuple[int, dict[str, Tensor]] | None:
-        """What a checkpoint holds of the direction: of a walk its step and its end.
+        """State of the direction for a checkpoint: for a walk its step and its end.
 
         Any other is built anew at the next step, as a run resumed from here would.
         """

@@ -42,7 +42,7 @@ __all__ = ["ValueWeigher"]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is known of one micro-batch before its training forward.
+    """Facts about one micro-batch before its training forward.
 
     Attributes:
         kept_share: kept tokens over response tokens of the whole step, where they divide the loss.
@@ -76,7 +76,7 @@ class ValueWeigher:
     # --- one optimizer step -----------------------------------------------------------------------
 
     def plan(self, samples: Sequence[Any], num_items: Any) -> list[_Plan]:
-        """What is decided for a whole step before its first training forward.
+        """Decide for a whole step before its first training forward.
 
         Under a global threshold all micro-batches are scored and weighed here.
 

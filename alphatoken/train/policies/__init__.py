@@ -82,13 +82,13 @@ def policy_names() -> tuple[str, ...]:
 
 
 def _of_other_packages() -> dict[str, str]:
-    """Name to "module:Class"."""
+    """Policies of other packages: name to "module:Class"."""
     return _named_on(tuple(sys.path))
 
 
 @cache
 def _named_on(path: tuple[str, ...]) -> dict[str, str]:
-    """Of the packages on a search path, each of which is looked through once."""
+    """Policies of the packages on a search path, each of which is searched once."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
@@ -241,7 +241,7 @@ def chosen_policy(
 
 
 def _refuse_divisor(chosen: TokenPolicy, asked: str) -> None:
-    """See that ``kept_normalization`` is not ignored."""
+    """Check that ``kept_normalization`` is not ignored."""
     published = chosen.settings.mode == "native" and chosen.denominator != asked
     own_loss = type(chosen).loss is not TokenPolicy.loss
     if asked == "response" or not (own_loss or published):

@@ -37,7 +37,7 @@ _ROW = ("input_ids", "labels", "seq_lengths")
 
 
 def weights_folder(stage: PolicyStage, kind: str, model: str, data: str, *settings: Any) -> Path:
-    """Where the weights of a training are kept: the name holds a digest of all it depends on.
+    """Folder of the weights of a training; its name holds a digest of all it depends on.
 
     Args:
         stage: its folder, and the trainer's options.
@@ -162,7 +162,7 @@ def trained_copy(
 
 
 def _schedule(options: Mapping[str, Any]) -> str:
-    """Of a training, in a few words, as far as it is known."""
+    """Schedule of a training, in a few words, as far as it is known."""
     named = {
         "num_train_epochs": "{:g} epochs",
         "per_device_train_batch_size": "batches of {}",

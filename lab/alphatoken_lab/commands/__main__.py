@@ -1,4 +1,4 @@
-"""``python -m alphatoken_lab.commands``."""
+"""Entry point of ``python -m alphatoken_lab.commands``."""
 
 from alphatoken_lab.commands import main
 

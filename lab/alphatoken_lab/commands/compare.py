@@ -46,7 +46,7 @@ explains the grid's file, evaluation by lm-eval, executed code and judges."""
 
 @dataclass(kw_only=True)
 class _Running(CellOptions):
-    """How to run."""
+    """Options for running the grid."""
 
     output_dir: str = option("runs/compare", "folder for cells and tables")
     only: str = option("", "cells whose name contains it, and their needs")
@@ -131,14 +131,14 @@ def look_up_tasks(cells: Sequence[Cell]) -> None:
 
 
 def _measures(cells: Sequence[Cell]) -> dict[str, Measures]:
-    """What the cells of each task are measured by, where they are."""
+    """Measures of the cells of each task, if there are any."""
     from alphatoken_lab.compare.measures import Measures
 
     return {c.task: Measures(**c.measures) for c in cells if c.measures is not None}
 
 
 def check_named_files(cells: Sequence[Cell], code_container: str | None) -> None:
-    """See that whatever is named by a path is there, before any cell runs.
+    """Check that whatever is named by a path is there, before any cell runs.
 
     Rows that are measured are read, and what judges are asked; tasks are looked up.
     """
@@ -183,7 +183,7 @@ def run_cells(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> di
 
 
 def _command(options: CompareOptions, path: Path) -> list[str]:
-    """What runs the cell of a folder: a process, or those of a launcher where it has devices."""
+    """Command of a cell's folder: a process, or a launcher's if the cell has devices."""
     from alphatoken.cli.recipes import accelerate_config
     from alphatoken_lab.compare.folder import CellFolder
     from alphatoken_lab.compare.launchers import PORT

@@ -52,7 +52,7 @@ _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 
 @dataclass(kw_only=True)
 class _What:
-    """What to compare."""
+    """Options for models and methods."""
 
     config: str | None = option(None, "YAML file of a whole grid")
     recipe: str | None = option(None, "recipe of sft or dpo that every cell trains with")
@@ -81,12 +81,12 @@ class _Rows:
 
 @dataclass(kw_only=True)
 class GridOptions(_What, _Rows):
-    """What of a grid the command line may say."""
+    """Options of a grid that the command line may set."""
 
 
 @dataclass(kw_only=True)
 class CellOptions:
-    """Where the cells of a grid run."""
+    """Options for running the cells."""
 
     processes: int = option(1, "cells at a time, or in the queue at a time")
     devices: str | None = option(None, "numbers of the GPUs that cells are dealt to: 0,1,2,3")
@@ -142,7 +142,7 @@ def _ratio(value: Any) -> float:
 
 
 def _content(options: GridOptions) -> dict[str, Any]:
-    """Of the file, or of a recipe as the only task."""
+    """Content of the file, or of a recipe as the only task."""
     from alphatoken.cli.recipes import find_recipe
 
     if (options.config is None) == (options.recipe is None):
@@ -163,7 +163,7 @@ def _content(options: GridOptions) -> dict[str, Any]:
 
 
 def grid_content(name: str) -> tuple[dict[str, Any], str]:
-    """What a grid's file says, that of the grid that it extends included; and its one line.
+    """Content of a grid's file, with that of the grid that it extends; and its one line.
 
     Args:
         name: of a file, or of a packaged grid.
@@ -332,7 +332,7 @@ def _base(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files(options: GridOptions) -> dict[str, Any]:
-    """What the command line names instead."""
+    """Files that the command line names instead."""
     given = {
         "model_name_or_path": options.model_name_or_path,
         "train_file": options.train_file,

@@ -40,7 +40,7 @@ docs/evaluate.md says how stored answers, judges and their prompts look."""
 
 @dataclass(kw_only=True)
 class _Tasks:
-    """What to measure."""
+    """Options for the measures."""
 
     tasks: list[str] | None = option(
         None, "lm-eval tasks of general capability: NAME, NAME:METRIC or a YAML file"
@@ -77,7 +77,7 @@ class _Judging:
 
 @dataclass(kw_only=True)
 class _Reading:
-    """How to read and write."""
+    """Options for reading and writing."""
 
     chat: bool = option(True, "put rows and judged questions into the chat template")
     max_new_tokens: int | None = option(None, "of generated answers (default 256)", least=1)

@@ -110,7 +110,7 @@ def _load(name: str, options: EvaluateOptions, adapter: str | None = None) -> An
 
 
 def _measures(options: EvaluateOptions) -> Measures:
-    """Of the file, and what the command line says over it."""
+    """Measures of the file, overridden by the command line."""
     said = {
         "retention_tasks": options.tasks,
         "target_tasks": options.target_tasks,
@@ -209,7 +209,7 @@ def _judge(options: EvaluateOptions) -> dict[str, Any] | None:
 
 
 def _command(measures: Measures) -> str:
-    """Whether the target's rows are preference pairs ("dpo") or responses ("sft")."""
+    """True if the target's rows are preference pairs ("dpo") or responses ("sft")."""
     if measures.target_file is None:
         return "sft"
     first = next((record for _, record in read_records(measures.target_file)), {})
@@ -270,7 +270,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _losses(title: str, group: str, details: Mapping[str, float]) -> list[list[str]]:
-    """Of the rows of a file; no part of a mean of percentages."""
+    """Losses of the rows of a file; no part of a mean of percentages."""
     if f"{group}_loss" not in details:
         return []
     found = [[title, "loss of rows", f"{details[f'{group}_loss']:.4f}", "nats, lower is better"]]

@@ -46,7 +46,7 @@ examples
 
 @dataclass(kw_only=True)
 class _Merging:
-    """What to merge, and how."""
+    """Options for models to merge."""
 
     before: str = option(help="model that training started from")
     after: str | None = option(None, "the trained model", either="trained", required=True)
@@ -105,7 +105,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _check(options: MergeOptions, out: Path) -> Encoded:
-    """What can be said before a model is loaded; the rows to be measured, as tokens."""
+    """Check all that can be checked before loading a model; tokens of the rows to measure."""
     from alphatoken.cli.reading import fields_of
     from alphatoken.corpus.folder import require_writable
     from alphatoken.train.loading import find_limits, find_parts, load_tokenizer

@@ -43,7 +43,7 @@ examples
 
 @dataclass(kw_only=True)
 class _What:
-    """What to make."""
+    """Options for tables and figures."""
 
     scale: Literal["full", "laptop"] = option("full", "as in the paper, or in small")
     dry_run: bool = option(False, "say what would be trained and what is missing, and stop")
@@ -54,7 +54,7 @@ class _What:
 
 @dataclass(kw_only=True)
 class _Inputs:
-    """Where models and rows are."""
+    """Options for models and rows."""
 
     evaluation_dir: str = option("paper-evaluation", "full: files of benchmarks and judges")
     judge_url: str | None = option(None, "full: the judge's endpoint, OpenAI's protocol")
@@ -69,7 +69,7 @@ class _Inputs:
 
 @dataclass(kw_only=True)
 class _Running(CellOptions):
-    """How to run."""
+    """Options for running the cells."""
 
     budget: str = option("10m", "time of a diagnostic that makes a figure; none for no limit")
     code_container: str | None = option(
@@ -86,7 +86,7 @@ class PaperOptions(_What, _Inputs, _Running):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be made.
+    """The exhibit and options that a command asks for.
 
     Attributes:
         exhibit: a table or figure; None for the list of all.
@@ -100,7 +100,7 @@ class Asked:
 
 
 def read(words: Sequence[str]) -> Asked | None:
-    """What ``words``, the arguments after ``alphatoken-lab paper``, ask for.
+    """Read ``words``, the arguments after ``alphatoken-lab paper``.
 
     None where it is answered here: of what the paper has no numbers of.
 

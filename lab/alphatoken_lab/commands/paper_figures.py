@@ -80,7 +80,7 @@ def _fisher(work: Work, cell: Cell) -> Path:
 
 
 def unfit(work: Work, cell: Cell) -> str:
-    """Why the Fisher that a cell trained with is not the one to look at; "" where it is."""
+    """Reason why the Fisher that a cell trained with does not fit; "" if it does."""
     options = cell.options
     if options.get("use_peft"):
         return "the cell's is of the adapters' weights, and the model is merged"
@@ -110,7 +110,7 @@ def about_fisher(work: Work, cell: Cell) -> str:
 
 
 def _shared(task: TaskSpec) -> list[str]:
-    """How rows are read, as the cells read them: there a row with no response left has no part."""
+    """Row options of the cells; rows with no response left are skipped."""
     found = ["--max_length", str(task.options.get("max_length", 1024)), "--on_empty", "skip"]
     if not task.options.get("chat_template", True):
         found += ["--no_chat_template"]
@@ -124,7 +124,7 @@ def _own(options: Any) -> Iterator[str]:
 
 
 def _cell(work: Work, task: TaskSpec, method: str) -> Cell:
-    """Of the first seed, whose model was kept."""
+    """Cell of the first seed, whose model was kept."""
     named = [c for c in work.cells if (c.task, c.policy) == (task.name, method)]
     return named[0]
 

@@ -17,7 +17,7 @@ cells trains. Tables share cells: what one has trained another one finds."""
 
 
 def lines() -> Iterator[str]:
-    """What is printed."""
+    """Lines of the printed list."""
     yield _HEAD
     for exhibit in every():
         yield f"\n{exhibit.label}  {exhibit.kind}, {exhibit.place}: {exhibit.title}"

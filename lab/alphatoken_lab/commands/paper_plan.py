@@ -1,4 +1,4 @@
-"""What a table or figure of the paper consists of: its cells, and what they need."""
+"""Plan of a table or figure of the paper: its cells, and their needs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Work:
 
     @contextmanager
     def _variables(self) -> Iterator[None]:
-        """What the grids' files call by ``$NAME``."""
+        """Values of ``$NAME`` in the grids' files."""
         options = self.options
         models = Path(os.environ.get("ALPHATOKEN_MODELS", "models")).absolute()
         own = {
@@ -120,7 +120,7 @@ class Work:
         return name
 
     def conditions(self) -> str:
-        """What its numbers are measured on: model, rows and steps of each kind of training."""
+        """Conditions of its numbers: model, rows and steps of each kind of training."""
         trained = [c for c in self.cells if c.kind == "train" and c.task != "references"]
         said = dict.fromkeys(self._condition(cell) for cell in trained)
         return f"Measured on {'; '.join(said)}." if said else ""
@@ -141,7 +141,7 @@ class Work:
     # --- what it needs --------------------------------------------------------------------------
 
     def models(self) -> list[str]:
-        """Backbones, each once."""
+        """Backbones of the cells, each once."""
         return list(dict.fromkeys(self.backbone_of(cell) for cell in self.cells))
 
     def datasets(self) -> list[str]:

@@ -130,7 +130,7 @@ def require_all(work: Work) -> None:
 
 
 def _has(name: str, kind: str) -> bool:
-    """Whether a model or data set is a local folder, in the hub's cache, or on the hub."""
+    """True if a model or data set is a local folder, in the hub's cache, or on the hub."""
     if Path(name).expanduser().exists():
         return True
     if "/" not in name or name.startswith(("/", ".")):

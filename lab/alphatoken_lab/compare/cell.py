@@ -104,7 +104,7 @@ def run_cell(
 
 
 def _first() -> bool:
-    """Whether this is the process that measures: the only one, or the first of a launcher's."""
+    """True if this is the process that measures: the only one, or the first of a launcher's."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -207,7 +207,7 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cost_of(path: Path) -> dict[str, Any]:
-    """What it cost to train the model that is merged; merging costs nothing beside it."""
+    """Cost of training the merged model; merging itself costs next to nothing."""
     result = CellFolder(path).result() or {}
     return {name: result[name] for name in _COST if name in result}
 
@@ -294,7 +294,7 @@ class TokenCounter(TrainerCallback):
         inner(seconds)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Beside the checkpoint: what was counted up to it."""
+        """Write the counts up to a checkpoint beside it."""
         self._folder.mkdir(exist_ok=True, parents=True)
         names = ("response", "kept", "effective", "scoring", "direction")
         seconds = self.seconds + time.perf_counter() - self._begun

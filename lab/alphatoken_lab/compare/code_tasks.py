@@ -74,7 +74,7 @@ def require_container(names: Sequence[str], container: str | None) -> str:
 
 
 def given_answers(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Of lm-eval's samples: what stood before each answer, and the answers."""
+    """Text before each answer of lm-eval's samples, and the answers."""
     return [
         (str(arguments[0]), list(answers))
         for sample in samples

@@ -1,4 +1,4 @@
-"""What a trained model is measured by: losses on held-out rows, lm-eval tasks, a judge.
+"""Measures of a trained model: losses on held-out rows, lm-eval tasks, a judge.
 
 Losses are means over all labelled tokens of a file together, in nats; scores are percentages. A
 task has either a loss or a score as its target, and one of them for retention; the overall figure
@@ -74,7 +74,7 @@ def _files(measures: Measures) -> dict[str, str]:
 
 
 def _has_pairs(name: str, command: str) -> bool:
-    """Whether a file for this holds preference pairs, and not responses."""
+    """True if a file for this holds preference pairs, and not responses."""
     return command == "dpo" and name != "retention"
 
 
@@ -170,7 +170,7 @@ def encode_file(
 def response_log_probs(
     model: nn.Module, examples: Sequence[Example], batch_size: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """Of each example: log-probability of its labelled tokens, summed, and their number.
+    """Log-probability of each example's labelled tokens, summed, and their number.
 
     Both (n,), float64, on the CPU.
 
@@ -239,7 +239,7 @@ def _pair_losses(
 
 
 def _summary(each: Each) -> dict[str, float]:
-    """Over all rows together."""
+    """Summary over all rows together."""
     if "margin" not in each:
         loss, tokens = torch.tensor([each["loss"], each["tokens"]], dtype=torch.float64)
         return {"loss": float((loss * tokens).sum() / tokens.sum())}

@@ -31,7 +31,7 @@ _RERUN = ("failed.json", "log.txt", "recipe.yaml", "cell.json", "building")
 
 @dataclass(frozen=True)
 class Status:
-    """Of one cell: "done", "failed", "blocked" (what it needs failed) or "missing"."""
+    """Status of one cell: "done", "failed", "blocked" (a need of it failed) or "missing"."""
 
     state: str
     error: str = ""
@@ -39,7 +39,7 @@ class Status:
 
 @dataclass(frozen=True)
 class CellFolder:
-    """Where one cell stands."""
+    """Folder of one cell."""
 
     path: Path
 
@@ -49,7 +49,7 @@ class CellFolder:
         return self.path / "model"
 
     def spec(self) -> dict[str, Any]:
-        """What the cell is.
+        """Specification of the cell.
 
         Raises:
             ConfigError: there is no cell here.
@@ -60,11 +60,11 @@ class CellFolder:
         return found
 
     def result(self) -> dict[str, Any] | None:
-        """What was measured."""
+        """Measurements of the cell."""
         return read_json(self.path / "result.json")
 
     def error(self) -> str | None:
-        """Why there is no result, if a process said."""
+        """Reason for a missing result, if a process wrote one."""
         found = read_json(self.path / "failed.json")
         return None if found is None else str(found["error"])
 
@@ -108,13 +108,13 @@ class GridFolder:
         return options
 
     def best(self, tries: Iterable[str]) -> str:
-        """Of finished cells by name, the one with the lowest loss on the rows for choosing."""
+        """Name of the finished cell with the lowest loss on the rows for choosing."""
         results = {name: self.of(name).result() for name in tries}
         losses = {n: float(r["details"]["choosing_loss"]) for n, r in results.items() if r}
         return min(losses, key=lambda name: losses[name])
 
     def done(self, cell: Cell) -> bool:
-        """Whether its result is there, and its model where others need that.
+        """True if its result is there, and its model where others need that.
 
         Raises:
             ConfigError: the result is of a cell with other options.
@@ -138,7 +138,7 @@ class GridFolder:
             )
 
     def status(self, cells: Iterable[Cell]) -> dict[str, Status]:
-        """Of every cell by name; cells come after those that they need."""
+        """Status of every cell by name; cells come after those that they need."""
         found: dict[str, Status] = {}
         for cell in cells:
             error = self.of(cell).error()

@@ -33,7 +33,7 @@ def answers(
     max_new_tokens: int = 256,
     chat: bool = True,
 ) -> list[str]:
-    """What the model writes after each prompt, greedily, up to its end token.
+    """Greedy answers of the model to each prompt, up to its end token.
 
     One prompt at a time: padding on the left would move the numbers of some models. A prompt that
     leaves no room is cut at its beginning.

@@ -1,4 +1,4 @@
-"""Which cells there are: methods, modes and seeds of every task, and the models they need first.
+"""Cells of a grid: methods, modes and seeds of every task, and the models they need first.
 
 A value ``@NAME`` in the options of a cell stands for the model that the reference NAME leaves; the
 cell waits for it. So do merges for the cell whose model they merge.
@@ -201,15 +201,15 @@ class Cell:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Of ``needs``, cells whose models are loaded; of the others results are read."""
+        """Cells of ``needs`` whose models are loaded; of the others only results are read."""
         return tuple(n for n in self.needs if self.kind == "merge" or n not in self.tries)
 
     def ready(self, finished: Set[str], lost: Set[str]) -> bool:
-        """Whether all that it needs is there; of the tries some may be lost."""
+        """True if all that it needs is there; of the tries some may be lost."""
         return all(n in finished or (n in self.tries and n in lost) for n in self.needs)
 
     def hopeless(self, lost: Set[str]) -> tuple[str, ...]:
-        """What of its needs is lost for good: of the tries only all of them together."""
+        """Needs that are lost for good; tries count only if all of them are lost."""
         gone = tuple(name for name in self.needs if name in lost)
         others = tuple(name for name in gone if name not in self.tries)
         return gone if len(gone) - len(others) == len(self.tries) else others

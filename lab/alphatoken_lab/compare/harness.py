@@ -186,7 +186,7 @@ def task_scores(
 
 
 def _answers(evaluate: Callable[..., Any], task: Any) -> list[tuple[str, list[str]]]:
-    """To a task that executes code, whose metric is switched off."""
+    """Answers to a task that executes code, whose metric is switched off."""
     found = evaluate(
         tasks=[task], predict_only=True, log_samples=True, confirm_run_unsafe_code=True
     )
@@ -360,7 +360,7 @@ def settle_shots(task: Any, name: str, asked: int | None) -> int:
 
 
 def _has_examples(task: Any) -> bool:
-    """Whether shots come from other rows, or lm-eval leaves the question itself out."""
+    """True if shots come from other rows, or lm-eval leaves the question itself out."""
     config = task.config
     named = config.fewshot_split
     for part in ("samples", "split"):

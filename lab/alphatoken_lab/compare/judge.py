@@ -1,4 +1,4 @@
-"""Who of two answers is better: an interface, a judge that works offline, one over HTTP.
+"""Judges of two answers: an interface, one that works offline, one over HTTP.
 
     rate = mean over prompts of [judge(prompt, ours, theirs) + 1 - judge(prompt, theirs, ours)] / 2
 
@@ -41,7 +41,7 @@ class Judge(Protocol):
     """Anything that can be called like this."""
 
     def __call__(self, prompt: str, first: str, second: str) -> float:
-        """How likely ``first`` is the better answer to ``prompt``, in [0, 1]; 0.5 is a tie."""
+        """Probability that ``first`` is the better answer to ``prompt``; 0.5 is a tie."""
 
 
 def win_rate(
@@ -58,7 +58,7 @@ def win_rate(
 def preferences(
     judge: Judge, prompts: Sequence[str], ours: Sequence[str], theirs: Sequence[str]
 ) -> list[float]:
-    """How far each of our answers wins, in [0, 1]: the mean over both orders; equal ones tie.
+    """Preference for each of our answers, in [0, 1]: the mean over both orders; equal ones tie.
 
     Raises:
         DataError: nothing to compare, or other numbers of answers.
@@ -114,7 +114,7 @@ class LikelihoodJudge:
 
     @classmethod
     def load(cls, model: str, *, chat: bool = True) -> LikelihoodJudge:
-        """From a folder or hub name, when it is first asked.
+        """Load the judge from a folder or hub name, at its first use.
 
         Raises:
             ConfigError: there is no such folder.
@@ -128,7 +128,7 @@ class LikelihoodJudge:
         return judge
 
     def __call__(self, prompt: str, first: str, second: str) -> float:
-        """As in ``Judge``."""
+        """Judge as ``Judge`` describes."""
         left, right = self.score(prompt, first), self.score(prompt, second)
         return 0.5 if left == right else float(left > right)
 
@@ -193,7 +193,7 @@ class EndpointJudge:
                 raise ConfigError("the judge's key is not set", got=f"${key_variable} is empty")
 
     def __call__(self, prompt: str, first: str, second: str) -> float:
-        """As in ``Judge``.
+        """Judge as ``Judge`` describes.
 
         Raises:
             DataError: no answer after all tries, or one that names no winner.

@@ -1,4 +1,4 @@
-"""What a judge at an endpoint is asked, and how its reply is read.
+"""Questions to a judge at an endpoint, and the reading of its replies.
 
 A prompt's file belongs to one of three families, told apart by the names that stand in braces:
 
@@ -68,11 +68,11 @@ class JudgePrompt:
         ]
 
     def asking(self) -> dict[str, Any]:
-        """What else the request says."""
+        """Further fields of the request."""
         return dict(_ASKING[self.family])
 
     def preference(self, choice: Mapping[str, Any]) -> float:
-        """How likely the first answer is the better one, by the reply's first choice.
+        """Probability that the first answer is the better one, by the reply's first choice.
 
         Raises:
             DataError: the reply names no winner, or several.

@@ -1,4 +1,4 @@
-"""Where the processes of a grid run: on this machine, on devices of their own, or in a queue."""
+"""Launchers of a grid's processes: on this machine, on devices of their own, or in a queue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Launcher(Protocol):
     """Starts cells, as many at a time as it has room for."""
 
     def room(self) -> int:
-        """How many more cells can be started now."""
+        """Number of cells that can be started now."""
 
     def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[Job]:
         """Start commands, each with the file that its output goes to."""
@@ -212,7 +212,7 @@ class SubmititLauncher:
 
 
 def _run(words: Sequence[str], log: str) -> int:
-    """In the job: the command, its output to the cell's log; its exit status."""
+    """Run the command in the job, its output to the cell's log; return its exit status."""
     port = str(_free_port(set()))
     print("alphatoken:", shlex.join(words))
     with open(log, "wb") as file:

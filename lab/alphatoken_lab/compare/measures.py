@@ -1,4 +1,4 @@
-"""What a model is measured by: files of rows, tasks with their shots, and judged answers."""
+"""Measures of a model: files of rows, tasks with their shots, and judged answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JudgeSet:
 
     @classmethod
     def read(cls, name: str, given: Any) -> JudgeSet:
-        """Of what a file says under its name.
+        """Read the set from the content under its name in a file.
 
         Raises:
             ConfigError: no questions, or keys that are none of a set.
@@ -59,7 +59,7 @@ class JudgeSet:
 
 @dataclass(frozen=True)
 class Measures:
-    """What a model is measured by.
+    """Measures of a trained model.
 
     Attributes:
         target_file: held-out rows (pairs) of what is learnt.
@@ -141,12 +141,12 @@ class Measures:
 
     @property
     def target(self) -> bool:
-        """Whether anything says how well a model learnt."""
+        """True if anything says how well a model learnt."""
         return bool(self.target_file or self.target_tasks or self.sets)
 
     @property
     def retention(self) -> bool:
-        """Whether anything says how much of its former knowledge a model kept."""
+        """True if anything says how much of its former knowledge a model kept."""
         return bool(self.retention_file or self.retention_tasks)
 
     def spec(self) -> dict[str, Any]:

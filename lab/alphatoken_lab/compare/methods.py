@@ -1,4 +1,4 @@
-"""What can be compared, by name: the trainers' own policies, methods by name, LoRA, WiSE-FT.
+"""Methods that can be compared, by name: policies, named methods, LoRA, WiSE-FT.
 
 A method says how a cell comes to its model: by training with some options, by training nothing, or
 by merging two models that other cells left.

@@ -44,7 +44,7 @@ def collect(cells: Sequence[Cell], folder: GridFolder) -> list[Record]:
 def write_results(
     grid: Grid, found: Sequence[Record], folder: Path, *, name: str = "comparison"
 ) -> Path:
-    """``NAME.json``, ``NAME.csv``, ``NAME.md``.
+    """Write ``NAME.json``, ``NAME.csv``, ``NAME.md``.
 
     Returns:
         The Markdown file.

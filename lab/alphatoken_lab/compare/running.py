@@ -106,7 +106,7 @@ class _Run:
         self.tracker.resume(len(self.finished))
 
     def go(self) -> dict[str, Status]:
-        """Until nothing is left to start."""
+        """Run until nothing is left to start."""
         self.tracker.report(len(self.finished))
         try:
             while self.waiting or self.running:
@@ -153,7 +153,7 @@ class _Run:
         self.running += [_Running(cell, job) for cell, job in zip(ready, jobs, strict=True)]
 
     def _elsewhere(self, cell: Cell) -> bool:
-        """Whether a job of an earlier start is still at work on it, or has just finished it."""
+        """True if a job of an earlier start is still at work on it, or has just finished it."""
         handle = try_lock(self.folder.of(cell).path / "lock")
         if handle is not None:
             os.close(handle)

@@ -45,7 +45,7 @@ class JudgedSet:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is asked of a model, read and checked.
+    """Questions for a model, read and checked.
 
     Attributes:
         tasks: lm-eval's, by group.

@@ -1,4 +1,4 @@
-"""What choosing tokens costs apart from training on them: the peak of memory, and the seconds.
+"""Cost of choosing tokens apart from training on them: peak memory, and seconds.
 
 Measured are the parts of a run that are in ``alphatoken.train.selecting``, inside
 :func:`measured_selection`. A section's peak is all that is in use while it runs, weights and
@@ -59,7 +59,7 @@ class SelectionCost:
 
     @contextmanager
     def section(self) -> Iterator[None]:
-        """What runs inside counts as choosing; a section within a section is part of it."""
+        """Count the enclosed code as choosing; a section within a section is part of it."""
         if self._inside:
             yield
             return

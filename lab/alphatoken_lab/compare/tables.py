@@ -81,7 +81,7 @@ def _chosen(
     results: Mapping[str, Mapping[str, Any] | None],
     status: Mapping[str, Status],
 ) -> set[str]:
-    """Of the cells that try something the best of each method; the first that is still to run.
+    """Best try of each method among the cells that try something, or the first still to run.
 
     A try that failed, such as a learning rate at which the loss diverged, is worse than any other.
     """
@@ -108,12 +108,12 @@ class Line:
     records: tuple[Record, ...]
 
     def values(self, key: str) -> list[float]:
-        """Of the cells that are done."""
+        """Values of the cells that are done."""
         found = [r.get(key) for r in self.records if r["status"] == "done"]
         return [float(value) for value in found if value is not None]
 
     def mean(self, key: str) -> float | None:
-        """Over the seeds that are done."""
+        """Mean over the seeds that are done."""
         found = self.values(key)
         return statistics.fmean(found) if found else None
 
@@ -161,7 +161,7 @@ def quality_table(lines: Sequence[Line]) -> str:
 
 
 def settings_text(lines: Sequence[Line]) -> str:
-    """How each score was measured, a sentence a score; empty where nothing says so."""
+    """Settings of each score, a sentence a score; empty if none are known."""
     found = []
     for name in _score_columns(lines):
         ways = {setting_text(one) for one in _settings(lines, name)}
@@ -171,7 +171,7 @@ def settings_text(lines: Sequence[Line]) -> str:
 
 
 def setting_text(how: Mapping[str, Any]) -> str:
-    """What a score was measured with, in words.
+    """Settings of one score, in words.
 
     >>> setting_text({"shots": "5", "chat_template": False, "metric": "acc", "questions": 20})
     '5-shot, no chat template, acc, 20 questions'
@@ -239,7 +239,7 @@ def problem_table(found: Sequence[Record]) -> str:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Markdown of a table."""
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
@@ -293,7 +293,7 @@ def _tokens(line: Line) -> list[str]:
 
 
 def best_two(order: Sequence[int], texts: Mapping[int, str]) -> dict[int, int]:
-    """Of places in order of rank, 0 for the best and 1 for the second, but for ties as printed.
+    """Rank, 0 or 1, of the best two places; places that print alike have none.
 
     >>> best_two([2, 0, 1], {2: "0.90", 0: "0.91", 1: "0.91"})
     {2: 0}

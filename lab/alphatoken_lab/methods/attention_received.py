@@ -63,7 +63,7 @@ def receiving(
     heads: str = "mean",
     queries: str = "mean",
 ) -> Iterator[_Received]:
-    """Within the context one forward of ``inputs`` is watched; ``result()`` gives (b, t).
+    """Context in which one forward of ``inputs`` is watched; ``result()`` gives (b, t).
 
     Args:
         model: a decoder whose attention is on transformers' interface.

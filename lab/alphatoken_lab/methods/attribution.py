@@ -1,4 +1,4 @@
-"""How much each token of a row moves the model's last prediction: gradients at the embeddings."""
+"""Effect of each token on the model's last prediction: gradients at the embeddings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORWARD = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
 def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plain forward takes of a trainer's batch; masks of the loss stay behind."""
+    """Inputs of a plain forward from a trainer's batch, without masks of the loss."""
     return {name: inputs[name] for name in _FORWARD if name in inputs}
 
 

@@ -49,7 +49,7 @@ def final_answer(text: str, pattern: str) -> str | None:
 
 
 class CFT(StaticMask):
-    """Critical token fine-tuning.
+    """Critical token fine-tuning, a policy.
 
         y^(t, a) = y_<t, a, greedy continuation        a: the K likeliest tokens but y_t
         wrong(t, a) = [answer(y^(t, a)) is not answer(y)]
@@ -126,7 +126,7 @@ class CFT(StaticMask):
         return static_pass(stage, stage.model, columns, reading, "cft", settings=settings)
 
     def static_scores(self, table: TokenTable) -> NDArray[Any]:
-        """``wrong``."""
+        """Scores of the column ``wrong``."""
         return table.columns["wrong"]
 
     def native_keep(self, table: TokenTable) -> NDArray[Any]:
@@ -137,7 +137,7 @@ class CFT(StaticMask):
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a static pass asks of each batch."""
+    """Request of a static pass for each batch."""
 
     tokenizer: Any
     alternatives: int

@@ -12,7 +12,7 @@ __all__ = ["DFT"]
 
 
 class DFT(TokenPolicy):
-    """Dynamic fine-tuning.
+    """Dynamic fine-tuning, a policy.
 
         w_t = p_t
         L = sum_t w_t l_t / (response tokens)
@@ -36,5 +36,5 @@ class DFT(TokenPolicy):
         return batch.log_probs
 
     def native_weights(self, batch: PolicyBatch) -> Tensor:
-        """``p``."""
+        """Weights equal to ``p``."""
         return batch.log_probs.exp()

@@ -14,7 +14,7 @@ __all__ = ["EAFT"]
 
 
 class EAFT(TokenPolicy):
-    """Entropy-adaptive fine-tuning.
+    """Entropy-adaptive fine-tuning, a policy.
 
         w_t = (H_t / ln K)^alpha,    H_t = - sum_{v in top K} q_t(v) ln q_t(v)
         L = sum_t w_t l_t / (response tokens)

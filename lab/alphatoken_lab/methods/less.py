@@ -145,7 +145,7 @@ class LESS(TokenPolicy):
 
     @property
     def summary(self) -> Mapping[str, float]:
-        """After ``choose_rows``: ``rows``, ``chosen_rows``, ``kept_share`` (of tokens)."""
+        """Findings of ``choose_rows``: ``rows``, ``chosen_rows``, ``kept_share`` (of tokens)."""
         return self._summary
 
     # --- at a batch: every token of the rows that were chosen -------------------------------------
@@ -155,7 +155,7 @@ class LESS(TokenPolicy):
         return batch.mask.to(batch.log_probs.dtype)
 
     def budget_weights(self, batch: PolicyBatch) -> Tensor:
-        """The same."""
+        """All response tokens of the chosen rows, as in native mode."""
         return self.native_weights(batch)
 
     # --- the choice -------------------------------------------------------------------------------

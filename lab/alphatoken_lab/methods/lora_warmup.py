@@ -105,7 +105,7 @@ class AdamCheckpoint:
 
     @classmethod
     def load(cls, path: Path, header: str) -> AdamCheckpoint:
-        """Read it.
+        """Read the checkpoint from files.
 
         Raises:
             DataError: unreadable, or of another run.

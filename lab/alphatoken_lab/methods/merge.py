@@ -302,7 +302,7 @@ class WeightFolder:
         return {name for name in self.files if not (self.tied and name.endswith(_HEAD))}
 
     def read(self, name: str) -> Tensor:
-        """One weight."""
+        """Read one weight by name."""
         with self._open(self.files[name]) as file:
             weight: Tensor = file.get_tensor(name)
         return weight

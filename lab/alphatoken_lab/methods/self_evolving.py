@@ -103,7 +103,7 @@ def self_evolving(
 
 
 def _made_of(stage: PolicyStage, rounds: int, ratio: float, rounding: str) -> dict[str, Any]:
-    """What every round of a run depends on.
+    """Settings on which every round of a run depends.
 
     Raises:
         ConfigError: fewer rows than rounds, or fewer than 2 rounds.
@@ -139,7 +139,7 @@ def _run_rounds(
 
 
 def part_bounds(rows: int, rounds: int) -> list[int]:
-    """Where each round's rows begin, and the end."""
+    """Start of each round's rows, and the end."""
     return [rows * t // rounds for t in range(rounds + 1)]
 
 
@@ -202,7 +202,7 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> Round | None:
 
 @dataclass(frozen=True)
 class RoundsBefore:
-    """What the rounds before the last left.
+    """Results of the rounds before the last.
 
     Attributes:
         rows: of the last round, to train on.

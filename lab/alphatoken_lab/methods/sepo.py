@@ -122,7 +122,7 @@ class SePO(PreferencePolicy):
         return torch.cat([chosen, -rejected])
 
     def best(self, batch: PolicyBatch, ratio: float) -> Tensor:
-        """As in the base; with ``skip_first`` the first token of each row is no candidate."""
+        """Mask of the base; with ``skip_first`` without the first token of each row."""
         if self.skip_first:
             batch = replace(batch, mask=without_first(batch.mask))
         return super().best(batch, ratio)

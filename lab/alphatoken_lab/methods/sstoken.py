@@ -111,7 +111,7 @@ class SsToken(TokenPolicy):
         return model_losses(stage, stage.model, _COLUMN)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
-        """``s_t``."""
+        """Scores ``s_t`` of the paper."""
         gamma = 0.0 if batch.step < self.attention_only_steps else self.gamma
         found = torch.zeros_like(batch.log_probs)
         if gamma:

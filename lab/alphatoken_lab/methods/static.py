@@ -94,7 +94,7 @@ def static_pass(
     settings: Mapping[str, Any] | None = None,
     rows_per_shard: int = ROWS_PER_SHARD,
 ) -> TokenTable:
-    """What ``measure`` says of every response token of the training rows; cached and resumable.
+    """Apply ``measure`` to every response token of the training rows; cached and resumable.
 
     Rows of a shard are sorted by length into batches of ``stage.batch_size``; the documents of
     packed rows are read each by itself. Without gradients, in evaluation mode, on the device and
@@ -270,7 +270,7 @@ def _length(row: Mapping[str, Any]) -> int:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter is."""
+    """Device of the model's first parameter."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
@@ -315,7 +315,7 @@ def _stacked(pairs: PreferenceBatch) -> dict[str, Tensor]:
 
 
 def wait_for(files: Sequence[Path]) -> None:
-    """Until all are there. Files, because a pass outlasts the patience of collective calls."""
+    """Wait until all files exist; a pass outlasts the patience of collective calls."""
     while not all(file.exists() for file in files):
         time.sleep(_POLL)
 

@@ -41,11 +41,11 @@ class StaticMask(TokenPolicy):
 
     @property
     def summary(self) -> Mapping[str, float]:
-        """After ``prepare``: tokens, ``kept_share``, and what else the policy reports."""
+        """Findings of ``prepare``: tokens, ``kept_share``, and the policy's other reports."""
         return self._summary
 
     def measured(self, stage: PolicyStage) -> TokenTable:
-        """What the static passes say of every training token."""
+        """Measurements of every training token by the static passes."""
         raise NotImplementedError
 
     def static_scores(self, table: TokenTable) -> Array:

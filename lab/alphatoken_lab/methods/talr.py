@@ -33,7 +33,7 @@ def _median(numbers: Tensor) -> Tensor:
 
 
 class TALR(TokenPolicy):
-    """Token-adaptive loss reweighting.
+    """Token-adaptive loss reweighting, a policy.
 
         w_t = max(p_t^(1/tau), w_min),    tau = max(median over rows of mean_t l_t, 1e-6)
         L = sum_t w_t l_t / (response tokens)
@@ -93,6 +93,6 @@ class TALR(TokenPolicy):
         return batch.log_probs
 
     def native_weights(self, batch: PolicyBatch) -> Tensor:
-        """``max(p^(1/tau), w_min)``."""
+        """Weights equal to ``max(p^(1/tau), w_min)``."""
         found = torch.exp(batch.log_probs.double() / self.temperature(batch))
         return found.clamp(min=self.w_min).to(batch.log_probs.dtype)

@@ -161,7 +161,7 @@ class TIDPO(PreferencePolicy):
         return f"{self.name} ({', '.join(left)})" if left else self.name
 
     def scores(self, batch: PolicyBatch) -> Tensor:
-        """W."""
+        """Scores equal to the weights W."""
         inside = batch.mask
         if self.span == "sequence":
             real = batch.inputs.get("attention_mask")
@@ -177,7 +177,7 @@ class TIDPO(PreferencePolicy):
         return found.masked_fill(~batch.mask, 0.0)
 
     def native_weights(self, batch: PolicyBatch) -> Tensor:
-        """W itself."""
+        """Weights equal to W."""
         return self.scores(batch)
 
     def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor:

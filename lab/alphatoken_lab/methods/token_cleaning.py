@@ -97,7 +97,7 @@ class TokenCleaning(StaticMask):
 
     @property
     def variant(self) -> str:
-        """With its rounds, where it is self-evolving."""
+        """Name of the variant, with its rounds if it is self-evolving."""
         return self.name if self.rounds is None else f"{self.name}, {self.rounds} rounds"
 
     def choose_rows(self, stage: PolicyStage) -> Sequence[int] | None:

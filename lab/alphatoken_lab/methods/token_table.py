@@ -37,7 +37,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class TableHeader:
-    """What the numbers of a table depend on.
+    """Facts on which the numbers of a table depend.
 
     Attributes:
         kind: what was computed, in a word.
@@ -137,7 +137,7 @@ class TokenTable:
         columns: Mapping[str, Sequence[Array]],
         header: TableHeader,
     ) -> TokenTable:
-        """From documents and, by name, the numbers of each; a document seen again is left out."""
+        """Make a table of documents and named numbers of each; repeated documents are left out."""
         first: dict[bytes, int] = {}
         for i, document in enumerate(documents):
             first.setdefault(document.key, i)

@@ -201,7 +201,7 @@ class XTF(StaticMask):
         return self._filtered(table) + chance
 
     def native_keep(self, table: TokenTable) -> Array:
-        """What the filters keep, and where that is less than ``floor``, some of the rest."""
+        """Tokens that the filters keep; if fewer than ``floor``, some of the rest too."""
         keep = self._filtered(table)
         least = math.ceil(self.floor * table.tokens)
         before = int(keep.sum())

@@ -34,7 +34,7 @@ _FOLDER = Path(str(files("alphatoken_lab"))) / "paper" / "exhibits"
 
 @dataclass(frozen=True)
 class Column:
-    """One measure.
+    """One measure of an exhibit.
 
     Attributes:
         title: head of the column.
@@ -72,7 +72,7 @@ class Group:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Of its rows."""
+        """Methods of its rows."""
         return tuple(line.method for line in self.lines)
 
 
@@ -144,7 +144,7 @@ class Exhibit:
 
     @property
     def name(self) -> str:
-        """For files: the label without what a file cannot be called."""
+        """Name for files: the label without characters that files cannot have."""
         return self.label.replace(":", "-")
 
     def grid_of(self, scale: str) -> str:
@@ -152,7 +152,7 @@ class Exhibit:
         return f"{self.grid}-{LAPTOP}" if scale == LAPTOP else self.grid
 
     def groups_of(self, scale: str) -> tuple[Group, ...]:
-        """In small, every group is of the one task, and groups of the same rows are one."""
+        """Groups at a scale; in small, all are of one task, and groups of the same rows are one."""
         if scale != LAPTOP:
             return self.groups
         found: dict[tuple[str, ...], Group] = {}
@@ -184,7 +184,7 @@ def every() -> tuple[Exhibit, ...]:
 
 
 def find(name: str) -> Exhibit:
-    """By its label, with or without ``tab:``, ``fig:`` and ``app:``.
+    """Find an exhibit by its label, with or without ``tab:``, ``fig:`` and ``app:``.
 
     Raises:
         ConfigError: the paper has no such table or figure.

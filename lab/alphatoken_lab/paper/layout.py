@@ -57,7 +57,7 @@ class Row:
     seeds: tuple[int, int]
 
     def mean(self, column: int) -> float | None:
-        """Over the seeds."""
+        """Mean over the seeds."""
         return statistics.fmean(self.values[column]) if self.values[column] else None
 
 

@@ -54,7 +54,7 @@ _DRAWN = 1600
 
 
 def sources_of(grid: str) -> dict[str, Callable[[], list[Record]]]:
-    """What each source of a grid is where the user names no file; "target" is cut from "train"."""
+    """Default files of each source of a grid; "target" is cut from "train"."""
     train = {"sft": _functions, "metamath": _questions, "dpo": _pairs}[grid]
     found = {"train": train, "warm": _questions, "retention": _paragraphs, "probes": _others}
     return {name: found[name] for name in SOURCES[grid] if name in found}
@@ -130,7 +130,7 @@ def _fitting(rows: Iterable[Record], generator: random.Random) -> list[Record]:
 
 
 def _letters(row: Record) -> int:
-    """Of the row; of a pair those of its longer response."""
+    """Letters of the row; of a pair those of its longer response."""
     if "chosen" in row:
         return max(len(str(row[name])) for name in ("chosen", "rejected"))
     return sum(len(value) for value in row.values() if isinstance(value, str))
