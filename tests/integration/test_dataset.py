@@ -56,9 +56,9 @@ def by_hand(model: Any, rows: list[dict[str, Any]]) -> float:
 
 def page_code() -> dict[str, Any]:
     """What the page shows, run."""
-    (code,) = re.findall(r"<!-- tested: .*? -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
     names: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), names)
+    for code in re.findall(r"<!-- tested: .*? -->\n```python\n(.*?)```", PAGE.read_text(), re.S):
+        exec(compile(code, str(PAGE), "exec"), names)
     return names
 
 
@@ -116,6 +116,26 @@ def test_plain_trl_trains_on_the_mask(world: World, tmp_path: Path) -> None:
         for batch in batches
     ]  # fmt: skip
     assert logged(trainer) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_loss_over_shifted_log_probabilities_reads_the_weights(
+    world: World, tmp_path: Path
+) -> None:
+    """verl's: -sum(log p * weights, one to the left) / sum(weights) over flat rows; ours by row."""
+    assert world.score(tmp_path / "v", "--keep_ratio", 0.4, "--write_dataset") == 0
+    files = [str(path) for path in sorted((tmp_path / "v" / "dataset").glob("*.parquet"))]
+    rows = page_code()["TokenRows"](files)
+    model, _ = model_of(world)
+    held = [rows[i] for i in range(len(rows))]
+    flat = []
+    for row in held:
+        assert torch.equal(row["position_ids"], torch.arange(len(row["input_ids"])))
+        logits = model(input_ids=row["input_ids"][None]).logits[0].detach()
+        following = row["input_ids"].roll(-1)  # of the last token that of the first: weight 0
+        flat.append(logits.log_softmax(-1).gather(-1, following[:, None])[:, 0])
+    weights = torch.cat([row["loss_mask"] for row in held])
+    loss = -(torch.cat(flat) * weights.roll(-1)).sum() / weights.sum()
+    assert float(loss) == pytest.approx(by_hand(model, load(tmp_path / "v" / "dataset")), rel=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])
