@@ -112,7 +112,7 @@ def _check(options: FilterOptions, out: Path) -> None:
         raise ConfigError("--confidence must lie in [0.5, 1)", got=repr(options.confidence))
     if out.suffix.lower() in (".parquet", ".pq", ".arrow", ".csv"):
         raise ConfigError(
-            "what filter writes is JSONL",
+            "filter can only write JSONL",
             got=f"--output_file {out}",
             why="by its name the file would be read as something else",
             remedy=f"--output_file {out.with_suffix('.jsonl')}",

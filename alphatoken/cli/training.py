@@ -206,7 +206,7 @@ def check_launch(arguments: Any) -> None:
         )
     if int(os.environ.get(_BY_SLURM) or 1) > 1:
         raise ConfigError(
-            "the tasks of this step of SLURM would each train alone",
+            "SLURM started several tasks, which would each train alone",
             got=f"{_BY_SLURM}={os.environ[_BY_SLURM]}, no WORLD_SIZE",
             why="all would train on the same rows, and write to the same folder",
             remedy="one task a machine (srun --ntasks-per-node 1), and in it torchrun or "

@@ -86,14 +86,14 @@ def check_engine(engine: EngineOptions, here: Launched) -> None:
     if engine.engine == "local":
         if engine.workers is not None:
             raise ConfigError(
-                "--workers is of --engine ray",
+                "--workers needs --engine ray",
                 got=f"--workers {engine.workers}",
                 remedy="--engine ray, or torchrun --nproc-per-node N -m alphatoken.cli score ...",
             )
         return
     if here.world > 1:
         raise ConfigError(
-            "two engines at a time",
+            "only one engine can run at a time",
             got=f"--engine ray under a launcher of {here.world} processes",
             remedy="one of them",
         )

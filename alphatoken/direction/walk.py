@@ -222,7 +222,7 @@ class WalkBuilder(DirectionBuilder):
         """
         if self._reference is not None:
             raise UnsupportedError(
-                "a second model is no direction",
+                "a second model gives no direction",
                 got="Scorer(reference=...)",
                 why="its parameters need not be those of the model",
                 remedy="take score(); or walk there: leave reference out, with walk_steps",

@@ -426,7 +426,7 @@ def as_batches(validation: Any, role: str = "validation batch") -> Sequence[Any]
     first = batches[0] if batches else None  # the others may be read from a disk one by one
     if first is not None and not isinstance(first, (Mapping, PreferenceBatch)):
         raise InputError(
-            "these are no batches",
+            "validation must be a batch or a list of batches",
             got=f"{type(validation).__name__} of {type(first).__name__}",
             why="values are taken against the loss on labelled tokens",
             remedy=f"a batch, or a list of batches; {_TOKENISE}",

@@ -244,7 +244,7 @@ def _eager_function(module: nn.Module) -> Kernel:
         if callable(function):
             return function  # type: ignore[no-any-return]
     raise UnsupportedError(
-        "no eager attention function beside this module",
+        "the model's module has no eager attention function",
         got=type(module).__qualname__,
         remedy="use attn_implementation='sdpa', or estimator='path'",
     )

@@ -67,10 +67,12 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("adamw", "sgd"):
-            raise InputError("a run is by AdamW or SGD", got=f"optimizer={self.optimizer!r}")
+            raise InputError(
+                "the optimizer of a run must be AdamW or SGD", got=f"optimizer={self.optimizer!r}"
+            )
         if len(self.rates) != len(self.steps):
             raise InputError(
-                "every step has a learning rate",
+                "every step needs a learning rate",
                 got=f"{len(self.steps)} steps, {len(self.rates)} rates",
             )
         empty = [s for s, batches in enumerate(self.steps) if not self.count(s)]

@@ -57,7 +57,7 @@ def select_harmless(
             why="below 0.5 tokens of positive value would be dropped, at 1 none is ever",
         )
     if parts < 2:
-        raise InputError("errors come from at least two parts of a draw", got=repr(parts))
+        raise InputError("standard errors need at least two validation batches", got=repr(parts))
     check_values(values, mask)
     check_values(errors, mask)
     if bool((errors[mask] < 0).any()):

@@ -93,7 +93,7 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
         for name, plain in _OWN_LOSS.items():
             if getattr(self, name) != plain:
                 raise ConfigError(
-                    "masked_logit is the ablation of one loss",
+                    "masked_logit is defined for one loss only",
                     got=f"{name}={getattr(self, name)!r}",
                     remedy=f"{name}={plain!r}",
                 )

@@ -63,7 +63,7 @@ class AlphaOptions(AlphaFields):
         """Put what a name stands for in place of it, and check what it does not stand for."""
         arguments = read_policy_options(self.policy_options)
         if self.policy == "dpo" and self.FAMILY != "preference":
-            raise ConfigError("policy='dpo' is DPO's own loss", remedy="AlphaDPOTrainer")
+            raise ConfigError("policy='dpo' is for DPO only", remedy="AlphaDPOTrainer")
         for name, value in STANDS_FOR.get(self.policy, {}).items():
             setattr(self, name, value)
         if self.policy in TRAINER_POLICIES and arguments:

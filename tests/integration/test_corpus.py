@@ -217,7 +217,7 @@ def test_engines_are_refused_before_any_work(
     from alphatoken.corpus import engines
 
     assert world.score(tmp_path / "out", "--workers", 2) == 2
-    assert "--workers is of --engine ray" in capsys.readouterr().err
+    assert "--workers needs --engine ray" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(engines, "find_spec", lambda _: None)
         assert world.score(tmp_path / "out", "--engine", "ray") == 2

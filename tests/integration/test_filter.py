@@ -149,7 +149,7 @@ def test_an_interrupted_run_goes_on_to_the_same(
         ({"confidence": 0.3}, "--confidence"),
         ({"ratio": 1.5}, "ratio"),
         ({"output_file": "NOWHERE/out.jsonl"}, "folder"),
-        ({"output_file": "out.parquet"}, "what filter writes is JSONL"),
+        ({"output_file": "out.parquet"}, "filter can only write JSONL"),
         ({"validation_batches": 1}, "validation_batches"),
         ({"train_file": "judged.jsonl"}, "field of ours"),
     ],

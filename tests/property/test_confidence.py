@@ -203,7 +203,7 @@ def test_bad_input_of_the_rule() -> None:
     for confidence in (0.4, 1.0, float("nan")):
         with pytest.raises(InputError, match="confidence must lie in"):
             select_harmless(values, errors, mask, parts=3, confidence=confidence)
-    with pytest.raises(InputError, match="at least two parts"):
+    with pytest.raises(InputError, match="at least two validation batches"):
         select_harmless(values, errors, mask, parts=1)
     with pytest.raises(InputError, match="a standard error is negative"):
         select_harmless(values, -errors, mask, parts=3)

@@ -121,7 +121,7 @@ def find_policy(name: str) -> type[TokenPolicy]:
         ) from problem
     if not (isinstance(found, type) and issubclass(found, TokenPolicy)):
         raise ConfigError(
-            "this is no policy", got=target, remedy="a subclass of alphatoken.train.policy"
+            "the object is not a policy", got=target, remedy="a subclass of alphatoken.train.policy"
         )
     return found
 
@@ -173,7 +173,7 @@ def read_policy_options(given: Any) -> dict[str, Any]:
             ) from None
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise ConfigError(
-            "policy_options are arguments by name",
+            "policy_options must be a mapping of arguments",
             got=repr(given),
             remedy="a mapping, or a JSON object as text",
         )

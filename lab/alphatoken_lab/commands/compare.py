@@ -211,7 +211,7 @@ def _launcher(options: CompareOptions, folder: Path) -> Any:
     devices = [] if options.devices is None else options.devices.split(",")
     if options.launcher == "local":
         if options.queue is not None:
-            raise ConfigError("--queue is of --launcher slurm", got=options.queue)
+            raise ConfigError("--queue needs --launcher slurm", got=options.queue)
         if options.devices_per_cell > 1 and not devices:
             raise ConfigError(
                 "--devices_per_cell needs the devices", got="no --devices", remedy="--devices 0,1"
@@ -219,7 +219,7 @@ def _launcher(options: CompareOptions, folder: Path) -> Any:
         return LocalLauncher(options.processes, devices, options.devices_per_cell)
     if devices:
         raise ConfigError(
-            "a queue gives devices itself", got=f"--devices {options.devices}",
+            "a queue assigns devices itself", got=f"--devices {options.devices}",
             remedy="--devices_per_cell, or --queue gpus_per_node=N",
         )  # fmt: skip
     cluster = options.launcher.removeprefix("submitit-")

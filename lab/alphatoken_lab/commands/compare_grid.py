@@ -147,7 +147,7 @@ def _content(options: GridOptions) -> dict[str, Any]:
 
     if (options.config is None) == (options.recipe is None):
         raise ConfigError(
-            "a grid comes from one place",
+            "a grid can come from one place only",
             got="both --config and --recipe" if options.config else "neither",
             remedy="--config GRID.yaml, or --recipe NAME of sft or dpo",
         )
@@ -387,7 +387,7 @@ def _references(
     found = []
     for name, given in _mapping(content, "references").items():
         if not isinstance(given, Mapping):
-            raise ConfigError("a reference is a mapping", got=f"{name}: {given!r}")
+            raise ConfigError("a reference must be a mapping", got=f"{name}: {given!r}")
         require_known(given, {"command", "recipe", "options"}, f"the reference {name}")
         own = {
             **_of_recipe(given), **_base(content), **ON_ALL,

@@ -69,7 +69,7 @@ class TaskSpec:
         require_choice(f"the command of the task {self.name}", self.command, _FAMILY)
         if not self.measures.target:
             raise ConfigError(
-                "nothing says how well a model learnt",
+                "no measure of the target is configured",
                 got="no target_file, target_tasks, questions_file or judge_sets",
                 remedy="--target_file FILE with held-out rows, or target_tasks of lm-eval",
             )
@@ -140,7 +140,7 @@ class Grid:
         for task in self.tasks:
             if task.tuned_on is not None and own.get(task.tuned_on) != task.command:
                 raise ConfigError(
-                    "a task takes what was tuned on another one of its kind",
+                    "tuned_on must name a task of the same command",
                     got=f"{task.name}: tuned_on: {task.tuned_on}",
                     remedy=f"one of {', '.join(own) or 'none'} with the same command",
                 )
@@ -149,7 +149,7 @@ class Grid:
             tuned = {m.name for m in self.methods if _tuned(self, m)}
             if task.tuned_on and tried is not None and untried & tuned:
                 raise ConfigError(
-                    "a task takes what was tuned on another one, where some methods do not run",
+                    "tuned_on names a task on which some methods do not run",
                     got=f"{task.name}: {', '.join(sorted(untried & tuned))} not in {task.tuned_on}",
                     remedy=f"add them to the policies of {task.tuned_on}, or leave them out here",
                 )
@@ -233,8 +233,8 @@ def all_cells(grid: Grid) -> list[Cell]:
     """Every cell once, those that others need before them; first all methods of the first seed.
 
     Raises:
-        ConfigError: a reference that is not there or needs itself, a merge of a method that is no
-            part of the grid, or a task without any method.
+        ConfigError: a reference that is not there, a cycle of references, a merge of a method
+            outside the grid, or a task without any method.
     """
     cells = [
         cell for seed in grid.seeds for task in grid.tasks for cell in _cells(grid, task, seed)
@@ -362,9 +362,11 @@ def _with_needs(
     cell = references.get(name.removeprefix("references/"))
     if cell is None or name in above:
         raise ConfigError(
-            "there is no such reference" if cell is None else "a reference needs itself",
+            "there is no such reference" if cell is None else "the references form a cycle",
             got=" -> ".join([*above, name]),
-            remedy="define it under references in the grid's file",
+            remedy="define it under references in the grid's file"
+            if cell is None
+            else "remove one of these needs",
         )
     if cell in found:
         return

@@ -65,7 +65,7 @@ class LocalLauncher:
             raise ConfigError("--processes must be at least 1", got=str(processes))
         if devices and processes > 1:
             raise ConfigError(
-                "--devices says how many cells run at a time",
+                "--devices already sets the number of cells at a time",
                 got=f"--processes {processes} as well",
                 remedy="leave --processes out",
             )

@@ -50,7 +50,7 @@ class JudgeSet:
             or "questions" not in given
         ):
             raise ConfigError(
-                "a judge set is a mapping with questions",
+                "a judge set must be a mapping with questions",
                 got=f"{name}: {given!r}"[:200],
                 remedy=f"{name}: {{questions: FILE, opponent: FILE}}; keys are {', '.join(known)}",
             )
@@ -110,7 +110,9 @@ class Measures:
                 raise ConfigError(f"{name} is a mapping by name", got=repr(getattr(self, name)))
         for name, number in self.shots.items():
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ConfigError("shots are whole numbers from 0", got=f"{name}: {number!r}")
+                raise ConfigError(
+                    "shots must be whole numbers of at least 0", got=f"{name}: {number!r}"
+                )
         sets = {name: JudgeSet.read(name, one) for name, one in self.judge_sets.items()}
         object.__setattr__(self, "judge_sets", sets)
         self._check_judges()

@@ -123,7 +123,7 @@ def custom_method(name: str, given: Mapping[str, Any]) -> Method:
         ConfigError: it is neither.
     """
     if not isinstance(given, Mapping):
-        raise ConfigError("a method is a mapping of options", got=f"{name}: {given!r}")
+        raise ConfigError("a method must be a mapping of options", got=f"{name}: {given!r}")
     known = known_methods().get(name)
     if known is not None:
         own = {key: value for key, value in given.items() if key not in ("modes", "family")}
@@ -137,7 +137,7 @@ def custom_method(name: str, given: Mapping[str, Any]) -> Method:
     policy = options.get("policy")
     if not merge and policy is None:
         raise ConfigError(
-            "a method says what it trains with, or what it merges",
+            "a method must name either a policy or a method to merge",
             got=f"{name}: {sorted(options)}",
             remedy="policy: NAME and its options, or merges: METHOD and alpha: NUMBER",
         )

@@ -66,7 +66,7 @@ def prepare(measures: Measures, *, code_container: str | None = None) -> Prepare
     named = {"target": measures.target_tasks, "retention": measures.retention_tasks}
     asked = {group: names for group, names in named.items() if names}
     if not asked and measures.shots:
-        raise ConfigError("shots are of lm-eval tasks, and there are none", got=str(measures.shots))
+        raise ConfigError("shots are given, but no lm-eval task", got=str(measures.shots))
     return Prepared(_tasks(measures, asked, code_container) if asked else {}, sets)
 
 
@@ -89,7 +89,7 @@ def _tasks(
     unknown = [name for name in measures.shots if name not in known]
     if unknown:
         raise ConfigError(
-            "shots are of tasks that are not measured",
+            "shots are given for tasks that are not measured",
             got=", ".join(unknown),
             remedy=f"one of {', '.join(known)}",
         )

@@ -44,7 +44,7 @@ def multi_otsu(values: Array, classes: int = 3, bins: int = 256) -> Array | None
     """
     if not 2 <= classes <= bins:
         raise InputError(
-            "multi-Otsu takes 2 classes or more, and as many bins at least",
+            "multi-Otsu needs at least 2 classes, and as many bins",
             got=f"{classes} classes, {bins} bins",
         )
     mass, edges = np.histogram(values, bins=bins)

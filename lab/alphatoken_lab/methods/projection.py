@@ -40,7 +40,9 @@ class Projection:
 
     def __init__(self, width: int, dimension: int | None, seed: int = 0) -> None:
         if dimension is not None and dimension < 1:
-            raise ConfigError("a projection has a dimension of 1 or more", got=str(dimension))
+            raise ConfigError(
+                "the dimension of a projection must be at least 1", got=str(dimension)
+            )
         self.width, self.seed = width, seed
         self.dimension = None if dimension is not None and dimension >= width else dimension
 

@@ -347,7 +347,10 @@ def keep_best(
     """
     count = keep_count(ratio, table.tokens, rounding=rounding)
     if len(score) != table.tokens:
-        raise InputError("one score a token", got=f"{len(score)} scores, {table.tokens} tokens")
+        raise InputError(
+            "the policy must give one score for each token",
+            got=f"{len(score)} scores, {table.tokens} tokens",
+        )
     if not np.isfinite(score).all():
         token = int((~np.isfinite(score)).argmax())
         raise NumericalError("the score of a token is not finite", got=f"{score[token]} at {token}")

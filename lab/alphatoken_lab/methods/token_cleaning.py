@@ -81,7 +81,7 @@ class TokenCleaning(StaticMask):
             )
         if rounds is not None and (rounds < 2 or warmup_share is not None):
             raise ConfigError(
-                "rounds of self-evolving Token Cleaning are 2 or more, and need no warm-up",
+                "self-evolving Token Cleaning needs at least 2 rounds, and no warm-up",
                 got=f"rounds={rounds}, warmup_share={warmup_share}",
                 why="the first round is the warm-up",
             )

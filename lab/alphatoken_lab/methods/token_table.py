@@ -159,7 +159,7 @@ class TokenTable:
         """
         if not tables or any(set(t.columns) != set(tables[0].columns) for t in tables):
             raise InputError(
-                "token tables to merge are at least one, with the same columns",
+                "merging needs at least one token table, and the same columns in each",
                 got="; ".join(str(sorted(t.columns)) for t in tables) or "none",
             )
         seen: dict[bytes, None] = {}
