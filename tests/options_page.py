@@ -29,11 +29,10 @@ ALONE = (
 _HEAD = """\
 # Every option
 
-Fields of `AlphaSFTConfig`, `AlphaDPOConfig` and `AlphaConfig` beside TRL's and transformers' own; on the command line
-and in recipes they have the same names. The defaults of the method (estimator, lambda, K, W, ratio, the fixed validation batch) are the
-paper's; `retention` is not (its Fisher takes hours), and those of the training around it are not all ([rows 12 to 16 of the gaps](paper-gaps.md)), and the packaged recipes `paper-sft` and
-`paper-dpo` set them as the paper has them. Against a fixed batch we warn: the share of the rows that is only watched raises an alarm
-when the batch is being learnt by heart. `validation_mode="pool"` is what we recommend.
+This page lists the fields that `AlphaSFTConfig`, `AlphaDPOConfig` and `AlphaConfig` add to TRL's and transformers' own. They have the same
+names on the command line and in recipes. The defaults of the method (estimator, lambda, K, W, ratio, the fixed validation batch) are the
+paper's. Other defaults are not: `retention` (its Fisher takes hours), and [some of the training](paper-gaps.md) (rows 12 to 16 there). The
+recipes `paper-sft` and `paper-dpo` set all as the paper has them. We recommend `validation_mode="pool"`, because a fixed batch is overfitted.
 
 | option | default | what it is | range | source |
 |---|---|---|---|---|
@@ -42,8 +41,8 @@ when the batch is being learnt by heart. `validation_mode="pool"` is what we rec
 _SCORER = """
 ## Of the scorer
 
-`ScorerConfig` has these of them, some by another name, and a few that trainers leave as they are ([rows 5, 6 and 27 of the gaps](paper-gaps.md)).
-The defaults are the same, but for `layers`, a number there.
+`ScorerConfig` has these of the options, some by another name, and a few that trainers leave at their defaults
+([rows 5, 6 and 27 of the gaps](paper-gaps.md)). The defaults are the same, but `layers` is a number there.
 
 | field of `ScorerConfig` | default | option of the trainers |
 |---|---|---|
@@ -53,7 +52,7 @@ The defaults are the same, but for `layers`, a number there.
 _POLICIES = """
 ## Of the methods
 
-`policy_options` takes these; `alphatoken-lab policies NAME` has the formula that they stand in.
+`policy_options` takes these options; `alphatoken-lab policies NAME` prints the formula that uses them.
 
 | method | option | default | what it is | range | when to change it | source |
 |---|---|---|---|---|---|---|

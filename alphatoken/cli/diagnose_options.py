@@ -66,7 +66,7 @@ PROMPTS = 200
 class _Subject:
     """Options for the model and rows to diagnose."""
 
-    reference: str | None = option(None, "the model before fine-tuning (default: the model is it)")
+    reference: str | None = option(None, "model before fine-tuning (default: the model itself)")
     beside: list[str] = option(
         [],
         "another model fine-tuned from the reference, which drift lays out beside the model; "
@@ -77,16 +77,16 @@ class _Subject:
     train_file: str = option(help="rows whose tokens are valued")
     validation_file: str | None = option(None, "rows that define the objective")
     validation_rows: int | None = option(
-        None, "drawn from --validation_file (default: at most 32), or the training rows", least=1
+        None, "number of validation rows to draw (default: at most 32)", least=1
     )
     retention_set: list[str] = option(
         [],
-        "rows of what must not be forgotten; repeat it for several sets. Other columns: "
+        "file of rows that must not be forgotten; may be repeated. Other columns: "
         "FILE,prompt=COLUMN,response=COLUMN",
         metavar="[NAME=]FILE",
         append=True,
     )
-    fisher_file: str | None = option(None, "Fisher of the reference (default: one is fitted)")
+    fisher_file: str | None = option(None, "file of the reference's Fisher (default: fit one)")
     fisher_prompts: int | None = option(
         None,
         "rows drawn from the training file for fitting a Fisher, then neither valued nor tuned on "
@@ -120,10 +120,12 @@ class _Work:
         "of the fine-tuning that stands in for a missing reference", "tuning_steps"
     )
     tuning_rate: float | None = option(
-        None, "its learning rate (AdamW; default: 0.064 over the model's width)"
+        None, "learning rate of these steps (AdamW; default: 0.064 / model width)"
     )
-    train_rows: int = option(500, "most training rows drawn for all of this", least=1)
-    retention_rows: int = option(32, "most rows drawn of each retention set", least=1)
+    train_rows: int = option(500, "maximum number of training rows to draw", least=1)
+    retention_rows: int = option(
+        32, "maximum number of rows to draw from each retention set", least=1
+    )
 
 
 @dataclass(kw_only=True)

@@ -50,21 +50,28 @@ class _Rows:
         None, "rows that define the objective", either="validation", required=True
     )
     validation_rows: int | None = option(
-        None, "draw them from the training rows", least=2, either="validation"
+        None,
+        "number of validation rows to draw from the training rows",
+        least=2,
+        either="validation",
     )
-    fisher_file: str | None = option(None, "of the reference model; without it: no stability")
-    output_file: str = option(help="JSONL file for the result")
+    fisher_file: str | None = option(
+        None, "Fisher file of the reference model (default: no stability)"
+    )
+    output_file: str = option(help="JSONL file to write")
 
 
 @dataclass(kw_only=True)
 class _Rule:
     """Options for the judgement itself."""
 
-    confidence: float = option(0.95, "drop a row only where its value is below zero so surely")
+    confidence: float = option(0.95, "confidence that a dropped row's value is below zero")
     ratio: float | None = option(
-        None, "keep the best rows with this share of the tokens instead", flag="keep_ratio"
+        None, "keep the best rows up to this share of the tokens instead", flag="keep_ratio"
     )
-    validation_batches: int = option(8, "parts of the validation rows, for the errors", least=2)
+    validation_batches: int = option(
+        8, "number of parts of the validation rows, for the errors", least=2
+    )
 
 
 @dataclass(kw_only=True)

@@ -30,19 +30,17 @@ class _Fit:
     """Options for the fit itself."""
 
     data: str = option(help="file with held-out prompts", flag="train_file")
-    output_file: str = option(help="to write (safetensors)")
-    samples: int = option(1000, "sequences that the model samples", least=1)
+    output_file: str = option(help="safetensors file to write")
+    samples: int = option(1000, "number of sequences that the model samples", least=1)
     layers: str = option("3", LAYERS, flag="score_layers")
     parameters: str = option("linears", PARAMETERS, flag="value_parameters")
-    structure: Literal["diagonal", "kronecker"] = option("diagonal", "of the Fisher")
+    structure: Literal["diagonal", "kronecker"] = option("diagonal", "structure of the Fisher")
     labels: Literal["sequence", "token"] = option(
         "sequence", "sample whole responses (the paper), or labels on the given responses"
     )
-    max_new_tokens: int = option(256, "longest sampled response", least=1)
-    overwrite_output: bool = option(False, "replace the file that is there")
-    checkpoint: str | None = option(
-        None, "file to keep the state in; the same command resumes from it"
-    )
+    max_new_tokens: int = option(256, "maximum number of tokens of a sampled response", least=1)
+    overwrite_output: bool = option(False, "replace an existing file")
+    checkpoint: str | None = option(None, "file for the state, from which the same command resumes")
 
 
 @dataclass(kw_only=True)

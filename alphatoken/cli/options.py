@@ -262,14 +262,14 @@ _Estimator = Literal[
 class ValuationOptions:
     """Options for valuing tokens."""
 
-    estimator: _Estimator = option("alphatoken", "what the value of a token is")
+    estimator: _Estimator = option("alphatoken", "estimator of token values")
     layers: str = option("3", LAYERS, flag="score_layers")
-    window: int | None = option(32, "causal window in tokens, or none")
-    stability_weight: float = option(1.5, "lambda, of stability in the total")
+    window: int | None = option(32, "window of Value-Propagation in tokens, or none")
+    stability_weight: float = option(1.5, "lambda, the weight of stability in the total value")
     walk_steps: int = option(
         24, "AdamW steps on the validation rows (--estimator walk: losses before less after)"
     )
-    walk_learning_rate: float | None = option(None, "of these steps; default 5e-5")
+    walk_learning_rate: float | None = option(None, "learning rate of these steps (default 5e-5)")
 
 
 @dataclass(kw_only=True)
@@ -283,10 +283,10 @@ class BudgetOptions:
 class ColumnOptions:
     """Options for columns to read."""
 
-    prompt_column: str | None = option(None, "column of the prompt")
-    response_column: str | None = option(None, "column of the response")
-    messages_column: str | None = option(None, "column of the chat")
-    unread_columns: str | None = option(None, "columns to leave aside, joined by commas")
+    prompt_column: str | None = option(None, "name of the prompt column")
+    response_column: str | None = option(None, "name of the response column")
+    messages_column: str | None = option(None, "name of the chat column")
+    unread_columns: str | None = option(None, "columns to ignore, joined by commas")
 
 
 @dataclass(kw_only=True)
@@ -302,8 +302,10 @@ class BadRowOptions:
 class ReadingOptions(ColumnOptions, BadRowOptions):
     """Options for reading the rows."""
 
-    limit: int | None = option(None, "most rows that are read", least=1, flag="train_limit")
-    max_length: int | None = option(None, "in tokens; default: what the model allows", least=1)
+    limit: int | None = option(None, "maximum number of rows to read", least=1, flag="train_limit")
+    max_length: int | None = option(
+        None, "maximum length of a row in tokens (default: the model's limit)", least=1
+    )
     chat_template: bool = option(True, "write chats with the tokenizer's template")
 
 
@@ -319,22 +321,24 @@ class LeftOutOptions:
     leak_key: Literal["prompt", "conversation"] = option(
         "prompt", "rows repeat each other where they share the prompt, or all of the conversation"
     )
-    turns: Literal["all", "last"] = option("all", "which assistant turns are valued")
+    turns: Literal["all", "last"] = option("all", "assistant turns to value")
 
 
 @dataclass(kw_only=True)
 class EarlierOptions:
     """Options for an earlier run."""
 
-    resume: bool = option(False, "keep what is finished, do the rest", either="earlier")
-    overwrite_output: bool = option(False, "replace what is there", either="earlier")
+    resume: bool = option(False, "keep finished work and do the rest", either="earlier")
+    overwrite_output: bool = option(False, "replace existing output", either="earlier")
 
 
 @dataclass(kw_only=True)
 class RunningOptions:
     """Options of the run itself."""
 
-    batch_size: int = option(8, "rows of one forward", least=1, flag="per_device_train_batch_size")
-    seed: int = option(0, "seed of every draw")
-    quiet: bool = option(False, "no progress and no notes")
+    batch_size: int = option(
+        8, "number of rows of one forward", least=1, flag="per_device_train_batch_size"
+    )
+    seed: int = option(0, "seed of all random draws")
+    quiet: bool = option(False, "print no progress and no notes")
     traceback: bool = option(False, "show the whole traceback of an error")

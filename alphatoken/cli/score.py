@@ -61,14 +61,19 @@ class _Rows:
         None, "rows that define the objective", either="validation", required=True
     )
     validation_rows: int | None = option(
-        None, "draw them from the training rows", least=1, either="validation"
+        None,
+        "number of validation rows to draw from the training rows",
+        least=1,
+        either="validation",
     )
     reference: str | None = option(
         None,
         "model folder, hub name or adapter (--estimator walk): losses less its losses, no walk",
         either="validation",
     )
-    fisher_file: str | None = option(None, "of the reference model; without it: no stability")
+    fisher_file: str | None = option(
+        None, "Fisher file of the reference model (default: no stability)"
+    )
     output_dir: str = option(help="folder for the results")
 
 
@@ -99,7 +104,7 @@ class _Output:
     """Options for writing the values."""
 
     shard_size: int | None = option(
-        None, "rows of the data a file; default: 64 or more, for about a thousand files", least=1
+        None, "rows in each value file (default: 64 or more, for about 1,000 files)", least=1
     )
 
 
@@ -126,12 +131,14 @@ class ScoreOptions(
 class _Files:
     """Options for log-probabilities that another engine wrote."""
 
-    logprobs: list[str] = option(help="two Parquet files: of the model before, and after the walk")
-    model_name_or_path: str | None = option(None, "whose tokens they are: texts of the report")
-    estimator: Literal["walk"] = option("walk", "what the value of a token is")
+    logprobs: list[str] = option(help="two Parquet files: of the model before and after the walk")
+    model_name_or_path: str | None = option(
+        None, "model whose tokenizer made the tokens, for the report's texts"
+    )
+    estimator: Literal["walk"] = option("walk", "estimator of token values")
     output_dir: str = option(help="folder for the results")
     report: bool = option(True, "write an HTML report")
-    overwrite_output: bool = option(False, "replace what is there")
+    overwrite_output: bool = option(False, "replace existing output")
 
 
 @dataclass(kw_only=True)

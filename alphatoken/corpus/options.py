@@ -25,9 +25,9 @@ class ModelOptions:
     model_name_or_path: str = option(help="model folder or hub name")
     adapter: str | None = option(None, "folder of a LoRA adapter to load onto it (peft)")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "number format of its weights"
+        "auto", "dtype of the model's weights"
     )
-    device: str = option("auto", "default: cuda if there is one, else cpu")
+    device: str = option("auto", "device of the model (default: cuda if there is one, else cpu)")
     trust_remote_code: bool = option(False, "run code that comes with the model")
 
     def model(self) -> nn.Module:
@@ -94,7 +94,7 @@ class EngineOptions:
     """Options for processes and machines."""
 
     engine: Literal["local", "ray"] = option(
-        "local", "this process, or those that torchrun started; or actors of Ray"
+        "local", "run in this process or those of torchrun, or in Ray's actors"
     )
-    workers: int | None = option(None, "actors (--engine ray); default: one", least=1)
-    gpus_per_worker: float = option(0.0, "of each actor; 0 runs it on one CPU")
+    workers: int | None = option(None, "number of actors (--engine ray; default: one)", least=1)
+    gpus_per_worker: float = option(0.0, "number of GPUs of each actor; 0 runs it on one CPU")

@@ -46,13 +46,14 @@ class Options(CheckedOptions):
 
     policies: tuple[str, ...] = option(
         ("random", "low-perplexity", "direct", "alphatoken", "label"),
-        "what selects: random, low-perplexity (lowest token loss), high-perplexity, "
-        "or an estimator",
+        "policies: random, low-perplexity (lowest token loss), high-perplexity, or an estimator",
         choices=(*POLICIES, *ESTIMATORS, WALK),
     )
     clusters: int = option(12, "k-means clusters of all candidates' embeddings", least=2)
-    points: int = option(1500, "most kept tokens drawn in the picture; numbers use all", least=16)
-    draws: int = option(200, "random selections that say what chance gives", least=20)
+    points: int = option(
+        1500, "maximum number of kept tokens in the picture; numbers use all", least=16
+    )
+    draws: int = option(200, "number of random selections to compare with", least=20)
 
     def __post_init__(self) -> None:
         """Check every option."""

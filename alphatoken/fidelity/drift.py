@@ -40,8 +40,8 @@ BEFORE = "before"
 class Options(CheckedOptions):
     """Options of the diagnostic ``drift``."""
 
-    probes: int = option(64, "retention rows of each set", least=1)
-    label: str = option("after", "what the model is called beside others (--beside)")
+    probes: int = option(64, "number of retention rows of each set", least=1)
+    label: str = option("after", "name of the model beside others (--beside)")
 
     def __post_init__(self) -> None:
         """Check every option."""

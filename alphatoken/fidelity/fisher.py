@@ -46,8 +46,8 @@ POOLED = "all sets"
 class Options(CheckedOptions):
     """Options for fitting and comparing; the subject has the rows, the Fisher and the settings."""
 
-    rows: int = option(8, "held-out rows of each retention set", least=1)
-    max_new_tokens: int = option(48, "longest sampled response", least=1)
+    rows: int = option(8, "number of held-out rows of each retention set", least=1)
+    max_new_tokens: int = option(48, "maximum number of tokens of a sampled response", least=1)
 
 
 def random_overlap(tokens: int, ratio: float) -> Estimate:

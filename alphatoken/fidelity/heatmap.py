@@ -46,7 +46,7 @@ class Options(CheckedOptions):
     rows: tuple[int, ...] = option(
         (), "training rows to show, from 0; default: the first sampled", least=0
     )
-    examples: int = option(3, "how many rows, where none are named", least=1)
+    examples: int = option(3, "number of rows, if none are named", least=1)
     colours: str = option(
         "signed",
         "signed (blue helps, orange harms) or relative (the paper's: from the lowest value of the "
@@ -55,7 +55,7 @@ class Options(CheckedOptions):
     )
     panels: str = option(
         "all",
-        "what is drawn of each row: total (the paper's final value), components, or all",
+        "parts to draw of each row: total (the paper's final value), components, or all",
         choices=("all", "total", "components"),
     )
 

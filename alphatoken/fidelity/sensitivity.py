@@ -41,7 +41,7 @@ class Options(CheckedOptions):
     """Values of the settings; the run's own are always added."""
 
     estimators: tuple[str, ...] = option(
-        ESTIMATORS, "estimators that are compared", choices=(*ESTIMATORS, WALK)
+        ESTIMATORS, "estimators to compare", choices=(*ESTIMATORS, WALK)
     )
     layers: tuple[int, ...] = option(
         (),

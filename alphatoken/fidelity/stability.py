@@ -36,7 +36,7 @@ _NARROW = 1e-1
 class Options(CheckedOptions):
     """Options for the number of draws."""
 
-    resamples: int = option(500, "bootstrap resamples of the validation rows", least=50)
+    resamples: int = option(500, "number of bootstrap resamples of the validation rows", least=50)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:

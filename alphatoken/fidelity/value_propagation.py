@@ -52,7 +52,7 @@ class Options(CheckedOptions):
     """Options of the probe; the subject decides on tokens, layers and window."""
 
     pairs: int = option(
-        20_000, "most causal-window pairs looked at in each layer and head", least=1
+        20_000, "maximum number of causal-window pairs in each layer and head", least=1
     )
     collected: str | None = option(
         None, "file of pairs that a training run collected; drawn beside those of the model"

@@ -172,7 +172,7 @@ class AlphaFields:
     )
     walk_learning_rate: float | None = option(
         None,
-        "Its constant rate; null takes the run's.",
+        "Constant learning rate of a walk; null takes the run's.",
         within="null, or above 0",
     )
     walk_refresh: int = option(
@@ -183,13 +183,13 @@ class AlphaFields:
     )
     objective: str = option(
         "both",
-        "'both', 'adaptation' or 'stability'.",
+        "Parts of the value: 'both', 'adaptation' or 'stability'.",
         choices=("both", "adaptation", "stability"),
         source="the paper's ablation",
     )
     part: str = option(
         "both",
-        "'both', 'direct' or 'causal'.",
+        "Paths of the value: 'both', 'direct' or 'causal'.",
         choices=("both", "direct", "causal"),
         source="the paper's ablation; eq. causal_decomp",
     )
@@ -209,13 +209,13 @@ class AlphaFields:
     )
     window: int | None = option(
         32,
-        "W of Value-Propagation; null for none.",
+        "Window W of Value-Propagation in tokens; null for none.",
         within="null, or from 0",
         source="W of eq. phi_tgt_causal; the paper's 32",
     )
     stability_weight: float = option(
         1.5,
-        "lambda; without natural unit, see the balance logged.",
+        "Weight lambda of stability; it has no natural unit: see the logged balance.",
         within="any number; 0 switches the term off",
         source="lambda of eq. composite_val; the paper's 1.5",
     )
@@ -232,7 +232,7 @@ class AlphaFields:
     )
     precondition_after: int = option(
         30,
-        "P = 1 until the optimizer has taken this many steps.",
+        "Number of optimizer steps before which P = 1.",
         within="from 1",
     )
 
@@ -251,12 +251,12 @@ class AlphaFields:
     )
     validation_micro_batch_size: int | None = option(
         None,
-        "Rows of one validation forward; null for as many as of a training forward.",
+        "Rows of one validation forward; null takes the number of a training forward.",
         least=1,
     )
     held_out_share: float = option(
         0.2,
-        "Share of the validation rows that is only watched: the gap is an overfitting alarm.",
+        "Share of the validation rows to hold out; their gap is an overfitting alarm.",
         least=0,
         below=1,
     )
@@ -286,18 +286,18 @@ class AlphaFields:
     )
     fisher_samples: int = option(
         1000,
-        "Monte-Carlo samples of the Fisher.",
+        "Number of Monte-Carlo samples of the Fisher.",
         least=1,
         source="eq. mc_fisher; the paper's 1000",
     )
     fisher_max_new_tokens: int = option(
         256,
-        "Longest sampled response.",
+        "Maximum number of tokens of a sampled response.",
         least=1,
     )
     fisher_batch_size: int = option(
         8,
-        "Responses sampled at a time.",
+        "Number of responses to sample at a time.",
         least=1,
     )
     fisher_cache: str | None = option(
@@ -307,7 +307,7 @@ class AlphaFields:
     )
     max_relative_drift: float | None = option(
         1.0,
-        "See ScorerConfig; null checks nothing.",
+        "Limit of ScorerConfig on the drift; null checks nothing.",
         within="null, or above 0",
     )
 
@@ -330,7 +330,7 @@ class AlphaFields:
     )
     value_seed: int = option(
         0,
-        "Seed of pool order and random policy.",
+        "Seed of the pool's order and of the random policy.",
         within="any whole number",
     )
 

@@ -51,11 +51,11 @@ class _Running(CellOptions):
     output_dir: str = option("runs/compare", "folder for cells and tables")
     only: str = option("", "cells whose name contains it, and their needs")
     dry_run: bool = option(False, "list the cells, look up their tasks, and stop")
-    only_report: bool = option(False, "write the tables of what is there, run nothing")
+    only_report: bool = option(False, "write the tables of finished cells, run nothing")
     code_container: str | None = option(
         None, "image in which lm-eval executes generated code (humaneval, mbpp)"
     )
-    quiet: bool = option(False, "no progress is shown")
+    quiet: bool = option(False, "show no progress")
     traceback: bool = option(False, "show the whole traceback of an error")
     cell: str | None = option(None, argparse.SUPPRESS)
 

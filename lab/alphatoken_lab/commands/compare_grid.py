@@ -60,9 +60,9 @@ class _What:
     modes: list[Literal["native", "budget"]] | None = option(
         None, "published rule, or a budget (default: both)"
     )
-    tasks: list[str] | None = option(None, "of the file; default: all of them")
-    seeds: list[int] | None = option(None, "default: 0 1 2")
-    keep_ratio: float | None = option(None, "budget of budget cells (default 0.5)")
+    tasks: list[str] | None = option(None, "tasks of the file (default: all of them)")
+    seeds: list[int] | None = option(None, "seeds (default: 0 1 2)")
+    keep_ratio: float | None = option(None, "share of tokens in budget cells (default 0.5)")
 
 
 @dataclass(kw_only=True)
@@ -88,9 +88,9 @@ class GridOptions(_What, _Rows):
 class CellOptions:
     """Options for running the cells."""
 
-    processes: int = option(1, "cells at a time, or in the queue at a time")
-    devices: str | None = option(None, "numbers of the GPUs that cells are dealt to: 0,1,2,3")
-    devices_per_cell: int = option(1, "GPUs of one cell; its global batch stays", least=1)
+    processes: int = option(1, "number of cells at a time, or in the queue at a time")
+    devices: str | None = option(None, "indices of the GPUs for cells: 0,1,2,3")
+    devices_per_cell: int = option(1, "number of GPUs of one cell; its global batch stays", least=1)
     launcher: Literal["local", "slurm", "submitit-local"] = option(
         "local", "this machine, or a queue by submitit"
     )

@@ -45,10 +45,12 @@ class _Tasks:
     tasks: list[str] | None = option(
         None, "lm-eval tasks of general capability: NAME, NAME:METRIC or a YAML file"
     )
-    target_tasks: list[str] | None = option(None, "lm-eval tasks that training was for")
+    target_tasks: list[str] | None = option(None, "lm-eval tasks of the target")
     shots: list[str] | None = option(None, "examples before each question: NAME=N ...")
     task_path: str | None = option(None, "YAML files of local lm-eval tasks")
-    task_limit: int | None = option(None, "first N questions of each task or set", least=1)
+    task_limit: int | None = option(
+        None, "measure only the first N questions of each task or set", least=1
+    )
     task_chat: bool = option(False, "put lm-eval's prompts into the chat template")
     target_file: str | None = option(None, "held-out rows, or preference pairs: the target loss")
     retention_file: str | None = option(None, "rows that must not be forgotten")
@@ -68,11 +70,11 @@ class _Judging:
     start: str | None = option(
         None, "model before training: opponent, and reference of pairs (default: an adapter's base)"
     )
-    judge: Literal["likelihood", "endpoint"] | None = option(None, "who decides")
-    judge_model: str | None = option(None, "its folder, or its name at the endpoint")
+    judge: Literal["likelihood", "endpoint"] | None = option(None, "kind of judge")
+    judge_model: str | None = option(None, "folder of the judge, or its name at the endpoint")
     judge_url: str | None = option(None, "endpoint of OpenAI's chat completions")
-    judge_key_variable: str | None = option(None, "environment variable with its key")
-    judge_prompt: str | None = option(None, "file of what it is asked (default: our own)")
+    judge_key_variable: str | None = option(None, "environment variable with the endpoint's key")
+    judge_prompt: str | None = option(None, "file of the judge's prompt (default: our own)")
 
 
 @dataclass(kw_only=True)
@@ -80,14 +82,16 @@ class _Reading:
     """Options for reading and writing."""
 
     chat: bool = option(True, "put rows and judged questions into the chat template")
-    max_new_tokens: int | None = option(None, "of generated answers (default 256)", least=1)
+    max_new_tokens: int | None = option(
+        None, "maximum number of tokens of an answer (default 256)", least=1
+    )
     max_length: int | None = option(None, "cut rows to N tokens", least=1)
-    batch_size: int | None = option(None, "rows of one forward (default 16)", least=1)
-    beta: float = option(0.1, "of DPO, for pairs")
+    batch_size: int | None = option(None, "number of rows of one forward (default 16)", least=1)
+    beta: float = option(0.1, "beta of DPO, for pairs")
     output_dir: str = option("runs/evaluate", "folder for results")
     overwrite_output: bool = option(False, "replace an earlier evaluation there")
-    dry_run: bool = option(False, "check everything, say what would be measured, and stop")
-    quiet: bool = option(False, "no progress")
+    dry_run: bool = option(False, "check everything, list the measures, and stop")
+    quiet: bool = option(False, "show no progress")
     traceback: bool = option(False, "show the whole traceback of an error")
 
 

@@ -53,13 +53,15 @@ class _Merging:
     adapter: str | None = option(
         None, "LoRA adapter trained on --before", either="trained", required=True
     )
-    alpha: list[float] = option([0.5], "in [0, 1] (default 0.5)")
-    output_dir: str = option(help="to be written; must not exist")
-    fisher_before: str | None = option(None, "Fisher of --before")
-    fisher_after: str | None = option(None, "Fisher of --after")
-    fisher_floor: float = option(1e-8, "least entry of a Fisher")
-    target_file: str | None = option(None, "rows that training was for: measured on each")
-    retention_file: str | None = option(None, "rows that must not be forgotten: likewise")
+    alpha: list[float] = option([0.5], "weight of --after, in [0, 1] (default 0.5)")
+    output_dir: str = option(help="folder to write; it must not exist")
+    fisher_before: str | None = option(None, "Fisher file of --before")
+    fisher_after: str | None = option(None, "Fisher file of --after")
+    fisher_floor: float = option(1e-8, "lower limit of a Fisher's entries")
+    target_file: str | None = option(None, "rows of the target, to measure each merge on")
+    retention_file: str | None = option(
+        None, "rows that must not be forgotten, to measure each merge on"
+    )
     max_length: int | None = option(None, "cut measured rows to N tokens")
     traceback: bool = option(False, "show the whole traceback of an error")
 

@@ -45,10 +45,10 @@ examples
 class _What:
     """Options for tables and figures."""
 
-    scale: Literal["full", "laptop"] = option("full", "as in the paper, or in small")
-    dry_run: bool = option(False, "say what would be trained and what is missing, and stop")
-    only_report: bool = option(False, "lay out what is there, train nothing")
-    seeds: list[int] | None = option(None, "default: 0 1 2")
+    scale: Literal["full", "laptop"] = option("full", "run as in the paper, or in small")
+    dry_run: bool = option(False, "list trainings and missing files, and stop")
+    only_report: bool = option(False, "write tables of finished cells, train nothing")
+    seeds: list[int] | None = option(None, "seeds (default: 0 1 2)")
     output_dir: str = option("runs/paper", "folder for cells, tables and figures")
 
 
@@ -58,24 +58,24 @@ class _Inputs:
 
     evaluation_dir: str = option("paper-evaluation", "full: files of benchmarks and judges")
     judge_url: str | None = option(None, "full: the judge's endpoint, OpenAI's protocol")
-    judge_model: str | None = option(None, "full: its name there")
+    judge_model: str | None = option(None, "full: the judge's name at the endpoint")
     model: str | None = option(None, "laptop: another model than SmolLM2-135M-Instruct")
     train_file: str | None = option(None, "laptop: rows (pairs) to train on, cut into all parts")
     target_file: str | None = option(None, "laptop: held-out rows (pairs); else cut from those")
     warm_file: str | None = option(None, "laptop: rows of the warm-up before preferences")
     retention_file: str | None = option(None, "laptop: rows that must not be forgotten")
-    probes_file: str | None = option(None, "laptop: rows whose states are looked at")
+    probes_file: str | None = option(None, "laptop: rows whose states are compared")
 
 
 @dataclass(kw_only=True)
 class _Running(CellOptions):
     """Options for running the cells."""
 
-    budget: str = option("10m", "time of a diagnostic that makes a figure; none for no limit")
+    budget: str = option("10m", "time limit of a diagnostic for a figure, or none")
     code_container: str | None = option(
         None, "image in which lm-eval executes generated code (HumanEval)"
     )
-    quiet: bool = option(False, "no progress")
+    quiet: bool = option(False, "show no progress")
     traceback: bool = option(False, "show the whole traceback of an error")
 
 

@@ -35,8 +35,10 @@ def run(words: Sequence[str]) -> int:
         "usage: alphatoken-lab policies [NAME]\n\nThe methods that --policy takes, or one of them."
     )
     parser = CommandParser("policies", "alphatoken-lab", description=about)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="describe this one")
-    parser.add_argument("--traceback", action="store_true", help="of an error")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the policy to describe")
+    parser.add_argument(
+        "--traceback", action="store_true", help="show the whole traceback of an error"
+    )
     name = parser.parse_args(list(words)).name
     rows = [_row(one, find_policy(one)) for one in ([name] if name else policy_names())]
     if name:
