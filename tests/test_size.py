@@ -13,15 +13,15 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_207,
     "certificate": 1_301,
-    "cli": 3_583,
+    "cli": 3_601,
     "corpus": 1_965,
     "data": 2_302,
     "demo": 707,
     "direction": 4_119,
     "estimate": 2_560,
-    "fidelity": 6_089,
+    "fidelity": 6_090,
     "model": 5_813,
-    "oracle": 5_263,
+    "oracle": 5_265,
     "report": 1_318,
     "scoring": 988,
     "select": 568,
@@ -32,9 +32,9 @@ ROOMS = {
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_359,
-    "compare": 4_032,
-    "methods": 4_756,
+    "commands": 2_367,
+    "compare": 4_036,
+    "methods": 4_761,
     "paper": 814,
 }
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_392), ("tests", 55_481)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_392), ("tests", 55_480)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most
