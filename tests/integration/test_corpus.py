@@ -226,7 +226,7 @@ def test_engines_are_refused_before_any_work(
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
             patch.setenv(name, value)
         assert world.score(tmp_path / "out", "--engine", "ray") == 2
-    assert "two engines at a time" in capsys.readouterr().err
+    assert "only one engine can run at a time" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
          "--judge_model", "m"], "--start FOLDER, or stored answers",
     ),
     "not a number": (["--tasks", "mmlu", "--shots", "mmlu=five"], "--shots is NAME=VALUE"),
-    "shots of nothing": (["--target_file", "{rows}", "--shots", "mmlu=5"], "there are none"),
+    "shots of nothing": (["--target_file", "{rows}", "--shots", "mmlu=5"], "no lm-eval task"),
     "no measures": (["--measures", "no.yaml"], "file of --measures is not there"),
     "no template": (["--target_file", "{rows}", "--task_chat"], "the tokenizer has none"),
     "a beta below 0": (["--target_file", "{pairs}", "--beta", "-1"], "--beta must lie above 0"),
