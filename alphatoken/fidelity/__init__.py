@@ -7,8 +7,8 @@
   of the flow between tokens Value-Propagation sees (eq. app_value_path_bound).
 - ``fisher``: whether the proxy ranks as real retention data would (eq. fisher_proxy).
   ``drift``: how far fine-tuning moved what must not be forgotten.
-- ``sensitivity``, ``stability``, ``coverage``, ``heatmap``: settings, noise, what kept tokens
-  cover, and which tokens of a text are valued.
+- ``sensitivity``, ``stability``, ``arithmetic``, ``coverage``, ``heatmap``: settings, noise,
+  dtypes, what kept tokens cover, and which tokens of a text are valued.
 
 Each has ``Options`` and ``diagnose(subject, options)``, which goes the same way in all: rows of the
 ``subject`` are drawn and valued (``valuing``: one engine, any settings, any directions), compared

@@ -52,6 +52,7 @@ _QUESTIONS = {
     "drift": "How far did fine-tuning move the model's states on what it must not forget?",
     "sensitivity": "How much do the kept tokens depend on each setting?",
     "stability": "Which keep or drop decisions are noise?",
+    "arithmetic": "Is my dtype good enough?",
 }
 _OF_RETENTION = ("fisher", "drift")
 DIAGNOSTICS = tuple(

@@ -1,4 +1,4 @@
-"""Last step of all nine diagnostics: findings become a diagnosis."""
+"""Last step of all ten diagnostics: findings become a diagnosis."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _ranking() -> str:
 
 
 def _conditions() -> str:
-    """Which model on which rows, how long all nine took, and the command."""
+    """Which model on which rows, how long all took, and the command."""
     parts = []
     for one in load(DOCS / "fidelity.json").values():
         said = f"**{one['name']}**: {one['said']}; {one['minutes']:g} minutes on one core."

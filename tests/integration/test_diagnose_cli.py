@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 
 NAMES = (
     "estimators", "utility", "value-propagation", "fisher", "heatmap", "coverage", "drift",
-    "sensitivity", "stability",
+    "sensitivity", "stability", "arithmetic",
 )  # fmt: skip
 PATIENCE = 550
 
@@ -316,7 +316,7 @@ def test_rows_that_are_left_out_are_said_on_the_console(
 def test_without_retention_rows_fisher_says_so_and_the_others_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``all`` on what is there: eight diagnoses, one reason, exit status 1."""
+    """``all`` on what is there: those that need such rows give their reason; exit status 1."""
     assert world.run(ALL, tmp_path / "out", "--budget", "0.001s") == 1
     said = capsys.readouterr()
     last = said.err.strip().splitlines()[-1]
@@ -505,7 +505,7 @@ def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) ->
 # --- interruption ---------------------------------------------------------------------------------
 
 SMALL = ("--budget", "0.001s")
-"""Of all nine the least."""
+"""Of all ten the least."""
 
 
 def start(words: Sequence[str]) -> subprocess.Popen[str]:

@@ -38,6 +38,7 @@ SUBJECTS: dict[str, partial[Subject]] = {
     "drift": partial(subject, "far", tuning_steps=10, length=128),
     "sensitivity": partial(subject, "near", validation_rows=8, length=128),
     "stability": partial(subject, "near", validation_rows=16, length=128),
+    "arithmetic": partial(subject, "near", validation_rows=8, length=128),
 }  # fmt: skip
 QUICK: dict[str, dict[str, Any]] = {
     "estimators": {"layers": (1, 3)},
@@ -52,6 +53,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "weights": (0.0, 1.5, 15.0),
     },
     "stability": {"resamples": 200},
+    "arithmetic": {"resamples": 200},
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from tests.lab import mutants_policies
 from tests.property import (
     mutants,
     mutants_adapters,
+    mutants_arithmetic,
     mutants_corpus,
     mutants_delta,
     mutants_differences,
@@ -44,6 +45,7 @@ ROOMS = {
     "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,
     "Errors in gated delta nets": mutants_delta.MUTANTS,
     "Errors in what a training run collects of Value-Propagation's pairs": mutants_watch.MUTANTS,
+    "Errors in the diagnostic that compares arithmetics": mutants_arithmetic.MUTANTS,
 }
 """Those that nobody demanded, by room."""
 MUTANTS = (*LISTED, *(mutant for room in ROOMS.values() for mutant in room))

@@ -187,6 +187,12 @@ test_what_propagation_misses_in_the_last_layer_is_known_exactly | | value_propag
 test_weights_and_deviations_of_pairs | | attend | exact
 test_counts_of_pairs | | (counting one by one) | exact
 test_shares_above_powers_of_ten | | (counting one by one) | exact
+# the diagnostic that compares arithmetics
+test_each_arithmetic_has_the_scorers_values | | (a scorer under autocast, a model loaded in 16 bits) | exact
+test_a_model_that_has_not_moved_drifts_in_no_arithmetic | | (values without retention) | exact
+test_the_four_numbers_by_hand | | (loops) | exact
+test_what_other_rows_change_is_counted_draw_by_draw | | (loops over draws) | exact
+test_planted_rounding_turns_the_verdict | | (planted rounding) | exact
 # attention: the switched backward and the forward mode
 test_self_backward_is_the_diagonal | | (explicit attention) | exact
 test_cross_backward_is_the_rest | | (explicit attention) | exact

@@ -1,4 +1,4 @@
-"""Options of all nine diagnostics: each says what it is, and refuses what has no meaning."""
+"""Options of all ten diagnostics: each says what it is, and refuses what has no meaning."""
 
 from __future__ import annotations
 
