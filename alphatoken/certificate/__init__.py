@@ -1,4 +1,4 @@
-"""The certificate: what a scorer returns, number by number, against the oracle (``Scorer.verify``).
+"""The certificate: every number that a scorer returns, against the oracle (``Scorer.verify``).
 
 ``certify`` compares every component of what the user gets with ``expected``, which builds labels,
 scope, G, V, P, lambda and M anew from what the user gave, by the oracles alone; ``entries`` says

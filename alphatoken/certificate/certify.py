@@ -1,4 +1,4 @@
-"""A certificate on the user's own model: what a scorer returns, number by number, and an oracle.
+"""A certificate on the user's own model: every number of a scorer against an oracle.
 
 The oracle builds scope, labels, G, V, P, lambda and M anew from what the user gave
 (``certificate.expected``). Every component of ``Scorer.score``, of its total alone and of

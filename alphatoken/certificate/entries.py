@@ -1,4 +1,4 @@
-"""One component of the values as the oracle has it: numbers, and how far rounding may move them."""
+"""One component of the oracle's values, with the error that rounding may cause."""
 
 from __future__ import annotations
 

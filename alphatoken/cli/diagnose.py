@@ -1,4 +1,4 @@
-"""``alphatoken diagnose``: which diagnostics there are, and running one of them or all.
+"""``alphatoken diagnose``: list the diagnostics, and run one of them or all.
 
 Nothing heavy is imported here, so that ``--list`` and ``--help`` are quick.
 """

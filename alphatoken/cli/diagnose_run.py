@@ -1,4 +1,4 @@
-"""Running diagnostics: each one finished is kept, each one that cannot run says why."""
+"""Run of diagnostics: finished ones are kept, and one that cannot run says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of ``sft`` and ``dpo`` that are ours: where rows come from, what the command does.
+"""Options of ``sft`` and ``dpo`` beside TRL's: sources of rows, and actions of the command.
 
 Nothing here imports TRL, so that ``--help`` is quick; ``arguments`` joins them with TRL's.
 """

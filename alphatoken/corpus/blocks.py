@@ -1,4 +1,4 @@
-"""The rows of one block to one value file.
+"""Values of the rows of one block, written to one file.
 
 A block is a fixed stretch of the source, its batches are made within it, and its file is written
 whole or not at all. So any process may value any block, in any order and more than once, and the

@@ -1,4 +1,4 @@
-"""The folder of a run: what its results depend on, and whether it is the run to resume."""
+"""The folder of a run: its settings, and the check that a resumed run has the same."""
 
 from __future__ import annotations
 

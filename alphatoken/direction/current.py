@@ -1,4 +1,4 @@
-"""M at the current weights, built when it is stale, and handed out as one frame for valuing."""
+"""M at the current weights, rebuilt when it is stale, as one frame for valuing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preconditioners from an optimizer's state: what its step does to a token's gradient.
+"""Preconditioners from an optimizer's state: its next step as a function of the gradient.
 
 An adaptive optimizer does not step along the gradient g, so a token's weight moves the parameters
 by ``-lr P o g_k``, not ``-lr g_k``. Per entry, each optimizer served here takes the step ``-lr u``,

@@ -1,4 +1,4 @@
-"""Prompts in, and responses drawn from the model itself.
+"""Prompts, and responses that the model samples to them.
 
 Sampling is at temperature 1 from the full distribution: no top-k, no top-p, nothing that a
 generation config would add, because the Fisher's expectation is over the model's own p(y | x).

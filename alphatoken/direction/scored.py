@@ -1,4 +1,4 @@
-"""The parameters that values of a scorer are inner products over, chosen once."""
+"""Choice of the parameters over which a scorer takes inner products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next step of each known optimizer, read from its state: one short function a family.
+"""The next step of each known optimizer, from its state: one short function a family.
 
 The keys of state and group, and the quirks of each implementation, are here and nowhere else.
 docs/optimizers.md says how exact each one is; the tests take a real step of every one of them.

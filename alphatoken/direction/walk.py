@@ -1,4 +1,4 @@
-"""Walks: where some optimizer steps on the validation rows lead, and what tokens lose on the way.
+"""Walks: optimizer steps on the validation rows, and the decrease of token losses along them.
 
     theta + D    after n AdamW steps on the validation objective
     e_k  =  l_k(theta) - l_k(theta + D)  =  - integral_0^1 <grad l_k(theta + s D), D> ds

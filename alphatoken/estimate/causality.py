@@ -1,4 +1,4 @@
-"""The proof that a model predicts a token from the tokens before it, and from no other."""
+"""Proof that a model predicts a token from the tokens before it only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof that label values are of what trains: their derivative agrees with the backward.
+"""Proof that label values belong to the trained loss: their derivative agrees with autograd.
 
 A module's backward need not be the derivative of its forward: straight-through estimators,
 gradient hooks that clip, scale or mask, branches run under ``torch.no_grad``. Training moves the

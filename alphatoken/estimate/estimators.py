@@ -1,4 +1,4 @@
-"""The estimators on captured errors: which errors are contracted, as direct and as causal part.
+"""Estimators on captured errors: the errors of the direct part and of the causal part.
 
 Each estimator turns one recorded forward and its token losses into errors at the scored linears,
 split into a *direct* and a *causal* part; the contraction with a direction comes after and is the

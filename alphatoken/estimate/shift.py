@@ -1,4 +1,4 @@
-"""Weights of a model somewhere else for a while: in place, in parts, and back to the bit."""
+"""Moving the weights of a model and restoring them to the bit, in place or in parts."""
 
 from __future__ import annotations
 

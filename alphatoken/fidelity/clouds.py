@@ -1,4 +1,4 @@
-"""One cloud of points: how wide, how even; and a picture of it in the plane."""
+"""Spread and evenness of a cloud of points, and a picture of it in the plane."""
 
 from __future__ import annotations
 

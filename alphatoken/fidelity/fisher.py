@@ -1,4 +1,4 @@
-"""``fisher``: does the Fisher-drift proxy rank tokens as real retention data would?
+"""Diagnostic ``fisher``: agreement of the Fisher-drift proxy with real retention rows.
 
     proxy score    stability component with V = F o (W - W_ref), or S_F (W - W_ref) A_F
     oracle score   the same with V = gradient of the loss on held-out retention rows

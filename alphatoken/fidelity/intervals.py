@@ -1,4 +1,4 @@
-"""A statistic and how far it can be trusted: intervals of 95 %, refused below a size."""
+"""Statistics with intervals of 95 %, refused below a size."""
 
 from __future__ import annotations
 

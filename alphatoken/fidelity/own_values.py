@@ -1,4 +1,4 @@
-"""The values that a run makes at its own settings: what a diagnostic compares its changes with."""
+"""Values of a run at its own settings, with which a diagnostic compares its changes."""
 
 from __future__ import annotations
 

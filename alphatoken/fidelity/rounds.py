@@ -1,4 +1,4 @@
-"""A diagnosis that keeps to a time: whole rounds of growing size, of which the last one counts.
+"""Diagnoses within a time limit: rounds of growing size, of which the last one counts.
 
 The first round reads a sixteenth of what was asked for, but no less than means anything, and is
 always done; the second a quarter; the third all of it. A round that goes on past the time is

@@ -1,4 +1,4 @@
-"""One optimizer step, taken for real on a copy of the model, as often as asked, and taken back."""
+"""Real optimizer steps on a copy of the model, each of which is undone."""
 
 from __future__ import annotations
 

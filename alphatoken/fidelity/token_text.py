@@ -1,4 +1,4 @@
-"""Valued text: what a heatmap shows, and how it is laid out in lines of equal letters."""
+"""Valued text: the content of a heatmap, laid out in lines of equal letters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens sent one by one through the untouched model: the ground of every comparison."""
+"""Gradients of single tokens through the untouched model, for comparisons."""
 
 from __future__ import annotations
 

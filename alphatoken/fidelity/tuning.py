@@ -1,4 +1,4 @@
-"""A short fine-tuning, where a diagnostic needs a model after training and none was given."""
+"""A short fine-tuning for diagnostics that need a model after training."""
 
 from __future__ import annotations
 

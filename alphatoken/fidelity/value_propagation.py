@@ -1,4 +1,4 @@
-"""``value-propagation``: how much of what flows from token to token does Value-Propagation see?
+"""Diagnostic ``value-propagation``: the share of the causal value that it sees.
 
 *Shares*: what part of every token's exact causal value Value-Propagation carries, and where the
 rest flows. *Pairs*: attention weight and value-output deviation of the causal-window pairs, whose

@@ -1,4 +1,4 @@
-"""Errors at what a recorded forward left, by ``torch.autograd.grad``: no ``.grad`` is touched."""
+"""Errors of a recorded forward, by ``torch.autograd.grad``: no ``.grad`` is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few short rows of a batch, on which a proof costs a fraction of what the batch would.
+"""A few short rows of a batch, on which a proof costs little.
 
 A slice has at most ``ROWS`` rows of at most ``LENGTH`` neighbouring positions. Masks,
 ``position_ids`` and other inputs that have one entry a token, or one a pair of tokens, are cut as

@@ -1,4 +1,4 @@
-"""Modes of the user's model: evaluation without a trace, and whether a forward draws numbers."""
+"""Modes of the user's model: temporary evaluation mode, and use of random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids and the embedding that they are looked up in.
+"""Token ids, and the embedding that has a row for each.
 
 A token that was added to a tokenizer and not to the model has no row there: on a CPU the look-up
 raises a bare IndexError, on a GPU it stops the device.

@@ -1,4 +1,4 @@
-"""The derivative of token losses along M, by the way that is asked for or that works here."""
+"""The derivative of token losses along M, in the form that is asked for or that works."""
 
 from __future__ import annotations
 

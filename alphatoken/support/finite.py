@@ -1,4 +1,4 @@
-"""One way to refuse a number that is none: the first bad one of a batch, by row and token."""
+"""Refusal of numbers that are not finite: the first one of a batch, by row and token."""
 
 from __future__ import annotations
 

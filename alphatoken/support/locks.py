@@ -1,4 +1,4 @@
-"""One process at a time, by a locked file."""
+"""A file lock for one process at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents: what a token of a batch is a token of, whatever batch, padding or packing it came in.
+"""Documents of the tokens of a batch, under any batching, padding or packing.
 
 A document is one training sequence from its first real token to its last response token (what
 follows trains nothing), with the response tokens marked. Its key is a hash of just that, so the

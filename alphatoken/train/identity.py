@@ -1,4 +1,4 @@
-"""The facts that a run's result depends on, as one table; compared when the run goes on.
+"""Facts on which a run's result depends, as one table, compared when the run resumes.
 
 Processes, trainer, options, data, frozen weights and versions of libraries. What differs is refused
 by name, or noted where the result changes by no more than rounding.

@@ -1,4 +1,4 @@
-"""No step is taken with a gradient that no weigher has made.
+"""Guard against steps with a gradient that no weigher has made.
 
 An override of ``compute_loss`` or ``training_step`` may hand the trainer some other loss than the
 weighted one. The step would then train on every token, and nothing would show it.

@@ -1,4 +1,4 @@
-"""The same for transformers' own Trainer: any causal language model, labels in the batch."""
+"""Trainer over transformers' own Trainer: any causal language model, labels in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of the trainers' own package, how any is found by name, and the one that a run takes.
+"""Policies of the trainers, and the search for a policy by name.
 
     policy("stm", PolicySettings(mode="budget", keep_ratio=0.4), threshold=2.5)
 

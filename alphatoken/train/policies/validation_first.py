@@ -1,4 +1,4 @@
-"""Training on the validation rows first: what every method that reads them has to beat."""
+"""Training on the validation rows first: the baseline of all methods that read them."""
 
 from __future__ import annotations
 

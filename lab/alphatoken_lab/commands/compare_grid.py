@@ -1,4 +1,4 @@
-"""The grid that ``alphatoken-lab compare`` is asked for: its file, then the command line over it.
+"""Grid of ``alphatoken-lab compare``: its file, overridden by the command line.
 
 The file is YAML. ``$NAME`` and ``${NAME}`` in any text are environment variables.
 

@@ -1,4 +1,4 @@
-"""``alphatoken-lab merge``: WiSE-FT, models between the one before training and the trained one."""
+"""``alphatoken-lab merge``: WiSE-FT, averages of the weights before and after training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One cell: train (or merge, or take as it is), then measure; the result is written last, whole."""
+"""One cell: train, merge or take a model as it is, then measure; the result is written last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output folder of a grid: what of each cell is there, and who is at work on it.
+"""The output folder of a grid: finished cells, and the process at work on each.
 
     FOLDER/lock                            held by the one process that runs the grid
     FOLDER/setup.lock                      held by a cell while it fills the cache that cells share

@@ -1,4 +1,4 @@
-"""CFT: train on the tokens that, put differently, make the model's answer wrong."""
+"""CFT: train on the tokens whose replacement makes the model's answer wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOW: weigh samples down that the model finds hard before training, to forget less."""
+"""FLOW: give less weight to samples that the model finds hard before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WiSE-FT: a model between the one that training started from and the one that it gave.
+"""WiSE-FT: average the weights before and after training.
 
     theta = (1 - alpha) theta_pre + alpha theta_ft
 

@@ -1,4 +1,4 @@
-"""Static passes: one forward over the training rows, what it says of every token kept in a file.
+"""Static passes: one forward over the training rows, and a file of each token's numbers.
 
 The rows go through the model a shard at a time. Each finished shard is a file, so a pass that was
 killed goes on where it was; the finished table is one file whose name holds a digest of all that

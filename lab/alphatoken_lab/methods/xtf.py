@@ -1,4 +1,4 @@
-"""XTF: three filters on what the base model makes of each token; what one of them drops is out."""
+"""XTF: three filters of the base model drop tokens."""
 
 from __future__ import annotations
 
