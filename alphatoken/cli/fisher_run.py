@@ -78,7 +78,7 @@ def run(options: FisherOptions) -> None:
 
 Prompts = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 Read = tuple[Prompts, list[Row], list[str]]
-"""What the Fisher is fitted on, the rows that it is of, and what became of the others."""
+"""Prompts for the fit, their rows, and the fate of the other rows."""
 
 
 def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:

@@ -29,7 +29,7 @@ from alphatoken.train.loading import rows_tokenizer
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
 
 Item = Example | Pair
-"""What is trained on; its ``row`` is what other rows are compared with."""
+"""An example to train on; other rows are compared with its ``row``."""
 
 
 _FILES = ("train_file", "validation_file", "retention_data", "fisher_data", "fisher_file",

@@ -29,7 +29,7 @@ from alphatoken.support.progress import Tracker
 __all__ = ["Launched", "check_engine", "launched", "value_blocks", "value_with_ray"]
 
 _PATIENCE = timedelta(days=30)
-"""How long processes wait for each other: as long as the slowest one values."""
+"""Time that processes wait for each other: as long as the slowest one values."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ __all__ = ["LogprobSpec", "read_pair", "score_logprobs"]
 
 _LISTS = ("input_ids", "labels", "logprobs")
 _UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError)
-"""What pyarrow and numpy raise of a file or a list that is no such one."""
+"""Errors of pyarrow and numpy for a file or a list of another form."""
 _NUMBERS, _IDS = 2**63, 2**31
 """Rows and tokens that a value file can number."""
 _ROWS = 256

@@ -30,13 +30,13 @@ OUTCOMES = (
     "train",
     "without_response",
 )
-"""What becomes of a row; "train" alone is valued."""
+"""Outcome of a row; only "train" is valued."""
 
 _LEFT = {
     "bad_rows": "cannot be read or written as tokens",
     "without_response": "no response within the length",
 }
-"""What is said of rows that are left out for what they are."""
+"""Sentences about rows that are left out."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ PLAIN_FORMAT = (
     "the end token (if there is one). Each turn is tokenised by itself; labels are the assistant "
     "turns with their end tokens"
 )
-"""What is written where the tokenizer has no chat template."""
+"""Format of rows if the tokenizer has no chat template."""
 
 
 @dataclass(frozen=True)

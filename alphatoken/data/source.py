@@ -46,7 +46,7 @@ _CHUNK = 1024
 
 _BOM = b"\xef\xbb\xbf"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
-"""How the names of data files end."""
+"""Endings of the names of data files."""
 
 Record = Mapping[str, Any]
 T = TypeVar("T")

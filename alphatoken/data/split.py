@@ -154,7 +154,7 @@ _FEWER = {
     "Fisher prompts": "--fisher_prompts N for fewer (0 fits the Fisher on training prompts), or "
     "--fisher_data FILE",
 }
-"""What is drawn -> how to have less of it drawn."""
+"""Kind of drawn rows -> options that draw fewer."""
 
 
 def check_draw(count: int, rows: int, what: str) -> None:

@@ -34,7 +34,7 @@ from alphatoken.support.precision import wide
 __all__ = ["LEARNING_RATE", "Reference", "WalkBuilder", "WalkEnd", "walk"]
 
 LEARNING_RATE = 5e-5
-"""Of a walk where none is given: what full fine-tuning usually takes."""
+"""Learning rate of a walk by default: a usual one of full fine-tuning."""
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 

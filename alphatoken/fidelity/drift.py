@@ -33,7 +33,7 @@ __all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_r
 
 Numbers = NDArray[np.float64]
 BEFORE = "before"
-"""What the model before fine-tuning is called in tables and figures."""
+"""Name of the model before fine-tuning in tables and figures."""
 
 
 @dataclass(frozen=True)

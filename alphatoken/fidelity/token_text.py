@@ -103,7 +103,7 @@ def _ends(values: Numbers) -> tuple[float, float]:
 
 
 KINDS = ("number", "start of a word", "inside a word", "punctuation or sign", "space", "other")
-"""What a token is, as far as its text says."""
+"""Kind of a token, as far as its text says."""
 
 
 def kind_of(text: str) -> str:

@@ -21,7 +21,7 @@ from alphatoken.oracle.gradients import Batch, Forward, run_losses
 __all__ = ["curvature_along", "label_values_along", "walk_values", "walked"]
 
 ForwardOf = Callable[[nn.Module], Forward]
-"""From a model to its forward: batch without labels -> logits."""
+"""Makes the forward of a model: batch without labels -> logits."""
 
 
 def walked(

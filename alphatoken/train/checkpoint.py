@@ -54,7 +54,7 @@ else:
 __all__ = ["CheckpointMixin", "RunCheckpoints"]
 
 STAGING = "_alphatoken-saving"
-"""Where a checkpoint grows. The underscore keeps it out of uploads to the hub."""
+"""Folder of an unfinished checkpoint. The underscore keeps it out of uploads to the hub."""
 _OWN = "alphatoken-rank{}.safetensors"
 
 

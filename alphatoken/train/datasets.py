@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Problems = dict[str, list[int]]
-"""What is wrong -> numbers of the rows it is wrong with, from 0."""
+"""Problem -> numbers of the rows that have it, from 0."""
 
 _EMPTY = "the response is empty"
 

@@ -20,9 +20,9 @@ class Documentation(NamedTuple):
     """Text about a field beside its help."""
 
     within: str
-    """What it may be."""
+    """Values that it may have."""
     source: str
-    """Where it stands in the paper; "ours" where it has none."""
+    """Its place in the paper; "ours" if there is none."""
 
 
 # Not in the fields' metadata: TrlParser and HfArgumentParser hand all of those to argparse.

@@ -24,10 +24,10 @@ from alphatoken.values import TokenValues
 __all__ = ["COMPONENTS", "UNIT", "DocumentValues", "ValueLedger"]
 
 UNIT = "step size times value, summed over visits"
-"""What accumulated values are in any run."""
+"""Meaning of accumulated values in any run."""
 
 COMPONENTS = ("total", "adaptation", "stability")
-"""What is added up of each value; a fourth column of ``sums`` holds the weights."""
+"""Components that are summed; a fourth column of ``sums`` holds the weights."""
 
 
 @dataclass

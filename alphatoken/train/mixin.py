@@ -63,7 +63,7 @@ else:
 __all__ = ["AlphaTrainerMixin"]
 
 _SAID = {"train": "training", "fisher": "Fisher"}
-"""What messages call a data set, where that is not its name."""
+"""Name of a data set in messages, where it differs from its own."""
 
 
 class AlphaTrainerMixin(CheckpointMixin, _Base):

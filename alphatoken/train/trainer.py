@@ -48,7 +48,7 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     BASE, CONFIG = Trainer, AlphaConfig
     _loss_seen = False
-    """Whether the model's own loss has been seen to be the one that is built here."""
+    """True once the model's own loss has agreed with the one that is built here."""
 
     @staticmethod
     def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["COLLECTED", "about_fisher", "diagnose", "unfit", "words_of"]
 
 COLLECTED = "value-propagation.safetensors"
-"""What a cell with collect_value_propagation leaves in its folder."""
+"""File of a cell with collect_value_propagation."""
 
 _TRAIN, _VALIDATION = 2000, 32
 """Rows of the hub's data set that a figure at full scale is made of."""

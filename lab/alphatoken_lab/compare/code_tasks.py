@@ -47,7 +47,7 @@ found = simple_evaluate(
 )
 print("\\n" + json.dumps(found["results"], default=float))
 """
-"""What runs in the container: a question that this process did not answer ends it."""
+"""Program in the container: a question that this process did not answer ends it."""
 
 
 def require_container(names: Sequence[str], container: str | None) -> str:

@@ -35,14 +35,14 @@ _SHARED: dict[str, Any] = {
     "export_values": False,
     "disable_tqdm": True,
 }
-"""What cells set unless the grid says otherwise."""
+"""Options of cells unless the grid says otherwise."""
 
 
 ON_ALL: dict[str, Any] = {
     "policy": "all", "seed": 0, "validation_rows": 0, "validation_file": None, "retention": "none",
     "fisher_data": None, "fisher_file": None,
 }  # fmt: skip
-"""What references set, over the options of all cells: all tokens of all their rows."""
+"""Options of references, over those of all cells: all tokens of all their rows."""
 
 
 @dataclass(frozen=True)

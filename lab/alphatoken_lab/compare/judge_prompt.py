@@ -37,7 +37,7 @@ _ASKING: dict[str, dict[str, Any]] = {
     "alpaca_eval": {"max_tokens": 1, "logprobs": True, "top_logprobs": 5},
     "arena_hard": {"max_tokens": 4096},
 }
-"""What of the reply is asked for."""
+"""Parts of the reply that are asked for."""
 
 _CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)\n?<\|im_end\|>", re.DOTALL)
 _VERDICT = re.compile(r"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]")

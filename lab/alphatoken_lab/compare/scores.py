@@ -23,7 +23,7 @@ from alphatoken_lab.compare.opponents import Question, read_questions, stored_an
 __all__ = ["JudgedSet", "Prepared", "prepare", "read_sets", "scores"]
 
 Scores = dict[str, dict[str, Score]]
-"""By group ("target", "retention") and name."""
+"""Scores by group ("target", "retention") and name."""
 
 
 @dataclass(frozen=True)
