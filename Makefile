@@ -152,7 +152,7 @@ random: $(READY)
 	@echo "== random: properties on new examples; make random SEED=$(SEED) repeats them"
 	HYPOTHESIS_PROFILE=random $(RUN) $(PYTEST) tests/property tests/lab -m hypothesis --hypothesis-seed=$(SEED)
 
-# Two tutorials are run while the pages are built, with SmolLM2; without a registry they are not.
+# Three tutorials are run while the pages are built, with SmolLM2; without a registry they are not.
 docs: $(READY_DOCS) models-if-reachable
 	$(RUN) -m sphinx -W --keep-going -n -b html docs docs/_build/html
 

@@ -110,6 +110,31 @@ class TokenValues:
         weight = self.stability_weight
         return {k: v * weight if k.startswith("stability") else v for k, v in parts.items()}
 
+    def by_batch(self) -> Tensor:
+        """Adaptation (b, t, h) against each of the h validation batches alone.
+
+            adaptation  =  sum_h share_h by_batch_h ,     share_h = n_h / n
+
+        n_h being the tokens (pairs) of batch h: what a scorer of that batch alone gives, up to
+        rounding, with the same P.
+
+        Raises:
+            ConfigError: the scorer was not asked for the parts (``standard_errors=True``).
+
+        Oracle: scorers of one batch each.
+        """
+        parts, shares = self._parts()
+        return parts / shares.to(parts)
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        if self.parts is None or self.part_shares is None:
+            raise ConfigError(
+                "these values are not split by validation batch",
+                why="standard errors and values against each batch are taken from the parts",
+                remedy="ScorerConfig(standard_errors=True)",
+            )
+        return self.parts, self.part_shares
+
     def standard_error(self) -> Tensor:
         """Standard error (b, t) of ``total`` over the draw of the validation rows.
 
@@ -126,13 +151,7 @@ class TokenValues:
         Source: ours (the jackknife is Quenouille's and Tukey's). Oracle:
         ``alphatoken.oracle.gradients.standard_errors``.
         """
-        if self.parts is None or self.part_shares is None:
-            raise ConfigError(
-                "these values have no standard errors",
-                why="they are taken from values against each validation batch",
-                remedy="ScorerConfig(standard_errors=True)",
-            )
-        return standard_error(self.parts, self.part_shares)
+        return standard_error(*self._parts())
 
     def total_alone(self) -> TokenValues:
         """The same values without components, as ``components=False`` returns them."""

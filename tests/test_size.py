@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
-    ".": 1_207,
+    ".": 1_226,
     "certificate": 1_301,
-    "cli": 3_601,
-    "corpus": 1_965,
+    "cli": 3_611,
+    "corpus": 2_130,
     "data": 2_302,
     "demo": 707,
     "direction": 4_119,
@@ -22,7 +22,7 @@ ROOMS = {
     "fidelity": 6_388,
     "model": 5_813,
     "oracle": 5_265,
-    "report": 1_318,
+    "report": 1_583,
     "scoring": 988,
     "select": 568,
     "support": 465,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_392), ("tests", 55_752)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_392), ("tests", 56_104)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

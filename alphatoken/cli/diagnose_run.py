@@ -146,7 +146,7 @@ def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
 
 
 def _check_libraries() -> None:
-    if missing := missing_libraries():
+    if missing := missing_libraries("matplotlib"):
         raise ConfigError(
             f"diagnoses need {' and '.join(missing)}", remedy="pip install 'alphatoken[diagnose]'"
         )

@@ -28,7 +28,8 @@ validation rows (adaptation), and how far it keeps the model near what it was (s
 Fisher). Writes values, a summary and an HTML report to the folder given with --output_dir.
 
 usage: alphatoken score --model_name_or_path PATH --train_file FILE --output_dir DIR
-           (--validation_file FILE | --validation_rows N | --reference PATH) [options]"""
+           (--validation_file FILE | --validation_rows N | --query TEXT | --reference PATH)
+           [options]"""
 
 _OF_FILES = """\
 Value response tokens along a walk by log-probabilities that any engine wrote: those after it less
@@ -43,7 +44,7 @@ data
   question/answer), or chats under "messages"; a file of any size, or a folder of such files. Chats
   go through the tokenizer's chat template; a tokenizer without one gets: start token, prompt, line
   break, response, end token. Training rows that repeat a validation row or prompt, or a prompt of
-  the Fisher, are removed and counted.
+  the Fisher, are removed and counted; those that repeat a --query stay.
 
 output
   OUT/values/part-*.parquet, one record an example with lists of an entry a token; summary.json and
@@ -64,6 +65,15 @@ class _Rows:
         None,
         "number of validation rows to draw from the training rows",
         least=1,
+        either="validation",
+    )
+    queries: list[str] | None = option(
+        None,
+        "a text, or a row as a JSON object: which training rows raise or lower its probability; "
+        "repeat it for several",
+        flag="query",
+        metavar="TEXT",
+        append=True,
         either="validation",
     )
     reference: str | None = option(

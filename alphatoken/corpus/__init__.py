@@ -3,6 +3,7 @@
 * ``spec``: :class:`JobSpec` says what is valued; ``options``: :class:`ResultOptions` what is made
   of the values, :class:`EngineOptions` who values, :class:`ModelOptions` with which model;
 * ``rows``: what becomes of each row, in any process and from any row on;
+* ``queries``: texts in place of validation rows;
 * ``job``: all that the values depend on, read and checked, and sealed in the output folder;
 * ``blocks``: a stretch of rows to one value file; ``engines``: who values which of them;
 * ``results``: selection over all files, data set, summary, page; ``notes``: their sentences;

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from alphatoken import Scorer, select_top
+from alphatoken import Scorer, TokenValues, select_top
 from alphatoken.corpus.job import Job
 from alphatoken.corpus.rows import CorpusRow
 from alphatoken.corpus.spec import on_device
 from alphatoken.data import Example, collate
 from alphatoken.errors import ModelError
 from alphatoken.report import COMPONENTS, ScoredExample, write_values
+from alphatoken.report.examples import query_key
 
 __all__ = ["BlockValuer"]
 
@@ -65,6 +67,16 @@ class BlockValuer:
                 rows, valued = [], 0
         yield rows
 
+    def _by_query(self, values: TokenValues) -> dict[str, Tensor]:
+        """Values (b, t) against each query; none where there are no queries."""
+        count = len(self._job.spec.queries)
+        if not count:
+            return {}
+        if count == 1:
+            assert values.adaptation is not None
+            return {query_key(0): values.adaptation}
+        return {query_key(n): one for n, one in enumerate(values.by_batch().unbind(-1))}
+
     def _scored(self, examples: Sequence[Example]) -> Iterator[ScoredExample]:
         if not examples:
             return
@@ -79,7 +91,7 @@ class BlockValuer:
             ) from None
         scope = "batch" if spec.scope == "dataset" else spec.scope
         kept = select_top(values.total, values.mask, spec.ratio, scope=scope)
-        columns = {c.key: getattr(values, c.key) for c in COMPONENTS}
+        columns = {c.key: getattr(values, c.key) for c in COMPONENTS} | self._by_query(values)
         for index, example in enumerate(examples):
             length = len(example.input_ids)
             yield ScoredExample(

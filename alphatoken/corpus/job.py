@@ -7,6 +7,7 @@ OUT/job/job.json             where the rows are, which of them are held out
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 from alphatoken import FisherDrift, Scorer
 from alphatoken.corpus.folder import examples_digest, read_manifest
+from alphatoken.corpus.queries import encode_queries, query_rows, read_as
 from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
 from alphatoken.corpus.spec import JobSpec, on_device
 from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys, read_rows
@@ -97,13 +99,19 @@ class Job:
         return [number for number in self.blocks if not self.part(number).exists()]
 
     def scorer(self) -> Scorer:
-        """A scorer of its own validation rows; it builds G when it is first used."""
-        held = [on_device(b, self.model) for b in batches(self.validation, self.spec.batch_size)]
+        """A scorer of its own validation rows; it builds G when it is first used.
+
+        Of several queries each is a batch of its own, and values have a part of each.
+        """
+        spec = self.spec
+        size = 1 if spec.queries else spec.batch_size
+        held = [on_device(b, self.model) for b in batches(self.validation, size)]
+        config = replace(spec.config, standard_errors=len(spec.queries) > 1)
         scorer = Scorer(
             self.model,
             held or None,
             retention=self.fisher,
-            config=self.spec.config,
+            config=config,
             reference=self.second,
         )
         scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
@@ -123,12 +131,22 @@ def prepare_job(spec: JobSpec) -> Job:
             why="it is steps on the validation rows, and the Fisher would take no part",
             remedy="leave --fisher_file out, or --estimator label",
         )
+    if spec.config.estimator == "walk" and len(spec.queries) > 1:
+        raise ConfigError(
+            "a walk leads to one query",
+            got=f"{len(spec.queries)} of --query, --estimator walk",
+            why="its steps are on all of them together, and its values have no part of each",
+            remedy="one --query, or --estimator label",
+        )
     prepared = prepare_rows(spec)
     corpus = prepared.corpus
     reading = Tracker("Reading rows", corpus.source.rows, not spec.quiet)
     survey = corpus.survey(reading.report)
     survey.counts["validation"] = len(prepared.held)
-    return replace(_job(spec, prepared), survey=survey)
+    job = _job(spec, prepared)
+    for query in job.validation if spec.queries and not spec.quiet else ():
+        print(read_as(query), file=sys.stderr)
+    return replace(job, survey=survey)
 
 
 def prepare_rows(spec: JobSpec) -> Prepared:
@@ -141,12 +159,13 @@ def prepare_rows(spec: JobSpec) -> Prepared:
     if spec.reference is not None:
         _check_reference(spec)
         held, drawn = list[Row](), frozenset[int]()
-    elif spec.validation_file is not None:
+    elif spec.queries or spec.validation_file is not None:
         held, drawn = _validation_rows(spec), frozenset[int]()
     else:
         held = draw_rows(corpus, spec.validation_rows, spec.seed)
         drawn = frozenset(row.index for row in held)
-    keys = frozenset(key for row in held for key in leak_keys(row))
+    # Of a query the rows that say the same are the answer that is looked for.
+    keys = frozenset(key for row in held if not spec.queries for key in leak_keys(row))
     return Prepared(replace(corpus, drawn=drawn, held=keys), held, fisher)
 
 
@@ -165,7 +184,9 @@ def _corpus(spec: JobSpec, source: Any) -> tuple[Corpus, FisherDrift | None]:
 
 
 def _validation_rows(spec: JobSpec) -> list[Row]:
-    """Rows of the validation file: by the named columns where a row has them."""
+    """The queries; or rows of the validation file, by the named columns where a row has them."""
+    if spec.queries:
+        return query_rows(spec.queries, spec.fields)
     assert spec.validation_file is not None
     fields = replace(spec.fields, optional=True)
     return read_rows(spec.validation_file, fields=fields, on_bad_rows=spec.how.on_bad_rows)
@@ -174,8 +195,11 @@ def _validation_rows(spec: JobSpec) -> list[Row]:
 def _job(spec: JobSpec, prepared: Prepared) -> Job:
     corpus, fisher = prepared.corpus, prepared.fisher
     how = corpus.how
-    encode = encode_rows if spec.reference else partial(encode_some, what="validation")
-    validation, encoded = encode(prepared.held, corpus.tokenizer, how)
+    if spec.queries:
+        validation, encoded = encode_queries(prepared.held, corpus.tokenizer, how)
+    else:
+        encode = encode_rows if spec.reference else partial(encode_some, what="validation")
+        validation, encoded = encode(prepared.held, corpus.tokenizer, how)
     second = spec.second()
     job = Job(
         spec,
@@ -238,7 +262,8 @@ def _settings(job: Job) -> dict[str, Any]:
         "adapter": spec.model.adapter,
         "train_file": spec.train_file,
         "validation_file": spec.validation_file
-        or (None if spec.reference else f"{spec.validation_rows} rows of the training file"),
+        or (f"{spec.validation_rows} rows of the training file" if spec.validation_rows else None),
+        "query": list(spec.queries) or None,
         "reference": spec.reference,
         "reference_sha256": None if job.second is None else weights_digest(job.second),
         "fisher_file": spec.fisher_file or "none",
@@ -289,7 +314,7 @@ def open_job(spec: JobSpec) -> Job:
     corpus, fisher = _corpus(spec, source)
     drawn = document["drawn"]
     corpus = replace(corpus, drawn=frozenset(drawn), held=frozenset(document["held"]))
-    if spec.validation_file is not None:
+    if spec.queries or spec.validation_file is not None:
         held = _validation_rows(spec)
     else:
         held = [row for index in drawn if isinstance(row := corpus.row(index), Row)]

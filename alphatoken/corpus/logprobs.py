@@ -30,6 +30,7 @@ from alphatoken.report import ScoredExample, read_values, summarise, write_repor
 from alphatoken.report.examples import IGNORE
 from alphatoken.report.files import pyarrow_modules
 from alphatoken.select.masks import keep_count, select_top
+from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import file_digest, write_json
 from alphatoken.train.loading import load_tokenizer
 
@@ -60,6 +61,7 @@ class LogprobSpec:
         batch_size: rows of a batch.
         seed: of the rows that the report shows.
         report: a page is written.
+        quiet: no progress.
     """
 
     logprobs: Sequence[str]
@@ -70,6 +72,7 @@ class LogprobSpec:
     batch_size: int = 8
     seed: int = 0
     report: bool = True
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,15 @@ def _rows(path: str) -> Iterator[_Row]:
                     number += 1
     except DataError:
         raise
+    except _UNREADABLE as error:
+        raise _bad(path, quoted(error)) from error
+
+
+def _count(path: str) -> int:
+    _, pq = pyarrow_modules()
+    try:
+        with pq.ParquetFile(path) as file:
+            return int(file.metadata.num_rows)
     except _UNREADABLE as error:
         raise _bad(path, quoted(error)) from error
 
@@ -219,7 +231,9 @@ def _unlike(got: str) -> DataError:
 
 def _selected(spec: LogprobSpec) -> Iterator[ScoredExample]:
     """Add the selection of each batch, as a run with models has it."""
-    waiting = read_pair(*spec.logprobs)
+    waiting, done = read_pair(*spec.logprobs), 0
+    rows = _count(spec.logprobs[0])
+    tracker = Tracker("Reading log-probabilities", rows, not spec.quiet)
     while batch := list(islice(waiting, spec.batch_size)):
         longest = max(len(example.ids) for example in batch)
         values = torch.zeros(len(batch), longest, dtype=torch.float64)
@@ -232,6 +246,8 @@ def _selected(spec: LogprobSpec) -> Iterator[ScoredExample]:
         kept = select_top(values, mask, spec.ratio, scope=scope).numpy()
         for index, example in enumerate(batch):
             yield replace(example, kept=kept[index, : len(example.ids)])
+        done += len(batch)
+        tracker.report(done)
 
 
 def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:

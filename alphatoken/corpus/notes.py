@@ -24,13 +24,19 @@ def write_notes(
     config: ScorerConfig,
     summary: ValueSummary,
     warned: Sequence[str],
+    queries: int = 0,
 ) -> list[str]:
     """Sentences for the report, the summary and the console; what is trivially so is left out."""
     notes = [_APPROXIMATE] if config.estimator == "alphatoken" else []
-    if config.estimator != "walk":
+    if config.estimator != "walk" and (fisher is not None or not queries):
         notes += _about_stability(fisher, summary)
     validation = encoded["validation"]
-    if validation.examples:
+    if queries > 1:
+        notes.append(
+            f"Value and adaptation are against all {queries} queries together, each counted by its "
+            "tokens."
+        )
+    elif validation.examples and not queries:
         notes.append(
             f"Adaptation is measured against {validation.response_tokens} response tokens of "
             f"{validation.examples} validation rows."

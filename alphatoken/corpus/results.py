@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from alphatoken.certificate.certify import Certificate
 from alphatoken.corpus.job import Job
 from alphatoken.corpus.notes import about_encoding, write_notes
 from alphatoken.corpus.options import ResultOptions
+from alphatoken.corpus.queries import read_as
 from alphatoken.corpus.spec import on_device
-from alphatoken.data import collate, token_texts
+from alphatoken.data import Example, collate, token_texts
 from alphatoken.errors import DataError, ModelError
 from alphatoken.report import (
     ScoredExample,
@@ -29,7 +31,9 @@ from alphatoken.report import (
     write_values,
 )
 from alphatoken.report.dataset import DatasetCounts, write_dataset
+from alphatoken.report.examples import IGNORE
 from alphatoken.report.files import read_totals, value_files
+from alphatoken.report.queries import QueryRanks, ShownQuery, write_query_report
 from alphatoken.select.threshold import top_threshold
 from alphatoken.support.storage import write_json, write_jsonl
 
@@ -60,18 +64,18 @@ def write_results(
     if spec.scope == "dataset":
         keep_over_all(folder, spec.ratio)
     dataset = _dataset(job, wanted)
-    summary = summarise(
-        _checked(job),
-        seed=spec.seed,
-        texts=partial(token_texts, job.corpus.tokenizer),
-    )
+    ranks, texts = QueryRanks(len(spec.queries)), partial(token_texts, job.corpus.tokenizer)
+    summary = summarise(ranks.through(_checked(job)), seed=spec.seed, texts=texts)
     encoded = {"train": survey.encoded, "validation": job.encoded}
-    notes = write_notes(survey.counts, encoded, job.fisher, spec.config, summary, warned)
+    notes = write_notes(
+        survey.counts, encoded, job.fisher, spec.config, summary, warned, len(spec.queries)
+    )
     document = {
         "settings": job.settings,
         "pools": survey.counts,
         "encoded": {name: report.as_dict() for name, report in encoded.items()},
         "values": summary.as_dict(),
+        "queries": ranks.as_dict(),
         "certificate": None if certificate is None else str(certificate),
         "dataset": None if dataset is None else vars(dataset),
         "notes": notes,
@@ -80,17 +84,27 @@ def write_results(
     write_json(folder / "summary.json", document, default=str)
     if wanted.report:
         certified = {} if certificate is None else {"certificate": str(certificate)}
-        write_report(
-            folder / "report.html",
-            summary,
-            title=f"Token values of {Path(spec.train_file).name}",
-            settings=job.settings | certified,
-            notes=[note for note in notes if note not in warned],
-            warnings=warned,
-        )
+        more: dict[str, Any] = {
+            "settings": job.settings | certified,
+            "notes": [note for note in notes if note not in warned],
+            "warnings": warned,
+        }
+        page, name = folder / "report.html", Path(spec.train_file).name
+        if spec.queries:
+            shown = [_shown(query, texts) for query in job.validation]
+            asked = "a query" if len(shown) == 1 else f"{len(shown)} queries"
+            title = f"Rows of {name} for and against {asked}"
+            write_query_report(page, shown, ranks, title=title, texts=texts, **more)
+        else:
+            write_report(page, summary, title=f"Token values of {name}", **more)
     # Rows that are left out were counted aloud before the work.
     told = about_encoding("train", replace(survey.encoded, truncated_rows=0))
     _say(job, wanted, summary, certificate, [note for note in notes if note not in told])
+
+
+def _shown(query: Example, texts: Callable[[Sequence[int]], list[str]]) -> ShownQuery:
+    valued = [False, *(label != IGNORE for label in query.labels[1:])]
+    return ShownQuery(texts(query.input_ids), valued, read_as(query))
 
 
 def _checked(job: Job) -> Iterator[ScoredExample]:

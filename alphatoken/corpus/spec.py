@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class JobSpec:
         config: what a value is.
         validation_file: rows that define the objective; None draws them from the training rows:
         validation_rows: so many.
+        queries: texts or rows in JSON in place of them, each with values of its own; training rows
+            that repeat one stay.
         reference: second model that ``estimator="walk"`` takes values to; no validation rows then.
         fisher_file: of the reference model; None values without stability.
         fields: which columns are read.
@@ -52,6 +54,7 @@ class JobSpec:
     config: ScorerConfig
     validation_file: str | None = None
     validation_rows: int = 0
+    queries: Sequence[str] = ()
     reference: str | None = None
     fisher_file: str | None = None
     fields: Fields = field(default_factory=Fields)

@@ -9,9 +9,9 @@
 - ``drawing``: one style of figure, a palette for all eyes, SVG. ``numbers``: how a page writes a
   number.
 
-**May import** ``values``, ``support`` and ``errors``. jinja2 and matplotlib are needed for pages
-(``alphatoken[report]``), pyarrow for Parquet. **Tests**: the pages are opened in a real browser
-(``tests/integration/test_report.py``).
+**May import** ``values``, ``support`` and ``errors``. jinja2 is needed for pages, matplotlib
+for pictures (``alphatoken[report]``), pyarrow for Parquet. **Tests**: the pages are opened in a
+real browser (``tests/integration/test_report.py``).
 """
 
 from __future__ import annotations

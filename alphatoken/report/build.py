@@ -21,7 +21,7 @@ from alphatoken.report.page import (
 )
 from alphatoken.report.statistics import Extreme, ValueSummary
 
-__all__ = ["write_report"]
+__all__ = ["setting_tiles", "shown_example", "shown_examples", "window", "write_report"]
 
 MOST_TOKENS = 12_000
 """Tokens shown in all heatmaps together: keeps the page near one megabyte."""
@@ -60,7 +60,7 @@ def write_report(
         warnings: what is probably wrong, shown apart from the notes.
 
     Raises:
-        ConfigError: jinja2 or matplotlib is not installed.
+        ConfigError: jinja2 is not installed.
         DataError: the file could not be written; an old one is intact.
     """
     settings = settings or {}
@@ -68,7 +68,7 @@ def write_report(
         (number(summary.sequences), "sequences"),
         (number(summary.response_tokens), "response tokens valued"),
         (_share(summary), f"kept by the selection, {number(summary.kept_tokens)} tokens"),
-        *((str(settings[k]), said) for k, said in _HEADER.items() if k in settings),
+        *setting_tiles(settings),
     ]
     sections, data = _value_sections(summary)
     html = render_page(
@@ -82,6 +82,14 @@ def write_report(
         data=data,
     )
     return write_page(path, html)
+
+
+def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:
+    """The settings that stand at the top of a page, each with its name there."""
+    shown = {key: str(settings[key]) for key in _HEADER if key in settings}
+    if model := shown.get("model_name_or_path"):
+        shown["model_name_or_path"] = Path(model).name or model  # a long path breaks in words
+    return [(text, _HEADER[key]) for key, text in shown.items()]
 
 
 def _share(summary: ValueSummary) -> str:
@@ -162,27 +170,32 @@ def shown_examples(
     shown: list[dict[str, Any]] = []
     room, left_out = MOST_TOKENS, 0
     for example in sample:
-        start, end = _window(example)
+        start, end = window(example)
         if shown and end - start > room:
             break
         room -= end - start
         left_out += len(example.tokens) - (end - start)
-        shown.append(_shown(example, start, end, keys))
+        shown.append(shown_example(example, start, end, keys))
     return shown, left_out
 
 
-def _window(example: ScoredExample) -> tuple[int, int]:
+def window(
+    example: ScoredExample, most: int = MOST_TOKENS_A_ROW, prompt: int = _PROMPT_SHOWN
+) -> tuple[int, int]:
     """The part of a long sequence to show: the end of its prompt, then the response."""
     length = len(example.tokens)
-    if length <= MOST_TOKENS_A_ROW:
+    if length <= most:
         return 0, length
     places = np.flatnonzero(example.response)
     first = int(places[0]) if places.size else 0
-    start = max(0, first - _PROMPT_SHOWN)
-    return start, min(length, start + MOST_TOKENS_A_ROW)
+    start = max(0, first - prompt)
+    return start, min(length, start + most)
 
 
-def _shown(example: ScoredExample, start: int, end: int, keys: Sequence[str]) -> dict[str, Any]:
+def shown_example(
+    example: ScoredExample, start: int, end: int, keys: Sequence[str]
+) -> dict[str, Any]:
+    """Tokens ``start`` to ``end`` of an example as the page's script reads them."""
     response = example.response[start:end]
     return {
         "row": example.row,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COMPONENTS", "Component", "ScoredExample", "Visits", "visible"]
+__all__ = ["COMPONENTS", "Component", "ScoredExample", "Visits", "query_key", "visible"]
 
 IGNORE = -100
 
@@ -58,6 +58,11 @@ COMPONENTS: tuple[Component, ...] = (
 """All columns in the order of the page."""
 
 
+def query_key(number: int) -> str:
+    """Key, and column, of the values against query ``number``, from 0: "query_1" of the first."""
+    return f"query_{number + 1}"
+
+
 @dataclass(frozen=True)
 class Visits:
     """Visits of a training run to a sequence.
@@ -89,7 +94,7 @@ class ScoredExample:
         labels: their labels, -100 where nothing is learned.
         kept: (t,) boolean, True where the selection keeps the token.
         values: component key -> (t,) values; components that the estimator does not split off
-            are left out.
+            are left out. Of a run with queries also ``query_key`` -> values against that query.
         visits: of a training run, whose values are added up over them; None of any other.
     """
 

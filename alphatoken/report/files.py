@@ -3,7 +3,8 @@
 Columns: ``row`` (row of the training file, from 0), ``place`` (how a person finds it), and lists
 with an entry a token: ``input_ids``, ``labels`` (-100: not learned), ``keep``, ``value`` (the
 total), and one list a component (:data:`alphatoken.report.COMPONENTS`); a component that the
-estimator does not split off is null. Prompt tokens are there, with value 0. Values of a training
+estimator does not split off is null. A run with queries adds ``query_1``, ``query_2``, ...:
+adaptation against each query alone. Prompt tokens are there, with value 0. Values of a training
 run have five columns more (:class:`alphatoken.report.Visits`): ``visits``, ``last_step``,
 ``branch``, and the lists ``rows`` and ``kept_share``.
 """
@@ -36,6 +37,10 @@ _COLUMNS: dict[str, str] = {
     for component in COMPONENTS
 }
 """Key of a component -> column of a file."""
+
+_KEYS = {column: key for key, column in _COLUMNS.items()}
+_QUERY = "query_"
+"""Begins the names of columns of values against one query."""
 
 _GROUP = 1 << 16
 """Tokens of a row group of a Parquet file, about; what is in memory while a file is written."""
@@ -70,7 +75,7 @@ def _record(example: ScoredExample) -> Record:
         "labels": np.asarray(example.labels, np.int32),
         "keep": np.asarray(example.kept, bool),
         **dict.fromkeys(_COLUMNS.values()),
-        **{_COLUMNS[key]: np.asarray(values) for key, values in example.values.items()},
+        **{_COLUMNS.get(key, key): np.asarray(values) for key, values in example.values.items()},
     }
     if (seen := example.visits) is not None:
         record |= {"visits": seen.count, "last_step": seen.last_step, "branch": seen.branch}
@@ -80,7 +85,8 @@ def _record(example: ScoredExample) -> Record:
 
 def _types(first: Record | None) -> dict[str, str]:
     """Columns of a file with such records -> their types, a list's as ``[type]``."""
-    values = [] if first is None else [first[name] for name in _COLUMNS.values()]
+    queries = [name for name in first or () if name.startswith(_QUERY)]
+    values = [] if first is None else [first[name] for name in (*_COLUMNS.values(), *queries)]
     single = bool(values) and all(v is None or v.dtype == np.float32 for v in values)
     number = "[float]" if single else "[double]"
     visits = {
@@ -93,7 +99,7 @@ def _types(first: Record | None) -> dict[str, str]:
         "input_ids": "[int32]",
         "labels": "[int32]",
         "keep": "[bool]",
-        **dict.fromkeys(_COLUMNS.values(), number),
+        **dict.fromkeys((*_COLUMNS.values(), *queries), number),
         **(visits if first is not None and "visits" in first else {}),
     }
 
@@ -213,7 +219,11 @@ def _example(facts: Mapping[str, Any], lists: Mapping[str, NDArray[Any]]) -> Sco
         ids=lists["input_ids"].tolist(),
         labels=lists["labels"].tolist(),
         kept=lists["keep"].astype(bool),
-        values={key: lists[column].copy() for key, column in _COLUMNS.items() if column in lists},
+        values={
+            _KEYS.get(column, column): values.copy()
+            for column, values in lists.items()
+            if column in _KEYS or column.startswith(_QUERY)
+        },
         visits=visits,
     )
 

@@ -35,12 +35,14 @@
 
   // --- values over the text ------------------------------------------------------------------
 
-  function heatmaps(list) {
+  // Examples as cards in an element: "components" to choose from, and an absolute value at which
+  // colours saturate, or null for that of each row.
+  function heatmaps(list, examples, components, saturation) {
     const tip = document.getElementById("tip");
     const theme = getComputedStyle(document.documentElement);
     const [PLUS, MINUS] = ["--plus", "--minus"].map(
       (name) => theme.getPropertyValue(name).split(",").map(Number));
-    const state = { component: data.components.length ? data.components[0].key : "" };
+    const state = { component: components.length ? components[0].key : "" };
     const views = [];
 
     function colour(value, scale) {
@@ -52,22 +54,28 @@
       return "rgb(" + mix.join(", ") + ")";
     }
 
+    // What the selection does with a token; "" where none is shown.
+    function fate(example, index) {
+      return example.kept ? (example.kept[index] === "1" ? "kept" : "dropped") : "";
+    }
+
+    const fated = (span) => span.className.slice(4) && ", " + span.className.slice(4);
+
     function build(example) {
       const card = element("section", { class: "example paper", "aria-label": example.place });
       const title = element("h3", {}, example.place);
       const of = example.tokens.length < example.length
         ? "tokens " + example.start + " to " + (example.start + example.tokens.length - 1) + " of " + example.length
         : example.length + " tokens";
-      title.append(element("span", {}, of));
+      title.append(element("span", {}, example.said || of));
       const text = element("div", { class: "text", dir: "auto" });
       const spans = [];
       let prompt = "";
       example.tokens.forEach(function (token, index) {
         if (example.response[index] !== "1") { prompt += token; return; }
         if (prompt) { text.append(element("span", { class: "prompt" }, prompt)); prompt = ""; }
-        const kept = example.kept[index] === "1";
         const span = element("span", {
-          class: kept ? "tok kept" : "tok dropped", role: "button", tabindex: spans.length ? "-1" : "0",
+          class: "tok " + fate(example, index), role: "button", tabindex: spans.length ? "-1" : "0",
           "data-place": example.start + index,
         }, token);
         span.view = views.length;
@@ -85,15 +93,13 @@
       const key = state.component;
       for (const view of views) {
         const values = view.example.values[key] || [];
-        const scale = Math.max(0, ...values.map(Math.abs));
+        const scale = saturation || Math.max(0, ...values.map(Math.abs));
         view.spans.forEach(function (span, index) {
           span.style.backgroundColor = colour(values[index], scale);
-          span.setAttribute("aria-label", span.textContent + ": " + signed(values[index] || 0)
-            + (span.classList.contains("kept") ? ", kept" : ", dropped"));
+          span.setAttribute("aria-label",
+            span.textContent + ": " + signed(values[index] || 0) + fated(span));
         });
       }
-      const component = data.components.find((one) => one.key === key);
-      document.getElementById("meaning").textContent = component ? component.name + ": " + component.meaning + "." : "";
     }
 
     function showTip(span) {
@@ -101,10 +107,9 @@
       const name = span.textContent.trim();
       const title = "\u201c" + (name.length > 60 ? name.slice(0, 60) + "\u2026" : name) + "\u201d";
       tip.replaceChildren(element("b", { dir: "auto" }, title),
-        document.createTextNode(" token " + span.dataset.place + ", "
-          + (span.classList.contains("kept") ? "kept" : "dropped")));
+        document.createTextNode(" token " + span.dataset.place + fated(span)));
       const table = element("table");
-      for (const component of data.components) {
+      for (const component of components) {
         const row = element("tr", component.key === state.component ? { class: "now" } : {});
         row.append(element("td", {}, component.name),
           element("td", {}, signed(view.example.values[component.key][span.order])));
@@ -136,15 +141,27 @@
     list.addEventListener("focusout", () => { tip.hidden = true; });
     list.addEventListener("click", (event) => token(event) && showTip(token(event)));
     list.addEventListener("keydown", (event) => token(event) && move(token(event), event));
-    document.addEventListener("change", function (event) {
-      if (event.target.name !== "component") return;
-      state.component = event.target.value;
-      paint();
-    });
-    data.examples.forEach(build);
+    examples.forEach(build);
     paint();
+    return function (component) {
+      state.component = component.key;
+      paint();
+    };
   }
 
   const list = document.getElementById("examples");
-  if (list) heatmaps(list);
+  if (list) {
+    const components = data.components, show = heatmaps(list, data.examples, components, null);
+    const choose = function (key) {
+      const chosen = components.find((one) => one.key === key);
+      if (!chosen) return;
+      show(chosen);
+      document.getElementById("meaning").textContent = chosen.name + ": " + chosen.meaning + ".";
+    };
+    document.addEventListener("change",
+      (event) => event.target.name === "component" && choose(event.target.value));
+    if (components.length) choose(components[0].key);
+  }
+  for (const one of data.lists || [])
+    heatmaps(document.getElementById(one.anchor), one.examples, [one.component], one.saturation);
 })();

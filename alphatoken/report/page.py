@@ -199,9 +199,9 @@ def write_page(path: str | Path, html: str) -> Path:
     return Path(path)
 
 
-def missing_libraries() -> list[str]:
-    """Libraries that a page needs and that are missing; ask before long work, not after it."""
-    return [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+def missing_libraries(*more: str) -> list[str]:
+    """Libraries that a page needs, and of ``more``, that are missing; ask before long work."""
+    return [name for name in ("jinja2", *more) if find_spec(name) is None]
 
 
 def environment() -> jinja2.Environment:

@@ -401,7 +401,7 @@ def test_bad_input_is_one_line_that_says_what(
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("package", ["pyarrow", "jinja2", "matplotlib"])
+@pytest.mark.parametrize("package", ["pyarrow", "jinja2"])
 def test_missing_extra_is_said_before_the_work(
     world: World,
     tmp_path: Path,

@@ -171,13 +171,18 @@ def test_columns_that_no_row_can_be_read_of_are_refused(
         assert said in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_is_not_there_is_said_before_work(models: Path, tmp_path: Path) -> None:
-    """And the folder is free for the run that has it."""
+def test_a_tokenizer_that_is_not_there_is_said_before_work(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the folder is free for the run that has it. A run that may speak says how far it is."""
     files = models / "model.parquet", models / "after.parquet"
     for model, code in ((tmp_path / "nowhere", 2), (models / "model", 0)):
         more = ["--model_name_or_path", str(model), "--no_report"]
         assert score(tmp_path / "out", *files, *more) == code
     assert (tmp_path / "out" / "run.json").exists()
+    words = ["score", "--logprobs", *map(str, files), "--no_report"]
+    assert main([*words, "--output_dir", str(tmp_path / "loud")]) == 0
+    assert "Reading log-probabilities: 60/60" in capsys.readouterr().err
 
 
 def test_an_earlier_run_is_kept_unless_it_may_go(models: Path, tmp_path: Path) -> None:

@@ -316,11 +316,13 @@ test_keep_count | | (decimal fractions) | exact
 test_selection | | (a sort of tuples) | exact
 test_response_values | | (loops) | exact
 test_standard_errors | | standard_errors, (values against all batches but one) | exact
+test_values_by_batch | | (scorers of each batch alone) | exact
 test_errors_are_unbiased | | (variance over draws) | approximate
 test_harmless | | (loops, quantile by bisection) | exact
 test_top_threshold | | (select_top on all values at once) | exact
 test_rows_from_any_place | | (the lines themselves) | exact
 test_corpus | | (split_pools on the whole list) | exact
+test_each_query_has_the_values_that_it_has_alone | | label_values, validation_gradient | exact
 test_marked_turns | | (the marks themselves) | exact
 test_padding_never_ranks | | (the same without padding) | exact
 # layouts, models, proofs

@@ -1129,6 +1129,16 @@ OWN = (
         claim(test_confidence.test_standard_errors, SEVERAL_BATCHES, "direct", True),
     ),
     mutant(
+        "parts-for-the-values-of-each-batch",
+        "what a validation batch gives to the mean counts as the value against it alone",
+        (
+            "values.TokenValues.by_batch",
+            "return parts / shares.to(parts)",
+            "return parts + 0 * shares.to(parts)",
+        ),
+        claim(test_confidence.test_values_by_batch, SEVERAL_BATCHES, "direct"),
+    ),
+    mutant(
         "lower-bound-for-the-upper",
         "a token goes where it is not useful beyond doubt",
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import test_corpus, test_logprobs
+from tests.property import test_corpus, test_logprobs, test_queries
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
 RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
@@ -56,6 +56,7 @@ MARKED = claim(
 DIFFERENCE = claim(
     test_logprobs.test_a_value_is_the_difference_of_two_log_probabilities, examples=1
 )
+QUERIES = claim(test_queries.test_each_query_has_the_values_that_it_has_alone, examples=1)
 
 
 def _bad(case: str) -> Claim:
@@ -70,7 +71,19 @@ _TOP = "select.threshold"
 _SOURCE = "data.source._read_lines"
 _ROW = "corpus.rows.Corpus"
 
+_BY_QUERY = "corpus.blocks.BlockValuer._by_query"
+
 MUTANTS = (
+    _corpus(
+        "queries-exchanged",
+        "the values against the last query are those of the first one",
+        _BY_QUERY, "values.by_batch()", "values.by_batch().flip(-1)", QUERIES,
+    ),
+    _corpus(
+        "rows-that-say-the-same-are-left-out",
+        "a training row that repeats a query is removed, as one that repeats a validation row is",
+        "corpus.job.prepare_rows", "if not spec.queries", "if True", QUERIES,
+    ),
     _corpus(
         "log-probabilities-the-other-way",
         "before less after",

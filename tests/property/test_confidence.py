@@ -143,6 +143,33 @@ def test_standard_errors(setup: Setup, estimator: str, scaled: bool) -> None:
         close(found.standard_error(), oracle, size, MODEL, name="standard error, oracle")
 
 
+@given(
+    setups(validations=st.sampled_from(SEVERAL)),
+    st.sampled_from(["alphatoken", "direct", "path", "label"]),
+)
+@budget(0.1)
+def test_values_by_batch(setup: Setup, estimator: str) -> None:
+    """Values by batch are those of scorers of one batch; adaptation is their mean by tokens."""
+    model, batches = setup.case.model(), setup.case.validation
+    scorer = make_scorer(setup, estimator, model=model, standard_errors=True)
+    found = quiet_score(scorer, setup.case.batch)
+    by_batch, alone = found.by_batch(), []
+    plain = make_scorer(setup, estimator, model=model)
+    for batch in batches:
+        plain.set_validation(batch)
+        one = quiet_score(plain, setup.case.batch).adaptation
+        assert one is not None
+        alone.append(one)
+    size = sum(x.abs() for x in alone) + 1e-30
+    size = size.max() + size  # parts cancel within a token as well
+    for place, one in enumerate(alone):
+        close(by_batch[..., place], one, size, MODEL, name=f"{estimator}, batch {place}")
+    tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    mean = sum(n * x for n, x in zip(tokens, alone, strict=True)) / sum(tokens)
+    assert found.adaptation is not None
+    close(found.adaptation, mean, size, MODEL, name=f"{estimator}, mean")
+
+
 @pytest.mark.parametrize("seed", [0])
 def test_errors_are_unbiased(seed: int) -> None:
     """Over many draws of clusters, the mean squared error is the variance of the ratio (-2 to 8 %).
@@ -195,6 +222,8 @@ def test_one_validation_batch_has_no_errors() -> None:
     values = Scorer(model, CASE.validation, config=ScorerConfig(layers=1)).score(CASE.batch)
     with pytest.raises(ConfigError, match="ScorerConfig\\(standard_errors=True\\)"):
         values.standard_error()
+    with pytest.raises(ConfigError, match="not split by validation batch"):
+        values.by_batch()
 
 
 def test_bad_input_of_the_rule() -> None:

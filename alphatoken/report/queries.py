@@ -1,0 +1,237 @@
+"""The page of queries: each of them, and the training rows that raise or lower it most."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from alphatoken.report.build import setting_tiles, shown_example, window
+from alphatoken.report.examples import ScoredExample, query_key, visible
+from alphatoken.report.numbers import number
+from alphatoken.report.page import Section, render_page, write_page
+
+__all__ = ["QueryRanks", "Ranked", "ShownQuery", "write_query_report"]
+
+_ROWS = 10
+"""Training rows on each side of a query."""
+
+_TOKENS, _PROMPT = 300, 60
+"""Tokens of a row that are shown, at most, and how many of its prompt before the response."""
+
+_LEAD = (
+    "Which training rows raise the probability of a text, and which lower it, by values of their "
+    "response tokens: what one small plain gradient step on a token does to the text's mean token "
+    "loss, to first order, at the weights of this model."
+)
+
+_HONEST = (
+    "A value says what the token would teach this model now. It does not say that the row is why "
+    "the model learned the text, and one-step values did not predict a run of 256 steps of a small "
+    "model."
+)
+
+_READ = (
+    "Rows are ordered by the sum of the values over their response tokens, so long rows come "
+    "first where each token does the same. Blue tokens raise the probability of the query, orange "
+    "ones lower it; a colour means the same value in all rows of one query, and follows its root, "
+    "so that small values are seen. Prompts are grey. Move over a token, or focus it and use the "
+    "arrow keys, for its value."
+)
+
+
+@dataclass(frozen=True)
+class ShownQuery:
+    """A query as a page shows it: its tokens, which of them are valued, how it was read."""
+
+    tokens: Sequence[str]
+    valued: Sequence[bool]
+    read_as: str
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A training row and the sum of its values against one query."""
+
+    total: float
+    example: ScoredExample
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row and its sum, for a summary file."""
+        return {"row": self.example.row, "place": self.example.place, "value": self.total}
+
+
+@dataclass
+class _Side:
+    """The rows that raise and that lower one query: their counts, and the extreme ones."""
+
+    raising: int = 0
+    lowering: int = 0
+    highest: list[Ranked] = field(default_factory=list)
+    lowest: list[Ranked] = field(default_factory=list)
+
+    def offer(self, found: Ranked) -> None:
+        """Count one row. Of equal sums the first one seen comes first; 0 is on neither side."""
+        if found.total > 0:
+            self.raising += 1
+            self.highest = heapq.nlargest(_ROWS, [*self.highest, found], key=_total)
+        elif found.total < 0:
+            self.lowering += 1
+            self.lowest = heapq.nsmallest(_ROWS, [*self.lowest, found], key=_total)
+
+
+class QueryRanks:
+    """Training rows by the sum of their values against each query, gathered in one pass.
+
+        total_q(row)  =  sum over the row's response tokens of value_q
+
+    Args:
+        count: of the queries.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.rows = 0
+        self.sides = [_Side() for _ in range(count)]
+
+    def through(self, examples: Iterable[ScoredExample]) -> Iterator[ScoredExample]:
+        """The same examples, each ranked on its way."""
+        for example in examples:
+            self.rows += 1
+            for n, side in enumerate(self.sides):
+                values = example.values[query_key(n)][example.response]
+                side.offer(Ranked(float(values.sum(dtype=float)), example))
+            yield example
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """One entry a query, for a summary file."""
+        return [
+            {
+                "rows_raising": side.raising,
+                "rows_lowering": side.lowering,
+                "highest": [one.as_dict() for one in side.highest],
+                "lowest": [one.as_dict() for one in side.lowest],
+            }
+            for side in self.sides
+        ]
+
+
+def _total(found: Ranked) -> float:
+    return found.total
+
+
+def write_query_report(
+    path: str | Path,
+    queries: Sequence[ShownQuery],
+    ranks: QueryRanks,
+    *,
+    title: str,
+    texts: Callable[[Sequence[int]], list[str]],
+    settings: Mapping[str, object],
+    notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+) -> Path:
+    """Write the page, whole or not at all, and return its path.
+
+    Args:
+        path: the HTML file.
+        queries: in the order of the values' columns.
+        ranks: of the training rows.
+        title: heading of the page.
+        texts: token ids -> text of each token; asked for the rows that are shown.
+        settings: what was run, shown as a table.
+        notes: sentences a reader must know before trusting the numbers.
+        warnings: what is probably wrong, shown apart from the notes.
+
+    Raises:
+        ConfigError: jinja2 is not installed.
+        DataError: the file could not be written; an old one is intact.
+    """
+    sections, lists = list[Section](), list[dict[str, Any]]()
+    for n, (query, side) in enumerate(zip(queries, ranks.sides, strict=True)):
+        section, shown = _section(n, query, side, texts)
+        sections.append(section)
+        lists += shown
+    html = render_page(
+        title,
+        _LEAD,
+        sections,
+        contents=len(queries) > 1,
+        tiles=[(number(ranks.rows), "training rows valued"), *setting_tiles(settings)],
+        notes=[_HONEST, *notes],
+        warnings=warnings,
+        settings=settings,
+        data={"lists": lists},
+    )
+    return write_page(path, html)
+
+
+def _section(
+    n: int, query: ShownQuery, side: _Side, texts: Callable[[Sequence[int]], list[str]]
+) -> tuple[Section, list[dict[str, Any]]]:
+    """The section of one query, and the lists of rows that the page's script draws in it."""
+    key, html, lists = query_key(n), [_text(query)], []
+    chosen = {"raise": side.highest, "lower": side.lowest}
+    worded = {w: [_worded(one.example, texts) for one in found] for w, found in chosen.items()}
+    spans = {w: [window(e, _TOKENS, _PROMPT) for e in rows] for w, rows in worded.items()}
+    sizes = [
+        abs(e.values[key][start:end]).max()
+        for w, rows in worded.items()
+        for e, (start, end) in zip(rows, spans[w], strict=True)
+    ]
+    for word, found in chosen.items():
+        anchor = f"{key.replace('_', '-')}-{word}"
+        html.append(f"<h3>Rows that {word} it most</h3>")
+        if not found:
+            html.append(f"<p>No training row does {word} it.</p>")
+            continue
+        html.append(f'<div id="{anchor}"></div>')
+        shown = [
+            shown_example(example, *span, [key]) | {"kept": None, "said": _said(one, span)}
+            for one, example, span in zip(found, worded[word], spans[word], strict=True)
+        ]
+        lists.append(
+            {
+                "anchor": anchor,
+                "examples": shown,
+                "component": {"key": key, "name": "Value"},
+                "saturation": float(f"{max(sizes):.4g}"),
+            }
+        )
+    read = f"{query.read_as[:1].upper()}{query.read_as[1:]}."
+    section = Section(
+        key.replace("_", "-"),
+        _short("".join(t for t, v in zip(query.tokens, query.valued, strict=True) if v)),
+        name=f"Query {n + 1}",
+        verdict=f"{number(side.raising)} training rows raise it, {number(side.lowering)} lower it.",
+        remarks=[read, _READ] if n == 0 else [read],
+        html="\n".join(html),
+    )
+    return section, lists
+
+
+def _worded(example: ScoredExample, texts: Callable[[Sequence[int]], list[str]]) -> ScoredExample:
+    return replace(example, tokens=texts(example.ids))
+
+
+def _said(found: Ranked, span: tuple[int, int]) -> str:
+    example, (start, end) = found.example, span
+    count, length = int(example.response.sum()), len(example.ids)
+    part = f"; tokens {start} to {end - 1} of {length} shown" if end - start < length else ""
+    return f"sum {number(found.total, signed=True)} over {count} response tokens{part}"
+
+
+def _short(text: str, length: int = 90) -> str:
+    text = visible(" ".join(text.split()))
+    return text if len(text) <= length else text[: length - 1] + "\u2026"
+
+
+def _text(query: ShownQuery) -> str:
+    """The query as a card: what is not valued is grey."""
+    parts = []
+    for token, valued in zip(query.tokens, query.valued, strict=True):
+        text = escape(visible(token))
+        parts.append(text if valued else f'<span class="prompt">{text}</span>')
+    return f'<div class="example paper"><div class="text" dir="auto">{"".join(parts)}</div></div>'

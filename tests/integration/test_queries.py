@@ -1,0 +1,207 @@
+"""``score --query``: values, the page of both sides, resume, refusals, engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alphatoken.cli import main
+from alphatoken.corpus.queries import encode_queries, query_rows, read_as
+from alphatoken.data import EncodeOptions, Fields
+from alphatoken.demo.model import make_tokenizer
+from alphatoken.report import ScoredExample, value_files
+from tests.integration.browser import opened
+from tests.integration.small_world import World, write_rows
+from tests.integration.test_cli import load, same
+from tests.integration.test_corpus import ENVIRONMENT, Job, agree
+from tests.rows import jsonl
+
+# PyTorch's own forward-mode rules are scripted when the first of them is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+ROW = {"prompt": "say : it", "response": "the first is e and the last is d ."}
+TEXT = "5 plus 0 is 5 ."
+QUERIES = (TEXT, json.dumps(ROW))
+ASKED = [word for query in QUERIES for word in ("--query", query)]
+
+SINGLE = 1e-5
+"""Of the largest value: float32, in two orders of summation."""
+
+
+def asked(world: World, out: Path, *more: object, **changed: Any) -> int:
+    """Exit status of ``score`` on the small files with queries in ``more``."""
+    return world.score(out, *more, **({"validation": None} | changed))
+
+
+def columns(folder: Path, key: str) -> dict[int, Any]:
+    return {example.row: example.values[key] for example in load(folder)}
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("estimator", "scope"), [("alphatoken", "dataset"), ("label", "batch"), ("walk", "batch")]
+)
+def test_a_query_has_the_values_of_a_run_against_that_row(
+    world: World, tmp_path: Path, estimator: str, scope: str
+) -> None:
+    """One query to the bit, several to rounding; a walk is on one query alone."""
+    more = {"estimator": estimator, "scope": scope, "limit": 10}
+    rows = [{"text": TEXT}, ROW]
+    if estimator != "walk":
+        assert asked(world, tmp_path / "both", *ASKED, "--no_report", **more) == 0
+    for number, (query, row) in enumerate(zip(QUERIES, rows, strict=True), start=1):
+        held = jsonl(tmp_path / f"{number}.jsonl", [row])
+        alone, one = tmp_path / f"alone{number}", tmp_path / f"one{number}"
+        assert world.score(alone, "--no_report", validation=held, **more) == 0
+        assert asked(world, one, "--query", query, "--no_report", **more) == 0
+        due, found = columns(alone, "adaptation"), columns(one, "query_1")
+        assert due.keys() == found.keys()
+        assert all(np.array_equal(due[row], found[row]) for row in due)
+        if estimator != "walk":
+            several = columns(tmp_path / "both", f"query_{number}")
+            size = max(np.abs(values).max() for values in due.values())
+            for index, values in due.items():
+                assert np.abs(several[index] - values).max() <= SINGLE * size
+    assert "query_1" not in load(tmp_path / "alone1")[0].values
+
+
+def test_queries_are_resumed_and_other_queries_are_not(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked(world, tmp_path, *ASKED, "--no_report") == 0
+    before = load(tmp_path)
+    value_files(tmp_path / "values")[1].unlink()
+    for other in (ASKED[:2], [*ASKED[2:], *ASKED[:2]], ["--query", "3 plus 4 is 7 ."]):
+        assert asked(world, tmp_path, *other, "--no_report", "--resume") == 2
+        assert "this is not the run to resume: it differs in query" in capsys.readouterr().err
+    assert world.score(tmp_path, "--no_report", "--resume") == 2
+    assert asked(world, tmp_path, *ASKED, "--no_report", "--resume") == 0
+    assert same(before, load(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torchrun", "ray"])
+def test_engines_give_the_values_of_one_process(world: World, tmp_path: Path, engine: str) -> None:
+    job = Job(world, write_rows(tmp_path / "train.jsonl", 32, seed=11), 32, 8)
+    place = job.words.index("--validation_file")
+    job.words[place : place + 2] = ASKED
+    assert main([*job.words, "--output_dir", str(tmp_path / "one"), "--quiet"]) == 0
+    command = job.command(engine, tmp_path / "two")
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stderr.count("query 1 is read as plain text") == 1
+    agree(tmp_path / "one", tmp_path / "two")
+
+
+# --- what a query is read as ----------------------------------------------------------------------
+
+
+def test_what_a_query_is_read_as_is_said() -> None:
+    texts = (TEXT, json.dumps(ROW), '{"text": "2"}', "[1]", "{no json", '{"prompt": ')
+    rows = query_rows(texts, Fields())
+    assert [row.turns[-1].text for row in rows] == [TEXT, ROW["response"], "2", *texts[3:]]
+    examples, _ = encode_queries(rows[:3], make_tokenizer(), EncodeOptions(max_length=8))
+    assert [read_as(example) for example in examples[:1]] == [
+        "query 1 is read as plain text: 7 of its 8 tokens are valued"
+    ]
+    assert read_as(examples[1]) == (
+        "query 2 is read as a prompt with its response: 2 of its 8 tokens are valued; "
+        "9 more are beyond the length and were cut"
+    )
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "empty": (["--query", TEXT, "--query", ""], "a query has no token to value. Got: query 2: ''"),
+    "blank": (["--query", "  \n"], "a query has no token to value. Got: query 1"),
+    "no response": (['--query={"prompt": "add : 1 and 2", "response": ""}'], "no token to value"),
+    "no row": (['--query={"prompt": "add : 1 and 2"}'], "query 1 has 'prompt'"),
+    "beyond the length": (
+        [*ASKED, "--query", json.dumps(ROW | {"prompt": "a b " * 12}), "--max_length", "20"],
+        "Got: query 3: .*larger --max_length",
+    ),
+    "half a character": (["--query", "a \udc80"], "half of a character. Got: query 1"),
+    "a walk to two": ([*ASKED, "--estimator", "walk"], "a walk leads to one query. Got: 2 of"),
+    "two objectives": ([*ASKED, "--validation_rows", "2"], "not allowed with argument"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_query_that_cannot_be_used_is_one_line(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    words, message = REFUSED[case]
+    assert asked(world, tmp_path / "out", *words) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said), said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out" / "values").exists()
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def sums(examples: list[ScoredExample], key: str) -> dict[str, float]:
+    """Of each row, by its place, the sum of its values."""
+    return {e.place: float(e.values[key][e.response].astype(float).sum()) for e in examples}
+
+
+def test_page_and_summary_have_the_rows_of_both_sides(world: World, tmp_path: Path) -> None:
+    hostile = "<b>5</b> </script> 5"
+    assert asked(world, tmp_path, *ASKED, "--query", hostile) == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    lists = {one["anchor"]: one for one in data["lists"]}
+    told = json.loads((tmp_path / "summary.json").read_text())["queries"]
+    examples = load(tmp_path)
+    for number, query in enumerate(told, start=1):
+        key = f"query_{number}"
+        ranked = sorted(sums(examples, key).items(), key=lambda item: -item[1])
+        raising = [(place, x) for place, x in ranked if x > 0]
+        lowering = [(place, x) for place, x in ranked[::-1] if x < 0]
+        assert query["rows_raising"] == len(raising)
+        assert query["rows_lowering"] == len(lowering)
+        for name, word, due in (("highest", "raise", raising), ("lowest", "lower", lowering)):
+            assert [(one["place"], one["value"]) for one in query[name]] == due[:10]
+            anchor = f"query-{number}-{word}"
+            assert (anchor in lists) == bool(due)
+            if due:
+                shown = lists[anchor]["examples"]
+                assert [one["place"] for one in shown] == [place for place, _ in due[:10]]
+                row = next(e for e in examples if e.place == due[0][0])
+                values = row.values[key][row.response]
+                assert shown[0]["values"][key] == [float(f"{x:.4g}") for x in values]
+                assert f'id="{anchor}"' in page
+    assert told[0]["highest"][0]["value"] > 0
+    for text in ("Query 3", "7 of its 8 tokens are valued", "the first is e and the last is d"):
+        assert text in page
+    assert page.count("</script>") == 2
+    assert "<b>5" not in page
+
+
+@pytest.mark.pictures
+def test_browser_draws_the_rows_of_each_query(world: World, tmp_path: Path) -> None:
+    assert asked(world, tmp_path / "out", *ASKED) == 0
+    with opened(tmp_path / "out" / "report.html", tmp_path / "profile") as browser:
+        data = json.loads(browser.evaluate("document.getElementById('data').textContent"))
+        for one in data["lists"]:
+            tokens = f"document.querySelectorAll('#{one['anchor']} .tok')"
+            due = sum(example["response"].count("1") for example in one["examples"])
+            assert browser.evaluate(f"{tokens}.length") == due
+            values = [v for e in one["examples"] for v in e["values"][one["component"]["key"]]]
+            colours = browser.evaluate(f"[...{tokens}].map(t => t.style.backgroundColor)")
+            for colour, value in zip(colours, values, strict=True):
+                red, _, blue = map(int, re.findall(r"\d+", colour or "rgb(255, 255, 255)"))
+                assert (blue >= red) if value > 0 else (red >= blue)
+        assert browser.evaluate("document.querySelectorAll('.kept, .dropped').length") == 0
+        browser.evaluate("document.querySelector('.tok').focus()")
+        label = browser.evaluate("document.activeElement.getAttribute('aria-label')")
+        assert re.search(r": [+\u2212]?[0-9.]+", label)
+        assert not browser.errors
