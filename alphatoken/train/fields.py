@@ -97,16 +97,16 @@ class AlphaFields:
 
     policy: str = option(
         "top",
-        "Which response tokens are trained on: 'top' by value, 'random' or 'bottom' (controls of "
-        "equal budget), 'all' (TRL's own loss; values are still exported where asked for), or a "
-        "method by its name (`alphatoken-lab policies` lists them), or module:Class for one's own.",
+        "Rule that chooses the response tokens to train on: 'top' by value, 'random' or 'bottom' "
+        "(controls of equal budget), 'all' (TRL's own loss), a method by its name "
+        "(`alphatoken-lab policies` lists them), or module:Class for your own.",
         within="a name of `alphatoken-lab policies`, or module:Class",
         source="eq. sft_masked_loss: 'top'",
     )
     policy_mode: str = option(
         "native",
-        "Of a method by name: 'native', its published rule; 'budget', the best keep_ratio by the "
-        "same score.",
+        "Mode of a named method: 'native' is its published rule, 'budget' keeps the best "
+        "keep_ratio by the same score.",
         within="'native' or 'budget'",
     )
     policy_options: dict[str, Any] | str | None = option(
@@ -117,7 +117,7 @@ class AlphaFields:
     )
     policy_cache: str | None = option(
         None,
-        "Folder for what methods compute before training; null for 'policies' beside output_dir.",
+        "Folder for results of passes before training; null for 'policies' beside output_dir.",
         within="null or a folder",
     )
     keep_ratio: float = option(
@@ -128,21 +128,21 @@ class AlphaFields:
     )
     keep_scope: str = option(
         "batch",
-        "Tokens that are ranked together: 'batch' (micro-batch and rank), or 'global' "
-        "(all micro-batches of an optimizer step on all ranks; scores them in a pass first).",
+        "Set of tokens to rank together: 'batch' (a micro-batch of one rank), or 'global' "
+        "(all micro-batches of an optimizer step on all ranks, scored in a pass first).",
         choices=("batch", "global"),
         source="the paper ranks a batch",
     )
     value_unit: str = option(
         "token",
-        "What is ranked: 'token', or 'response': the mean value of each response, so that "
-        "responses are kept or dropped whole, but for one at the edge of the budget.",
+        "Unit to rank: 'token', or 'response', by its mean value, so that responses are kept or "
+        "dropped whole, except one at the edge of the budget.",
         choices=("token", "response"),
     )
     kept_normalization: str = option(
         "response",
-        "The loss is divided by: 'response' all response tokens, 'kept' the kept ones, 'sum' "
-        "nothing (the paper). DPO: 'response' is the mean over pairs.",
+        "Divisor of the loss: 'response' is all response tokens, 'kept' the kept ones, 'sum' none "
+        "(the paper). For DPO 'response' is the mean over pairs.",
         choices=("response", "kept", "sum"),
         source="eq. sft_masked_loss: 'sum'",
     )
@@ -159,15 +159,15 @@ class AlphaFields:
 
     estimator: str = option(
         "alphatoken",
-        "'alphatoken' (the paper), 'direct', 'same_layer_hop', 'path', 'label' (exact for what a "
-        "mask acts on), 'paper_literal', or 'walk' (what a token's loss falls by along some steps "
-        "on the validation rows).",
+        "Estimator of values: 'alphatoken' (the paper), 'direct', 'same_layer_hop', 'path', "
+        "'label' (exact for a loss mask), 'paper_literal', or 'walk' (the decrease of a token's "
+        "loss along some steps on the validation rows).",
         within="seven names",
         source="eq. phi_total: 'alphatoken'",
     )
     walk_steps: int = option(
         24,
-        "AdamW steps of a walk, each on the next validation batch; for estimator='walk'.",
+        "Number of AdamW steps of a walk, each on the next validation batch (estimator='walk').",
         least=1,
     )
     walk_learning_rate: float | None = option(
@@ -177,8 +177,8 @@ class AlphaFields:
     )
     walk_refresh: int = option(
         0,
-        "Optimizer steps after which a new walk is taken from the weights as they are, on rows "
-        "drawn anew; 0: one walk from the start. `direction_steps` plays no part.",
+        "Number of optimizer steps after which a new walk starts from the current weights, on rows "
+        "drawn anew; 0 takes one walk at the start. `direction_steps` has no effect on walks.",
         least=0,
     )
     objective: str = option(

@@ -34,10 +34,10 @@ class ValidationFirst(Standard):
 
     Args:
         settings: see ``PolicySettings``.
-        epochs: of the validation rows. [above 0; raise it where the clean rows are of many kinds,
-            lower it where retention suffers; ours; docs/selection.md took 6]
-        learning_rate: of that training; None takes the run's. [null, or above 0; set it where the
-            run's rate is too high for a few rows; ours]
+        epochs: number of passes over the validation rows. [above 0; raise it where the clean rows
+            are of many kinds, lower it where retention suffers; ours; docs/selection.md took 6]
+        learning_rate: rate of that training; None takes the run's. [null, or above 0; set it where
+            the run's rate is too high for a few rows; ours]
 
     Raises:
         ConfigError: epochs or rate not above 0; a trainer that cannot train a model first (pairs,

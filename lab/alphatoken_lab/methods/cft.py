@@ -69,7 +69,7 @@ class CFT(StaticMask):
         settings: mode, budget, scope, rounding.
         alternatives: K; 2 is published. [from 1; raise it to test each token against more; the
             paper's 2]
-        max_new_tokens: of a continuation; one that has not come to an answer by then is wrong.
+        max_new_tokens: length of a continuation; one without an answer by then is wrong.
             [from 1; as long as your answers are; ours]
         answer: regular expression of the answer, the last match of which counts. [a regular
             expression; where the answer is no number; ours]

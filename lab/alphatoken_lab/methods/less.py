@@ -62,8 +62,8 @@ class LESS(TokenPolicy):
 
     Args:
         settings: mode, budget, rounding, seed.
-        share: of the rows, 0.05 as published. [above 0, to 1; raise it where the data set is small;
-            the paper's 0.05]
+        share: share of the rows, 0.05 as published. [above 0, to 1; raise it where the data set is
+            small; the paper's 0.05]
         subtasks: name of each validation row's subtask; None reads the column ``subtask``, and
             where there is none all rows are one. [null, or a name for each validation row; name
             them where the validation rows are of several tasks; the code's segments]
@@ -75,20 +75,21 @@ class LESS(TokenPolicy):
         aggregate: "mean_of_cosines" (the code: validation gradients are normalised one by one), or
             "cosine_of_mean" (the paper: their mean is). ["mean_of_cosines" or "cosine_of_mean"; the
             second to follow the paper; the code]
-        warmup_share: this and what follows is of the warm-up; see
+        warmup_share: share of the rows for the LoRA warm-up; see
             :class:`~alphatoken_lab.methods.lora_warmup.LoraWarmup`. [above 0, to 1; raise it where
             the data set is small; the code's 0.05]
-        warmup_epochs: its epochs, each a checkpoint. [from 1; lower it to save passes: each epoch
-            is one over all rows; the code's 4]
-        warmup_learning_rate: its learning rate. [above 0; as LoRA wants it on your model; the
-            code's 2e-5]
+        warmup_epochs: epochs of the warm-up, each a checkpoint. [from 1; lower it to save passes:
+            each epoch is one over all rows; the code's 4]
+        warmup_learning_rate: learning rate of the warm-up. [above 0; as LoRA wants it on your
+            model; the code's 2e-5]
         warmup_batch_size: rows of one of its steps. [from 1; lower it where the warm-up has few
             rows; the code's 32]
-        rank: of its LoRA. [from 1; lower it for a small model; the code's 128]
-        alpha: of its LoRA. [above 0; with the rank; the code's 512]
-        dropout: of its LoRA. [from 0, below 1; 0 for a warm-up without chance; the code's 0.1]
-        target_modules: of its LoRA. [names of linear modules; where the model's projections have
-            other names; the code's q, k, v, o]
+        rank: rank of its LoRA. [from 1; lower it for a small model; the code's 128]
+        alpha: alpha of its LoRA. [above 0; with the rank; the code's 512]
+        dropout: dropout of its LoRA. [from 0, below 1; 0 for a warm-up without chance; the code's
+            0.1]
+        target_modules: linears for its LoRA. [names of linear modules; where the model's
+            projections have other names; the code's q, k, v, o]
 
     Raises:
         ConfigError: an argument out of range; no validation rows; packed rows.

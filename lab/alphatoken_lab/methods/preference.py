@@ -118,8 +118,8 @@ class PreferencePolicy(TokenPolicy):
         settings: see ``PolicySettings``.
         loss: base loss, "dpo" or "simpo"; None for the one it was published with. [null, "dpo" or
             "simpo"; "dpo" to compare rules under one loss; each method's paper]
-        beta: of the base loss; None for the published number. [null, or above 0; as for plain DPO
-            or SimPO; each method's paper]
+        beta: beta of the base loss; None for the published number. [null, or above 0; as for plain
+            DPO or SimPO; each method's paper]
         gamma: SimPO's target margin; None for the published number. [null, or any number; with loss
             "simpo" only; each method's paper]
 

@@ -45,11 +45,11 @@ class Rho1(TokenPolicy):
             ours; the paper ranks tokens]
         reference: the reference model. [null, or a folder or hub name; where there is one with the
             same tokenizer; the paper trains one]
-        reference_epochs: where no reference model was named: train one for so many epochs of the
+        reference_epochs: without a named reference model, train one for so many epochs of the
             validation rows, with the trainer's own options. None asks for a reference model. [null,
             or above 0; where there is no second model; ours; the paper trains one for 3]
-        reference_learning_rate: of that training; None takes the run's. [null, or above 0; set it
-            where the run's rate is too high for a few rows; ours]
+        reference_learning_rate: rate of that training; None takes the run's. [null, or above 0; set
+            it where the run's rate is too high for a few rows; ours]
 
     Raises:
         ConfigError: ratio outside (0, 1]; another unit; epochs or rate not above 0; no reference

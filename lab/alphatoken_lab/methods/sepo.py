@@ -50,8 +50,8 @@ class SePO(PreferencePolicy):
             0.3]
         skip_first: leave the first token of each response out, and out of T, as the code does.
             [true or false; true to follow the code; the code; the paper has none]
-        dtype: of the models that are loaded from paths. ["float32", "bfloat16" or "float16"; where
-            memory is short; ours]
+        dtype: dtype of the models that are loaded from paths. ["float32", "bfloat16" or "float16";
+            where memory is short; ours]
         **base: see ``PreferencePolicy``.
 
     Raises:

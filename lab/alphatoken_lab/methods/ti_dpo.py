@@ -98,8 +98,8 @@ class TIDPO(PreferencePolicy):
         triplet_gamma: factor of the triplet loss, the paper's 0.1; 0 leaves it out, and with it the
             sampling of an anchor for each pair. [from 0; 0 to save the sampling; the paper's 0.1;
             the code has 0.001]
-        triplet_margin: of its hinge; not in the paper, 0.001 in the code. [from 0; only to compare;
-            the code]
+        triplet_margin: margin of its hinge; not in the paper, 0.001 in the code. [from 0; only to
+            compare; the code]
         anchor_tokens: longest sampled anchor. [from 1; lower it to save time; the code's 64]
         **base: see ``PreferencePolicy``.
 

@@ -39,7 +39,7 @@ class TokenCleaning(StaticMask):
         ratio: rho as published, 0.6. [above 0, to 1; raise it for clean rows; the paper's 0.6]
         reference: the reference model. [null, or a folder or hub name; where there is one with the
             same tokenizer; the paper warms up on 10,000 of its rows]
-        warmup_share: where no reference model was named: train one on this share of the training
+        warmup_share: without a named reference model, train one on this share of the training
             rows, the first ones (give curated rows first). None asks for a reference model. [null,
             or above 0, to 1; where there is no second model; ours; the paper warms up on 10,000
             of its rows]

@@ -49,20 +49,22 @@ class XTF(StaticMask):
         settings: mode, budget, scope, rounding, seed.
         filters: those that act. [any of "ri", "kn", "tr"; take one out to see what it does; the
             paper's three]
-        layers: of A: K for the last K, "all", or indices. ["all", K, or indices; fewer to save
-            time; ours; the paper does not say]
-        heads: of A, "mean" or "max". ["mean" or "max"; only to compare readings; ours; the paper
-            does not say]
-        queries: of A, "mean" over later queries or their "sum". ["mean" or "sum"; only to compare
-            readings; ours; the paper does not say]
+        layers: layers of A: K for the last K, "all", or indices. ["all", K, or indices; fewer to
+            save time; ours; the paper does not say]
+        heads: reduction of A's heads, "mean" or "max". ["mean" or "max"; only to compare readings;
+            ours; the paper does not say]
+        queries: reduction of A's queries, "mean" over later queries or their "sum". ["mean" or
+            "sum"; only to compare readings; ours; the paper does not say]
         iqr_factor: c; 1.0 is published (not the usual 1.5). [any number; raise it to drop less; the
             paper's 1]
-        known_below: of KN, on 1 - p. [0 to 1; lower it to keep more mastered tokens; the
+        known_below: threshold of KN, on 1 - p. [0 to 1; lower it to keep more mastered tokens; the
             paper's 0.05]
         distance: D, "euclidean" or "cosine". ["euclidean" or "cosine"; only to compare readings;
             ours; the paper does not say]
-        classes: of Otsu. [from 2; with another number of clusters; ours; the library's default]
-        bins: of Otsu's histogram. [from 2; only with many classes; ours; the library's default]
+        classes: number of Otsu's classes. [from 2; with another number of clusters; ours; the
+            library's default]
+        bins: number of bins of Otsu's histogram. [from 2; only with many classes; ours; the
+            library's default]
         cluster: class that is dropped, from 0, the lowest. [from 0, below classes; where the lowest
             cluster is not white space; the paper's second lowest]
         otsu_scope: "dataset", or "sequence": thresholds of each document. ["dataset" or "sequence";
