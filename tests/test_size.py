@@ -34,7 +34,7 @@ LAB_ROOMS = {
     ".": 11,
     "commands": 2_367,
     "compare": 4_036,
-    "methods": 4_761,
+    "methods": 4_764,
     "paper": 814,
 }
 

@@ -413,7 +413,7 @@ def streamed() -> IterableDataset:
         (lambda d: dpo(d, args_policy="talr"), "supervised fine-tuning"),
         (lambda d: sft(d, args_policy="rho1"), "did you mean rho-1"),
         (lambda d: sft(d, args_policy="talr", policy_options="{'tau': 1}"), "cannot be read"),
-        (lambda d: sft(d, args_policy="talr", policy_options="[1]"), "by name"),
+        (lambda d: sft(d, args_policy="talr", policy_options="[1]"), "a mapping of arguments"),
         (lambda d: sft(d, args_policy="talr", policy_options={"to": 1}), "does not take"),
         (lambda d: sft(d, args_policy="top", policy_options={"to": 1}), "no options of its own"),
         (lambda d: sft(d, args_policy="label", policy_options={"to": 1}), "no options of its own"),

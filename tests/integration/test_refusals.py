@@ -172,7 +172,7 @@ def test_rows_of_text_are_no_batches_either() -> None:
 def test_texts_and_ids_are_no_batches(validation: Any) -> None:
     """Refused when the scorer is made, with the calls that make batches of texts."""
     model = model_of()
-    parts = ("no batches", type(validation[0]).__name__, "encode_rows")
+    parts = ("a list of batches", type(validation[0]).__name__, "encode_rows")
     refused(InputError, lambda: scorer_for(model, validation=validation), *parts, model=model)
     given = ("is no mapping", type(validation).__name__, "encode_rows")
     refused(InputError, lambda: require_tensors(validation, "batch"), *given)

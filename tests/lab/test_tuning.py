@@ -153,7 +153,7 @@ def test_a_try_that_fails_is_the_worst(model: Path, tmp_path: Path) -> None:
         ({"tune": {"learning_rate": [1e-3]}}, "at least two"),
         ({"tune": {"learning_rate": [1e-3, 1e-3]}}, "at least two"),
         ({"tune": {"learning_rate": RATES, "max_steps": [1, 2]}}, "one option"),
-        ({"tasks": {"a": {"tuned_on": "b"}, "b": {"command": "dpo"}}}, "of its kind"),
+        ({"tasks": {"a": {"tuned_on": "b"}, "b": {"command": "dpo"}}}, "the same command"),
         ({"tasks": {"a": {"measures": {"target_file": "t"}}}}, "choosing_file"),
         ({"tasks": {"a": {"policies": ["standart"]}}}, "standart"),
     ],

@@ -151,7 +151,7 @@ def test_weights_must_be_weights(bad: float) -> None:
     [
         (lambda: policy("standrad"), "did you mean standard"),
         (lambda: policy("standard", threshold=1), "does not take"),
-        (lambda: policy("os:path"), "no policy"),
+        (lambda: policy("os:path"), "not a policy"),
         (lambda: policy("nowhere.at_all:Thing"), "cannot be imported"),
         (lambda: policy("bottoms"), "did you mean bottom"),
         (lambda: PolicySettings(mode="soft"), "policy_mode"),
