@@ -102,6 +102,15 @@ def test_the_standings_say_what_was_measured() -> None:
     found = {name for name in best if name not in ("entropy", "random")}
     assert min(found, key=best.__getitem__) == "ledger of the run"
     assert max(best["entropy"], best["random"]) < 10 < best["ledger of the run"]
+    rough: dict[str, Any] = runs["small"]["responses"]["values"]
+    for name, one in rough.items():
+        _, low, high = one["lds"]["tokens"]
+        assert low < 0 < high, name
+    worst_fifth = {name: one["drops"]["worst 0.2"] for name, one in rough.items()}
+    assert min(worst_fifth, key=worst_fifth.__getitem__) == "walk of 24 steps"
+    precision = {name: one["precision"] for name, one in rough.items()}
+    assert max(precision, key=precision.__getitem__) == "influence function, all linears"
+    assert max(precision.values()) < runs["small"]["responses"]["good"] + 0.05
 
 
 # --- what a newcomer runs ------------------------------------------------------------------------
