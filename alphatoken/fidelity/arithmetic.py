@@ -92,7 +92,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
     Raises:
         InputError: too few tokens. DataError: too few validation rows. ConfigError: the objective
-            has no validation side.
+            has no validation side, or its values are not linear in the gradients of its rows.
     """
     options = options or Options()
     device, loaded = subject.device.type, _dtypes(subject.model)

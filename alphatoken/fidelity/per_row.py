@@ -17,6 +17,7 @@ from torch import Tensor
 
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, InputError
+from alphatoken.estimate.estimators import WALK
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import values_along
 from alphatoken.scorer import Scorer
@@ -78,14 +79,17 @@ def row_columns(
     once more.
 
     Raises:
-        ConfigError: the objective has no validation side, or P depends on the batch.
+        ConfigError: the objective has no validation side, P depends on the batch, or values are
+            along a walk, whose optimizer divides gradients by their own size.
     """
-    if not scorer.config.adapts or scorer.config.preconditioner == "full":
+    config = scorer.config
+    if not config.adapts or config.preconditioner == "full" or config.estimator == WALK:
         raise ConfigError(
             "validation rows can be told apart only where values are linear in their gradients",
-            got=f"objective={scorer.config.objective!r}, "
-            f"preconditioner={scorer.config.preconditioner!r:.40}",
-            remedy="objective='both' or 'adaptation', preconditioner=None",
+            got=f"estimator={config.estimator!r}, objective={config.objective!r}, "
+            f"preconditioner={config.preconditioner!r:.40}",
+            remedy="an estimator other than 'walk', objective='both' or 'adaptation', "
+            "preconditioner=None",
         )
     size = sum(p.numel() for p in scorer.parameters.values())
     chunk = max(1, _HELD // size)

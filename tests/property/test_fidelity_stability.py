@@ -148,6 +148,12 @@ def test_an_objective_without_validation_side_is_refused() -> None:
         stability.diagnose(subject)
 
 
+def test_a_walk_is_not_linear_in_the_gradients_of_rows() -> None:
+    subject = small(config=ScorerConfig("walk", walk_steps=2))
+    with pytest.raises(ConfigError, match="linear in their gradients"):
+        row_columns(subject, scorer_of(subject), subject.train, subject.validation)
+
+
 # --- what is noise -------------------------------------------------------------------------------
 
 
