@@ -271,7 +271,8 @@ def draw_over_steps(gaps: Mapping[str, Mapping[int, Difference]], path: Path) ->
         axes = figure.subplots()
         axes.axhline(0, color="black", lw=0.8, ls="--")
         for at, (method, name) in enumerate(LASTING.items()):
-            line = sorted(gaps.get(method, {}).items())
+            if not (line := sorted(gaps.get(method, {}).items())):
+                continue
             away = 1 + 0.02 * (at - 2)  # so that intervals stand beside each other
             axes.errorbar(
                 [steps * away for steps, _ in line],
