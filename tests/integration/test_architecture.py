@@ -87,9 +87,9 @@ def public_summaries(node: ast.AST) -> Iterator[str]:
     if said := ast.get_docstring(node):
         yield " ".join(said.partition("\n\n")[0].split())
     for child in node.body:
-        named = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if named and not child.name.startswith("_"):
-            yield from public_summaries(child)
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if not child.name.startswith("_"):
+                yield from public_summaries(child)
 
 
 @pytest.mark.parametrize("package", ["alphatoken", "lab/alphatoken_lab"])
