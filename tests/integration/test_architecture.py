@@ -83,13 +83,13 @@ def is_plain(summary: str) -> bool:
 
 def public_summaries(node: ast.AST) -> Iterator[str]:
     """First paragraphs of the docstrings of a module and of the public names in it."""
-    assert isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    assert isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
     if said := ast.get_docstring(node):
         yield " ".join(said.partition("\n\n")[0].split())
     for child in node.body:
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if not child.name.startswith("_"):
-                yield from public_summaries(child)
+        named = child if isinstance(child, ast.ClassDef | ast.FunctionDef) else None
+        if named is not None and not named.name.startswith("_"):
+            yield from public_summaries(named)
 
 
 @pytest.mark.parametrize("package", ["alphatoken", "lab/alphatoken_lab"])
