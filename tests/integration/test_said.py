@@ -111,6 +111,11 @@ def test_the_standings_say_what_was_measured() -> None:
     precision = {name: one["precision"] for name, one in rough.items()}
     assert max(precision, key=precision.__getitem__) == "influence function, all linears"
     assert max(precision.values()) < runs["small"]["responses"]["good"] + 0.05
+    kinds: dict[str, Any] = runs["small"]["mixed"]["values"]
+    told = [name for name, one in kinds.items() if one["lds"]["tokens"][1] > 0]
+    assert told == ["label along Adam's step", "run value"]
+    precision = {name: one["precision"] for name, one in kinds.items()}
+    assert max(precision, key=precision.__getitem__) == "walk of 24 steps"
 
 
 # --- what a newcomer runs ------------------------------------------------------------------------
