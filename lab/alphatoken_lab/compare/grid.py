@@ -42,7 +42,7 @@ ON_ALL: dict[str, Any] = {
     "policy": "all", "seed": 0, "validation_rows": 0, "validation_file": None, "retention": "none",
     "fisher_data": None, "fisher_file": None,
 }  # fmt: skip
-"""Options of references, over those of all cells: all tokens of all their rows."""
+"""The options that references set: they train on all tokens of all their rows."""
 
 
 @dataclass(frozen=True)
