@@ -12,17 +12,17 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
     ".": 1_226,
-    "certificate": 1_301,
+    "certificate": 1_308,
     "cli": 3_611,
-    "corpus": 2_130,
+    "corpus": 2_127,
     "data": 2_302,
     "demo": 707,
     "direction": 4_119,
     "estimate": 2_560,
-    "fidelity": 6_392,
+    "fidelity": 6_382,
     "model": 5_813,
     "oracle": 5_265,
-    "report": 1_583,
+    "report": 1_593,
     "scoring": 988,
     "select": 568,
     "support": 465,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_393), ("tests", 56_124)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_393), ("tests", 56_126)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -23,6 +23,7 @@ __all__ = [
     "auc",
     "kept",
     "overlap",
+    "relative_error",
     "spearman",
     "top_overlap",
 ]
@@ -100,6 +101,12 @@ def overlap(ours: Column, theirs: Column) -> float:
     """Share of the tokens marked in ``ours`` that ``theirs`` marks too; NaN without any."""
     a, b = _pair(ours, theirs, None)
     return float((a * b).sum() / a.sum()) if a.sum() else math.nan
+
+
+def relative_error(found: Numbers, true: Numbers) -> float:
+    """``||found - true|| / ||true||``; NaN where all true values are 0."""
+    size = float(np.linalg.norm(true))
+    return float(np.linalg.norm(found - true)) / size if size else math.nan
 
 
 def auc(score: Column, marked: Column, mask: Tensor | None = None) -> float:

@@ -27,7 +27,7 @@ from alphatoken.corpus.results import keep_over_all
 from alphatoken.data import token_texts
 from alphatoken.errors import ConfigError, DataError, quoted
 from alphatoken.report import ScoredExample, read_values, summarise, write_report, write_values
-from alphatoken.report.examples import IGNORE
+from alphatoken.report.examples import IGNORE, responses
 from alphatoken.report.files import pyarrow_modules
 from alphatoken.select.masks import keep_count, select_top
 from alphatoken.support.progress import Tracker
@@ -87,9 +87,7 @@ class _Row:
 
     @property
     def response(self) -> NDArray[np.bool_]:
-        mask: NDArray[np.bool_] = self.labels != IGNORE
-        mask[:1] = False
-        return mask
+        return responses(self.labels)
 
 
 def _rows(path: str) -> Iterator[_Row]:

@@ -31,7 +31,7 @@ from alphatoken.report import (
     write_values,
 )
 from alphatoken.report.dataset import DatasetCounts, write_dataset
-from alphatoken.report.examples import IGNORE
+from alphatoken.report.examples import responses
 from alphatoken.report.files import read_totals, value_files
 from alphatoken.report.queries import QueryRanks, ShownQuery, write_query_report
 from alphatoken.select.threshold import top_threshold
@@ -103,8 +103,7 @@ def write_results(
 
 
 def _shown(query: Example, texts: Callable[[Sequence[int]], list[str]]) -> ShownQuery:
-    valued = [False, *(label != IGNORE for label in query.labels[1:])]
-    return ShownQuery(texts(query.input_ids), valued, read_as(query))
+    return ShownQuery(texts(query.input_ids), responses(query.labels).tolist(), read_as(query))
 
 
 def _checked(job: Job) -> Iterator[ScoredExample]:

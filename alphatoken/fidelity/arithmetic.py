@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from alphatoken.certificate.metrics import kept, spearman
+from alphatoken.certificate.metrics import kept, relative_error, spearman
 from alphatoken.errors import CoverageError, NumericalError, UnsupportedError
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
@@ -147,7 +147,7 @@ def changes(
     return {
         "decisions_changed": estimate(np.mean, kept(values, ratio) != kept(truth, ratio)),
         "signs_changed": estimate(np.mean, np.sign(values) != np.sign(truth)),
-        "relative_error": estimate(_relative_error, values, truth),
+        "relative_error": estimate(relative_error, values, truth),
         "spearman": estimate(spearman, values, truth),
     }
 
@@ -161,10 +161,6 @@ def redrawn_changes(truth: Numbers, keep_share: Numbers, ratio: float) -> Number
         ratio: share to keep.
     """
     return np.where(kept(truth, ratio), 1 - keep_share, keep_share)
-
-
-def _relative_error(values: Numbers, truth: Numbers) -> float:
-    return float(np.linalg.norm(values - truth) / np.linalg.norm(truth))
 
 
 def _record(

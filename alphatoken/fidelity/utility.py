@@ -253,12 +253,6 @@ def slope(predicted: Numbers, actual: Numbers) -> float:
     return float(predicted @ actual) / square if square else math.nan
 
 
-def relative_error(predicted: Numbers, actual: Numbers) -> float:
-    """``||predicted - actual|| / ||actual||``."""
-    size = float(np.linalg.norm(actual))
-    return float(np.linalg.norm(predicted - actual)) / size if size else math.nan
-
-
 def _quality(
     bench: _Bench, prediction: Prediction, tokens: Sequence[int], actual: Numbers
 ) -> dict[str, Estimate]:
@@ -272,7 +266,7 @@ def _quality(
     return {
         "spearman": boot(metrics.spearman),
         "slope": boot(slope) if prediction.calibrated else unscaled,
-        "relative_error": boot(relative_error) if prediction.calibrated else unscaled,
+        "relative_error": boot(metrics.relative_error) if prediction.calibrated else unscaled,
     }
 
 

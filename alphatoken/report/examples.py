@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COMPONENTS", "Component", "ScoredExample", "Visits", "query_key", "visible"]
+__all__ = [
+    "COMPONENTS",
+    "Component",
+    "ScoredExample",
+    "Visits",
+    "query_key",
+    "responses",
+    "visible",
+]
 
 IGNORE = -100
 
@@ -63,6 +71,13 @@ def query_key(number: int) -> str:
     return f"query_{number + 1}"
 
 
+def responses(labels: Sequence[int] | NDArray[Any]) -> NDArray[np.bool_]:
+    """(t,) True where a label is learned; the first token, which nothing predicts, never is."""
+    mask: NDArray[np.bool_] = np.asarray(labels) != IGNORE
+    mask[:1] = False
+    return mask
+
+
 @dataclass(frozen=True)
 class Visits:
     """Visits of a training run to a sequence.
@@ -110,9 +125,7 @@ class ScoredExample:
     @property
     def response(self) -> NDArray[np.bool_]:
         """(t,) True where the token is a valued response token; the first one never is."""
-        mask: NDArray[np.bool_] = np.asarray(self.labels) != IGNORE
-        mask[:1] = False
-        return mask
+        return responses(self.labels)
 
 
 # Joiners are format characters too, but emoji and many scripts need them: only these are marked.

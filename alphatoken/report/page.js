@@ -59,7 +59,7 @@
       return example.kept ? (example.kept[index] === "1" ? "kept" : "dropped") : "";
     }
 
-    const fated = (span) => span.className.slice(4) && ", " + span.className.slice(4);
+    const fated = (span) => span.fate && ", " + span.fate;
 
     function build(example) {
       const card = element("section", { class: "example paper", "aria-label": example.place });
@@ -74,10 +74,12 @@
       example.tokens.forEach(function (token, index) {
         if (example.response[index] !== "1") { prompt += token; return; }
         if (prompt) { text.append(element("span", { class: "prompt" }, prompt)); prompt = ""; }
+        const chosen = fate(example, index);
         const span = element("span", {
-          class: "tok " + fate(example, index), role: "button", tabindex: spans.length ? "-1" : "0",
+          class: "tok " + chosen, role: "button", tabindex: spans.length ? "-1" : "0",
           "data-place": example.start + index,
         }, token);
+        span.fate = chosen;
         span.view = views.length;
         span.order = spans.length;
         spans.push(span);

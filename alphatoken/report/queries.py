@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,10 @@ class _Side:
         """Count one row. Of equal sums the first one seen comes first; 0 is on neither side."""
         if found.total > 0:
             self.raising += 1
-            self.highest = heapq.nlargest(_ROWS, [*self.highest, found], key=_total)
+            self.highest = heapq.nlargest(_ROWS, [*self.highest, found], key=attrgetter("total"))
         elif found.total < 0:
             self.lowering += 1
-            self.lowest = heapq.nsmallest(_ROWS, [*self.lowest, found], key=_total)
+            self.lowest = heapq.nsmallest(_ROWS, [*self.lowest, found], key=attrgetter("total"))
 
 
 class QueryRanks:
@@ -116,10 +117,6 @@ class QueryRanks:
             }
             for side in self.sides
         ]
-
-
-def _total(found: Ranked) -> float:
-    return found.total
 
 
 def write_query_report(

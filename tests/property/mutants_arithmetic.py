@@ -31,7 +31,7 @@ MUTANTS = (
     mutant(
         "error-relative-to-the-narrow-values",
         "the error is divided by the norm of the values that have it",
-        ("_relative_error", "norm(truth)", "norm(values)"), NUMBERS, room=_ROOM,
+        ("relative_error", "norm(true)", "norm(found)"), NUMBERS, room="certificate.metrics.",
     ),
     mutant(
         "decisions-that-stand-counted-as-reversed",
