@@ -5,6 +5,7 @@
     noisy-responses  the same, 30 % of the responses exchanged between rows
     mixed            half of the rows, and as many general instructions (dolly)
     code             Python problems (MBPP)
+    library-words    functions of the standard library, 30 % of their words replaced
     pairs            preferences (alpaca_eval), and with 25 % of them flipped
     oracle-*         what of a dirty task is clean: the most that any selection could find
     general          other general instructions than those that retention is measured on
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from alphatoken.data.stdlib import code_rows
 from alphatoken.support.storage import write_jsonl
 from benchmarks.data import cut, read
 
@@ -30,6 +32,7 @@ __all__ = [
     "SIZES",
     "exchanged",
     "general_instructions",
+    "library",
     "mathematics",
     "preferences",
     "programs",
@@ -85,6 +88,7 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     _long(
         folder, {row["prompt"] for name in ("validation", "choosing") for row in parts[name]}, seed
     )
+    _of_library(folder, seed)
 
 
 def _long(folder: Path, held: set[str], seed: int) -> None:
@@ -96,6 +100,23 @@ def _long(folder: Path, held: set[str], seed: int) -> None:
     write_jsonl(folder / "long-clean.jsonl", rows)
     write_jsonl(folder / "long-words.jsonl", words)
     write_jsonl(folder / "long-words-marks.jsonl", marks)
+
+
+def _of_library(folder: Path, seed: int) -> None:
+    """Functions for runs of 120 steps, two rows a step."""
+    generator = random.Random(f"library {seed}")
+    sizes = {"validation": SIZES["validation"], "target": TARGET, "train": 320}
+    parts = cut(_fitting(library(2000, seed), 360), **sizes)
+    for name in ("validation", "target"):
+        write_jsonl(folder / f"library-{name}.jsonl", parts[name])
+    words, _ = replaced(parts["train"], DIRT, generator)
+    write_jsonl(folder / "library-words.jsonl", words)
+
+
+def library(count: int, seed: int) -> list[Row]:
+    """Functions of this Python's standard library; other versions have others."""
+    rows = code_rows(count, seed)
+    return [{"prompt": row.turns[0].text, "response": row.turns[1].text} for row in rows]
 
 
 def replaced(
@@ -212,8 +233,8 @@ def _pairs(folder: Path, generator: random.Random) -> None:
     write_jsonl(folder / "oracle-pairs-flipped.jsonl", straight)
 
 
-def _fitting(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if len(row["prompt"]) + len(row["response"]) <= LETTERS]
+def _fitting(rows: Iterable[Row], letters: int = LETTERS) -> list[Row]:
+    return [row for row in rows if len(row["prompt"]) + len(row["response"]) <= letters]
 
 
 def _shuffled(rows: Sequence[Row], generator: random.Random) -> list[Row]:

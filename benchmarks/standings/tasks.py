@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from alphatoken.data import Example
-from alphatoken.data.stdlib import code_rows
-from benchmarks.selection.rows import exchanged, mathematics, programs, replaced
+from benchmarks.selection.rows import exchanged, library, mathematics, programs, replaced
 from benchmarks.standings.runs import Setting, encoded
 from benchmarks.standings.yardsticks import UNITS
 
@@ -80,12 +79,6 @@ def _half(rows: Texts, draw: random.Random) -> tuple[Texts, list[bool]]:
     return [row for row, _ in mixed], [spoilt for _, spoilt in mixed]
 
 
-def _library() -> Texts:
-    return [
-        {"prompt": row.turns[0].text, "response": row.turns[1].text} for row in code_rows(1200, 3)
-    ]
-
-
 def _swapped(rows: Texts, draw: random.Random) -> tuple[Texts, list[bool]]:
     return exchanged(rows, 0.3, draw)
 
@@ -103,7 +96,7 @@ TASKS = {
     ),
     "responses": Task(
         "functions of the standard library, 30 % of the training rows have the body of another",
-        _library,
+        lambda: library(1200, 3),
         _swapped,
     ),
 }
