@@ -202,7 +202,7 @@ NAMES["on-validation"] = "clean rows alone"
 
 LASTING = {
     "oracle": "the right words",
-    "walk-renewed": "walk values, a new walk every 8 steps",
+    "walk": "values along one walk",
     "validation-first": "clean rows first",
     "full-step-all": "values along Adam's own step",
     "alphatoken": "the paper's values",

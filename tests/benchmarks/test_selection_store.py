@@ -153,11 +153,11 @@ def test_the_picture_over_steps_is_of_runs_on_wrong_words(tmp_path: Path) -> Non
         against = {"target": {"standard": Difference(gap, gap - 0.1, gap + 0.1, 3)}}
         return report.Entry(method, *[None] * 7, against=against)
 
-    long = [entry("walk-renewed", -0.2), entry("random", 0.1)]
-    tasks = {"words-16": [entry("walk-renewed", -0.1)], "words-400": long, "clean-400": long}
+    long = [entry("walk", -0.2), entry("random", 0.1)]
+    tasks = {"words-16": [entry("walk", -0.1)], "words-400": long, "clean-400": long}
     found = report.over_steps(tasks)
     assert {m: {n: g.mean for n, g in line.items()} for m, line in found.items()} == {
-        "walk-renewed": {16: -0.1, 400: -0.2}
+        "walk": {16: -0.1, 400: -0.2}
     }
     report.draw_over_steps(found, tmp_path / "steps.svg")
     assert (tmp_path / "steps.svg").exists()
