@@ -32,9 +32,9 @@ from alphatoken.report import (
 )
 from alphatoken.report.dataset import DatasetCounts, write_dataset
 from alphatoken.report.examples import responses
-from alphatoken.report.files import read_totals, value_files
+from alphatoken.report.files import value_files
 from alphatoken.report.queries import QueryRanks, ShownQuery, write_query_report
-from alphatoken.select.threshold import top_threshold
+from alphatoken.select.masks import top_mask
 from alphatoken.support.storage import write_json, write_jsonl
 
 __all__ = ["keep_over_all", "write_results"]
@@ -125,18 +125,29 @@ def _checked(job: Job) -> Iterator[ScoredExample]:
 
 
 def keep_over_all(folder: Path, ratio: float) -> None:
-    """Rank all tokens of all files together and write the files again, each whole or not."""
-    keeper = top_threshold(lambda: read_totals(folder / "values"), ratio).keeper()
+    """Rank all tokens of all files together and write the files again, each whole or not.
 
-    def kept(path: Path) -> Iterator[ScoredExample]:
+    The totals of all response tokens are in memory: 8 bytes a token, and as much again to rank.
+    """
+    values = folder / "values"
+    totals = np.concatenate(
+        [example.values["total"][example.response] for example in read_values(values)],
+        dtype=np.float64,
+    )
+    kept, start = top_mask(totals, ratio), 0
+
+    def selected(path: Path) -> Iterator[ScoredExample]:
+        nonlocal start
         for example in read_values(path):
             response = example.response
-            mask = np.zeros(len(example.ids), dtype=bool)
-            mask[response] = keeper(example.values["total"][response])
+            end = start + int(response.sum())
+            mask = np.zeros_like(response)
+            mask[response] = kept[start:end]
+            start = end
             yield replace(example, kept=mask)
 
-    for path in value_files(folder / "values"):
-        write_values(path, kept(path))
+    for path in value_files(values):
+        write_values(path, selected(path))
 
 
 def _dataset(job: Job, wanted: ResultOptions) -> DatasetCounts | None:

@@ -11,7 +11,7 @@ run have five columns more (:class:`alphatoken.report.Visits`): ``visits``, ``la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.report.examples import COMPONENTS, IGNORE, ScoredExample, Visits
+from alphatoken.report.examples import COMPONENTS, ScoredExample, Visits
 from alphatoken.support.storage import replacing
 
 __all__ = [
     "pyarrow_modules",
-    "read_totals",
     "read_values",
     "value_files",
     "write_parquet",
@@ -183,7 +182,7 @@ def read_values(path: str | Path) -> Iterator[ScoredExample]:
 
 
 def _parquet(path: Path) -> Iterator[ScoredExample]:
-    for batch in _batches(path, None):
+    for batch in _batches(path):
         facts, lists = {}, {}
         for field, column in zip(batch.schema, batch.columns, strict=True):
             if not hasattr(column, "offsets"):
@@ -195,10 +194,10 @@ def _parquet(path: Path) -> Iterator[ScoredExample]:
             yield _example({name: entries[index] for name, entries in facts.items()}, own)
 
 
-def _batches(path: Path, columns: Sequence[str] | None) -> Iterator[Any]:
+def _batches(path: Path) -> Iterator[Any]:
     _, pq = pyarrow_modules()
     with pq.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_ROWS, columns=columns)
+        yield from file.iter_batches(batch_size=_ROWS)
 
 
 def _list(column: Any) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -226,24 +225,6 @@ def _example(facts: Mapping[str, Any], lists: Mapping[str, NDArray[Any]]) -> Sco
         },
         visits=visits,
     )
-
-
-def read_totals(folder: str | Path) -> Iterator[NDArray[np.float64]]:
-    """Totals of the response tokens of all files, in order, some thousand tokens at a time.
-
-    Raises:
-        DataError: as :func:`read_values`.
-    """
-    for path in value_files(folder):
-        try:
-            for batch in _batches(path, ["labels", "value"]):
-                (labels, ends), (values, starts) = _list(batch["labels"]), _list(batch["value"])
-                labels, values = labels[ends[0] : ends[-1]], values[starts[0] : starts[-1]]
-                valued = labels != IGNORE
-                valued[(ends[:-1] - ends[0])[np.diff(ends) > 0]] = False  # nothing predicts it
-                yield values[valued].astype(np.float64)
-        except (OSError, ValueError, KeyError) as problem:
-            raise _unreadable(path, problem) from problem
 
 
 def _unreadable(path: Path, problem: Exception) -> DataError:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.errors import InputError, require_choice
+from alphatoken.errors import InputError, NumericalError, require_choice
 from alphatoken.support.finite import refuse_first
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "select_bottom",
     "select_random",
     "select_top",
+    "top_mask",
 ]
 
 
@@ -170,3 +173,35 @@ def select_random(
     """Keep a uniformly random ``ratio`` of the response tokens (a control of equal budget)."""
     values = torch.rand(mask.shape, generator=generator).to(mask.device)
     return select_top(values, mask, ratio, scope=scope)
+
+
+def top_mask(values: NDArray[np.float64], ratio: float) -> NDArray[np.bool_]:
+    """``select_top`` of one long array: two passes and one copy, where that sorts indices too.
+
+    Args:
+        values: (n,).
+        ratio: share to keep, in (0, 1].
+
+    Returns:
+        (n,), True for the best ``keep_count(ratio, n)``; of equal values the first are kept. Exact.
+
+    Raises:
+        InputError: ratio outside (0, 1].
+        NumericalError: a NaN or Inf value.
+
+    Oracle: ``select_top``, in the tests.
+    """
+    count = keep_count(ratio, len(values))
+    if not (finite := np.isfinite(values)).all():
+        raise NumericalError(
+            "a token value is not finite",
+            got=str(values[~finite][0]),
+            why="a NaN has no rank; the selection would be arbitrary",
+            remedy="score again; the value files hold what the scorer refuses to return",
+        )
+    if not count:
+        return np.zeros(0, bool)
+    edge = np.partition(values, -count)[-count]
+    kept: NDArray[np.bool_] = values > edge
+    kept[np.flatnonzero(values == edge)[: count - kept.sum()]] = True
+    return kept

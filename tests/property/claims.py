@@ -319,7 +319,7 @@ test_standard_errors | | standard_errors, (values against all batches but one) |
 test_values_by_batch | | (scorers of each batch alone) | exact
 test_errors_are_unbiased | | (variance over draws) | approximate
 test_harmless | | (loops, quantile by bisection) | exact
-test_top_threshold | | (select_top on all values at once) | exact
+test_top_mask | | (select_top) | exact
 test_rows_from_any_place | | (the lines themselves) | exact
 test_corpus | | (split_pools on the whole list) | exact
 test_each_query_has_the_values_that_it_has_alone | | label_values, validation_gradient | exact

@@ -9,9 +9,8 @@ from tests.property.mutation import Claim, Edit, Mutant, claim
 
 RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
 SHARE = claim(
-    test_corpus.test_top_threshold,
+    test_corpus.test_top_mask,
     st.lists(test_corpus.NUMBERS, min_size=6, max_size=30),
-    st.lists(st.integers(0, 30), max_size=3),
     RATIOS,
     examples=150,
 )
@@ -67,7 +66,6 @@ def _bad(case: str) -> Claim:
 
 _PAIR, _FILE_ROW = "corpus.logprobs.read_pair", "corpus.logprobs._row"
 
-_TOP = "select.threshold"
 _SOURCE = "data.source._read_lines"
 _ROW = "corpus.rows.Corpus"
 
@@ -115,34 +113,9 @@ MUTANTS = (
         _FILE_ROW, "logprobs > 1e-3", "logprobs > 1e9", _bad("a loss"),
     ),
     _corpus(
-        "last-ties-of-all-parts",
-        "of equal values at the threshold the last ones of a part are kept",
-        f"{_TOP}.Threshold.keeper", "self.value)[:left]", "self.value)[::-1][:left]", SHARE,
-    ),
-    _corpus(
-        "ties-of-each-part",
-        "ties that earlier parts have taken are given out again",
-        f"{_TOP}.Threshold.keeper", "left -= len(equal)", "left -= 0", SHARE,
-    ),
-    _corpus(
-        "minus-zero-below-zero",
-        "-0.0 and 0.0 are two values",
-        f"{_TOP}._keys", "astype(np.float64) + 0.0", "astype(np.float64)", SHARE,
-    ),
-    _corpus(
-        "negative-values-in-their-bits-order",
-        "of negative values those nearer to zero are the smaller ones",
-        f"{_TOP}._keys", "~raw", "raw", SHARE,
-    ),
-    _corpus(
-        "rank-with-its-own-digit",
-        "numbers of the digit that was found count as larger ones",
-        f"{_TOP}.top_threshold", "above[digit] - counts[digit]", "above[digit]", SHARE,
-    ),
-    _corpus(
-        "other-prefixes-count",
-        "later digits are counted among all numbers, not among those of the digits found",
-        f"{_TOP}.top_threshold", "if bits:", "if False:", SHARE,
+        "last-ties-of-all",
+        "of equal values at the threshold the last ones are kept",
+        "select.masks.top_mask", "== edge)[: count", "== edge)[::-1][: count", SHARE,
     ),
     _corpus(
         "rows-counted-from-the-mark",

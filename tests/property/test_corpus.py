@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.split import leak_keys
-from alphatoken.select.threshold import top_threshold
+from alphatoken.select.masks import top_mask
 
 NUMBERS = st.one_of(
     st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 5e-324, -5e-324, 1e-45, 2.0**-16, 3e38, -3e38]),
@@ -98,32 +97,25 @@ def _outcome(work: Callable[[], Any]) -> Any:
 
 @given(
     st.lists(NUMBERS, min_size=1, max_size=60),
-    st.lists(st.integers(0, 60), max_size=4),
     st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.55, 0.9, 1.0]),
 )
-@example([1.0, 1.0, 1.0, 1.0], [1, 2, 3], 0.5)
-@example([-0.0, 0.0, -0.0, 0.0], [2], 0.25)
-def test_top_threshold(values: Sequence[float], cuts: Sequence[int], ratio: float) -> None:
-    """The best share of values that lie in parts is that of all of them at once, ties included."""
-    for dtype in (np.float64, np.float32):
-        whole = np.array(values, dtype=dtype)
-        places = sorted({0, len(whole), *(cut % (len(whole) + 1) for cut in cuts)})
-        parts = [whole[a:b] for a, b in pairwise(places)]
-        found = top_threshold(lambda parts=parts: iter(parts), ratio)
-        keep = found.keeper()
-        kept = np.concatenate([keep(part) for part in parts])
-        mask = torch.ones(1, len(whole), dtype=torch.bool)
-        due = select_top(torch.from_numpy(whole)[None], mask, ratio)[0].numpy()
-        assert np.array_equal(kept, due), (values, ratio)
-        assert (found.count, found.kept) == (len(whole), due.sum())
+@example([1.0, 1.0, 1.0, 1.0], 0.5)
+@example([-0.0, 0.0, -0.0, 0.0], 0.25)
+def test_top_mask(values: Sequence[float], ratio: float) -> None:
+    """The best share is that of ``select_top``, ties included."""
+    whole = np.array(values)
+    mask = torch.ones(1, len(whole), dtype=torch.bool)
+    due = select_top(torch.from_numpy(whole)[None], mask, ratio)[0].numpy()
+    assert np.array_equal(top_mask(whole, ratio), due), (values, ratio)
 
 
 def test_what_has_no_rank_is_refused() -> None:
     for value in (float("nan"), float("inf")):
         with pytest.raises(NumericalError, match="not finite"):
-            top_threshold(lambda value=value: [np.array([1.0, value])], 0.5)
+            top_mask(np.array([1.0, value]), 0.5)
     with pytest.raises(InputError, match="ratio"):
-        top_threshold(lambda: [np.ones(3)], 1.5)
+        top_mask(np.ones(3), 1.5)
+    assert top_mask(np.ones(0), 0.5).shape == (0,)
 
 
 @given(lines(), st.sampled_from([1, 2, 5, 256]), st.integers(0, 40), st.integers(0, 40))
