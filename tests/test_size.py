@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_226,
     "certificate": 1_308,
-    "cli": 3_611,
+    "cli": 3_606,
     "corpus": 2_127,
     "data": 2_302,
     "demo": 707,
@@ -22,11 +22,11 @@ ROOMS = {
     "fidelity": 6_382,
     "model": 5_813,
     "oracle": 5_265,
-    "report": 1_593,
+    "report": 1_553,
     "scoring": 988,
-    "select": 568,
+    "select": 483,
     "support": 465,
-    "train": 9_363,
+    "train": 9_356,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_407), ("tests", 56_127)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_407), ("tests", 56_083)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

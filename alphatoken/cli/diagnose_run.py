@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from alphatoken.fidelity.page import LEAD, section_of
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
-from alphatoken.report.page import missing_libraries, render_page, write_page
+from alphatoken.report.page import render_page, write_page
 from alphatoken.support.storage import write_json
 
 __all__ = ["run"]
@@ -50,7 +51,8 @@ def run(words: Sequence[str]) -> int:
     """
     request = read_request(*words)
     options = request.shared
-    _check_libraries()
+    if find_spec("matplotlib") is None:
+        raise ConfigError("diagnoses need matplotlib", remedy="pip install 'alphatoken[diagnose]'")
     check_files(options)
     if len(request.entries) == 1 and request.entries[0].needs_retention:
         require_retention(options.retention_set)
@@ -143,13 +145,6 @@ def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
 
 
 # --- before the model is loaded -------------------------------------------------------------------
-
-
-def _check_libraries() -> None:
-    if missing := missing_libraries("matplotlib"):
-        raise ConfigError(
-            f"diagnoses need {' and '.join(missing)}", remedy="pip install 'alphatoken[diagnose]'"
-        )
 
 
 def _check_out(path: Path, options: DiagnoseOptions) -> None:

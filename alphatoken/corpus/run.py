@@ -29,7 +29,6 @@ from alphatoken.corpus.options import EngineOptions, ResultOptions
 from alphatoken.corpus.results import write_results
 from alphatoken.corpus.spec import JobSpec
 from alphatoken.errors import ConfigError
-from alphatoken.report.page import missing_libraries
 from alphatoken.select.masks import keep_count
 from alphatoken.support.locks import try_lock
 from alphatoken.support.storage import write_json
@@ -71,7 +70,8 @@ def score_corpus(
             why="each is one loss less another, and nothing in it is approximated",
             remedy="leave --verify out",
         )
-    _check_libraries(wanted)
+    if find_spec("pyarrow") is None:  # missed now, and not after the work
+        raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
     spec = here.share_of(spec)
     with here.together():
         if here.rank == 0:
@@ -143,17 +143,6 @@ def _follow(spec: JobSpec, here: Launched) -> None:
     if numbers := here.share(job.missing()):
         value_blocks(job, job.scorer(), numbers)
     here.wait()
-
-
-def _check_libraries(wanted: ResultOptions) -> None:
-    """Miss now what is not installed, and not after the work."""
-    if find_spec("pyarrow") is None:
-        raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
-    if wanted.report and (missing := missing_libraries()):
-        raise ConfigError(
-            f"the HTML report needs {' and '.join(missing)}",
-            remedy="pip install 'alphatoken[report]', or leave it out: --no_report",
-        )
 
 
 def _open(job: Job, *, overwrite: bool) -> None:

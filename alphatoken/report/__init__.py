@@ -9,8 +9,8 @@
 - ``drawing``: one style of figure, a palette for all eyes, SVG. ``numbers``: how a page writes a
   number.
 
-**May import** ``values``, ``support`` and ``errors``. jinja2 is needed for pages, matplotlib
-for pictures (``alphatoken[report]``), pyarrow for Parquet. **Tests**: the pages are opened in a
+**May import** ``values``, ``support`` and ``errors``. matplotlib is needed for
+pictures (``alphatoken[report]``), pyarrow for Parquet. **Tests**: the pages are opened in a
 real browser (``tests/integration/test_report.py``).
 """
 

@@ -60,7 +60,6 @@ def write_report(
         warnings: what is probably wrong, shown apart from the notes.
 
     Raises:
-        ConfigError: jinja2 is not installed.
         DataError: the file could not be written; an old one is intact.
     """
     settings = settings or {}

@@ -14,18 +14,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from alphatoken.errors import ConfigError, DataError
+import jinja2
+
+from alphatoken.errors import DataError
 from alphatoken.report.drawing import MINUS, PLUS
 from alphatoken.report.examples import visible
 from alphatoken.report.numbers import number
 from alphatoken.support.storage import write_text
-
-if TYPE_CHECKING:
-    import jinja2
 
 __all__ = [
     "Column",
@@ -34,7 +32,6 @@ __all__ = [
     "ShownTable",
     "anchor_of",
     "environment",
-    "missing_libraries",
     "render_page",
     "script_safe",
     "write_page",
@@ -162,7 +159,6 @@ def render_page(
         data: what the page's script reads; None for no script.
 
     Raises:
-        ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).
         DataError: a picture is no SVG.
     """
     script = "" if data is None else _script()
@@ -199,23 +195,8 @@ def write_page(path: str | Path, html: str) -> Path:
     return Path(path)
 
 
-def missing_libraries(*more: str) -> list[str]:
-    """Libraries that a page needs, and of ``more``, that are missing; ask before long work."""
-    return [name for name in ("jinja2", *more) if find_spec(name) is None]
-
-
 def environment() -> jinja2.Environment:
-    """Environment of jinja2 that renders pages and their parts.
-
-    Raises:
-        ConfigError: jinja2 is not installed (matplotlib is asked for by whoever draws).
-    """
-    try:
-        import jinja2
-    except ImportError:
-        raise ConfigError(
-            "HTML pages need jinja2", remedy="pip install 'alphatoken[report]'"
-        ) from None
+    """Environment of jinja2 that renders pages and their parts."""
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("alphatoken.report", "."),
         autoescape=True,

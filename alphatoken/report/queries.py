@@ -143,7 +143,6 @@ def write_query_report(
         warnings: what is probably wrong, shown apart from the notes.
 
     Raises:
-        ConfigError: jinja2 is not installed.
         DataError: the file could not be written; an old one is intact.
     """
     sections, lists = list[Section](), list[dict[str, Any]]()

@@ -328,8 +328,8 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         """Train as the checkpointing trainer does; at the end, write values and their page.
 
         ``output_dir/_alphatoken`` holds them: ``values`` one record a training sequence,
-        ``alphatoken-report.html`` the most and least valuable tokens (needs
-        ``alphatoken[report]``). Both quote training rows; ``push_to_hub`` uploads neither.
+        ``alphatoken-report.html`` the most and least valuable tokens. Both quote
+        training rows; ``push_to_hub`` uploads neither.
         """
         result = super().train(*args, **kwargs)
         if self.weigher is not None:

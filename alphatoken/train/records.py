@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from alphatoken.data.pieces import token_texts
-from alphatoken.errors import warn_caller
-from alphatoken.report.page import missing_libraries
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.ledger import ValueLedger
@@ -94,10 +92,6 @@ class RunRecords:
         folder, data = Path(str(args.output_dir)), trainer.train_dataset
         rows = plain_rows(data) if hasattr(data, "__len__") else None
         export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
-        missing = missing_libraries()
-        if missing:
-            warn_caller(f"no page about this run was written: it needs {' and '.join(missing)}")
-            return
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         write_run_report(
             folder,

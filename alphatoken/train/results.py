@@ -150,7 +150,6 @@ def write_run_report(
         texts: token ids -> the text of each; without it tokens are shown by their numbers.
 
     Raises:
-        ConfigError: jinja2 is not installed.
         DataError: a value file cannot be read, or the page could not be written.
     """
     folder = Path(folder)

@@ -15,7 +15,7 @@ import pytest
 import tests.property.profiles  # noqa: F401
 
 OPTIONAL = (
-    "accelerate", "beartype", "datasets", "jinja2", "lm_eval", "matplotlib", "peft", "pyarrow",
+    "accelerate", "beartype", "datasets", "lm_eval", "matplotlib", "peft", "pyarrow",
     "sklearn", "torch_optimizer", "trl", "xdist",
 )  # fmt: skip
 
