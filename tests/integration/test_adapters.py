@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from alphatoken.corpus.options import ModelOptions
-from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.errors import ModelError
 from alphatoken.report import read_values
 from alphatoken.train.loading import load_causal_model
 from tests.both_programs import main
+from tests.tiny_language import make_model, make_tokenizer
 
 pytest.importorskip("peft", reason="peft is not installed: pip install alphatoken[lora]")
 # peft still asks transformers by the old name.

@@ -20,11 +20,11 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
 from alphatoken.cli import main
 from alphatoken.data import Example, batches, encode_rows, read_rows
 from alphatoken.data.stdlib import write_files
-from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.estimate import contraction
 from alphatoken.report import ScoredExample, read_values, value_files
 from tests.integration.small_world import World, write_rows
 from tests.rows import jsonl
+from tests.tiny_language import make_model, make_tokenizer
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

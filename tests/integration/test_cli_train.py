@@ -27,8 +27,6 @@ from alphatoken.cli.training import build_trainer
 from alphatoken.cli.training_data import RunData, load_run_data
 from alphatoken.data import Turn, pair_of
 from alphatoken.data.stdlib import write_files
-from alphatoken.demo.model import make_tokenizer
-from alphatoken.demo.world import draw_exchanges
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.report import read_values
 from alphatoken.train.datasets import (
@@ -42,6 +40,7 @@ from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.small_world import saved_model
 from tests.places import nightly
 from tests.rows import jsonl
+from tests.tiny_language import draw_exchanges, make_tokenizer
 
 WORDS = {"sft": "response", "dpo": "chosen"}
 

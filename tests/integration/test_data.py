@@ -28,10 +28,10 @@ from alphatoken.data import (
     token_texts,
 )
 from alphatoken.data.split import none_left
-from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError, InputError
 from tests.integration import subjects
 from tests.rows import jsonl
+from tests.tiny_language import make_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -14,13 +14,13 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.corpus.queries import encode_queries, query_rows, read_as
 from alphatoken.data import EncodeOptions, Fields
-from alphatoken.demo.model import make_tokenizer
 from alphatoken.report import ScoredExample, value_files
 from tests.integration.browser import opened
 from tests.integration.small_world import World, write_rows
 from tests.integration.test_cli import load, same
 from tests.integration.test_corpus import ENVIRONMENT, Job, agree
 from tests.rows import jsonl
+from tests.tiny_language import make_tokenizer
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.standings.values import ONE_STEP
 from tests.both_programs import main
-from tests.page_numbers import ROOT, value_of
+from tests.page_numbers import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -186,12 +186,3 @@ def test_help_of_the_command_line_does_not_send_newcomers_to_select(
     assert "worth it" not in help_text
     assert "--config recommended" in help_text
     assert "--estimator label --value_parameters all" in help_text
-
-
-def test_the_demos_last_words_are_those_of_the_measurements() -> None:
-    """It claims nothing for real models but what was measured there: as long as that is so."""
-    assert value_of("selection/finding/smollm2/noisy-words/alphatoken, K = 3 (the paper)/auc") < 0.5
-    assert (
-        value_of("selection/grids/code/tasks/code/method=alphatoken/against/target/standard/low")
-        > 0
-    )

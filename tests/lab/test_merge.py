@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from alphatoken import FisherDrift
-from alphatoken.demo.model import make_tokenizer
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken_lab.methods.merge import (
     Fishers,
@@ -24,6 +23,7 @@ from alphatoken_lab.methods.merge import (
     merge_states,
 )
 from tests.both_programs import main
+from tests.tiny_language import make_tokenizer
 
 
 def model(seed: int, *, tied: bool = False) -> LlamaForCausalLM:

@@ -16,11 +16,11 @@ from alphatoken.corpus.job import prepare_job
 from alphatoken.corpus.options import ModelOptions
 from alphatoken.corpus.spec import JobSpec
 from alphatoken.data import collate
-from alphatoken.demo.model import make_model, make_tokenizer
 from alphatoken.oracle.gradients import label_values, validation_gradient
 from alphatoken.report import read_values
 from tests.property.tolerance import close
 from tests.rows import jsonl
+from tests.tiny_language import make_model, make_tokenizer
 
 ROWS = [
     {"prompt": f"add : {n} and 3", "response": f"{n} plus 3 is {n + 3} ."} for n in range(4)
