@@ -88,8 +88,8 @@ class AlphaFields:
 
     ``retention`` is "none", because the paper's Fisher takes hours of silence on a laptop; the
     paper's recipes set it. The fixed validation batch is the paper's, against which the
-    documentation warns: the share of the rows that is only watched (``held_out_share``) raises an
-    alarm when the batch is being learnt by heart. The packaged laptop recipes draw from a pool.
+    documentation warns: the share of the rows that is only watched (``held_out_share``) shows when
+    the batch is being learnt by heart. The packaged laptop recipes draw from a pool.
 
     Each field's metadata hold its ``help``, which ``alphatoken sft --help`` shows; the rest of its
     documentation is in :func:`documentation`. ``docs/options.md`` shows all as tables.
@@ -256,7 +256,7 @@ class AlphaFields:
     )
     held_out_share: float = option(
         0.2,
-        "Share of the validation rows to hold out; their gap is an overfitting alarm.",
+        "Share of the validation rows to hold out; alpha/validation_gap is measured on them.",
         least=0,
         below=1,
     )

@@ -2,7 +2,7 @@
 
 The paper keeps one validation batch for the whole run; rescored every step, a small one is
 overfitted. A pool draws a new batch each step. Either way a held-out part can be set aside: no
-step ever sees it, so the gap between the two is an alarm.
+step ever sees it, so the gap between the two grows as the batch is overfitted.
 """
 
 from __future__ import annotations

@@ -91,14 +91,11 @@ class RunRecords:
             return
         folder, data = Path(str(args.output_dir)), trainer.train_dataset
         rows = plain_rows(data) if hasattr(data, "__len__") else None
-        export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
+        seen = export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        write_run_report(
-            folder,
-            None  # a plain trainer may have no tokenizer
-            if tokenizer is None
-            else partial(token_texts, tokenizer),
-        )
+        # A plain trainer may have no tokenizer.
+        texts = None if tokenizer is None else partial(token_texts, tokenizer)
+        write_run_report(folder, texts, None if rows is None else seen)
 
     def _all_ledgers(self) -> ValueLedger | None:
         """The ledgers of all processes added up, on those that write; None on the others.

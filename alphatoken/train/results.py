@@ -22,7 +22,7 @@ from alphatoken.report import (
     write_values,
 )
 from alphatoken.report.examples import IGNORE
-from alphatoken.support.storage import read_json, write_json
+from alphatoken.support.storage import read_json
 from alphatoken.train.documents import BRANCHES, row_documents
 from alphatoken.train.ledger import COMPONENTS, UNIT, DocumentValues, ValueLedger
 from alphatoken.train.manifest import RESULTS, RUN
@@ -44,8 +44,8 @@ def export_values(
     *,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
-) -> Path:
-    """Write ``part-00000.parquet`` and ``summary.json``, each whole or not at all.
+) -> tuple[int, int]:
+    """Write ``part-00000.parquet``, whole or not at all.
 
     One record a document, as ``alphatoken score`` writes them, with its visits. A token counts as
     kept if its mean weight is at least one half.
@@ -60,10 +60,10 @@ def export_values(
         truncation_mode: TRL's.
 
     Returns:
-        The folder.
+        Rows of which a document was visited, and the other rows.
 
     Raises:
-        DataError: a file could not be written; an old one is intact.
+        DataError: the file could not be written; an old one is intact.
         InputError: rows without token ids.
     """
     folder = Path(folder)
@@ -78,13 +78,7 @@ def export_values(
         unseen += not found
     folder.mkdir(parents=True, exist_ok=True)
     write_values(folder / "part-00000.parquet", _examples(ledger, holders))
-    placed = {
-        "documents_in_no_row": len(ledger) - len(holders),
-        "rows_seen": seen,
-        "rows_not_seen": unseen,
-    }
-    write_json(folder / "summary.json", _summary(ledger) | ({} if rows is None else placed))
-    return folder
+    return seen, unseen
 
 
 def _examples(ledger: ValueLedger, holders: Holders) -> Iterator[ScoredExample]:
@@ -122,24 +116,10 @@ def _example(number: int, key: bytes, entry: DocumentValues, rows: list[int]) ->
     )
 
 
-def _summary(ledger: ValueLedger) -> dict[str, Any]:
-    """Summary of the run's data."""
-    sums, entries = ledger.sums(), ledger.documents.values()
-    visits = sum(entry.visits * len(entry.positions) for entry in entries)
-    return {
-        "unit": UNIT,
-        "documents": len(ledger),
-        "tokens": ledger.tokens,
-        "visits_of_documents": sum(entry.visits for entry in entries),
-        "visits_of_tokens": visits,
-        "sums": {name: float(sums[:, k].sum()) for k, name in enumerate(COMPONENTS)},
-        "negative_share": float((sums[:, 0] < 0).mean()) if len(sums) else None,
-        "kept_share": float(sums[:, -1].sum() / visits) if visits else None,
-    }
-
-
 def write_run_report(
-    folder: str | Path, texts: Callable[[Sequence[int]], list[str]] | None = None
+    folder: str | Path,
+    texts: Callable[[Sequence[int]], list[str]] | None = None,
+    rows: tuple[int, int] | None = None,
 ) -> Path:
     """Write the page of a run's values, whole or not at all, and return its path.
 
@@ -148,18 +128,18 @@ def write_run_report(
     Args:
         folder: the run's ``output_dir``, with the files of :func:`export_values` in ``VALUES``.
         texts: token ids -> the text of each; without it tokens are shown by their numbers.
+        rows: training rows that were seen, and those that were not; None for a stream.
 
     Raises:
         DataError: a value file cannot be read, or the page could not be written.
     """
     folder = Path(folder)
-    told = read_json(folder / VALUES / "summary.json") or {}
     notes = [f"Values are {UNIT}; stability counts with its lambda."]
-    if "rows_seen" in told:
+    if rows is not None:
         notes.append(
-            f"{told['rows_seen']:,} of {told['rows_seen'] + told['rows_not_seen']:,} training rows "
-            "were seen. A row number counts the training rows from 0, without those that were left "
-            "out or held out: it is no line of the file."
+            f"{rows[0]:,} of {sum(rows):,} training rows were seen. A row number counts the "
+            "training rows from 0, without those that were left out or held out: it is no line of "
+            "the file."
         )
     return write_report(
         folder / REPORT,

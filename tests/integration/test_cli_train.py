@@ -652,8 +652,7 @@ def test_two_processes_are_launched(library: Path, tmp_path: Path) -> None:
     found = list(read_values(results / "values"))
     rows = {row for one in found if one.visits for row in one.visits.rows}
     assert len(rows) == 8, "one step of two processes, two micro-batches, two rows each"
-    whole = json.loads((results / "values" / "summary.json").read_text())
-    assert whole["visits_of_tokens"] == sum(one.response.sum() for one in found)
+    assert all(one.visits.count == 1 for one in found if one.visits)
 
 
 # --- the paper's recipes, on tiny models of their families --------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken.train.monitor import TrainMonitor, ValueSums, summary
+from alphatoken.train.monitor import TrainMonitor
 from alphatoken.values import TokenValues
 
 NAMES = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
@@ -30,10 +30,17 @@ def drawn(seed: int, rows: int = 3, length: int = 7) -> Any:
     return torch.rand(rows, length, generator=draw).round(), mask, values
 
 
-def add(sums: ValueSums, batches: Sequence[Any]) -> ValueSums:
+def monitor(batches: Sequence[Any]) -> TrainMonitor:
+    made = TrainMonitor()
     for weights, mask, values in batches:
-        sums.add(weights, mask, values)
-    return sums
+        made.record(weights, mask, values)
+    return made
+
+
+def reloaded(first: TrainMonitor) -> TrainMonitor:
+    second = TrainMonitor()
+    second.load_values(json.loads(json.dumps(first.state_values())))
+    return second
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -41,56 +48,47 @@ def add(sums: ValueSums, batches: Sequence[Any]) -> ValueSums:
 
 def test_statistics_by_hand() -> None:
     batches = [drawn(seed) for seed in range(5)]
-    found = summary([add(ValueSums(), batches).state()])
-    total = torch.cat([v.total[m] for _, m, v in batches]).double().numpy()
+    found = monitor(batches).logs()
+    response = sum(int(m.sum()) for _, m, _ in batches)
     kept = sum(float((w * m).sum()) for w, m, _ in batches)
-    assert found["response_tokens"] == len(total)
-    assert found["kept_share"] == found["weight_share"] == kept / len(total)
-    assert found["total_mean"] == pytest.approx(total.mean(), rel=1e-12)
-    assert found["total_std"] == pytest.approx(total.std(), rel=1e-12)
+    assert found["alpha/response_tokens"] == response
+    assert found["alpha/kept_share"] == found["alpha/weight_share"] == kept / response
 
 
 def test_soft_weights_and_micro_batches_without_values() -> None:
-    weights, mask, _ = drawn(0)
-    found = summary([add(ValueSums(), [(0.25 * mask, mask, None)]).state()])
-    assert found["kept_share"] == 1
-    assert found["weight_share"] == 0.25
-    assert "total_mean" not in found
-    mixed = add(ValueSums(), [drawn(1)])
-    add(mixed, [(weights, mask, None)])
-    found = summary([mixed.state()])
-    total = drawn(1)[2]
-    assert found["total_mean"] == pytest.approx(float(total.total[total.mask].mean()), rel=1e-6)
+    _, mask, _ = drawn(0)
+    found = monitor([(0.25 * mask, mask, None)]).logs()
+    assert found["alpha/kept_share"] == 1
+    assert found["alpha/weight_share"] == 0.25
 
 
 def test_nothing_recorded_and_nothing_to_learn() -> None:
-    assert summary([ValueSums().state()]) == {"response_tokens": 0}
     weights, mask, values = drawn(0)
     empty = torch.zeros_like(mask)
     zero = replace(values, total=values.total * 0, mask=empty)
-    found = summary([add(ValueSums(), [(weights, empty, zero)]).state()])
-    assert found == {"response_tokens": 0}
+    for batches in ([], [(weights, empty, zero)]):
+        found = monitor(batches).logs()
+        assert {name for name in found if "seconds" not in name} == {"alpha/response_tokens"}
+        assert found["alpha/response_tokens"] == 0
 
 
-def test_processes_together_are_as_one() -> None:
+def test_processes_together_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [drawn(seed) for seed in range(6)]
-    parts = [add(ValueSums(), batches[:2]).state(), add(ValueSums(), batches[2:]).state()]
-    assert summary(parts) == pytest.approx(summary([add(ValueSums(), batches).state()]), rel=1e-12)
-    idle = ValueSums().state()
-    assert summary([*parts, idle]) == summary(parts)
+    whole = monitor(batches).logs()
+    others = [monitor(batches[2:]).state_values(), TrainMonitor().state_values()]
+    monkeypatch.setattr("alphatoken.train.monitor.gather_object", lambda own: [*own, *others])
+    assert monitor(batches[:2]).logs() == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_state_goes_on_to_the_same_bits(cut: int) -> None:
     batches = [drawn(seed, 2, 5) for seed in range(4)]
-    whole = add(ValueSums(), batches)
-    first = add(ValueSums(), batches[:cut])
-    second = ValueSums()
-    second.load(json.loads(json.dumps(first.state())))
-    add(second, batches[cut:])
-    assert second.state() == whole.state()
-    whole.clear()
-    assert summary([whole.state()])["response_tokens"] == 0
+    whole, second = monitor(batches), reloaded(monitor(batches[:cut]))
+    for weights, mask, values in batches[cut:]:
+        second.record(weights, mask, values)
+    assert second.state_values() == whole.state_values()
+    whole.logs()
+    assert whole.logs()["alpha/response_tokens"] == 0
 
 
 def test_recording_reads_nothing_from_the_device() -> None:
@@ -102,43 +100,29 @@ def test_recording_reads_nothing_from_the_device() -> None:
         for name, value in vars(values).items()
         if isinstance(value, torch.Tensor)
     }
-    hollow = replace(values, **moved)
-    sums = ValueSums()
-    for _ in range(3):
-        sums.add(mask.float(), mask, hollow)
+    hollow = monitor([(mask.float(), mask, replace(values, **moved))] * 3)
     with pytest.raises((NotImplementedError, RuntimeError)):
-        sums.state()
+        hollow.state_values()
 
 
-def test_alarm_when_the_held_out_part_turns() -> None:
-    monitor = TrainMonitor()
-    assert monitor.looked_at is None
-    for step, (pool, held, alarm) in enumerate(
-        [
-            (2.0, 2.1, False),
-            (1.5, 1.7, False),
-            (1.2, 1.72, False),
-            (1.0, 1.8, True),
-            (2.0, 2.2, False),
-        ]
-    ):
-        monitor.gap(step, {"pool": pool, "held_out": held, "gap": held - pool})
-        assert monitor.alarm is alarm, step
-        logs = monitor.logs()
-        assert logs["alpha/validation_gap"] == pytest.approx(held - pool)
-        assert logs["alpha/validation_alarm"] == alarm
-    monitor.gap(9, {})
-    assert monitor.looked_at == 4
+def test_the_last_look_is_logged() -> None:
+    found = TrainMonitor()
+    assert found.looked_at is None
+    for step, (pool, held) in enumerate([(2.0, 2.1), (1.5, 1.7)]):
+        found.gap(step, {"pool": pool, "held_out": held, "gap": held - pool})
+        assert found.logs()["alpha/validation_gap"] == held - pool
+    found.gap(9, {})
+    assert found.looked_at == 1
 
 
-def test_monitor_state_holds_the_looks_and_the_balance() -> None:
-    first, second = TrainMonitor(), TrainMonitor()
+def test_state_holds_the_look_the_balance_and_the_seconds() -> None:
+    first = TrainMonitor()
     weights, mask, values = drawn(0)
     first.record(weights, mask, replace(values, balance={"a": 0.5, "b": 3.0, "c": 2.0}), seconds=2)
     first.direction(0.25)
     first.direction(0.5)
     first.gap(3, {"pool": 1.0, "held_out": 2.0, "gap": 1.0})
-    second.load_values(json.loads(json.dumps(first.state_values())))
+    second = reloaded(first)
     logs = [m.logs() for m in (first, second)]
     assert logs[0] == logs[1]
     assert logs[0]["alpha/balance"] == 2.0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
 from alphatoken.select.masks import keep_count, select_top
-from alphatoken.train.monitor import ValueSums, summary
+from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import find_policy, policy, policy_names
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
@@ -79,17 +79,14 @@ def test_standard_keeps_all() -> None:
 
 
 def test_effective_sample_size() -> None:
-    """(sum w)^2 / sum w^2 over what was seen, over processes too."""
-    parts = [torch.tensor([[0.0, 1.0, 0.5]]), torch.tensor([[0.0, 0.25, 0.0]])]
-    states = []
-    for weights in parts:
-        sums = ValueSums()
-        sums.add(weights, torch.tensor([[0, 1, 1]]).bool(), None)
-        states.append(sums.state())
-    found = summary(states)
+    """(sum w)^2 / sum w^2 over what was seen."""
+    monitor = TrainMonitor()
+    for weights in (torch.tensor([[0.0, 1.0, 0.5]]), torch.tensor([[0.0, 0.25, 0.0]])):
+        monitor.record(weights, torch.tensor([[0, 1, 1]]).bool(), None)
+    found = monitor.logs()
     expected = 1.75**2 / (1 + 0.25 + 0.0625)
-    assert found["effective_share"] == pytest.approx(expected / 4)
-    assert found["kept_share"] == 3 / 4
+    assert found["alpha/effective_share"] == pytest.approx(expected / 4)
+    assert found["alpha/kept_share"] == 3 / 4
 
 
 class Surprising(TokenPolicy):
