@@ -5,36 +5,28 @@ killed at any moment leaves every ``checkpoint-N`` either whole or absent. It ho
 rest of the run depends on: what transformers saves, the trainer's own state (``alpha_state``), and
 the statistics gathered since the last log.
 
-``CheckpointMixin`` has the trainer's hooks; what they decide and remember is in ``RunCheckpoints``.
+Exact: a run that was killed and resumed ends with the bits of one that was not (same machine and
+library versions, deterministic kernels).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
-from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.support.storage import flush, read_tensors, write_tensors
-from alphatoken.train.hooks import require_hooks
-from alphatoken.train.identity import (
-    data_fingerprint,
-    frozen_fingerprint,
-    library_versions,
-    run_options,
-)
 from alphatoken.train.manifest import (
     Manifest,
     chosen_checkpoint,
@@ -45,13 +37,9 @@ from alphatoken.train.manifest import (
 )
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from alphatoken.train.mixin import AlphaTrainerMixin
 
-    _Base = Trainer
-else:
-    _Base = object
-
-__all__ = ["CheckpointMixin", "RunCheckpoints"]
+__all__ = ["STAGING", "RunCheckpoints"]
 
 STAGING = "_alphatoken-saving"
 """Folder of an unfinished checkpoint. The underscore keeps it out of uploads to the hub."""
@@ -65,19 +53,19 @@ class RunCheckpoints(TrainerCallback):
     have begun.
 
     Args:
-        trainer: a transformers trainer with ``CheckpointMixin``; private state of transformers' and
-            TRL's is saved with it.
+        trainer: whose run it is; private state of transformers' and TRL's is saved with its own.
         facts: what the run's result depends on; None on processes that save nothing.
 
     Attributes:
         resuming: the checkpoint that this call goes on from, or None.
-        staging: whether transformers is writing a checkpoint aside just now.
+        staging: True while transformers is writing a checkpoint aside.
         random_state_loaded: whether this attempt to train has taken up the random state of
             ``resuming``; it is loaded once an attempt.
     """
 
-    def __init__(self, trainer: Any, facts: Mapping[str, Any] | None) -> None:
-        self._trainer, self._facts = trainer, facts
+    def __init__(self, trainer: AlphaTrainerMixin, facts: Mapping[str, Any] | None) -> None:
+        self._trainer: Any = trainer
+        self._facts = facts
         self._run = ""
         self.resuming: Path | None = None
         self.staging = False
@@ -89,7 +77,7 @@ class RunCheckpoints(TrainerCallback):
         """Agree, over all processes, on the checkpoint to go on from and on the run's name.
 
         Raises:
-            DataError, ConfigError: as in ``CheckpointMixin.train``, on every process.
+            DataError, ConfigError: as in the trainer's ``train``, on every process.
         """
         outcome: list[Any] = [None, None]  # what the first process decides, or its error
         if self._trainer.args.process_index == 0:
@@ -245,131 +233,3 @@ class RunCheckpoints(TrainerCallback):
                 got=f"nothing from process {missing[0]} arrived",
                 remedy="a shared file system, or save_on_each_node=True",
             )
-
-
-class CheckpointMixin(_Base):
-    """Goes before a transformers trainer in the bases; ``train`` and saving change, nothing else.
-
-    A trainer with state of its own overrides :meth:`alpha_state` and :meth:`load_alpha_state`, and
-    names the data that it depends on in :meth:`alpha_data`.
-
-    Exact: a run that was killed and resumed ends with the bits of one that was not (same machine
-    and library versions, deterministic kernels).
-    """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """See, where a trainer is below in the bases, that it has what it is hooked into."""
-        super().__init_subclass__(**kwargs)
-        require_hooks(cls)
-
-    _checkpoints: RunCheckpoints | None = None
-    """Of the current call of ``train``, or of the last one; None before the first."""
-
-    # --- what a trainer says about itself ---------------------------------------------------------
-
-    def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """This process's own state: tensors, and plain JSON values."""
-        return {}, {}
-
-    def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Take back what :meth:`alpha_state` gave.
-
-        Called once a resumed run, after all other callbacks' ``on_train_begin`` and before the
-        first batch is read; model, optimizer and scheduler are loaded by then.
-        """
-
-    def alpha_data(self) -> dict[str, Any]:
-        """Data sets that the run depends on, by name; compared when the run is resumed."""
-        return {"train_dataset": self.train_dataset}
-
-    def run_facts(self) -> dict[str, Any]:
-        """All that the run's result depends on, as JSON values."""
-        return {
-            "processes": self.args.world_size,
-            "trainer": type(self).__name__,
-            "options": run_options(self.args),
-            "data": {name: data_fingerprint(data) for name, data in self.alpha_data().items()},
-            "frozen_weights": frozen_fingerprint(cast(nn.Module, self.model)),
-            "versions": library_versions(),
-        }
-
-    @property
-    def _resuming(self) -> Path | None:
-        return None if self._checkpoints is None else self._checkpoints.resuming
-
-    # --- the trainer's hooks ----------------------------------------------------------------------
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-        *,
-        allow_changed: Collection[str] = (),
-    ) -> Any:
-        """Train, from the start or from a checkpoint.
-
-        Args:
-            resume_from_checkpoint: True goes on from the last complete checkpoint of this folder's
-                run, "auto" does so if there is one and starts otherwise, a path goes on from that
-                one after checking it, None and False start.
-            trial: as in transformers.
-            ignore_keys_for_eval: as in transformers.
-            allow_changed: names of options (or ``train_dataset`` and the like) that may differ
-                from those of the interrupted run; the result then is neither run's.
-
-        Raises:
-            DataError: no complete checkpoint, or the one named is damaged.
-            ConfigError: another number of processes, or options, data or frozen weights that
-                differ; names each.
-        """
-        self.remove_callback(RunCheckpoints)
-        run = RunCheckpoints(self, self.run_facts() if self.args.should_save else None)
-        run.begin(resume_from_checkpoint, allow_changed)
-        self._checkpoints = run
-        self.add_callback(run)
-        path = None if run.resuming is None else str(run.resuming)
-        return super().train(path, trial, ignore_keys_for_eval)
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Get samples as in transformers, and set a resumed run's random state once they are read.
-
-        transformers loads it after this call, too late for what scores a whole step ahead inside
-        an override of this method.
-        """
-        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._resuming is not None:
-            self._load_rng_state(str(self._resuming))
-        return samples
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Once a resumed run: see :meth:`get_batch_samples`."""
-        assert self._checkpoints is not None
-        if checkpoint is not None and not self._checkpoints.random_state_loaded:
-            super()._load_rng_state(checkpoint)
-            self._checkpoints.random_state_loaded = True
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch as in transformers, but no step more when a complete run resumes."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def _get_output_dir(self, trial: Any) -> str:
-        run_dir = str(super()._get_output_dir(trial))
-        staging = self._checkpoints is not None and self._checkpoints.staging
-        return os.path.join(run_dir, STAGING) if staging else run_dir
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save as in transformers, but completely or not at all: a partial one is removed.
-
-        Raises:
-            DataError: it could not be written (disk full, no permission).
-        """
-        assert self._checkpoints is not None
-        write = super()._save_checkpoint
-        run_dir = Path(self._get_output_dir(trial))
-        final = self._checkpoints.save(run_dir, lambda: write(model, trial))
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))

@@ -3,37 +3,47 @@
 ``AlphaTrainerMixin`` goes before a trainer in the bases. It overrides these of its hooks::
 
     __init__            the configuration as one of ours, then the parts of the run
-    train               afterwards, values and their page are written
+    train               goes on from a checkpoint; afterwards, values and their page are written
     get_batch_samples   lets the weigher plan the step, and puts the plan into each micro-batch
     training_step       takes the plan out of the micro-batch
     compute_loss        hands both to the weigher, whose loss the trainer descends
     _clip_grad_norm     tells the weigher by how much the step was cut
     log                 adds the run's statistics to the trainer's own
+    _save_checkpoint    saves completely or not at all
 
 The parts have state of their own and are handed the trainer, of which they ask what it says of
 itself: ``ValueWeigher`` or ``PolicyWeigher`` makes weights of tokens, ``RunRecords`` writes down
-what was trained with which weight, ``CheckpointMixin`` saves and resumes. Nothing else of the
+what was trained with which weight, ``RunCheckpoints`` saves and resumes. Nothing else of the
 trainer is touched.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
-from alphatoken.train.checkpoint import CheckpointMixin
+from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
 from alphatoken.train.datasets import check_left, plain_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.given import by_name, own_config
 from alphatoken.train.gradient_weights import GradientWeightedModel
+from alphatoken.train.hooks import require_hooks
+from alphatoken.train.identity import (
+    data_fingerprint,
+    frozen_fingerprint,
+    library_versions,
+    run_options,
+)
 from alphatoken.train.layouts import (
     check_same_weights,
     name_wrapped_layers,
@@ -66,7 +76,7 @@ _SAID = {"train": "training", "fisher": "Fisher"}
 """Name of a data set in messages, where it differs from its own."""
 
 
-class AlphaTrainerMixin(CheckpointMixin, _Base):
+class AlphaTrainerMixin(_Base):
     """Token valuation and selection for a trainer; see the module's text.
 
     Args:
@@ -100,6 +110,14 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
     """Our configuration of that trainer."""
+
+    _checkpoints: RunCheckpoints | None = None
+    """Of the current call of ``train``, or of the last one; None before the first."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check, where a trainer is below in the bases, that it has what it is hooked into."""
+        super().__init_subclass__(**kwargs)
+        require_hooks(cls)
 
     def __init__(
         self,
@@ -324,14 +342,41 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     # --- the trainer's hooks ----------------------------------------------------------------------
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the checkpointing trainer does; at the end, write values and their page.
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        *,
+        allow_changed: Collection[str] = (),
+    ) -> Any:
+        """Train, from the start or from a checkpoint; at the end, write values and their page.
 
         ``output_dir/_alphatoken`` holds them: ``values`` one record a training sequence,
-        ``alphatoken-report.html`` the most and least valuable tokens. Both quote
-        training rows; ``push_to_hub`` uploads neither.
+        ``alphatoken-report.html`` the most and least valuable tokens. Both quote training rows;
+        ``push_to_hub`` uploads neither.
+
+        Args:
+            resume_from_checkpoint: True goes on from the last complete checkpoint of this folder's
+                run, "auto" does so if there is one and starts otherwise, a path goes on from that
+                one after checking it, None and False start.
+            trial: as in transformers.
+            ignore_keys_for_eval: as in transformers.
+            allow_changed: names of options (or ``train_dataset`` and the like) that may differ
+                from those of the interrupted run; the result then is neither run's.
+
+        Raises:
+            DataError: no complete checkpoint, or the one named is damaged.
+            ConfigError: another number of processes, or options, data or frozen weights that
+                differ; names each.
         """
-        result = super().train(*args, **kwargs)
+        self.remove_callback(RunCheckpoints)
+        run = RunCheckpoints(self, self.run_facts() if self.args.should_save else None)
+        run.begin(resume_from_checkpoint, allow_changed)
+        self._checkpoints = run
+        self.add_callback(run)
+        path = None if run.resuming is None else str(run.resuming)
+        result = super().train(path, trial, ignore_keys_for_eval)
         if self.weigher is not None:
             self.records.write_results()
         return result
@@ -339,8 +384,13 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Micro-batches of one step, each with its number and with what was decided of it ahead."""
+        """Micro-batches of one step, each with its number and with what was decided of it ahead.
+
+        A resumed run's random state is set between the two: transformers loads it after this call.
+        """
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._checkpoints is not None and self._checkpoints.resuming is not None:
+            self._load_rng_state(str(self._checkpoints.resuming))
         if self.weigher is None or not samples:
             return samples, num_items
         # transformers sets it only after this call, and scoring ahead asks for it.
@@ -436,6 +486,38 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
 
     # --- the checkpoint's part --------------------------------------------------------------------
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Once a resumed run: see :meth:`get_batch_samples`."""
+        assert self._checkpoints is not None
+        if checkpoint is not None and not self._checkpoints.random_state_loaded:
+            super()._load_rng_state(checkpoint)
+            self._checkpoints.random_state_loaded = True
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run an epoch as in transformers, but no step more when a complete run resumes."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir = str(super()._get_output_dir(trial))
+        staging = self._checkpoints is not None and self._checkpoints.staging
+        return os.path.join(run_dir, STAGING) if staging else run_dir
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save as in transformers, but completely or not at all: a partial one is removed.
+
+        Raises:
+            DataError: it could not be written (disk full, no permission).
+        """
+        assert self._checkpoints is not None
+        write = super()._save_checkpoint
+        run_dir = Path(self._get_output_dir(trial))
+        final = self._checkpoints.save(run_dir, lambda: write(model, trial))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Ledger, statistics since the last log, norm of the last gradient, and a walk's end."""
         tensors: dict[str, Tensor] = {}
@@ -446,7 +528,11 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         return {**ledger, **tensors}, {"monitor": monitor, "values": values}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Take back what ``alpha_state`` gave."""
+        """Take back what ``alpha_state`` gave.
+
+        Called once a resumed run, after all other callbacks' ``on_train_begin`` and before the
+        first batch is read; model, optimizer and scheduler are loaded by then.
+        """
         walk, ledger = walk_and_rest(tensors)
         self.records.load(ledger, values["monitor"])
         if isinstance(self.weigher, ValueWeigher):
@@ -457,9 +543,20 @@ class AlphaTrainerMixin(CheckpointMixin, _Base):
         fisher = self.rows.fisher
         parts = ("reference", "fisher", "factors")
         return {
-            **super().alpha_data(),
+            "train_dataset": self.train_dataset,
             "validation_dataset": self.rows.validation,
             "retention_dataset": self.rows.retention,
             "fisher": None if fisher is None else {n: getattr(fisher, n) for n in parts},
             "policy_arguments": policy_digest(self._policy),
+        }
+
+    def run_facts(self) -> dict[str, Any]:
+        """All that the run's result depends on, as JSON values."""
+        return {
+            "processes": self.args.world_size,
+            "trainer": type(self).__name__,
+            "options": run_options(self.args),
+            "data": {name: data_fingerprint(data) for name, data in self.alpha_data().items()},
+            "frozen_weights": frozen_fingerprint(self.model),
+            "versions": library_versions(),
         }

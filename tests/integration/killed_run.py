@@ -24,10 +24,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
 
 from alphatoken import train
-from alphatoken.train.checkpoint import STAGING, CheckpointMixin
+from alphatoken.train.checkpoint import STAGING
 from tests.integration import tiny_training as tiny
 from tests.pictures import leave_blank
 
@@ -37,10 +36,6 @@ _SERVER.set_forkserver_preload(
 )
 PATIENCE = 240.0  # seconds for any one process
 _OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod")
-
-
-class PlainTrainer(CheckpointMixin, SFTTrainer):
-    """TRL's own trainer with our checkpoints only."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +92,8 @@ class Run:
         if given.pop("evaluate", False):
             arguments["eval_dataset"] = tiny.sft_rows(8, seed=9)
         if self.kind == "plain":
-            args = SFTConfig(**tiny.options(self.out, **given))
-            return PlainTrainer(args=args, train_dataset=tiny.sft_rows(24), **arguments)
+            args = train.AlphaSFTConfig(**tiny.options(self.out, policy="standard", **given))
+            return train.AlphaSFTTrainer(args=args, train_dataset=tiny.sft_rows(24), **arguments)
         named = {**tiny.ALPHA, "fisher_cache": str(self.folder.parent / "fisher"), **given}
         if self.kind == "sft":
             return train.AlphaSFTTrainer(

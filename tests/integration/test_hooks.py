@@ -12,8 +12,8 @@ from transformers import Trainer
 
 from alphatoken.errors import UnsupportedError
 from alphatoken.train import AlphaSFTTrainer
-from alphatoken.train.checkpoint import CheckpointMixin
 from alphatoken.train.hooks import OVERRIDDEN
+from alphatoken.train.mixin import AlphaTrainerMixin
 
 FOLDER = Path(__file__).parents[2] / "alphatoken" / "train"
 TREES = [ast.parse(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.py"))]
@@ -52,5 +52,5 @@ def test_a_library_without_a_hook_is_refused_on_import(name: str, stays: bool) -
 
     former = type("Trainer", (), {**without(Trainer), "__module__": "transformers.trainer"})
     with pytest.raises(UnsupportedError, match=rf"without .*{name}"):
-        type("Ours", (CheckpointMixin, former), {})
-    type("Ours", (CheckpointMixin, Trainer), {})
+        type("Ours", (AlphaTrainerMixin, former), {})
+    type("Ours", (AlphaTrainerMixin, Trainer), {})
