@@ -51,14 +51,13 @@ from alphatoken.train.layouts import (
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
-from alphatoken.train.micro_batch_values import walk_and_rest
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
 from alphatoken.train.records import RunRecords
 from alphatoken.train.reference import check_reference
-from alphatoken.train.run_rows import RunRows, build_valuation, prepare_run_rows
+from alphatoken.train.run_rows import RunRows, prepare_run_rows
 from alphatoken.train.step_guard import StepGuard
 from alphatoken.train.valuation import Valuation
 from alphatoken.train.value_weigher import ValueWeigher
@@ -71,6 +70,9 @@ else:
     _Base = object
 
 __all__ = ["AlphaTrainerMixin"]
+
+_WALK = "walk/"
+"""Before the names of the weights at a walk's end, in a checkpoint."""
 
 _SAID = {"train": "training", "fisher": "Fisher"}
 """Name of a data set in messages, where it differs from its own."""
@@ -179,7 +181,7 @@ class AlphaTrainerMixin(_Base):
             self.rows = prepare_run_rows(
                 self, validation_dataset, retention_dataset, fisher, fisher_dataset
             )
-        self.weigher = ValueWeigher(self, self.records, lambda: build_valuation(self, self.rows))
+        self.weigher = ValueWeigher(self)
 
     def _read_rows(self, given: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
         """All rows in the form that the trainer below reads, checked, compared with each other.
@@ -331,9 +333,9 @@ class AlphaTrainerMixin(_Base):
 
     @property
     def valuation(self) -> Valuation:
-        """Built at the first training step, when model and optimizer are wrapped."""
+        """Values of the run's tokens, and their scorer."""
         assert isinstance(self.weigher, ValueWeigher)
-        return self.weigher.values.valuation
+        return self.weigher.valuation
 
     @property
     def needs_values(self) -> bool:
@@ -475,7 +477,7 @@ class AlphaTrainerMixin(_Base):
         """Clip as in transformers; a weigher of values gets the norm before the cut."""
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if isinstance(self.weigher, ValueWeigher):
-            self.weigher.values.gradient_cut(norm)
+            self.weigher.valuation.gradient_cut(norm)
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -520,12 +522,13 @@ class AlphaTrainerMixin(_Base):
 
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Ledger, statistics since the last log, norm of the last gradient, and a walk's end."""
-        tensors: dict[str, Tensor] = {}
+        walk: dict[str, Tensor] = {}
         values: dict[str, Any] | None = None
         if isinstance(self.weigher, ValueWeigher):
-            tensors, values = self.weigher.values.state()
+            walk, values = self.weigher.valuation.state()
         ledger, monitor = self.records.state()
-        return {**ledger, **tensors}, {"monitor": monitor, "values": values}
+        tensors = {**ledger, **{f"{_WALK}{name}": end for name, end in walk.items()}}
+        return tensors, {"monitor": monitor, "values": values}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take back what ``alpha_state`` gave.
@@ -533,10 +536,11 @@ class AlphaTrainerMixin(_Base):
         Called once a resumed run, after all other callbacks' ``on_train_begin`` and before the
         first batch is read; model, optimizer and scheduler are loaded by then.
         """
-        walk, ledger = walk_and_rest(tensors)
+        walk = {n.removeprefix(_WALK): t for n, t in tensors.items() if n.startswith(_WALK)}
+        ledger = {name: t for name, t in tensors.items() if not name.startswith(_WALK)}
         self.records.load(ledger, values["monitor"])
         if isinstance(self.weigher, ValueWeigher):
-            self.weigher.values.load(walk, values["values"])
+            self.weigher.valuation.load(walk, values["values"])
 
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""

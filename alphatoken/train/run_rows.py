@@ -1,14 +1,12 @@
 """Rows that a run values against: validation rows, retention rows or a Fisher.
 
 ``prepare_run_rows`` tokenises, checks and fits when the trainer is made, so that a run refuses what
-it cannot use before it trains. ``build_valuation`` makes the scorer of all that at the first
-training step, when model and optimizer are wrapped.
+it cannot use before it trains.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from alphatoken.direction.drift import FisherDrift
@@ -19,17 +17,12 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import resolve_layers
 from alphatoken.train.checks import check_lengths, check_pool, check_tokens
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.distributed import Ranks
 from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
-from alphatoken.train.layouts import sharding_of
-from alphatoken.train.masters import masters_of
-from alphatoken.train.pool import ValidationPool
-from alphatoken.train.valuation import Batches, Valuation
 
 if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
 
-__all__ = ["RunRows", "build_valuation", "prepare_run_rows"]
+__all__ = ["RunRows", "prepare_run_rows"]
 
 
 @dataclass(frozen=True)
@@ -132,38 +125,3 @@ def _require_fisher_covers(trainer: AlphaTrainerMixin) -> None:
             why="their retention would count as zero",
             remedy="retention='none', or value_parameters='all' with retention='diagonal'",
         )
-
-
-def build_valuation(trainer: AlphaTrainerMixin, rows: RunRows) -> Valuation:
-    """The valuation of a run; called when its model and optimizer are wrapped."""
-    options, ranks = trainer.args, Ranks(trainer.accelerator)
-    pool = None
-    retention: FisherDrift | tuple[ValidationPool, Batches] | None = rows.fisher
-    if rows.validation:
-        pool = check_pool(options, len(rows.validation), ranks.world)
-        trainer.prepare_pool(rows.validation)
-    if rows.retention:
-        trainer.prepare_pool(rows.retention)
-        drawn = ValidationPool(
-            len(rows.retention),
-            min(options.retention_batch_size, len(rows.retention)),
-            mode="pool",
-            held_out_share=0.0,
-            seed=options.value_seed + 1,
-        )
-        retention = drawn, partial(_batch, trainer, rows.retention)
-    return Valuation(
-        trainer.model,
-        options,
-        pool,
-        partial(_batch, trainer, rows.validation),
-        retention,
-        optimizer=trainer.optimizer,
-        ranks=ranks,
-        sharding=sharding_of(trainer.accelerator, trainer.model),
-        masters=masters_of(trainer.accelerator, trainer.model),
-    )
-
-
-def _batch(trainer: AlphaTrainerMixin, rows: list[dict[str, Any]], chosen: Any) -> Any:
-    return trainer.row_batch([rows[i] for i in chosen])

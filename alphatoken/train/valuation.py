@@ -1,139 +1,173 @@
-"""Valuation inside a run: which validation rows and which direction at which step."""
+"""Values inside a run: of which forward, against which validation rows and which direction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.objective import objective_value
+from alphatoken.direction.objective import objective_value, scoring_forward
 from alphatoken.direction.walk import WalkBuilder
-from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.scorer import Scorer
+from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.scorer import Observed, Scorer
+from alphatoken.train.checks import check_pool
 from alphatoken.train.distributed import Ranks, even_micro_batches
-from alphatoken.train.masters import Masters
-from alphatoken.train.options import AlphaOptions
+from alphatoken.train.fused_head import errors_only
+from alphatoken.train.gradient_weights import GradientWeightedModel, by_token, gated_loss
+from alphatoken.train.layouts import sharding_of
+from alphatoken.train.masters import masters_of
+from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.pool import ValidationPool
+from alphatoken.train.selecting import selecting
+
+if TYPE_CHECKING:
+    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["Valuation"]
 
-Batches = Callable[[Sequence[int]], Any]
-"""Row numbers to one labelled or preference batch on the model's device."""
-
 
 class Valuation:
-    """A scorer that follows a run: new validation rows and direction at each step.
+    """One value a response token, against the direction of its step: a scorer that follows a run.
 
-    Everything that it draws is a function of (seed, step): a checkpoint holds nothing of it.
+    Everything that it draws is a function of (seed, step). Checkpoints hold the norm of the step's
+    gradient, which the next step's values need under a full preconditioner, and the end of the
+    walk that values are taken to.
 
     Args:
-        model: the unwrapped model.
-        options: of the run.
-        pool: which validation rows are drawn; None for ``objective="stability"``.
-        validation: rows of the pool to a batch.
-        retention: a Fisher drift, or (pool, rows to a batch) of retention rows, or None.
-        optimizer: of the run, for preconditioned values.
-        ranks: this process among the others.
-        sharding: how weights are sharded, or None.
-        masters: weights that the optimizer keeps beside the model's, or None.
+        trainer: whose run it is; its rows are prepared.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: AlphaOptions,
-        pool: ValidationPool | None,
-        validation: Batches,
-        retention: FisherDrift | tuple[ValidationPool, Batches] | None,
-        *,
-        optimizer: torch.optim.Optimizer | None,
-        ranks: Ranks,
-        sharding: Any = None,
-        masters: Masters | None = None,
-    ) -> None:
-        self.options, self.pool, self.ranks = options, pool, ranks
-        if masters is not None and isinstance(retention, FisherDrift):
-            retention = masters.started(retention)
-        self._validation, self._retention = validation, retention
-        self._sharded, self._size = sharding is not None, options.validation_rows_at_once
+    def __init__(self, trainer: AlphaTrainerMixin) -> None:
+        self._trainer, self._options = trainer, trainer.args
+        rows, options = trainer.rows, trainer.args
+        self.pool: ValidationPool | None = None
+        self._retention_pool: ValidationPool | None = None
+        if rows.validation:
+            self.pool = check_pool(options, len(rows.validation), self._ranks.world)
+        if rows.retention:
+            self._retention_pool = ValidationPool(
+                len(rows.retention),
+                min(options.retention_batch_size, len(rows.retention)),
+                mode="pool",
+                held_out_share=0.0,
+                seed=options.value_seed + 1,
+            )
+        self._sharded = False
+        self._scorer: Scorer | None = None
         self._step: int | None = None
         self._built: int | None = None
-        self._lasts = options.direction_lasts
-        self.scorer = Scorer(
-            model,
-            None if pool is None else self._draw(pool, validation, 0),
-            retention
-            if retention is None or isinstance(retention, FisherDrift)
-            else self._draw(*retention, 0),
+        # Norm of the last step's gradient before it was cut; None where it was not taken.
+        self._norm: Any = None
+        self._walk: tuple[int, dict[str, Tensor]] | None = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self._trainer.accelerator)
+
+    # --- the direction ----------------------------------------------------------------------------
+
+    @property
+    def scorer(self) -> Scorer:
+        """Built at the first training step, when model and optimizer are wrapped."""
+        if self._scorer is None:
+            self._scorer = self._build()
+            if self._walk is not None:
+                self._resume(self._scorer, *self._walk)
+                self._walk = None
+        return self._scorer
+
+    def _build(self) -> Scorer:
+        trainer, options, rows = self._trainer, self._options, self._trainer.rows
+        sharding = sharding_of(trainer.accelerator, trainer.model)
+        masters = masters_of(trainer.accelerator, trainer.model)
+        self._sharded = sharding is not None
+        for pool in (rows.validation, rows.retention):
+            if pool:
+                trainer.prepare_pool(pool)
+        retention: Any = rows.fisher
+        if self._retention_pool is not None:
+            retention = self._draw(self._retention_pool, rows.retention, 0)
+        elif masters is not None and rows.fisher is not None:
+            retention = masters.started(rows.fisher)
+        scorer = Scorer(
+            trainer.model,
+            None if self.pool is None else self._draw(self.pool, rows.validation, 0),
+            retention,
             # The distance to the reference is checked before training; a run may go far from it.
             replace(options.scorer_config(), max_relative_drift=None),
-            optimizer=optimizer if options.preconditioner else None,
+            optimizer=trainer.optimizer if options.preconditioner else None,
             reduce=self._reduce,
             sharding=sharding,
             masters=None if masters is None else masters.weight,
         )
-        self.scorer.warn = False  # no drift at the first steps; the balance is logged
+        scorer.warn = False  # no drift at the first steps; the balance is logged
+        return scorer
 
-    @property
-    def adapter(self) -> DecoderAdapter:
-        """The scorer's view of the model."""
-        return self.scorer.adapter
+    def _resume(self, scorer: Scorer, built: int, end: dict[str, Tensor]) -> None:
+        """Go on with a walk that was taken at step ``built`` of the run."""
+        self._built = built
+        scorer.pin(("step", built))
+        places = {name: p.device for name, p in scorer.scored.parameters.items()}
+        assert isinstance(scorer.builder, WalkBuilder)
+        scorer.builder.keep({n: t.to(places[n]) for n, t in end.items()})
 
-    def _draw(self, pool: ValidationPool, batches: Batches, step: int) -> list[Any]:
-        return self._batches(batches, pool.rows(step))
+    def _draw(self, pool: ValidationPool, rows: Sequence[dict[str, Any]], step: int) -> list[Any]:
+        return self._batches(rows, pool.rows(step))
 
-    def _batches(self, batches: Batches, rows: Sequence[int]) -> list[Any]:
-        """This process's share of the rows, in micro-batches."""
-        rank, world, size = self.ranks.rank, self.ranks.world, self._size
+    def _batches(self, rows: Sequence[dict[str, Any]], chosen: Sequence[int]) -> list[Any]:
+        """This process's share of the chosen rows, in micro-batches."""
+        ranks, size = self._ranks, self._options.validation_rows_at_once
         if self._sharded:
-            return [batches(part) for part in even_micro_batches(rows, rank, world, size)]
-        own = ValidationPool.share_of(rows, rank, world)
-        size = size or max(len(own), 1)
-        return [batches(own[i : i + size]) for i in range(0, len(own), size)]
+            parts = even_micro_batches(chosen, ranks.rank, ranks.world, size)
+        else:
+            own = ValidationPool.share_of(chosen, ranks.rank, ranks.world)
+            size = size or max(len(own), 1)
+            parts = [own[i : i + size] for i in range(0, len(own), size)]
+        return [self._trainer.row_batch([rows[i] for i in part]) for part in parts]
 
     def _reduce(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
         """Mean over all ranks."""
-        sums, count = self.ranks.sum_gradients(sums, count, sharded=self._sharded)
+        sums, count = self._ranks.sum_gradients(sums, count, sharded=self._sharded)
         return {name: total / count for name, total in sums.items()}
 
-    def begin(self, step: int) -> None:
-        """Enter optimizer step ``step``: a new direction when due."""
+    @selecting()
+    def begin(self) -> None:
+        """Enter the current optimizer step: a new direction where one is due.
+
+        Called for every micro-batch; only the first of a step does anything.
+        """
+        options, monitor = self._options, self._trainer.records.monitor
+        if not options.needs_values:
+            return
+        step, started = self._trainer.state.global_step, time.perf_counter()
+        self._enter(step)
+        monitor.direction(time.perf_counter() - started)
+        due = options.held_out_steps and step % options.held_out_steps == 0
+        if due and monitor.looked_at != step:
+            monitor.gap(step, self.objective_gap(step))
+
+    def _enter(self, step: int) -> None:
+        """Draw new rows, and have the direction built anew, where it is due at this step."""
+        scorer, rows, lasts = self.scorer, self._trainer.rows, self._options.direction_lasts
         if step == self._step:
             return
         self._step = step
         # A run that starts over (``auto_find_batch_size``) is at a step before the last build.
         age = -1 if self._built is None else step - self._built
-        if age >= 0 and (self._lasts is None or age < self._lasts):
+        if age >= 0 and (lasts is None or age < lasts):
             return
         self._built = step
         if self.pool is not None:
-            self.scorer.set_validation(self._draw(self.pool, self._validation, step))
-        if isinstance(self._retention, tuple):
-            self.scorer.set_retention(self._draw(*self._retention, step))
-        self.scorer.pin(("step", step))
-
-    def checkpointed(self) -> tuple[int, dict[str, Tensor]] | None:
-        """State of the direction for a checkpoint: for a walk its step and its end.
-
-        Any other is built anew at the next step, as a run resumed from here would.
-        """
-        if isinstance(builder := self.scorer.builder, WalkBuilder):
-            return None if self._built is None else (self._built, builder.end_weights())
-        self._built = None
-        self.scorer.refresh()
-        return None
-
-    def resume(self, built: int, end: dict[str, Tensor]) -> None:
-        """Go on with a walk that was taken at step ``built`` of the run."""
-        self._built = built
-        self.scorer.pin(("step", built))
-        places = {name: p.device for name, p in self.scorer.scored.parameters.items()}
-        assert isinstance(self.scorer.builder, WalkBuilder)
-        self.scorer.builder.keep({n: t.to(places[n]) for n, t in end.items()})
+            scorer.set_validation(self._draw(self.pool, rows.validation, step))
+        if self._retention_pool is not None:
+            scorer.set_retention(self._draw(self._retention_pool, rows.retention, step))
+        scorer.pin(("step", step))
 
     def objective_gap(self, step: int) -> dict[str, float]:
         """Mean validation objective on the rows of this step and on the held-out rows."""
@@ -147,9 +181,146 @@ class Valuation:
     def _objective(self, rows: Sequence[int]) -> float:
         """Mean token loss, or mean preference loss, over the ranks' rows."""
         total = count = 0.0
-        for item in self._batches(self._validation, rows):
-            value, weight = objective_value(self.adapter, item)
+        for item in self._batches(self._trainer.rows.validation, rows):
+            value, weight = objective_value(self.scorer.adapter, item)
             total, count = total + value, count + weight
-        loss = torch.tensor(total, dtype=torch.float64, device=self.ranks.device)
-        summed, count = self.ranks.sum_gradients({"loss": loss}, count)
+        loss = torch.tensor(total, dtype=torch.float64, device=self._ranks.device)
+        summed, count = self._ranks.sum_gradients({"loss": loss}, count)
         return float(summed["loss"]) / max(count, 1.0)
+
+    # --- one micro-batch --------------------------------------------------------------------------
+
+    def wanted(self, batch: MicroBatch) -> bool:
+        """True if this micro-batch is valued. Where one process must, all do: it is collective."""
+        return self._options.needs_values and self._ranks.any(bool(batch.mask.any()))
+
+    @contextmanager
+    def observing(self) -> Iterator[Observed]:
+        """The scorer's ``observe``, the time on entering it logged as the direction's.
+
+        On entering, the scorer builds the direction that this step's values are taken against,
+        where it is new.
+        """
+        started = time.perf_counter()
+        with ExitStack() as observing:
+            with selecting():
+                observed = observing.enter_context(self.scorer.observe())
+            self._trainer.records.monitor.direction(time.perf_counter() - started)
+            yield observed
+
+    @selecting()
+    def read(
+        self,
+        observed: Observed,
+        gate: GradientWeightedModel,
+        coefficients: Tensor,
+        batch: MicroBatch,
+    ) -> Scored:
+        """Values of the micro-batch whose forward ``observed`` saw."""
+        started = time.perf_counter()
+        labels, mask = batch.labels, batch.mask
+        empty = not bool(mask.any())
+        if empty:  # on another process there is a response; this one takes part, and counts nothing
+            labels = _with_one_label(labels, batch.inputs)
+            mask = label_mask(labels)
+        assert gate.log_probs is not None
+        # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
+        below = self.scorer.scored.first is not None
+        with errors_only(gate.log_probs) if below else nullcontext():
+            values = observed.values(
+                gate.scores,
+                labels,
+                token_weights=self._trainer.value_weights(coefficients, mask, batch.num_items),
+                step_weights=self._step_weights(coefficients, batch),
+                components=self._trainer.records.keeps_values,
+            )
+        if empty:
+            return Scored(torch.zeros_like(values.total))
+        return Scored(values.total, values, time.perf_counter() - started)
+
+    @selecting()
+    def of_own_forward(self, batch: MicroBatch) -> Scored:
+        """Values of a forward that nothing is trained on (dropout off)."""
+        first = self.scorer.scored.first
+        gate = GradientWeightedModel(self._trainer.model)
+        with _untouched_metrics(self._trainer), self.observing() as observed:
+            with scoring_forward(self.scorer.adapter, first):
+                loss = gated_loss(self._trainer, gate, batch)
+            return self.read(observed, gate, gate.coefficients(loss), batch)
+
+    # --- the step's gradient, for values of a full step -------------------------------------------
+
+    def _step_weights(self, coefficients: Tensor, batch: MicroBatch) -> Tensor | None:
+        """Weight (b, t) of each token's gradient in the step's, as the optimizer gets it.
+
+        It is that of a step in which all tokens are kept. The step's gradient is estimated from
+        this micro-batch, and its clipping is taken to be the last step's.
+        """
+        if self._options.preconditioner != "full":
+            return None
+        scale = self._trainer.step_scale(batch.num_items)
+        whole = scale * undivided(batch, self._options.kept_normalization) * self.clip_factor
+        return -by_token(coefficients) * whole
+
+    def gradient_cut(self, norm: Any) -> None:
+        """Take the norm that the step's gradient had before it was cut.
+
+        It is stored where values of the next step are of a full step, and not read here, because
+        reading it waits for the device.
+        """
+        if self._options.preconditioner == "full":
+            self._norm = norm
+
+    @property
+    def clip_factor(self) -> float:
+        """Factor by which the last step's gradient was cut; reading it waits for the device."""
+        if self._norm is None:
+            return 1.0
+        self._norm = float(self._norm)
+        return float(min(1.0, self._options.max_grad_norm / (self._norm + 1e-6)))
+
+    # --- the checkpoint's part --------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """State for a checkpoint: the end of the walk in use; its step, and the last norm."""
+        end: dict[str, Tensor] = {}
+        if self._scorer is not None and not isinstance(self._scorer.builder, WalkBuilder):
+            # A resumed run builds its direction at its first step; so must the one that goes on.
+            self._built = None
+            self._scorer.refresh()
+        elif self._scorer is not None and self._built is not None:
+            end = self._scorer.builder.end_weights()
+        norm = None if self._norm is None else float(self._norm)
+        return end, {"norm": norm, "walk": self._built if end else None}
+
+    def load(self, end: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Take back what ``state`` gave.
+
+        A scorer that an earlier call or attempt of ``train`` built goes: its direction is of
+        another step.
+        """
+        self._scorer = self._step = self._built = None
+        self._norm = values["norm"]
+        self._walk = None if values["walk"] is None else (values["walk"], dict(end))
+
+
+@contextmanager
+def _untouched_metrics(trainer: Any) -> Iterator[None]:
+    """TRL's running metrics see the training forward only."""
+    names = ("_metrics", "_total_train_tokens")
+    before = {n: copy.deepcopy(getattr(trainer, n)) for n in names if hasattr(trainer, n)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(trainer, name, value)
+
+
+def _with_one_label(labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Some token that the model predicts, labelled: values are taken of at least one."""
+    ids = inputs["input_ids"]
+    every = label_mask(predicted_labels(ids, inputs.get("attention_mask")))
+    row, index = every.nonzero()[0].tolist()
+    labels = labels.clone()
+    labels[row, index] = ids[row, index]
+    return labels

@@ -15,7 +15,7 @@ on that forward. The trainer's own forward and the surrogate follow, with weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,6 @@ from alphatoken.train.distributed import Ranks, global_selection
 from alphatoken.train.gradient_weights import GradientWeightedModel, gated_loss
 from alphatoken.train.layouts import needs_own_forward
 from alphatoken.train.micro_batch import Carried, MicroBatch, Scored, draw_seed, normalised
-from alphatoken.train.micro_batch_values import MicroBatchValues
-from alphatoken.train.records import RunRecords
 from alphatoken.train.selecting import selecting
 from alphatoken.train.token_rules import Ranked
 from alphatoken.train.valuation import Valuation
@@ -62,15 +60,10 @@ class ValueWeigher:
 
     Args:
         trainer: whose run it is.
-        records: where each micro-batch is written down.
-        build: makes the valuation, at the first step that needs one.
     """
 
-    def __init__(
-        self, trainer: AlphaTrainerMixin, records: RunRecords, build: Callable[[], Valuation]
-    ) -> None:
-        self._trainer, self._records = trainer, records
-        self.values = MicroBatchValues(trainer, records, build)
+    def __init__(self, trainer: AlphaTrainerMixin) -> None:
+        self._trainer, self.valuation = trainer, Valuation(trainer)
         self._rule = Ranked(trainer.args)
 
     # --- one optimizer step -----------------------------------------------------------------------
@@ -103,18 +96,18 @@ class ValueWeigher:
 
     def _weigh_globally(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
         """Score all micro-batches of this step; rank over accumulation and processes."""
-        self.values.begin()
+        self.valuation.begin()
         plans = [self._scored_ahead(batch) for batch in batches]
         weights = self._choose_globally(batches, [plan.scored for plan in plans])
         return [replace(plan, weights=w) for plan, w in zip(plans, weights, strict=True)]
 
     def _scored_ahead(self, batch: MicroBatch) -> _Plan:
         """Values of one micro-batch, and the inputs that scoring added to it."""
-        if not self.values.wanted(batch):
+        if not self.valuation.wanted(batch):
             return _Plan()
         with self._trainer.compute_loss_context_manager():
             own = self._trainer.own_inputs(batch.inputs)
-            scored = self.values.of_own_forward(replace(batch, inputs=own))
+            scored = self.valuation.of_own_forward(replace(batch, inputs=own))
         extra = {k: v for k, v in own.items() if k not in batch.inputs}
         return _Plan(scored=scored, extra=extra)
 
@@ -161,16 +154,16 @@ class ValueWeigher:
         Raises:
             NumericalError: the loss is not finite.
         """
-        self.values.begin()
+        self.valuation.begin()
         plan = batch.planned(_Plan)
         if plan.weights is not None:
             batch = replace(batch, inputs={**batch.inputs, **plan.extra})
             return self._train(model, batch, plan.scored, plan.weights)
-        if not self.values.wanted(batch):
+        if not self.valuation.wanted(batch):
             return self._train(model, batch, None, self.choose(batch, None))
         if needs_own_forward(self._trainer.accelerator, self._trainer.args):
             batch = replace(batch, inputs=self._trainer.own_inputs(batch.inputs))
-            scored = self.values.of_own_forward(batch)
+            scored = self.valuation.of_own_forward(batch)
             return self._train(model, batch, scored, self.choose(batch, scored))
         return self._score_and_train(model, batch)
 
@@ -183,13 +176,13 @@ class ValueWeigher:
     def _score_and_train(self, model: Any, batch: MicroBatch) -> Tensor:
         """Score and train on one forward."""
         gate = GradientWeightedModel(model)
-        with self.values.observing() as observed:
+        with self.valuation.observing() as observed:
             loss = gated_loss(self._trainer, gate, batch)
             coefficients = gate.coefficients(loss)
             # The head is whole in this process.
-            if self.values.valuation.scorer.scored.sharding is None:
+            if self.valuation.scorer.scored.sharding is None:
                 gate.share_head(batch.labels)
-            scored = self.values.read(observed, gate, coefficients, batch)
+            scored = self.valuation.read(observed, gate, coefficients, batch)
         weights = self.choose(batch, scored)
         return self._surrogate(gate, loss, coefficients, batch, scored, weights)
 
@@ -211,7 +204,7 @@ class ValueWeigher:
         weights: Tensor,
     ) -> Tensor:
         """Write the micro-batch down; the trainer's loss in value, the weighted one in gradient."""
-        self._records.micro_batch(batch, scored, weights)
+        self._trainer.records.micro_batch(batch, scored, weights)
         kind, share = self._trainer.args.kept_normalization, batch.planned(_Plan).kept_share
         divided = normalised(weights.to(coefficients), batch, kind, share)
         final = self._trainer.final_coefficients(gate, coefficients, weights, batch.inputs)

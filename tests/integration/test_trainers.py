@@ -345,13 +345,13 @@ def test_clipping_does_not_wait_for_the_device(
     trainer = sft(tmp_path, retention="none", max_grad_norm=0.5, preconditioner=preconditioner)
     norm = torch.tensor(2.0).as_subclass(Unread)
     monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda *_: norm)
-    assert trainer.weigher.values.clip_factor == 1.0
+    assert trainer.valuation.clip_factor == 1.0
     assert trainer._clip_grad_norm(trainer.model) is norm
     if preconditioner == "full":
         with pytest.raises(AssertionError, match="waited"):
-            trainer.weigher.values.clip_factor  # noqa: B018
-        trainer.weigher.values.gradient_cut(torch.tensor(2.0))
-        assert trainer.weigher.values.clip_factor == pytest.approx(0.25, rel=1e-5)
+            trainer.valuation.clip_factor  # noqa: B018
+        trainer.valuation.gradient_cut(torch.tensor(2.0))
+        assert trainer.valuation.clip_factor == pytest.approx(0.25, rel=1e-5)
     assert trainer.alpha_state()[1]["values"]["norm"] == (2.0 if preconditioner == "full" else None)
 
 

@@ -16,7 +16,7 @@ from tests.property.test_trainer_oracle import PINNED
 NEEDS = ("trl", "peft")
 MIXIN = "train.mixin.AlphaTrainerMixin"
 WEIGHER = "train.value_weigher.ValueWeigher"
-VALUES = "train.micro_batch_values.MicroBatchValues"
+VALUES = "train.valuation.Valuation"
 RULES = "train.token_rules"
 RECORDS = "train.records.RunRecords.micro_batch"
 DPO = "train.dpo.AlphaDPOTrainer"
@@ -276,7 +276,7 @@ TRAINERS = (
     _of(
         "metrics-counted-twice",
         "a scoring pass of its own moves the trainer's running metrics",
-        ("train.micro_batch_values._untouched_metrics", "setattr(trainer, name, value)", "pass"),
+        ("train.valuation._untouched_metrics", "setattr(trainer, name, value)", "pass"),
         "packing, own forward",
     ),
     _of(
@@ -339,9 +339,9 @@ TRAINERS = (
         "direction-kept-a-step-too-long",
         "G and V are used for one step more than was asked for",
         (
-            "train.valuation.Valuation.begin",
-            "age < self._lasts",
-            "age <= self._lasts",
+            f"{VALUES}._enter",
+            "age < lasts",
+            "age <= lasts",
         ),
         PAPER,
     ),
@@ -349,8 +349,8 @@ TRAINERS = (
         "direction-never-pinned",
         "G and V are built anew at every step although they should last for two",
         (
-            "train.valuation.Valuation.begin",
-            "(self._lasts is None or age < self._lasts)",
+            f"{VALUES}._enter",
+            "(lasts is None or age < lasts)",
             "False",
         ),
         OLD,
@@ -359,9 +359,9 @@ TRAINERS = (
         "first-rows-for-ever",
         "a pool gives the validation rows of the first step at every step",
         (
-            "train.valuation.Valuation.begin",
-            "self._draw(self.pool, self._validation, step)",
-            "self._draw(self.pool, self._validation, 0)",
+            f"{VALUES}._enter",
+            "self._draw(self.pool, rows.validation, step)",
+            "self._draw(self.pool, rows.validation, 0)",
         ),
         POOLED,
     ),
@@ -369,23 +369,23 @@ TRAINERS = (
         "retention-rows-never-drawn-anew",
         "retention rows are those of the first step at every step",
         (
-            "train.valuation.Valuation.begin",
-            "self._draw(*self._retention, step)",
-            "self._draw(*self._retention, 0)",
+            f"{VALUES}._enter",
+            "rows.retention, step)",
+            "rows.retention, 0)",
         ),
         "retention by rows",
     ),
     _of(
         "validation-rows-dropped",
         "of the validation rows only the first micro-batch is used",
-        ("train.valuation.Valuation._batches", "range(0, len(own), size)", "range(0, size, size)"),
+        (f"{VALUES}._batches", "range(0, len(own), size)", "range(0, size, size)"),
         POOLED,
     ),
     _of(
         "gap-with-the-other-sign",
-        "the alarm is the pool's loss minus the held-out one",
+        "the gap is the pool's loss minus the held-out one",
         (
-            "train.valuation.Valuation.objective_gap",
+            f"{VALUES}.objective_gap",
             'objectives["held_out"] - objectives["pool"]',
             'objectives["pool"] - objectives["held_out"]',
         ),
@@ -394,7 +394,7 @@ TRAINERS = (
     _of(
         "gap-at-the-first-rows",
         "the gap is always looked at on the rows of the first step",
-        ("train.valuation.Valuation.objective_gap", "self.pool.rows(step)", "self.pool.rows(0)"),
+        (f"{VALUES}.objective_gap", "self.pool.rows(step)", "self.pool.rows(0)"),
         POOLED,
     ),
     _of(

@@ -405,7 +405,7 @@ def _listen(trainer: Any, seen: Seen) -> None:
     from transformers import TrainerCallback
 
     compute, records, weigher = trainer.compute_loss, trainer.records, trainer.weigher
-    record, values = records.micro_batch, getattr(weigher, "values", None)
+    record, valuation = records.micro_batch, getattr(weigher, "valuation", None)
 
     def heard_loss(model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> Any:
         _of_step(seen.micro, trainer.state.global_step).append(documents_of(inputs))
@@ -422,13 +422,13 @@ def _listen(trainer: Any, seen: Seen) -> None:
         record(batch, scored, weights, *rest)
 
     def heard_build() -> Any:
-        valuation = build()
+        scorer = build()
         for setter, told in (
-            (valuation.scorer.set_validation, seen.drawn),
-            (valuation.scorer.set_retention, seen.kept_back),
+            (scorer.set_validation, seen.drawn),
+            (scorer.set_retention, seen.kept_back),
         ):
-            _overhear(valuation.scorer, setter, told, trainer)
-        return valuation
+            _overhear(scorer, setter, told, trainer)
+        return scorer
 
     class Ears(TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -439,8 +439,8 @@ def _listen(trainer: Any, seen: Seen) -> None:
 
     trainer.compute_loss, records.micro_batch = heard_loss, heard_record
     records.write_results = lambda: None
-    if values is not None:
-        build, values.build = values.build, heard_build
+    if valuation is not None:
+        build, valuation._build = valuation._build, heard_build
     trainer.add_callback(Ears())
 
 
