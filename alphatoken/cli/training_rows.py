@@ -23,7 +23,7 @@ from alphatoken.data import (
 from alphatoken.data.encode import require_shown
 from alphatoken.data.source import Found, each_row, find_source
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.train.datasets import is_longer, preference_problems, preference_records
+from alphatoken.train.datasets import is_longer, pair_problem, preference_records
 from alphatoken.train.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
@@ -177,7 +177,7 @@ class RowReader:
                 return f"the prompt is longer than {limit - 1} tokens"
             return None
         record = self._record(item)
-        problem = next(iter(preference_problems([record])), None)
+        problem = pair_problem(record)
         limits = [n for n in (args.max_prompt_length, args.max_length and args.max_length - 1) if n]
         cut = args.cuts_prompts and self.data.long_prompts == "cut"
         if problem or cut or not limits:

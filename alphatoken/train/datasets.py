@@ -7,7 +7,7 @@ dropped without a word. Here they are found first, by row number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from alphatoken.data import Pair, Turn
@@ -16,21 +16,15 @@ from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 
 __all__ = [
     "check_left",
-    "check_preference_rows",
-    "check_sft_rows",
     "columns_of",
     "cut_pair",
     "is_longer",
+    "pair_problem",
     "plain_rows",
-    "preference_problems",
     "preference_records",
+    "response_text",
+    "usable_rows",
 ]
-
-Problems = dict[str, list[int]]
-"""Problem -> numbers of the rows that have it, from 0."""
-
-_EMPTY = "the response is empty"
-
 
 # --- rows in whatever they are held --------------------------------------------------------------
 
@@ -71,59 +65,6 @@ def plain_rows(dataset: Any) -> Any:
 
 
 # --- checks ------------------------------------------------------------------------------------
-
-
-def check_sft_rows(
-    dataset: Any, *, name: str = "training", text_field: str = "text", on_empty: str = "error"
-) -> Any:
-    """The data set without rows that SFT cannot train on; or an error that names them.
-
-    Args:
-        dataset: a ``datasets.Dataset`` in any form that TRL's ``SFTTrainer`` takes (of a stream
-            only the columns of its first row are looked at).
-        name: of the data set, for messages.
-        text_field: TRL's ``dataset_text_field``.
-        on_empty: "error", or "skip" to leave them out with a warning.
-
-    Raises:
-        InputError: no rows; a needed column is missing; rows with an empty response (a call of a
-            tool is one). The message holds count and row numbers.
-    """
-    rows = plain_rows(dataset)
-    columns = columns_of(rows, name)
-    chat = next((name for name in ("messages", "conversations") if name in columns), None)
-    if {"prompt", "completion"} <= columns:
-        tests = {_EMPTY: lambda row: not _text(row["completion"])}
-    elif chat is not None:
-        tests = {_EMPTY: lambda row: not _text(row[chat])}
-    elif "input_ids" in columns:
-        tests = {_EMPTY: _no_label}
-    elif text_field in columns:
-        tests = {"the text is empty": lambda row: not _text(row[text_field])}
-    else:
-        raise InputError(
-            f"the {name} data set has none of the columns that SFT needs",
-            got=", ".join(sorted(columns)),
-            remedy="input_ids, messages, conversations, prompt and completion, or "
-            f"{text_field} (dataset_text_field)",
-        )
-    return _usable(_find(rows, tests), dataset, name, on_empty)
-
-
-def check_preference_rows(dataset: Any, *, name: str = "training", on_empty: str = "error") -> Any:
-    """The data set without pairs that DPO cannot train on; or an error that names them.
-
-    Args:
-        dataset: a ``datasets.Dataset`` in any form that TRL's ``DPOTrainer`` takes.
-        name: of the data set, for messages.
-        on_empty: "error", or "skip" to leave them out with a warning.
-
-    Raises:
-        InputError: no rows; a needed column is missing; pairs with an empty response on either
-            side, or with two equal responses (their gradients cancel, and a mask would make noise
-            of them). The message holds count and row numbers.
-    """
-    return _usable(preference_problems(plain_rows(dataset), name), dataset, name, on_empty)
 
 
 def check_left(given: Any, prepared: Any, args: Any) -> None:
@@ -175,26 +116,14 @@ def cut_pair(
     return {**row, "prompt_ids": prompt, **responses}
 
 
-def preference_problems(dataset: Any, name: str = "training") -> Problems:
-    """Problems of preference pairs by row; see :func:`check_preference_rows`.
+def pair_problem(row: Mapping[str, Any]) -> str | None:
+    """Reason for which DPO cannot train on a pair.
 
-    Raises:
-        InputError: no rows, or a needed column is missing.
+    The gradients of two equal responses cancel, and a mask would make noise of them.
     """
-    columns = columns_of(dataset, name)
-    missing = [column for column in ("chosen", "rejected") if column not in columns]
-    if missing:
-        raise InputError(
-            f"the {name} data set has no column {' and no column '.join(map(repr, missing))}",
-            got=", ".join(sorted(columns)),
-            why="DPO compares two responses to one prompt",
-            remedy="give prompt, chosen and rejected",
-        )
-    tests = {
-        "a response is empty": lambda row: not (_text(row["chosen"]) and _text(row["rejected"])),
-        "chosen and rejected are equal": lambda row: row["chosen"] == row["rejected"],
-    }
-    return _find(dataset, tests)
+    if not (response_text(row["chosen"]) and response_text(row["rejected"])):
+        return "a response is empty"
+    return "chosen and rejected are equal" if row["chosen"] == row["rejected"] else None
 
 
 def columns_of(dataset: Any, name: str) -> set[str]:
@@ -210,23 +139,18 @@ def columns_of(dataset: Any, name: str) -> set[str]:
     return set(columns if columns is not None else first)
 
 
-Test = Callable[[Mapping[str, Any]], bool]
+def usable_rows(problems: Mapping[str, list[int]], dataset: Any, name: str, on_empty: str) -> Any:
+    """The data set without rows that cannot be trained on, or an error that names them.
 
+    Args:
+        problems: problem -> numbers of the rows that have it, from 0.
+        dataset: the rows.
+        name: of the data set, for messages.
+        on_empty: "error", or "skip" to leave them out with a warning.
 
-def _find(dataset: Any, tests: Mapping[str, Test]) -> Problems:
-    """Rows by the first thing that is wrong with them; a stream is not read."""
-    found: Problems = {}
-    if not hasattr(dataset, "__len__"):
-        return found
-    for number, row in enumerate(dataset):
-        problem = next((what for what, test in tests.items() if test(row)), None)
-        if problem is not None:
-            found.setdefault(problem, []).append(number)
-    return found
-
-
-def _usable(problems: Problems, dataset: Any, name: str, on_empty: str) -> Any:
-    """The data set without the rows of ``problems``, or an error that names them."""
+    Raises:
+        InputError: holds count and row numbers.
+    """
     if not problems:
         return dataset
     bad = {row for rows in problems.values() for row in rows}
@@ -250,7 +174,7 @@ def _usable(problems: Problems, dataset: Any, name: str, on_empty: str) -> Any:
     return dataset.select([row for row in range(len(dataset)) if row not in bad])
 
 
-def _text(value: Any) -> str:
+def response_text(value: Any) -> str:
     """The text of a response, stripped: of a string, or of the assistant's messages and calls."""
     if isinstance(value, str):
         return value.strip()
@@ -265,11 +189,6 @@ def _text(value: Any) -> str:
 
 def _parts_text(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in content or [])
-
-
-def _no_label(row: Mapping[str, Any]) -> bool:
-    labels = row.get("labels", row["input_ids"])
-    return all(label == -100 for label in labels[1:])
 
 
 def is_longer(prompt: Any, tokenizer: Any, limit: int) -> bool:

@@ -25,10 +25,10 @@ from alphatoken.errors import (
 )
 from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
-from alphatoken.train.datasets import check_preference_rows, cut_pair
+from alphatoken.train.datasets import cut_pair
 from alphatoken.train.fields import PairFields, check_fields
 from alphatoken.train.given import choose_bf16
-from alphatoken.train.given_rows import as_dataset, pairs_in_trl_form
+from alphatoken.train.given_rows import read_pairs
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
@@ -184,15 +184,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     BASE, CONFIG = DPOTrainer, AlphaDPOConfig
     _tag_names = [*DPOTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
-    @staticmethod
-    def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Lists as data sets; pairs of which TRL would lose something are refused."""
-        return pairs_in_trl_form(as_dataset(rows, name), name, given)
-
-    @staticmethod
-    def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
-        """Leave out rows that are no pairs, or refuse them by number."""
-        return check_preference_rows(dataset, name=name, on_empty=args.on_empty)
+    read = staticmethod(read_pairs)
 
     def refuse_base(self) -> None:
         """Refuse rows with images."""

@@ -1,5 +1,7 @@
 """Rows given from Python, in TRL's forms; refused where TRL would read them otherwise than meant.
 
+Rows that teach nothing, such as empty responses, are left out or refused by ``on_empty``.
+
 TRL reads ``prompt`` and ``completion``, ``messages``, ``text``, ``input_ids``, and pairs of
 ``prompt``, ``chosen`` and ``rejected``; what else a row says it passes over. For the other forms
 that the command line knows, ``alphatoken.data.encode_row`` makes the tokens and labels.
@@ -7,20 +9,26 @@ that the command line knows, ``alphatoken.data.encode_row`` makes the tokens and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
 from alphatoken.data import Reading
-from alphatoken.data.pairs import CHOSEN
 from alphatoken.data.rows import CHANGING, CHATS, PROMPTS, RESPONSES, ROLES, THOUGHTS, is_marked
 from alphatoken.errors import InputError
-from alphatoken.train.datasets import columns_of
+from alphatoken.model.batch import IGNORE
+from alphatoken.train.datasets import (
+    columns_of,
+    pair_problem,
+    plain_rows,
+    response_text,
+    usable_rows,
+)
 from alphatoken.train.loading import load_tokenizer, rows_tokenizer
 
-__all__ = ["as_dataset", "pairs_in_trl_form", "rows_in_trl_form", "tokenizer_of"]
+__all__ = ["as_dataset", "form_of", "read_pairs", "read_rows", "tokenizer_of"]
 
 _TRLS = {"tools", "chat_template_kwargs", "image", "images"}
 """Columns that TRL reads beside these, or that are refused elsewhere."""
@@ -58,53 +66,91 @@ def as_dataset(rows: Any, name: str) -> Any:
     )
 
 
-def rows_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
-    """A data set for ``SFTTrainer``, of which TRL loses nothing.
+def form_of(columns: Collection[str], text_field: str) -> tuple[str, ...]:
+    """Columns of a row without a pair that TRL reads; none of a form that it does not know.
 
     Args:
-        dataset: of :func:`as_dataset`.
-        name: of it, for messages.
+        columns: of the row.
+        text_field: TRL's ``dataset_text_field``.
+    """
+    if "input_ids" in columns:
+        return ("input_ids",)
+    if "prompt" in columns and "completion" in columns:
+        return ("prompt", "completion")
+    chats = tuple(name for name in CHATS if name in columns)
+    return chats or ((text_field,) if text_field in columns else ())
+
+
+def read_rows(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
+    """Rows for ``SFTTrainer``, of which TRL loses nothing, without those that teach nothing.
+
+    Args:
+        rows: as given.
+        name: of them, for messages.
         given: arguments of the trainer.
 
     Raises:
-        InputError: TRL would read a row otherwise; the message names it.
+        InputError: no rows; no column that TRL reads; TRL would read a row otherwise than it is
+            meant; rows with an empty response (a call of a tool is one), by ``on_empty``.
     """
-    columns, text = columns_of(dataset, name), given["args"].dataset_text_field
-    chat = columns & set(CHATS)
-    if "input_ids" in columns or "input_ids" in next(iter(dataset), {}):  # of a transform
-        return dataset
-    if {"prompt", "completion"} <= columns:
-        read, other = {"prompt", "completion"}, {*CHATS}
-    elif chat:
-        read, other = chat, {"prompt"}
-    elif text in columns:
-        asked = columns & {*PROMPTS} and columns & {*RESPONSES}
-        read, other = {text}, {*PROMPTS, *RESPONSES} if asked and text == "text" else set()
-    else:
-        return dataset  # whose columns are refused by ``check_sft_rows``
-    return _checked(dataset, name, read, other | {*CHANGING}, given)
+    dataset, text = as_dataset(rows, name), given["args"].dataset_text_field
+    columns = columns_of(plain_rows(dataset), name)
+    read = form_of(columns, text)
+    if not read:
+        raise InputError(
+            f"the {name} data set has none of the columns that SFT needs",
+            got=", ".join(sorted(columns)),
+            remedy="input_ids, messages, conversations, prompt and completion, or "
+            f"{text} (dataset_text_field)",
+        )
+    other: set[str] = set()
+    if "completion" in read:
+        other = {*CHATS}
+    elif read[0] in CHATS:
+        other = {"prompt"}
+    elif read == ("text",) and columns & {*PROMPTS} and columns & {*RESPONSES}:
+        other = {*PROMPTS, *RESPONSES}
+    response = "completion" if "completion" in read else read[0]
+
+    def problem(row: Mapping[str, Any]) -> str | None:
+        if response == "input_ids":
+            labels = row.get("labels", row["input_ids"])
+            empty = all(label == IGNORE for label in labels[1:])
+        else:
+            empty = not response_text(row[response])
+        return f"the {'text' if response == text else 'response'} is empty" if empty else None
+
+    return _checked(dataset, name, set(read), other | {*CHANGING}, given, problem)
 
 
-def pairs_in_trl_form(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
-    """Pairs for ``DPOTrainer``, of which TRL loses nothing.
+def read_pairs(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
+    """Pairs for ``DPOTrainer``, of which TRL loses nothing, without those that teach nothing.
 
     A prompt by another name would not be refused by TRL: it would look for a common beginning of
     the two responses instead.
 
     Args:
-        dataset: of :func:`as_dataset`.
-        name: of it, for messages.
+        rows: as given.
+        name: of them, for messages.
         given: arguments of the trainer.
 
     Raises:
-        InputError: TRL would read a pair otherwise; the message names it.
+        InputError: no rows; a needed column is missing; TRL would read a pair otherwise than it is
+            meant; pairs with an empty response or two equal ones, by ``on_empty``.
     """
-    columns = columns_of(dataset, name)
-    if CHOSEN[0] not in columns or "prompt_ids" in columns:
-        return dataset
+    dataset = as_dataset(rows, name)
+    columns = columns_of(plain_rows(dataset), name)
+    missing = [column for column in ("chosen", "rejected") if column not in columns]
+    if missing:
+        raise InputError(
+            f"the {name} data set has no column {' and no column '.join(map(repr, missing))}",
+            got=", ".join(sorted(columns)),
+            why="DPO compares two responses to one prompt",
+            remedy="give prompt, chosen and rejected",
+        )
     read = columns & {"prompt", "chosen", "rejected"}
     other = {*CHANGING} if "prompt" in columns else {*CHANGING, *PROMPTS, *CHATS}
-    return _checked(dataset, name, read, other, given)
+    return _checked(dataset, name, read, other, given, pair_problem)
 
 
 def tokenizer_of(given: Mapping[str, Any]) -> Any:
@@ -116,27 +162,35 @@ def tokenizer_of(given: Mapping[str, Any]) -> Any:
 
 
 def _checked(
-    dataset: Any, name: str, read: set[str], other: set[str], given: Mapping[str, Any]
+    dataset: Any,
+    name: str,
+    read: set[str],
+    other: set[str],
+    given: Mapping[str, Any],
+    problem: Callable[[Mapping[str, Any]], str | None],
 ) -> Any:
-    """The data set as it is; columns that nothing reads are named.
+    """The data set without rows that cannot be trained on; columns that nothing reads are named.
 
     Args:
-        dataset: of rows.
+        dataset: of rows; a Fisher's may have empty responses, which are not read.
         name: of it.
         read: columns that TRL reads.
         other: columns that change what a row says, and that TRL does not read.
         given: arguments of the trainer.
+        problem: row -> reason for which it cannot be trained on; of a stream none is looked for.
     """
-    columns, args = columns_of(dataset, name), given["args"]
+    rows, args = plain_rows(dataset), given["args"]
+    columns, whole = columns_of(rows, name), hasattr(rows, "__len__")
+    written = not {"input_ids", "prompt_ids"} & columns  # else TRL reads the tokens as they are
     beside = sorted((columns - read) & (other - _TRLS))
+    problems: dict[str, list[int]] = {}
 
     @cache
     def tokenizer() -> Any:
         return rows_tokenizer(args, tokenizer_of(given))
 
-    looked = islice(dataset, None if hasattr(dataset, "__len__") else _LOOKED_AT)
-    for number, row in enumerate(looked):
-        lost = _lost(row, read, beside) or _unwritten_thought(row, tokenizer)
+    for number, row in enumerate(islice(rows, None if whole else _LOOKED_AT)):
+        lost = written and (_lost(row, read, beside) or _unwritten_thought(row, tokenizer))
         if lost:
             raise InputError(
                 f"TRL would read a {name} row otherwise than it is meant",
@@ -145,14 +199,16 @@ def _checked(
                 remedy="mend or drop it, or hand in the tokens and labels that "
                 "alphatoken.data.encode_row makes of such a row, as input_ids and labels",
             )
+        if whole and name != "Fisher" and (found := problem(row)):
+            problems.setdefault(found, []).append(number)
     unread = sorted(columns - read - _TRLS)
-    if unread and given.get("data_collator") is None and args.remove_unused_columns:
+    if written and unread and given.get("data_collator") is None and args.remove_unused_columns:
         reading = Reading(f"{name} rows")
         reading.forms[", ".join(sorted(read))] += 1
         reading.unread |= dict.fromkeys(unread)
         if args.process_index == 0:
             reading.say()
-    return dataset
+    return usable_rows(problems, dataset, name, args.on_empty)
 
 
 def _lost(row: Mapping[str, Any], read: set[str], beside: Sequence[str]) -> str:

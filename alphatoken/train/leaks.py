@@ -12,11 +12,9 @@ from typing import Any
 from alphatoken.data import Row, Turn, leak_keys, pair_of
 from alphatoken.data.rows import Fields, row_of
 from alphatoken.errors import AlphaTokenWarning, DataError, warn_caller
+from alphatoken.train.given_rows import form_of
 
 __all__ = ["leaking_rows", "warn_of_leaks"]
-
-_READ = ("prompt", "completion", "messages", "conversations")
-"""Columns that TRL reads where they are there; else that of plain text."""
 
 
 def leaking_rows(train: Any, held: Any, *, text_field: str = "text") -> list[int]:
@@ -72,9 +70,8 @@ def _row(record: Mapping[str, Any], text_field: str) -> Row:
         return pair_of(record, 0, "").row
     if "input_ids" in record:
         return _row_of_ids(list(record["input_ids"]), list(record.get("labels") or ()))
-    read = {name: record[name] for name in _READ if name in record}
-    text = {text_field: record.get(text_field)}
-    return row_of(read or text, 0, "", Fields(text=text_field))
+    read = {name: record[name] for name in form_of(record, text_field)}
+    return row_of(read, 0, "", Fields(text=text_field))
 
 
 def _row_of_ids(ids: list[int], labels: list[int]) -> Row:

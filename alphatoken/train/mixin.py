@@ -194,10 +194,7 @@ class AlphaTrainerMixin(_Base):
             if given.get("train_dataset") is not None:
                 found["train"] = given["train_dataset"]
             for name, rows in found.items():
-                found[name] = self.own_form(rows, _SAID.get(name, name), given)
-        for name in ("train", "validation", "retention"):
-            if name in found:
-                found[name] = self.check_rows(found[name], args, _SAID.get(name, name))
+                found[name] = self.read(rows, _SAID.get(name, name), given)
         plain = {name: plain_rows(rows) for name, rows in found.items()}
         train = found.pop("train", None)
         if train is not None:
@@ -220,14 +217,9 @@ class AlphaTrainerMixin(_Base):
     # --- what a kind of trainer says of itself ----------------------------------------------------
 
     @staticmethod
-    def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
+    def read(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
         """Rows as they were given, as the trainer below reads them; see ``given_rows``."""
-        return rows
-
-    @staticmethod
-    def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
-        """Rows that can be trained on, refusing others by ``on_empty``, before they are read."""
-        return dataset
+        raise NotImplementedError
 
     def refuse_base(self) -> None:
         """Refuse settings of the trainer below with which no loss is made of log-probabilities."""

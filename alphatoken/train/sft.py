@@ -17,9 +17,9 @@ from alphatoken.errors import (
     warn_caller,
 )
 from alphatoken.model.batch import IGNORE, label_mask
-from alphatoken.train.datasets import check_sft_rows, plain_rows
+from alphatoken.train.datasets import plain_rows
 from alphatoken.train.given import choose_bf16
-from alphatoken.train.given_rows import as_dataset, rows_in_trl_form
+from alphatoken.train.given_rows import read_rows
 from alphatoken.train.gradient_weights import by_token
 from alphatoken.train.mixin import AlphaTrainerMixin
 from alphatoken.train.options import AlphaOptions
@@ -178,16 +178,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     BASE, CONFIG = SFTTrainer, AlphaSFTConfig
     _tag_names = [*SFTTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
-    @staticmethod
-    def own_form(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Lists as data sets; rows of which TRL would lose something are refused."""
-        return rows_in_trl_form(as_dataset(rows, name), name, given)
-
-    @staticmethod
-    def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
-        """Leave out rows that TRL would misread, or refuse them by number."""
-        text, bad = args.dataset_text_field, args.on_empty
-        return check_sft_rows(dataset, name=name, text_field=text, on_empty=bad)
+    read = staticmethod(read_rows)
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own, and images."""

@@ -51,10 +51,10 @@ class AlphaTrainer(LabelledRows, Trainer):
     """True once the model's own loss has agreed with the one that is built here."""
 
     @staticmethod
-    def check_rows(dataset: Any, args: Any, name: str = "training") -> Any:
+    def read(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
         """Refuse rows that are not tokenised; of a stream, and of other columns, none is read."""
-        rows = plain_rows(dataset)
-        first = rows[0] if hasattr(rows, "__getitem__") and len(rows) else {"input_ids": ()}
+        seen = plain_rows(rows)
+        first = seen[0] if hasattr(seen, "__getitem__") and len(seen) else {"input_ids": ()}
         if not isinstance(first, Mapping) or "input_ids" not in first:
             raise InputError(
                 f"rows of the {name} data set are not tokenised",
@@ -62,7 +62,7 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
-        return dataset
+        return rows
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own."""

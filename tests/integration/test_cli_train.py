@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,11 +30,8 @@ from alphatoken.data import Turn, pair_of
 from alphatoken.data.stdlib import write_files
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.report import read_values
-from alphatoken.train.datasets import (
-    check_preference_rows,
-    check_sft_rows,
-)
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
+from alphatoken.train.given_rows import read_pairs, read_rows
 from alphatoken.train.manifest import RUN
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
@@ -307,6 +305,12 @@ def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
 
 # --- records and checks, without a command line -------------------------------------------------
 
+CHECKED = {
+    "args": SimpleNamespace(
+        dataset_text_field="text", on_empty="error", remove_unused_columns=False, process_index=0
+    )
+}
+
 
 @pytest.mark.parametrize(
     ("records", "problem", "bad"),
@@ -325,10 +329,10 @@ def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
 def test_sft_rows_are_checked(records: Any, problem: str, bad: list[int]) -> None:
     dataset = Dataset.from_list(records)
     if not bad:
-        assert check_sft_rows(dataset) is dataset
+        assert read_rows(dataset, "training", CHECKED) is dataset
         return
     with pytest.raises(InputError, match=f"{problem}: 1 .row {bad[0]}"):
-        check_sft_rows(dataset)
+        read_rows(dataset, "training", CHECKED)
 
 
 @pytest.mark.parametrize(
@@ -347,17 +351,17 @@ def test_pairs_are_checked(record: dict[str, Any], problem: str) -> None:
         fine = {k: [{"role": "assistant", "content": k}] for k in record}
     dataset = Dataset.from_list([fine, record])
     with pytest.raises(InputError, match=rf"1 of 2 mine rows.*{problem}: 1 \(row 1\)"):
-        check_preference_rows(dataset, name="mine")
-    check_preference_rows(dataset.select([0]))
+        read_pairs(dataset, "mine", CHECKED)
+    read_pairs(dataset.select([0]), "mine", CHECKED)
 
 
 def test_columns_that_are_not_there_are_named() -> None:
     with pytest.raises(InputError, match=r"none of the columns.*question"):
-        check_sft_rows(Dataset.from_list([{"question": "a"}]))
+        read_rows(Dataset.from_list([{"question": "a"}]), "training", CHECKED)
     with pytest.raises(InputError, match="no column 'rejected'"):
-        check_preference_rows(Dataset.from_list([{"prompt": "a", "chosen": "b"}]))
+        read_pairs(Dataset.from_list([{"prompt": "a", "chosen": "b"}]), "training", CHECKED)
     with pytest.raises(InputError, match="no rows"):
-        check_sft_rows(Dataset.from_dict({"text": []}))
+        read_rows(Dataset.from_dict({"text": []}), "training", CHECKED)
 
 
 @pytest.mark.parametrize(
