@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from alphatoken.cli.options import default_of
 from alphatoken.config import ScorerConfig
-from alphatoken.train.fields import AlphaFields, documentation
+from alphatoken.train.fields import AlphaFields, within_of
 from alphatoken.train.policies import find_policy, policy_names
 from alphatoken_lab.methods.preference import PreferencePolicy
 
@@ -32,10 +32,10 @@ _HEAD = """\
 This page lists the fields that `AlphaSFTConfig`, `AlphaDPOConfig` and `AlphaConfig` add to TRL's and transformers' own. They have the same
 names on the command line and in recipes. The defaults of the method (estimator, lambda, K, W, ratio, the fixed validation batch) are the
 paper's. Other defaults are not: `retention` (its Fisher takes hours), and [some of the training](paper-gaps.md) (rows 12 to 16 there). The
-recipes `paper-sft` and `paper-dpo` set all as the paper has them. We recommend `validation_mode="pool"`, because a fixed batch is overfitted.
+recipes `paper-sft` and `paper-dpo` set all as the paper has them; [a table](paper-gaps.md#the-papers-recipes-option-by-option) names the places. We recommend `validation_mode="pool"`, because a fixed batch is overfitted.
 
-| option | default | what it is | range | source |
-|---|---|---|---|---|
+| option | default | what it is | range |
+|---|---|---|---|
 """
 
 _SCORER = """
@@ -116,7 +116,7 @@ def every_method() -> Iterator[tuple[str, type[Any]]]:
 
 
 def _line(one: Field[Any]) -> str:
-    cells = (one.metadata["help"], *documentation(one))
+    cells = (one.metadata["help"], within_of(one))
     return f"| `{one.name}` | `{default_of(one)!r}` | {' | '.join(map(_escaped, cells))} |\n"
 
 

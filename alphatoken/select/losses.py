@@ -127,7 +127,6 @@ def masked_dpo_loss(
     keep_rejected: Tensor,
     *,
     beta: float = 0.1,
-    masked_logit: bool = False,
 ) -> Float[Tensor, ""]:
     """Alpha-DPO surrogate: mean over pairs of ``omega sum_t (m+ l+ - m- l-)``.
 
@@ -144,13 +143,6 @@ def masked_dpo_loss(
         keep_chosen: mask or weights on the chosen tokens, taken as constant.
         keep_rejected: mask or weights on the rejected tokens.
         beta: DPO's temperature.
-        masked_logit: ablation: take omega from the masked logit, ``beta [sum_t m+ (log pi -
-            log pi_ref)_t - sum_t m- (log pi - log pi_ref)_t]``. The mask acts on policy and
-            reference alike, so that omega is ``beta / 2`` where they agree; it enters as it is
-            given, so scale the loss and not the mask.
-
-    Raises:
-        InputError: ``masked_logit`` with a reference that is summed over the response already.
 
     Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
     """
@@ -158,39 +150,16 @@ def masked_dpo_loss(
     m_rejected = keep_rejected.detach().to(rejected_losses.dtype)
     kept_chosen = (m_chosen * chosen_losses).sum(-1)
     kept_rejected = (m_rejected * rejected_losses).sum(-1)
-    if masked_logit:
-        _check_tokens("chosen", reference_chosen, chosen_losses)
-        _check_tokens("rejected", reference_rejected, rejected_losses)
-        omega = masked_dpo_coefficient(
-            -chosen_losses,
-            -rejected_losses,
-            reference_chosen,
-            reference_rejected,
-            m_chosen,
-            m_rejected,
-            beta,
-        )
-    else:
-        omega = dpo_coefficient(
-            -chosen_losses.sum(-1),
-            -rejected_losses.sum(-1),
-            _by_response(reference_chosen),
-            _by_response(reference_rejected),
-            beta,
-        )
+    omega = dpo_coefficient(
+        -chosen_losses.sum(-1),
+        -rejected_losses.sum(-1),
+        _by_response(reference_chosen),
+        _by_response(reference_rejected),
+        beta,
+    )
     # Chosen losses are to fall and rejected ones to rise, hence the signs.
     return (omega * (kept_chosen - kept_rejected)).mean()
 
 
 def _by_response(log_probs: Tensor) -> Tensor:
     return log_probs if log_probs.dim() == 1 else log_probs.sum(-1)
-
-
-def _check_tokens(branch: str, reference: Tensor, losses: Tensor) -> None:
-    if reference.shape != losses.shape:
-        raise InputError(
-            "the masked logit needs the reference's log-probability of each token",
-            got=f"{tuple(reference.shape)} for {branch} losses {tuple(losses.shape)}",
-            why="a sum over the response cannot be masked",
-            remedy="log-probabilities (b, t) at token indices, 0 off the response",
-        )

@@ -4,13 +4,13 @@ Needs ``alphatoken[train]``. Names are imported on first use, so that options ca
 TRL. Below ``sft``, ``dpo`` and ``trainer``, which say how one kind of trainer makes a loss of
 response tokens, the room is read from a step of training:
 
-1. :mod:`~alphatoken.train.options`, ``given``, ``checks``, ``datasets``, ``run_rows``: before the
-   first step. Fields that configurations gain, rows and layouts that are refused by name,
+1. :mod:`~alphatoken.train.options`, ``checks``, ``given_rows``, ``run_rows``: before the first
+   step. Fields that configurations gain, rows and layouts that are refused by name,
    validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
 2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;
    ``compute_loss`` hands it each micro-batch (:mod:`~alphatoken.train.micro_batch`).
-3. :mod:`~alphatoken.train.value_weigher`: values, and weights of them. Which validation rows,
-   direction hold at a step is in ``valuation`` and ``pool``.
+3. :mod:`~alphatoken.train.value_weigher`: weights of values. The values, and which validation
+   rows and direction hold at a step, are in ``valuation`` and ``pool``.
    :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method
    (``policy``, ``policies``, ``policy_stage``).
 4. :mod:`~alphatoken.train.gradient_weights`: weights act on the update and not on the loss that

@@ -27,10 +27,9 @@ from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import cut_pair
 from alphatoken.train.fields import PairFields, check_fields
-from alphatoken.train.given import choose_bf16
 from alphatoken.train.given_rows import read_pairs
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
-from alphatoken.train.mixin import AlphaTrainerMixin
+from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
 

@@ -1,4 +1,4 @@
-"""Fields that trainers' configurations gain: default, meaning, range, source.
+"""Fields that trainers' configurations gain: default, meaning, range.
 
 They stand apart from what they mean together (``alphatoken.train.options``) because nothing here
 imports torch: the command line's help is made of them in a moment.
@@ -8,25 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.support import options
 
-__all__ = ["AlphaFields", "Documentation", "PairFields", "check_fields", "documentation"]
-
-
-class Documentation(NamedTuple):
-    """Text about a field beside its help."""
-
-    within: str
-    """Values that it may have."""
-    source: str
-    """Its place in the paper; "ours" if there is none."""
+__all__ = ["AlphaFields", "PairFields", "check_fields", "within_of"]
 
 
 # Not in the fields' metadata: TrlParser and HfArgumentParser hand all of those to argparse.
-_DOCUMENTED: dict[Field[Any], Documentation] = {}
+_WITHIN: dict[Field[Any], str] = {}
 _LIMITS: dict[Field[Any], tuple[Sequence[str | None], float | None, float | None]] = {}
 
 
@@ -34,13 +25,12 @@ def option(
     default: Any,
     help: str,
     *,
-    source: str = "ours",
     within: str = "",
     choices: Sequence[str | None] = (),
     least: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field with its help in its metadata; its limits and documentation stand beside it.
+    """A field with its help in its metadata; its limits stand beside it.
 
     ``within`` says in words what it may be, where choices or the least number do not.
     """
@@ -55,7 +45,7 @@ def option(
         within = (
             "null, or " * (default is None) + f"from {least}" + f", below {below}" * bool(below)
         )
-    _DOCUMENTED[made] = Documentation(within, source)
+    _WITHIN[made] = within
     return made
 
 
@@ -73,13 +63,12 @@ def check_fields(given: Any, kind: type) -> None:
             continue
         if not value >= least or (below is not None and not value < below):
             lies = f"be at least {least}" if below is None else f"lie in [{least}, {below})"
-            within = _DOCUMENTED[one].within
-            raise ConfigError(f"{one.name} must {lies}", got=repr(value), remedy=within)
+            raise ConfigError(f"{one.name} must {lies}", got=repr(value), remedy=_WITHIN[one])
 
 
-def documentation(one: Field[Any]) -> Documentation:
-    """Documentation of a field of the classes below."""
-    return _DOCUMENTED[one]
+def within_of(one: Field[Any]) -> str:
+    """Values that a field of the classes below may have, in words."""
+    return _WITHIN[one]
 
 
 @dataclass
@@ -91,8 +80,9 @@ class AlphaFields:
     documentation warns: the share of the rows that is only watched (``held_out_share``) shows when
     the batch is being learnt by heart. The packaged laptop recipes draw from a pool.
 
-    Each field's metadata hold its ``help``, which ``alphatoken sft --help`` shows; the rest of its
-    documentation is in :func:`documentation`. ``docs/options.md`` shows all as tables.
+    Each field's metadata hold its ``help``, which ``alphatoken sft --help`` shows; its values are
+    in :func:`within_of`. ``docs/options.md`` shows all as tables, ``docs/paper-gaps.md`` their
+    places in the paper.
     """
 
     policy: str = option(
@@ -101,7 +91,6 @@ class AlphaFields:
         "(controls of equal budget), 'all' (TRL's own loss), a method by its name "
         "(`alphatoken-lab policies` lists them), or module:Class for your own.",
         within="a name of `alphatoken-lab policies`, or module:Class",
-        source="eq. sft_masked_loss: 'top'",
     )
     policy_mode: str = option(
         "native",
@@ -113,7 +102,6 @@ class AlphaFields:
         None,
         "The method's own arguments, as a mapping or JSON text.",
         within="fields of the method's class",
-        source="each method's paper",
     )
     policy_cache: str | None = option(
         None,
@@ -124,14 +112,12 @@ class AlphaFields:
         0.5,
         "rho: share of the response tokens to keep, in (0, 1].",
         within="above 0, to 1",
-        source="rho of eq. sft_masked_loss; the paper's 0.5",
     )
     keep_scope: str = option(
         "batch",
         "Set of tokens to rank together: 'batch' (a micro-batch of one rank), or 'global' "
         "(all micro-batches of an optimizer step on all ranks, scored in a pass first).",
         choices=("batch", "global"),
-        source="the paper ranks a batch",
     )
     value_unit: str = option(
         "token",
@@ -144,17 +130,14 @@ class AlphaFields:
         "Divisor of the loss: 'response' is all response tokens, 'kept' the kept ones, 'sum' none "
         "(the paper). For DPO 'response' is the mean over pairs.",
         choices=("response", "kept", "sum"),
-        source="eq. sft_masked_loss: 'sum'",
     )
     shared_threshold: bool = option(
         False,
         "DPO ablation: rank chosen and rejected tokens in one pool.",
-        source="the paper ranks branches apart",
     )
     masked_logit: bool = option(
         False,
         "DPO ablation: take the coefficient from the masked preference logit.",
-        source="eq. dpo_masked_loss takes the unmasked logit",
     )
 
     estimator: str = option(
@@ -163,7 +146,6 @@ class AlphaFields:
         "'label' (exact for a loss mask), 'paper_literal', or 'walk' (the decrease of a token's "
         "loss along some steps on the validation rows).",
         within="seven names",
-        source="eq. phi_total: 'alphatoken'",
     )
     walk_steps: int = option(
         24,
@@ -185,19 +167,16 @@ class AlphaFields:
         "both",
         "Parts of the value: 'both', 'adaptation' or 'stability'.",
         choices=("both", "adaptation", "stability"),
-        source="the paper's ablation",
     )
     part: str = option(
         "both",
         "Paths of the value: 'both', 'direct' or 'causal'.",
         choices=("both", "direct", "causal"),
-        source="the paper's ablation; eq. causal_decomp",
     )
     score_layers: str = option(
         "3",
         "K for the last K layers, 'all', or indices such as 0,4.",
         within="1 to all layers",
-        source="K; the paper's 3",
     )
     value_parameters: str = option(
         "linears",
@@ -205,19 +184,16 @@ class AlphaFields:
         "experts; with estimator='label' also 'all' trainable parameters, "
         "or parts joined by commas, 'linears' and patterns of names such as 'linears,*norm*'.",
         within="'linears', 'linears,experts', 'all', or patterns",
-        source="ours; the paper scores linears",
     )
     window: int | None = option(
         32,
         "Window W of Value-Propagation in tokens; null for none.",
         within="null, or from 0",
-        source="W of eq. phi_tgt_causal; the paper's 32",
     )
     stability_weight: float = option(
         1.5,
         "Weight lambda of stability; it has no natural unit: see the logged balance.",
         within="any number; 0 switches the term off",
-        source="lambda of eq. composite_val; the paper's 1.5",
     )
     uncovered: str = option(
         "error",
@@ -228,7 +204,6 @@ class AlphaFields:
         None,
         "null, 'frozen' or 'full': values of the optimizer's step instead of the gradient's.",
         choices=(None, "frozen", "full"),
-        source="ours; the paper takes plain gradients",
     )
     precondition_after: int = option(
         30,
@@ -241,13 +216,11 @@ class AlphaFields:
         "'fixed': one validation batch for the whole run (the paper); 'pool': a new one each "
         "step, drawn from all validation rows.",
         choices=("fixed", "pool"),
-        source="ours; the paper has one fixed batch",
     )
     validation_batch_size: int = option(
         32,
         "Validation rows (pairs) a step, over all ranks.",
         least=1,
-        source="the paper's 32",
     )
     validation_micro_batch_size: int | None = option(
         None,
@@ -269,7 +242,6 @@ class AlphaFields:
         1,
         "Optimizer steps for which the direction M (G, V) is used before it is built anew.",
         least=1,
-        source="the paper builds it every step",
     )
 
     retention: str = option(
@@ -277,7 +249,6 @@ class AlphaFields:
         "'none', or a stability term: 'diagonal' or 'kronecker' Fisher drift, fitted before "
         "training, or 'data' (gradient of the loss on the retention rows: oracle retention).",
         choices=("none", "diagonal", "kronecker", "data"),
-        source="eq. fisher_proxy: 'diagonal'",
     )
     retention_batch_size: int = option(
         32,
@@ -288,7 +259,6 @@ class AlphaFields:
         1000,
         "Number of Monte-Carlo samples of the Fisher.",
         least=1,
-        source="eq. mc_fisher; the paper's 1000",
     )
     fisher_max_new_tokens: int = option(
         256,
@@ -344,12 +314,10 @@ class PairFields:
         "Longest prompt in tokens: a longer one keeps its end. null sets no limit beside "
         "max_length. On the command line see long_prompts as well.",
         least=1,
-        source="app. Implementation Details: 1,024",
     )
     max_response_length: int | None = option(
         None,
         "Longest response in tokens: a longer one keeps its start. null sets no limit beside "
         "max_length.",
         least=1,
-        source="app. Implementation Details: 1,024",
     )

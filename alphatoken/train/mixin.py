@@ -20,6 +20,7 @@ trainer is touched.
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,15 +28,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import UnsupportedError
+from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
 from alphatoken.train.datasets import check_left, plain_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
-from alphatoken.train.given import by_name, own_config
 from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
@@ -69,13 +70,41 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["AlphaTrainerMixin"]
+__all__ = ["AlphaTrainerMixin", "choose_bf16"]
 
 _WALK = "walk/"
 """Before the names of the weights at a walk's end, in a checkpoint."""
 
 _SAID = {"train": "training", "fisher": "Fisher"}
 """Name of a data set in messages, where it differs from its own."""
+
+
+def choose_bf16(args: Any) -> None:
+    """Leave bfloat16 out where the machine has none and nothing was said of it.
+
+    TRL's default is bfloat16 everywhere, which transformers then refuses on a machine without a
+    GPU. Where there is one that can, TRL's default stands.
+    """
+    if args.bf16 is None and not (is_torch_bf16_gpu_available() or is_torch_xla_available()):
+        args.bf16 = False
+
+
+def _own_config(given: Any, ours: type[Any]) -> Any:
+    """``given``, a configuration of the class ``ours``; its defaults for None.
+
+    Raises:
+        ConfigError: it is another one, of TRL's or transformers' too.
+    """
+    if given is None:
+        return ours()
+    if not isinstance(given, ours):
+        raise ConfigError(
+            f"args must be an {ours.__name__}",
+            got=type(given).__name__,
+            why="it has all fields of the configuration below it, and those of token weights",
+            remedy=f"{ours.__name__}(...) with the same fields",
+        )
+    return given
 
 
 class AlphaTrainerMixin(_Base):
@@ -131,8 +160,8 @@ class AlphaTrainerMixin(_Base):
         policy: TokenPolicy | type[TokenPolicy] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = by_name(self.BASE, args, kwargs)
-        given["args"] = own_config(given.get("args"), self.CONFIG)
+        given = dict(inspect.signature(self.BASE).bind_partial(*args, **kwargs).arguments)
+        given["args"] = _own_config(given.get("args"), self.CONFIG)
         options = given["args"]
         self._policy = chosen_policy(options, policy, options.FAMILY)
         plain = self._policy is None and not options.weighs

@@ -82,7 +82,7 @@ def test_no_arguments_are_the_defaults(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     trainer = sft(None)
     assert trainer.args == AlphaSFTConfig()
-    with pytest.raises(TypeError, match="each once"):
+    with pytest.raises(TypeError, match="multiple values for argument"):
         AlphaSFTTrainer(model(), trainer.args, args=trainer.args, train_dataset=sft_rows(8))
 
 

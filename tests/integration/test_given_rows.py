@@ -210,14 +210,14 @@ def test_bf16_is_chosen_only_where_the_device_can(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("about machines without a GPU")
-    from alphatoken.train import given
+    from alphatoken.train import mixin
 
     for kind in (AlphaSFTConfig, AlphaDPOConfig):
         assert kind(str(tmp_path)).bf16 is False
         assert kind(str(tmp_path), use_cpu=True).bf16 is False
         with pytest.raises(ValueError, match="bf16"):  # asked for: transformers' own refusal
             kind(str(tmp_path), bf16=True)
-        monkeypatch.setattr(given, "is_torch_bf16_gpu_available", lambda: True)
+        monkeypatch.setattr(mixin, "is_torch_bf16_gpu_available", lambda: True)
         assert kind(str(tmp_path), use_cpu=True).bf16 is True  # TRL's default stands
         monkeypatch.undo()
 
