@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 __all__ = [
     "apart",
     "content_digest",
-    "data_fingerprint",
     "differences",
     "frozen_fingerprint",
     "library_versions",
@@ -54,7 +54,6 @@ _ROUNDING = (
 _LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
 """Libraries that a run's bits depend on."""
 
-_SAMPLED_ROWS = 256
 _SAMPLED_NUMBERS = 1024
 _ARROW_ROWS = 1000
 
@@ -167,70 +166,38 @@ def _some_numbers(parameter: Tensor) -> bytes:
     return numbers
 
 
-def data_fingerprint(dataset: Any) -> str | None:
-    """Digest of a data set's content; None where it cannot be known (streams).
+def content_digest(content: Any) -> str | None:
+    """SHA-256 of a data set, or of other content; None for None, and of a stream, which is unknown.
 
-    A ``datasets.Dataset``: every row, through its columns. A tensor: shape, dtype and 1,024 evenly
-    spread numbers. Another sequence: its length and 256 evenly spread items. Mappings and tuples:
-    part by part. The same for the same content, however it is stored or cached.
+    A ``datasets.Dataset``: every row, through its columns. Mappings and other sequences: every
+    part. The same for the same content, however it is stored or cached, and for whole numbers as
+    a tensor or as a list. A tensor of floating point: dtype, shape and 1,024 evenly spread numbers.
     """
-    if dataset is None:
+    if content is None or not hasattr(content, "__len__"):
         return None
-    if isinstance(dataset, tuple):
-        dataset = {str(number): part for number, part in enumerate(dataset)}
-    if isinstance(dataset, Mapping):
-        parts = {name: data_fingerprint(dataset[name]) for name in sorted(dataset)}
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
     digest = hashlib.sha256()
-    if isinstance(dataset, Tensor):
-        digest.update(f"{dataset.dtype} {tuple(dataset.shape)}".encode() + _some_numbers(dataset))
-    elif hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
-        if not hasattr(dataset, "__len__"):
-            return None
-        _add_table(digest.update, dataset)
-    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        digest.update(str(len(dataset)).encode())
-        for index in sorted({i * len(dataset) // _SAMPLED_ROWS for i in range(_SAMPLED_ROWS)}):
-            if index < len(dataset):
-                _add_item(digest.update, dataset[index])
-    else:
-        return None
+    for part in _parts(content):
+        digest.update(json.dumps(part, sort_keys=True, default=_as_json).encode() + b"\n")
     return digest.hexdigest()
 
 
-def content_digest(content: Any) -> str:
-    """Digest of Python and tensor content, whole: the same for the same numbers in either form."""
-    digest = hashlib.sha256()
-    _add_item(digest.update, content)
-    return digest.hexdigest()
-
-
-Update = Callable[[bytes], None]
-
-
-def _add_item(update: Update, item: Any) -> None:
-    """Python and tensor content, in one canonical order."""
-    if isinstance(item, Mapping):
-        for key in sorted(item, key=str):
-            update(f"{key}:".encode())
-            _add_item(update, item[key])
-    elif isinstance(item, Tensor):
-        _add_item(update, item.detach().cpu().tolist())
-    elif isinstance(item, np.ndarray):
-        _add_item(update, item.tolist())
-    elif isinstance(item, Iterable) and not isinstance(item, (str, bytes)):
-        update(b"[")
-        for part in item:
-            _add_item(update, part)
-        update(b"]")
+def _parts(content: Any) -> Iterator[Any]:
+    """Parts of the content one after the other: no data set is held as one text."""
+    if hasattr(content, "with_format") and hasattr(content, "column_names"):
+        names = sorted(content.column_names)
+        yield len(content), names
+        for table in content.with_format("arrow").iter(batch_size=_ARROW_ROWS):
+            yield from (table.column(name).to_pylist() for name in names)
+    elif isinstance(content, Mapping):
+        yield from ((name, content[name]) for name in sorted(content))
     else:
-        update(f"{item!r},".encode())
+        yield from (content[index] for index in range(len(content)))
 
 
-def _add_table(update: Update, dataset: Any) -> None:
-    """All rows of a ``datasets.Dataset``, a thousand at a time, column by column."""
-    names = sorted(dataset.column_names)
-    update(f"{len(dataset)} {names}".encode())
-    for table in dataset.with_format("arrow").iter(batch_size=_ARROW_ROWS):
-        for name in names:
-            update(repr(table.column(name).to_pylist()).encode())
+def _as_json(item: Any) -> Any:
+    """What JSON has no form for, as something that it has."""
+    if isinstance(item, Tensor) and item.is_floating_point():
+        return [str(item.dtype), list(item.shape), _some_numbers(item).hex()]
+    if isinstance(item, (Tensor, np.ndarray)):
+        return item.tolist()
+    return dict(item) if isinstance(item, Mapping) else repr(item)

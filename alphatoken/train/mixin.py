@@ -40,7 +40,7 @@ from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
-    data_fingerprint,
+    content_digest,
     frozen_fingerprint,
     library_versions,
     run_options,
@@ -55,7 +55,7 @@ from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.policy_weigher import PolicyWeigher, policy_digest
+from alphatoken.train.policy_weigher import PolicyWeigher
 from alphatoken.train.records import RunRecords
 from alphatoken.train.reference import check_reference
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
@@ -572,7 +572,7 @@ class AlphaTrainerMixin(_Base):
             "validation_dataset": self.rows.validation,
             "retention_dataset": self.rows.retention,
             "fisher": None if fisher is None else {n: getattr(fisher, n) for n in parts},
-            "policy_arguments": policy_digest(self._policy),
+            "policy_arguments": None if self._policy is None else self._policy.arguments(),
         }
 
     def run_facts(self) -> dict[str, Any]:
@@ -581,7 +581,7 @@ class AlphaTrainerMixin(_Base):
             "processes": self.args.world_size,
             "trainer": type(self).__name__,
             "options": run_options(self.args),
-            "data": {name: data_fingerprint(data) for name, data in self.alpha_data().items()},
+            "data": {name: content_digest(data) for name, data in self.alpha_data().items()},
             "frozen_weights": frozen_fingerprint(self.model),
             "versions": library_versions(),
         }

@@ -16,7 +16,7 @@ Everything is (b, t) with index i for token i, as all over the library, and 0 of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -222,6 +222,13 @@ class TokenPolicy:
     def bind(self, settings: PolicySettings) -> None:
         """Take the trainer's settings, unless the policy was made with its own."""
         self._settings = self._settings or settings
+
+    def arguments(self) -> dict[str, Any]:
+        """Facts by which two policies differ; a resumed run must have the same."""
+        plain = (bool, int, float, str, tuple, list, dict, type(None))
+        own = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k[0] != "_"}
+        kind = type(self).__qualname__
+        return {"class": kind, "own": own, "settings": asdict(self.settings)}
 
     # --- before training --------------------------------------------------------------------------
 

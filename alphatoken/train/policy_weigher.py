@@ -14,8 +14,6 @@ Nothing is scored, so no layout needs a second forward.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +47,7 @@ from alphatoken.train.selecting import selecting
 if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
 
-__all__ = ["PolicyWeigher", "policy_digest"]
+__all__ = ["PolicyWeigher"]
 
 
 @dataclass(frozen=True)
@@ -318,18 +316,3 @@ class PolicyWeigher:
             share = count / kept.to(weights.device).clamp(min=1e-12)
             return weights * share.to(weights.dtype)
         return normalised(weights, batch, self._divisor)
-
-
-def policy_digest(policy: TokenPolicy | None) -> str | None:
-    """Digest of a policy and its arguments; a resumed run must have the same. None for none."""
-    if policy is None:
-        return None
-    plain = (bool, int, float, str, tuple, list, dict, type(None))
-    arguments = {k: v for k, v in vars(policy).items() if isinstance(v, plain) and k[0] != "_"}
-    parts = {
-        "class": type(policy).__qualname__,
-        "own": arguments,
-        "settings": asdict(policy.settings),
-    }
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()

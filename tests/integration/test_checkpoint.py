@@ -478,8 +478,8 @@ def test_nan_stops_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> N
 # --- what a run depends on ------------------------------------------------------------------------
 
 
-def test_data_fingerprint_is_of_the_content() -> None:
-    of = identity.data_fingerprint
+def test_a_digest_is_of_the_content() -> None:
+    of = identity.content_digest
     rows, changed = tiny.sft_rows(30), tiny.sums(30)
     changed[17]["prompt"] += "?"
     shuffled = rows.shuffle(seed=1)
@@ -498,8 +498,8 @@ def test_data_fingerprint_is_of_the_content() -> None:
     assert len({of(Dataset.from_dict({"ids": one})) for one in lists}) == 4
 
 
-def test_data_fingerprint_of_other_sequences() -> None:
-    of = identity.data_fingerprint
+def test_a_digest_of_other_sequences() -> None:
+    of = identity.content_digest
     rows = [{"input_ids": [i, i + 1], "labels": torch.tensor([i])} for i in range(1000)]
     assert of(rows) == of([dict(reversed(row.items())) for row in rows]) != of(rows[:-1])
     assert of(iter(rows)) is of(None) is None
