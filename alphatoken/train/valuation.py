@@ -284,12 +284,12 @@ class Valuation:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """State for a checkpoint: the end of the walk in use; its step, and the last norm."""
         end: dict[str, Tensor] = {}
-        if self._scorer is not None and not isinstance(self._scorer.builder, WalkBuilder):
+        if self._scorer is not None and isinstance(self._scorer.builder, WalkBuilder):
+            end = {} if self._built is None else self._scorer.builder.end_weights()
+        elif self._scorer is not None:
             # A resumed run builds its direction at its first step; so must the one that goes on.
             self._built = None
             self._scorer.refresh()
-        elif self._scorer is not None and self._built is not None:
-            end = self._scorer.builder.end_weights()
         norm = None if self._norm is None else float(self._norm)
         return end, {"norm": norm, "walk": self._built if end else None}
 
