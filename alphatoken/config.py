@@ -62,7 +62,6 @@ class ScorerConfig:
             wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
         damping: of ``preconditioner="kronecker"``: what is added to each eigenvalue of K, as a
             share of their mean in the same linear.
-        score_bias: biases of the scored linears take part.
         parameters: "linears" of the scored layers; "linears,experts", the matrices of their
             mixtures of experts too; for ``label`` also "all" trainable parameters, or parts joined
             by commas, "linears" and patterns of parameter names in any layer ("linears,*norm*");
@@ -109,7 +108,6 @@ class ScorerConfig:
     preconditioner: str | Mapping[str, Tensor] | None = None
     precondition_after: int = 30
     damping: float = 0.1
-    score_bias: bool = False
     parameters: str = "linears"
     uncovered: str = "error"
     max_relative_drift: float | None = 1.0
@@ -201,7 +199,6 @@ class ScorerConfig:
             "standard_errors=True": self.standard_errors,
             f"parameters={self.parameters!r}": self.parameters not in ("linears", "all"),
             f"layers={self.layers!r}": self.layers not in (DEFAULT_LAYERS, "all"),
-            "score_bias=True": self.score_bias,
             "uncovered='skip'": self.uncovered == "skip",
         }
         for got, given_here in unread.items():
@@ -251,14 +248,13 @@ class ScorerConfig:
                 remedy="objective='both' or 'adaptation'",
             )
         choice = ParameterChoice.read(self.parameters)
-        linears = choice.only_linears and not self.score_bias
-        if self.preconditioner == "kronecker" and not linears:
+        if self.preconditioner == "kronecker" and not choice.only_linears:
             raise ConfigError(
                 "preconditioner='kronecker' is for the weights of linears alone",
-                got=f"parameters={self.parameters!r}, score_bias={self.score_bias}",
+                got=f"parameters={self.parameters!r}",
                 why="others have no Kronecker factors; and what a key's bias has of a gradient is "
                 "rounding, which would be divided by itself",
-                remedy="parameters='linears', score_bias=False",
+                remedy="parameters='linears'",
             )
         if not choice.captured and self.estimator not in ("label", WALK):
             raise ConfigError(

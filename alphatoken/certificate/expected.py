@@ -98,7 +98,6 @@ class Oracle:
             config.layers,
             blocks=None if given.adapter is None else given.adapter.layers(),
             parameters=config.parameters,
-            score_bias=config.score_bias,
             loose=config.uncovered == "error",
         )
         names: dict[int, list[str]] = {}
@@ -327,9 +326,7 @@ class Oracle:
                 None
                 if m is None
                 else Entry.of(
-                    readouts.contract(
-                        trace, errors, m, score_bias=config.score_bias, spread=spread
-                    ),
+                    readouts.contract(trace, errors, m, spread=spread),
                     self._shape,
                 )
                 for m in by_id
@@ -432,9 +429,7 @@ class Oracle:
             for entry, m in zip(entries, by_id, strict=True):
                 if entry is None or m is None:
                     continue
-                parts = readouts.contract(
-                    trace, errors, m, score_bias=self.given.config.score_bias, rows=place
-                )
+                parts = readouts.contract(trace, errors, m, rows=place)
                 one = Entry.of(parts, torch.Size([]))
                 size = float(entry.scale[place])  # of the joint backward, conditions included
                 away = abs(float(entry.value[place] - one.value))

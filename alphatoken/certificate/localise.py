@@ -44,7 +44,7 @@ def values_by_parameter(
                     parameter: label_values(
                         scorer.adapter, checked, {parameter: m}, first=scored.first or 0
                     ).double().cpu()
-                    for parameter, m in side.of(side.matrices).items()
+                    for parameter, m in side.whole().items()
                 }
                 for name, side in present.items()
             }  # fmt: skip

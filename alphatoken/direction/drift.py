@@ -44,7 +44,7 @@ class FisherDrift:
 
     Diagonal: V = F o (W - W_ref), all (d_out, d_in) or whatever shape the parameter has.
     Kronecker: V = left (W - W_ref) right with (left, right) = (S_F, A_F), or (A_F, S_F) for
-    weights stored as (d_in, d_out); biases are columns with right = [[1]].
+    weights stored as (d_in, d_out).
 
     Scale: F squares a gradient summed over a response, so V is in units of loss per sequence,
     while the adaptation direction is a mean over tokens: lambda has no natural unit.
@@ -140,9 +140,6 @@ class FisherDrift:
         if self.fisher:
             return diagonal_drift(self.fisher[name].to(weight.device), weight, reference)
         left, right = (factor.to(weight.device) for factor in self.factors[name])
-        if weight.dim() == 1:  # a bias is a matrix of one column
-            columns = kronecker_drift(left, right, weight.unsqueeze(1), reference.unsqueeze(1))
-            return columns.squeeze(1)
         return kronecker_drift(left, right, weight, reference)
 
     def require(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -373,10 +370,10 @@ def _check_diagonal(fisher: Tensor, weight: Tensor, name: str) -> None:
 
 
 def _check_factors(left: Tensor, right: Tensor, weight: Tensor, name: str) -> None:
-    rows, columns = (*weight.shape, 1)[:2]
+    rows, columns = weight.shape if weight.dim() == 2 else (0, 0)
     for factor, size, side in ((left, rows, "left"), (right, columns, "right")):
         _check_finite(factor, name, f"{side} Kronecker factor")
-        if factor.shape != (size, size) or weight.dim() > 2:
+        if factor.shape != (size, size) or weight.dim() != 2:
             raise FisherError(
                 f"the {side} Kronecker factor of '{name}' does not fit its reference weight",
                 got=f"{tuple(factor.shape)} beside {tuple(weight.shape)}",

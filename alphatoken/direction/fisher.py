@@ -73,7 +73,6 @@ def fit_fisher(
     checkpoint_every: int = 50,
     progress: bool | ProgressSink | None = None,
     adapter: DecoderAdapter | None = None,
-    score_bias: bool = False,
     responses: dict[int, Tensor] | None = None,
 ) -> FisherDrift:
     """Fit the Fisher of ``model`` as it is now, and keep its weights as the reference.
@@ -123,7 +122,6 @@ def fit_fisher(
         progress: None prints to stderr if that is a terminal, True always, False never; a
             function gets a :class:`alphatoken.support.progress.Progress` after every sample.
         adapter: how the model is read; found by itself for transformers and PEFT models.
-        score_bias: the linears' trainable biases too.
         responses: ids of responses by the sample's number. Those that are there are not drawn
             again, which is nearly all of a fit's time; those that are drawn are put there.
 
@@ -137,9 +135,7 @@ def fit_fisher(
 
     Source: the paper's Monte-Carlo Fisher. Oracle: alphatoken.oracle.retention.exact_fisher.
     """
-    settings = Settings(
-        samples, structure, labels, max_new_tokens, parameters, seed, batch_size, score_bias
-    )
+    settings = Settings(samples, structure, labels, max_new_tokens, parameters, seed, batch_size)
     with fitting(
         model, prompts, settings, layers, checkpoint, checkpoint_every, progress, adapter, responses
     ) as fit:
@@ -194,7 +190,6 @@ class Settings:
     parameters: str
     seed: int
     batch_size: int
-    score_bias: bool
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_new_tokens", "batch_size"):
@@ -250,8 +245,7 @@ class _Fit:
         elif self.corrected:
             self.moments = CorrectedMoments(self.adapter, self.scope)
         else:
-            bias = self.settings.score_bias
-            self.moments = KroneckerMoments(self.adapter, self.scope, score_bias=bias)
+            self.moments = KroneckerMoments(self.adapter, self.scope)
 
     @property
     def total(self) -> int:
@@ -374,7 +368,7 @@ class _Fit:
 
 def _trained(scope: Scope, settings: Settings) -> dict[str, Tensor]:
     """The parameters in scope, by name; every one finite."""
-    trained = scope.parameters(biases=settings.score_bias)
+    trained = scope.parameters()
     if not trained:
         raise ConfigError(
             "nothing trainable is in scope",

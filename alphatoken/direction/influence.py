@@ -199,7 +199,7 @@ def fit_influence(
     out what is off that diagonal, and between linears. Oracle:
     ``alphatoken.oracle.composite.corrected_fisher``.
     """
-    settings = Settings(samples, "kronecker", "token", 1, "linears", seed, 8, False)
+    settings = Settings(samples, "kronecker", "token", 1, "linears", seed, 8)
     with fitting(
         model, rows, settings, layers, checkpoint, checkpoint_every, progress, adapter,
         corrected=True,

@@ -93,8 +93,8 @@ class KroneckerMoments:
     used more than once, in one call or several, counts each use as a position.
     """
 
-    def __init__(self, adapter: DecoderAdapter, scope: Scope, *, score_bias: bool) -> None:
-        self._adapter, self._scope, self._bias = adapter, scope, score_bias
+    def __init__(self, adapter: DecoderAdapter, scope: Scope) -> None:
+        self._adapter, self._scope = adapter, scope
         self._recorder: Recorder | None = None
         self._proved = False
         first: dict[int, str] = {}
@@ -180,7 +180,7 @@ class KroneckerMoments:
         self._proved = True
 
     def factors(self, count: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Factors (left, right) of each parameter in its stored layout; of a bias (S_F, [[1]])."""
+        """Factors (left, right) of each parameter in its stored layout."""
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for name, key in self._key.items():
             linear = self._linears[name]
@@ -189,8 +189,6 @@ class KroneckerMoments:
             S = self.sums[f"S/{key}"] / count
             A = self.sums[f"A/{key}"] / max(int(self.sums[f"uses/{key}"]), 1)
             pairs[name] = (A, S) if linear.transposed else (S, A)
-            if self._bias and linear.trained_bias is not None:
-                pairs[linear.bias_name] = (S, torch.ones_like(S[:1, :1]))
         return pairs
 
 
@@ -203,7 +201,7 @@ class CorrectedMoments(KroneckerMoments):
     """
 
     def __init__(self, adapter: DecoderAdapter, scope: Scope) -> None:
-        super().__init__(adapter, scope, score_bias=False)
+        super().__init__(adapter, scope)
         for name in dict.fromkeys(self._key.values()):
             S, A = self.sums[f"S/{name}"], self.sums[f"A/{name}"]
             self.sums[f"square/{name}"] = torch.outer(S[0], A[0])

@@ -24,8 +24,8 @@ class ScoredParameters:
     Attributes:
         scope: the scored layers and linears.
         parameters: parameter name -> parameter; under sharded weights this process's part of it.
-        names: place of a parameter (``ScoredLinear.weight_name``, ``bias_name``) -> its name; tied
-            places have one name.
+        names: place of a parameter (``ScoredLinear.weight_name``) -> its name; tied places
+            have one name.
         first: first layer of the graph; None when parameters below the layers take part.
         sharding: of the weights; None where every process has them.
     """
@@ -69,7 +69,7 @@ def _named_once(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters in scope by name, tied ones once, and the name of each place."""
     named: dict[str, Tensor] = dict(adapter.model.named_parameters(remove_duplicate=False))
-    chosen = scope.parameters(biases=config.score_bias)
+    chosen = scope.parameters()
     # ``require_covered`` has let only ``label`` come here with matrices that no linear covers;
     # moved along M they are as exact as any other weight, so they are in scope.
     if config.uncovered == "error":

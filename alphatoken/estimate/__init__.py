@@ -10,8 +10,7 @@ sum with a direction ``M``, which callers pass in:
 2. :mod:`~alphatoken.estimate.contraction` is the algebra, ``delta^T M x`` without the outer
    product: pure functions of tensors.
 3. :mod:`~alphatoken.estimate.columns` sums the contractions of all uses of all scored maps to a
-   column of numbers by position. :mod:`~alphatoken.estimate.matrices` is ``M`` as it is handed
-   over.
+   column of numbers by position.
 4. :mod:`~alphatoken.estimate.token_values` moves columns from the position that predicts to the
    token that is predicted, and adds both sides with lambda to ``TokenValues``.
 

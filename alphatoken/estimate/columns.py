@@ -7,7 +7,7 @@ where weights are sharded, a module holds another object inside a forward than o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from alphatoken.estimate import contraction
 from alphatoken.estimate.estimators import TokenErrors
-from alphatoken.estimate.matrices import Matrices
 from alphatoken.model.capture import Recorder
-from alphatoken.model.protocol import ScoredLinear
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = [
@@ -45,26 +43,27 @@ class Side:
     """One side of M as it is contracted; or both sides in one, ``matrices + weight * others``.
 
     Attributes:
-        matrices: parameter name -> M, or this process's part of it. If it is ``Formed``, each
-            matrix is computed when it is contracted, and not stored.
+        matrices: parameter name -> M, or this process's part of it.
         others: matrices to be added; None for none.
         weight: of ``others``.
     """
 
-    matrices: Matrices
-    others: Matrices | None = None
+    matrices: Mapping[str, Tensor]
+    others: Mapping[str, Tensor] | None = None
     weight: float = 0.0
 
-    def of(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The matrices of these parameters, with ``weight * others`` added where there are others.
+    def of(self, name: str) -> Tensor:
+        """The matrix of this parameter, with ``weight * others`` added where there are others.
 
-        The sum is made for the parameters that are contracted next and let go after them, so that
+        The sum is made for the parameter that is contracted next and let go after it, so that
         the whole M never lies in memory beside the two sides that it is the sum of.
         """
-        chosen = {n: self.matrices[n] for n in names if n in self.matrices}
-        if self.others is not None:
-            chosen = {n: m + self.weight * self.others[n] for n, m in chosen.items()}
-        return chosen
+        matrix = self.matrices[name]
+        return matrix if self.others is None else matrix + self.weight * self.others[name]
+
+    def whole(self) -> dict[str, Tensor]:
+        """All matrices of this side, by the parameters' names."""
+        return {name: self.of(name) for name in self.matrices}
 
 
 def total_side(
@@ -94,8 +93,8 @@ class ColumnSums:
     Args:
         recorder: the recorded forward.
         sides: the directions.
-        names: place of a parameter (``weight_name``, ``bias_name`` of a linear) -> its name among
-            the parameters in scope; tied places have one name.
+        names: place of a parameter (``weight_name`` of a linear) -> its name among the parameters
+            in scope; tied places have one name.
     """
 
     def __init__(self, recorder: Recorder, sides: Sequence[Side], names: Mapping[str, str]) -> None:
@@ -110,21 +109,18 @@ class ColumnSums:
         matters there: the user may have asked for values inside ``torch.autocast``.
         """
         for side, results in zip(self._sides, self.found, strict=True):
-            whole = side.of(_owned(self._recorder.linears[index].linear, self._names))
-            results[part, index] = self.contract(index, error, whole)
+            name = self._names[self._recorder.linears[index].linear.weight_name]
+            results[part, index] = self.contract(index, error, side.of(name))
 
-    def contract(self, index: int, error: Tensor, whole: Mapping[str, Tensor]) -> Tensor:
-        """The values (b, t) of one use; ``whole`` are its matrices of one side."""
+    def contract(self, index: int, error: Tensor, whole: Tensor) -> Tensor:
+        """The values (b, t) of one use; ``whole`` is its matrix of one side."""
         use = self._recorder.linears[index]
-        linear, names = use.linear, self._names
-        # A bias has a name only where it is in scope (``score_bias``). M has the stored layout,
-        # while the contraction wants (d_out, d_in).
-        m, bias = whole[names[linear.weight_name]], names.get(linear.bias_name)
-        m_bias = None if bias is None else whole[bias]
-        m = m.mT if linear.transposed else m
+        linear = use.linear
+        # M has the stored layout, while the contraction wants (d_out, d_in).
+        m = whole.mT if linear.transposed else whole
         if use.experts is not None:
-            return contraction.contract_experts(error, use.x, use.experts, m, m_bias)
-        return contraction.contract(error, use.x, m, m_bias)
+            return contraction.contract_experts(error, use.x, use.experts, m)
+        return contraction.contract(error, use.x, m)
 
     def columns(self) -> list[Columns]:
         """The sums over all uses, for each side."""
@@ -168,12 +164,12 @@ def contract_columns(
     """
     parts = {"direct": errors.direct, "causal": errors.causal}
     sums = ColumnSums(recorder, sides, names)
-    for owned, uses in uses_by_weight(recorder, names):
+    for name, uses in uses_by_weight(recorder, names):
         for side, results in zip(sides, sums.found, strict=True):
-            whole = side.of(owned)
+            whole = side.of(name)
             # Once for all uses of the weight and both parts; let go of with the next weight.
             if gather is not None:
-                whole = {n: gather(n, m) for n, m in whole.items()}
+                whole = gather(name, whole)
             for part, index in ((p, i) for i in uses for p in parts):
                 error = parts[part][index]
                 if error is not None:
@@ -189,23 +185,11 @@ def _columns(parts: Sequence[Tensor | None], like: Tensor) -> Columns:
     return Columns(direct, causal)
 
 
-def uses_by_weight(
-    recorder: Recorder, names: Mapping[str, str]
-) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Per weight in scope: its name and those of the biases beside it, and its recorded uses."""
-    owned: dict[str, dict[str, None]] = {}
-    uses: dict[str, list[int]] = {}
+def uses_by_weight(recorder: Recorder, names: Mapping[str, str]) -> list[tuple[str, list[int]]]:
+    """Name and recorded uses of each weight in scope."""
     # From the scope and not from the recorded uses: a process that sent no token to an expert has
     # no use of its weights, and must still go through the same names as the others.
-    for linear in recorder.scope.linears:
-        parts = _owned(linear, names)
-        owned.setdefault(parts[0], {}).update(dict.fromkeys(parts))
+    uses: dict[str, list[int]] = {names[one.weight_name]: [] for one in recorder.scope.linears}
     for index, use in enumerate(recorder.linears):
-        uses.setdefault(names[use.linear.weight_name], []).append(index)
-    return [(tuple(parts), uses.get(weight, [])) for weight, parts in owned.items()]
-
-
-def _owned(linear: ScoredLinear, names: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of a linear's weight, and of its bias where that is in scope."""
-    beside = (names[linear.bias_name],) if linear.bias_name in names else ()
-    return names[linear.weight_name], *beside
+        uses[names[use.linear.weight_name]].append(index)
+    return list(uses.items())

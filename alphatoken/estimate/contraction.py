@@ -22,7 +22,7 @@ from torch import Tensor
 from alphatoken.model.experts import rows_by_expert
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["contract", "contract_experts", "expert_outer_sums", "expert_sums", "outer_sum"]
+__all__ = ["contract", "contract_experts", "expert_outer_sums", "outer_sum"]
 
 
 @full_precision
@@ -30,15 +30,13 @@ def contract(
     delta: Float[Tensor, "b t o"],
     x: Float[Tensor, "b t i"],
     m: Float[Tensor, "o i"],
-    m_bias: Float[Tensor, " o"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """Projected contraction: ``sum_o delta[b,t,o] (x M^T + m_b)[b,t,o]``.
+    """Projected contraction: ``sum_o delta[b,t,o] (x M^T)[b,t,o]``.
 
     Args:
         delta: output errors dL/ds at every position.
         x: inputs of the linear map at the same positions.
         m: direction, (d_out, d_in).
-        m_bias: direction of the bias; None leaves the bias out (the paper's convention).
 
     Returns:
         One value a position, in float32 or wider; unit: loss times (loss gradient per weight).
@@ -50,8 +48,6 @@ def contract(
     # delta^T (M x) per position: one matrix product for all positions. The gradients delta (x) x,
     # d_out d_in numbers a position, are never formed.
     projected = x.to(dtype) @ m.to(dtype).mT
-    if m_bias is not None:
-        projected = projected + m_bias.to(dtype)
     return torch.einsum("bto,bto->bt", delta.to(dtype), projected)
 
 
@@ -74,9 +70,8 @@ def contract_experts(
     x: Float[Tensor, "b t c i"],
     experts: Int[Tensor, "b t c"],
     m: Float[Tensor, "e o i"],
-    m_bias: Float[Tensor, "e o"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """``contract`` for a mixture: ``sum_{c, o} delta[b,t,c,o] (M_e x + m_e)[b,t,c,o]``.
+    """``contract`` for a mixture: ``sum_{c, o} delta[b,t,c,o] (M_e x)[b,t,c,o]``.
 
     e is ``experts[b,t,c]``: each row meets the matrix of its own expert, and the products of the
     rows of one position are added there.
@@ -86,7 +81,6 @@ def contract_experts(
         x: inputs of the experts' matrices.
         experts: to which each row was sent.
         m: direction, (experts, d_out, d_in).
-        m_bias: direction of the biases; None leaves them out.
 
     Returns:
         One value a position, in float32 or wider; unit: loss times (loss gradient per weight).
@@ -99,8 +93,6 @@ def contract_experts(
     values = errors.new_zeros(len(errors), dtype=dtype)
     for expert, rows in rows_by_expert(experts, len(m)):
         projected = inputs[rows].to(dtype) @ m[expert].to(dtype).mT
-        if m_bias is not None:
-            projected = projected + m_bias[expert].to(dtype)
         values[rows] = (errors[rows].to(dtype) * projected).sum(-1)
     return values.view(experts.shape).sum(-1)
 
@@ -122,12 +114,3 @@ def expert_outer_sums(
     for expert, rows in rows_by_expert(experts, count):
         sums[expert] = errors[rows].to(dtype).mT @ inputs[rows].to(dtype)
     return sums
-
-
-def expert_sums(
-    delta: Float[Tensor, "b t c o"], experts: Int[Tensor, "b t c"], count: int
-) -> Float[Tensor, "e o"]:
-    """Gradient of the experts' biases: the errors of each expert's rows, summed."""
-    errors = delta.flatten(0, 2).to(wide(delta.dtype))
-    sums = errors.new_zeros(count, delta.shape[-1])
-    return sums.index_add_(0, experts.flatten(), errors)

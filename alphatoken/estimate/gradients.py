@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,45 +39,34 @@ def captured_gradients(
     names: Mapping[str, str],
     consume: Callable[[str, Tensor | None, Tensor | float], None],
 ) -> None:
-    """Weight and bias gradients from captured uses, one parameter at a time: sums of delta (x) x.
+    """Weight gradients from captured uses, one parameter at a time: sums of delta (x) x.
 
     Args:
         recorder: one recorded forward.
         errors: ordinary errors at its linear uses.
         names: as in ``columns.ColumnSums``; tied parameters gather in one entry.
         consume: gets (name, gradient as stored, sum of the norms of its terms) of every scored
-            weight and bias in scope, in one order on every process; None where no use was seen.
-            A bias tied between different weights comes once for each.
+            weight in scope, in one order on every process; None where no use was seen.
     """
-    for owned, uses in uses_by_weight(recorder, names):
-        sums: dict[str, tuple[Tensor, Tensor | float]] = {}
+    for name, uses in uses_by_weight(recorder, names):
+        total: tuple[Tensor, Tensor | float] | None = None
         for index in uses:
-            error, use = errors[index], recorder.linears[index]
+            error = errors[index]
             if error is not None:
-                for name, part, size in _terms(use, error, names):
-                    before, known = sums.get(name, (torch.zeros_like(part), 0.0))
-                    sums[name] = (before + part, known + size)
+                part, size = _term(recorder.linears[index], error)
+                before, known = total or (torch.zeros_like(part), 0.0)
+                total = before + part, known + size
         # Every name is handed over, used or not: under sharded weights what follows is collective.
-        for name in owned:
-            consume(name, *sums.get(name, (None, 0.0)))
+        consume(name, *(total or (None, 0.0)))
 
 
-def _terms(
-    use: LinearUse, error: Tensor, names: Mapping[str, str]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, gradient, sum of the norms of its terms) for a use's weight, then its bias."""
+def _term(use: LinearUse, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of a use's weight, and the sum of the norms of its terms."""
     linear, experts = use.linear, use.experts
     if not isinstance(linear, ScoredExperts) or experts is None:
         gradient = contraction.outer_sum(error, use.x)
     else:
         gradient = contraction.expert_outer_sums(error, use.x, experts, linear.count)
     # A term delta (x) x has rank 1, so its Frobenius norm is ||delta|| ||x||.
-    sizes = error.to(gradient).norm(dim=-1)
-    size = (sizes * use.x.to(gradient).norm(dim=-1)).sum()
-    yield names[linear.weight_name], gradient.mT if linear.transposed else gradient, size
-    if linear.bias_name in names:
-        if not isinstance(linear, ScoredExperts) or experts is None:
-            summed = error.flatten(0, -2).to(gradient).sum(0)
-        else:
-            summed = contraction.expert_sums(error, experts, linear.count)
-        yield names[linear.bias_name], summed, sizes.sum()
+    size = (error.to(gradient).norm(dim=-1) * use.x.to(gradient).norm(dim=-1)).sum()
+    return gradient.mT if linear.transposed else gradient, size

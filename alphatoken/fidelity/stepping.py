@@ -113,11 +113,12 @@ class Stepper:
         self._restore()
 
     @contextmanager
-    def stepped(self, gradient: Mapping[str, Tensor], lr: float) -> Iterator[None]:
+    def stepped(self, gradient: Callable[[str], Tensor], lr: float) -> Iterator[None]:
         """Inside, the weights are those after one step of size ``lr`` along ``gradient``.
 
         Afterwards they are the copy's own again. The optimizer steps one parameter at a time, on a
-        copy of that parameter's state alone: no second set of weights or of moments is held.
+        copy of that parameter's state alone, and asks for its gradient only then: no second set of
+        weights, moments or gradients is held.
         """
         self.set_rate(lr)
         try:
@@ -128,7 +129,7 @@ class Stepper:
                         key: value.clone() if isinstance(value, Tensor) else value
                         for key, value in held.items()
                     }
-                p.grad = gradient[name].to(p)
+                p.grad = gradient(name).to(p)
                 self.optimizer.step()  # parameters without a gradient stay
                 p.grad = None
                 self.optimizer.state.pop(p, None)

@@ -283,7 +283,6 @@ class Subject:
             "labels": "token",
             "seed": self.seed,
             "batch_size": self.batch_size,
-            "score_bias": self.config.score_bias,
             "progress": self.progress,
         } | options
         reference = self.model if self.reference is None else self.reference

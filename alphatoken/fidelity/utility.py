@@ -13,7 +13,7 @@ Oracle: ``alphatoken.oracle.utility``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from alphatoken.certificate import metrics
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
-from alphatoken.estimate.matrices import Formed
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
@@ -118,15 +117,12 @@ class _Bench:
             )
         )
 
-    def gradient_without(self, token: int | None) -> Mapping[str, Tensor]:
-        """Gradient of the training loss without this token.
-
-        Each matrix is formed when it is read.
-        """
+    def gradient_without(self, token: int | None) -> Callable[[str], Tensor]:
+        """Gradient of the training loss without this token, each matrix formed when it is read."""
         if token is None:
-            return Formed(self.summed, lambda name: self.summed[name] / self.count)
+            return lambda name: self.summed[name] / self.count
         part = self.gradient_of(token)
-        return Formed(self.summed, lambda name: (self.summed[name] - part[name]) / self.count)
+        return lambda name: (self.summed[name] - part[name]) / self.count
 
     def predicted(self, prediction: Prediction, tokens: Sequence[int]) -> Numbers:
         """First-order changes at the user's step size."""
@@ -235,7 +231,7 @@ def _actual(bench: _Bench, tokens: Sequence[int], eta: float) -> Numbers:
     """u_k of each token at a step of size eta."""
     stepper, tracker = bench.stepper, bench.subject.tracker("Leaving one out", len(tokens))
 
-    def objective(gradient: Mapping[str, Tensor]) -> float:
+    def objective(gradient: Callable[[str], Tensor]) -> float:
         with stepper.stepped(gradient, eta):
             return stepper.objective()
 

@@ -54,28 +54,11 @@ class ScoredLinear:
         return f"{self.name}.weight"
 
     @property
-    def bias_name(self) -> str:
-        """Key that the bias has there, if the module has one."""
-        return f"{self.name}.bias"
-
-    @property
     def weight(self) -> Tensor:
         """The weight parameter as stored."""
         weight = self.module.weight
         assert isinstance(weight, Tensor)
         return weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias parameter, or None."""
-        bias = getattr(self.module, "bias", None)
-        return bias if isinstance(bias, Tensor) else None
-
-    @property
-    def trained_bias(self) -> Tensor | None:
-        """The bias, if it is trained."""
-        bias = self.bias
-        return bias if bias is not None and bias.requires_grad else None
 
     @property
     def active(self) -> float:
@@ -112,12 +95,6 @@ class ScoredExperts(ScoredLinear):
         weight = getattr(self.module, self.parameter)
         assert isinstance(weight, Tensor)
         return weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The experts' biases, or None."""
-        bias = getattr(self.module, f"{self.parameter}_bias", None)
-        return bias if isinstance(bias, Tensor) else None
 
     @property
     def count(self) -> int:

@@ -51,15 +51,12 @@ class Scope:
     first: int = 0
     named: dict[str, Tensor] = field(default_factory=dict)
 
-    def parameters(self, *, biases: bool) -> dict[str, Tensor]:
-        """Weights of the linears by name, with ``biases`` their trained ones too; then ``named``.
+    def parameters(self) -> dict[str, Tensor]:
+        """Weights of the linears by name; then ``named``.
 
         What is named and belongs to a linear as well is there once.
         """
         chosen = {linear.weight_name: linear.weight for linear in self.linears}
-        for linear in self.linears if biases else ():
-            if linear.trained_bias is not None:
-                chosen[linear.bias_name] = linear.trained_bias
         known = {id(parameter) for parameter in chosen.values()}
         return chosen | {name: p for name, p in self.named.items() if id(p) not in known}
 
@@ -93,7 +90,7 @@ def find_scope(
     # A graph that began above a second use of a weight would lack that use's part of the gradient.
     # The proof of coverage could not see it: autograd's gradient would lack the same part.
     named = dict(adapter.model.named_parameters(remove_duplicate=False))
-    owned = [p for linear in linears for p in (linear.weight, linear.bias) if p is not None]
+    owned = [linear.weight for linear in linears]
     first = lowest_use(adapter, [*owned, *(named[name] for name in uncovered)], chosen[0])
     # The layers above the scored ones count too: the error of a token passes through them on its
     # way down, and one that mixes positions would spoil the self-only backward.

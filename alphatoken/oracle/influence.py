@@ -98,17 +98,12 @@ def _record_use(
     return passed_on
 
 
-def _direction_of(
-    module_name: str,
-    parameter: Tensor,
-    kind: str,
-    by_identity: Mapping[int, Tensor],
-) -> Tensor:
+def _direction_of(module_name: str, parameter: Tensor, by_identity: Mapping[int, Tensor]) -> Tensor:
     found = by_identity.get(id(parameter))
     if found is None:
         raise InputError(
-            f"the direction does not cover a scored {kind}",
-            got=f"{module_name}.{kind}",
+            "the direction does not cover a scored weight",
+            got=f"{module_name}.weight",
             why="its uses would silently count as zero",
             remedy="add it to the direction, or leave the module out",
         )
@@ -121,10 +116,9 @@ def moved_outputs(
     modules: Mapping[str, nn.Module],
     direction: Mapping[str, Tensor],
     *,
-    score_bias: bool = False,
     transposed: Collection[str] = (),
 ) -> list[Float[Tensor, "b t o"]]:
-    """M x (+ m_b with ``score_bias``) of every use, in float64: how s moves when W moves by M.
+    """M x of every use, in float64: how s moves when W moves by M.
 
     The direction of a tied weight is found by the identity of the parameter, under any name.
     """
@@ -133,14 +127,11 @@ def moved_outputs(
     moved = []
     for use in uses:
         module = modules[use.name]
-        weight, bias = module.weight, getattr(module, "bias", None)
+        weight = module.weight
         assert isinstance(weight, Tensor)
-        m = _direction_of(use.name, weight, "weight", by_identity)
+        m = _direction_of(use.name, weight, by_identity)
         letters = "io" if use.name in transposed else "oi"
-        moved_output = torch.einsum(f"bti,{letters}->bto", use.x.double(), m)
-        if score_bias and isinstance(bias, Tensor):
-            moved_output = moved_output + _direction_of(use.name, bias, "bias", by_identity)
-        moved.append(moved_output)
+        moved.append(torch.einsum(f"bti,{letters}->bto", use.x.double(), m))
     return moved
 
 
@@ -173,12 +164,11 @@ def exact_influence(
     modules: Mapping[str, nn.Module],
     direction: Mapping[str, Tensor],
     *,
-    score_bias: bool = False,
     transposed: Collection[str] = (),
 ) -> Influence:
     """The influence matrix module by module, one ``autograd.grad`` per label position.
 
-    Formula: ``Psi_l[b, k, t] = sum_o (d l_k / d s_t^l)_o (M^l x_t^l (+ m_b))_o``.
+    Formula: ``Psi_l[b, k, t] = sum_o (d l_k / d s_t^l)_o (M^l x_t^l)_o``.
 
     Args:
         model: only to resolve the names in ``direction`` (tied parameters by identity).
@@ -187,7 +177,6 @@ def exact_influence(
         modules: the scored linears by name, weight (d_out, d_in), or (d_in, d_out) if the name is
             in ``transposed``.
         direction: parameter name -> M in the parameter's own shape.
-        score_bias: add delta . m_b, with ``<module>.bias`` in the direction.
         transposed: names of the modules whose weight is (d_in, d_out), GPT-2's Conv1D.
 
     Exactness: exact up to the model's own arithmetic; contraction in float64. Rows of the batch
@@ -204,9 +193,7 @@ def exact_influence(
         )
     with recorded_uses(modules) as uses:
         losses = run_losses(forward, batch)
-    moved = moved_outputs(
-        model, uses, modules, direction, score_bias=score_bias, transposed=transposed
-    )
+    moved = moved_outputs(model, uses, modules, direction, transposed=transposed)
     rows, length = batch["labels"].shape
     terms = {n: torch.zeros(rows, length, length, dtype=torch.float64) for n in modules}
     absolute = {name: torch.zeros_like(term) for name, term in terms.items()}

@@ -451,18 +451,16 @@ def value_propagation_error(
     x: Float[Tensor, "t m"],
     head_errors: Float[Tensor, "h t v"],
     m_k: Float[Tensor, "gd m"],
-    m_b: Float[Tensor, " gd"] | None = None,
 ) -> Float[Tensor, "h t t"]:
     """Exact values minus Value-Propagation's, per head and pair in the last layer.
 
-    Formula: ``error[h, k, t] = c f alpha ((v_t - o_k).e_k) (q_k^T R_t N_t (M_K x_t + m_b))``.
+    Formula: ``error[h, k, t] = c f alpha ((v_t - o_k).e_k) (q_k^T R_t N_t M_K x_t)``.
 
     Args:
         spec: the last decoder layer's attention.
         x: input of its projections, one sequence.
         head_errors: e[h, k] = d l_k / d o_k^h.
         m_k: direction of the key projection's weight.
-        m_b: direction of its bias, if biases are scored.
 
     Exactness: with K = 1 and W = T, summed over heads it is exactly the off-diagonal of Psi minus
     the per-head Value-Propagation: the key projection is the only other scored weight whose use
@@ -473,10 +471,7 @@ def value_propagation_error(
     state = attend(spec, x)
     error = torch.zeros_like(state.alpha)
     for h, g, k, t in _pairs(spec, len(x)):
-        moved = m_k @ x[t]
-        if m_b is not None:
-            moved = moved + m_b
-        moved_key = _product(_key_factors(spec, x, t, g)) @ moved
+        moved_key = _product(_key_factors(spec, x, t, g)) @ (m_k @ x[t])
         factor = spec.scale * state.slope[h, k, t] * state.alpha[h, k, t]
         pull = torch.dot(state.value[g, t] - state.output[h, k], head_errors[h, k])
         error[h, k, t] = factor * pull * torch.dot(state.query[h, k], moved_key)

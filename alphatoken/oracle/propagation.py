@@ -55,14 +55,12 @@ class PropagationLayer:
         inputs: (b, t, i) input of the value projection.
         direction: (g v, i) direction M_V of the value projection's weight. Of a fused projection
             its rows for the value; of a LoRA pair ``s (B M_A + M_B A)``.
-        bias: (g v,) direction of its bias, if biases are scored.
     """
 
     alpha: Float[Tensor, "b h t t"]
     errors: Float[Tensor, "b h t v"]
     inputs: Float[Tensor, "b t i"]
     direction: Float[Tensor, "gv i"]
-    bias: Float[Tensor, " gv"] | None = None
 
     def __post_init__(self) -> None:
         width = self.errors.shape[-1]
@@ -127,8 +125,6 @@ def value_propagation_pairs(
     for b in range(rows):
         for t in range(length):
             moved = layer.direction.double() @ layer.inputs[b, t].double()
-            if layer.bias is not None:
-                moved = moved + layer.bias.double()
             for k in range(t + 1, length):
                 for h in range(heads):
                     g = h // (heads // groups)
@@ -281,7 +277,6 @@ def one_hop(
     direction: Mapping[str, Tensor],
     hops: Callable[[], Sequence[Hop]],
     *,
-    score_bias: bool = False,
     transposed: Collection[str] = (),
 ) -> Float[Tensor, "b t t"]:
     """The part of Psi[b, k, t], t < k, that changes position exactly once.
@@ -298,7 +293,6 @@ def one_hop(
         modules: the scored linears by name.
         direction: parameter name -> M, as in ``exact_influence``.
         hops: called after the forward pass; one :class:`Hop` per attention call of the model.
-        score_bias: see ``exact_influence``.
         transposed: see ``exact_influence``.
 
     Returns:
@@ -308,9 +302,7 @@ def one_hop(
     """
     with recorded_uses(modules) as uses:
         losses = run_losses(forward, batch)
-    moved = moved_outputs(
-        model, uses, modules, direction, score_bias=score_bias, transposed=transposed
-    )
+    moved = moved_outputs(model, uses, modules, direction, transposed=transposed)
     rows, length = batch["labels"].shape
     values = torch.zeros(rows, length, length, dtype=torch.float64)
     uses_s = [use.s for use in uses]

@@ -161,7 +161,7 @@ class Trace:
         """
         hidden, chosen, weights = (*args, *kwargs.values())
         module: Any = mixture.module
-        count = next(p.shape[0] for p in mixture.tensors(biases=False).values())
+        count = next(p.shape[0] for p in mixture.tensors().values())
         router = weights.new_zeros(len(hidden), count).scatter_add(1, chosen, weights)
         output: Any = 0
         for expert in range(count):
@@ -184,8 +184,8 @@ class Trace:
         weight = getattr(module, parameter)[expert]
         s: Tensor = x @ (weight if linear.transposed else weight.mT)
         if module.has_bias:
-            s = s + getattr(module, linear.bias)[expert]
-        if linear.name not in mixture.tensors(biases=False):  # it does not train
+            s = s + getattr(module, f"{parameter}_bias")[expert]
+        if linear.name not in mixture.tensors():  # it does not train
             return s
         use = s.reshape(*self.shape, -1)
         at = x.detach().reshape(*self.shape, -1)
@@ -455,17 +455,15 @@ def contract(
     errors: Sequence[Tensor | None],
     direction: Mapping[int, Tensor],
     *,
-    score_bias: bool,
     rows: Any = slice(None),
     spread: Sequence[Tensor] | None = None,
 ) -> Parts:
-    """``sum_o delta_o (M x + m_b)_o`` of every use, by linear map, in float64.
+    """``sum_o delta_o (M x)_o`` of every use, by linear map, in float64.
 
     Args:
         trace: of the forward.
         errors: at its linear uses.
         direction: id of a parameter -> M.
-        score_bias: biases take part.
         rows: index of (b, t); with it values and scales have the index's shape.
         spread: factors (b, t) on the absolute terms of each use.
     """
@@ -474,12 +472,10 @@ def contract(
         if error is None:
             continue
         linear = use.linear
-        m, bias = (getattr(linear.module, n, None) for n in (linear.parameter, linear.bias))
+        m = getattr(linear.module, linear.parameter)
         which = ... if linear.expert is None else linear.expert
         matrix = direction[id(m)][which].double()
         moved = use.x[rows].double() @ (matrix if linear.transposed else matrix.mT)
-        if score_bias and id(bias) in direction:
-            moved = moved + direction[id(bias)][which].double()
         terms = error[rows].double() * moved
         size = terms.abs().sum(-1)
         parts.add(use.linear.name, terms.sum(-1), size if spread is None else size * spread[n])

@@ -23,8 +23,7 @@ __all__ = ["Linear", "Mixture", "ScoredModel", "bare_model", "decoder_blocks", "
 class Linear:
     """One scored linear map; ``transposed`` if its weight is stored as (d_in, d_out).
 
-    Where ``expert`` is a number, its weight is that entry of the module's 3-D ``parameter``, and
-    its bias that row of the parameter named with "_bias" behind it.
+    Where ``expert`` is a number, its weight is that entry of the module's 3-D ``parameter``.
     """
 
     name: str
@@ -32,11 +31,6 @@ class Linear:
     transposed: bool
     parameter: str = "weight"
     expert: int | None = None
-
-    @property
-    def bias(self) -> str:
-        """Name that the bias has in the module, if there is one."""
-        return "bias" if self.expert is None else f"{self.parameter}_bias"
 
 
 @dataclass(frozen=True)
@@ -46,12 +40,12 @@ class Mixture:
     name: str
     module: nn.Module
 
-    def tensors(self, *, biases: bool) -> dict[str, Tensor]:
-        """The trainable ones by name; with ``biases`` those of the experts too."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The trainable ones by name."""
         return {
             f"{self.name}.{name}": p
             for name, p in self.module.named_parameters(recurse=False)
-            if p.requires_grad and (biases or not name.endswith("_bias"))
+            if p.requires_grad and not name.endswith("_bias")
         }
 
 
@@ -133,7 +127,6 @@ def find_scored(
     *,
     blocks: Sequence[nn.Module] | None = None,
     parameters: str = "linears",
-    score_bias: bool = False,
     loose: bool = True,
 ) -> ScoredModel:
     """The scope that these options mean.
@@ -145,7 +138,6 @@ def find_scored(
         parameters: "linears", "all" trainable parameters of the model, or parts joined by commas:
             "linears", "experts" (the tensors of the scored blocks' mixtures), and patterns of names
             that trainable parameters of any layer have.
-        score_bias: biases of the linear maps take part.
         loose: trainable matrices that are no linear map take part.
     """
     every = tuple(decoder_blocks(model) if blocks is None else blocks)
@@ -172,7 +164,7 @@ def find_scored(
         if "experts" in parts and _is_mixture(module)
     )
     for mixture in mixtures:
-        others = {n: p for n, p in others.items() if n not in mixture.tensors(biases=True)}
+        others = {n: p for n, p in others.items() if n.rpartition(".")[0] != mixture.name}
     by_name = {
         name: p
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -184,14 +176,8 @@ def find_scored(
         named = {}
     else:
         named = {f"{linear.name}.weight": _weight(linear.module) for linear in linears.values()}
-        if score_bias:
-            named |= {
-                f"{linear.name}.bias": bias
-                for linear in linears.values()
-                if (bias := getattr(linear.module, "bias", None)) is not None and bias.requires_grad
-            }
         for mixture in mixtures:
-            named |= mixture.tensors(biases=score_bias)
+            named |= mixture.tensors()
         named |= others if loose else {}
     named |= by_name
     once: dict[int, str] = {}

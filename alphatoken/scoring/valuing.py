@@ -260,7 +260,7 @@ class Valuer:
                 self.prove(around_responses(seen.batch))
         shown = self.builder.made_of.first_batch
         return [
-            _weighted(self._derivative.of(seen, side.of(side.matrices), number, shown), seen)
+            _weighted(self._derivative.of(seen, side.whole(), number, shown), seen)
             for number, side in enumerate(sides)
         ]
 

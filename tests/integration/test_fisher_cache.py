@@ -91,7 +91,7 @@ def test_settings_are_those_of_the_options() -> None:
     import inspect
 
     own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts"}
-    own |= {"responses", "score_bias", "labels"}
+    own |= {"responses", "labels"}
     assert set(settings) | own == set(inspect.signature(fit_fisher).parameters)
 
 

@@ -72,7 +72,7 @@ def run_observe(model: nn.Module, estimator: str) -> None:
 
 
 def run_all_layers(model: nn.Module, estimator: str) -> None:
-    scorer = scorer_for(model, estimator, layers="all", score_bias=True)
+    scorer = scorer_for(model, estimator, layers="all")
     scorer.score(BATCH)
     scorer.score(VALIDATION)
 

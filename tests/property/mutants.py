@@ -79,8 +79,6 @@ SHARDED_OF_SEVERAL = claim(
     test_sharded.test_sharded_values_equal_whole_ones,
     small(validations=SEVERAL), "path", "diagonal", examples=6,
 )  # fmt: skip
-BIASED = small(bias=True).map(lambda setup: replace(setup, score_bias=True))
-SCORED_BIAS = claim(test_estimators.test_path_is_the_column_sums, BIASED)
 # One hop is counted per block object, so a block at two depths is no case of it.
 SINGLE = small(repeated_block=False)
 DEEP = small(layers=2, repeated_block=False).map(lambda setup: replace(setup, layers="all"))
@@ -320,12 +318,6 @@ LISTED = (
         "last token dropped",
         ("model.batch.by_prediction", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),
         LOSSES,
-    ),
-    _listed(
-        "bias-forgotten-in-the-contraction",
-        "bias forgotten (with score_bias)",
-        ("estimate.columns.ColumnSums.contract", "names.get(linear.bias_name)", "None"),
-        SCORED_BIAS,
     ),
     _listed(
         "head-mean-for-per-head",
@@ -1319,7 +1311,11 @@ OWN = (
             "if db is not None:",
             "if False:",
         ),
-        claim(test_label.test_label_is_the_row_sums, BIASED),
+        claim(
+            test_label.test_label_over_named_parameters,
+            small(bias=True),
+            st.just("linears,*bias*"),
+        ),
     ),
     mutant(
         "label-values-not-scaled-back",

@@ -38,11 +38,6 @@ MUTANTS = (
         _CONTRACT, "@ m[expert]", "@ m[expert - 1]", LOOP,
     ),
     _mixture(
-        "bias-of-the-first-expert",
-        "the direction of the first expert's bias serves all experts",
-        _CONTRACT, "m_bias[expert]", "m_bias[0]", LOOP,
-    ),
-    _mixture(
         "first-of-the-chosen-experts",
         "of the experts that a token was sent to, only the first one is valued",
         _CONTRACT, "view(experts.shape).sum(-1)", "view(experts.shape)[..., 0]",
@@ -126,12 +121,6 @@ MUTANTS = (
         "the weight gradient of an expert is that of the one before it",
         "estimate.contraction.expert_outer_sums", "sums[expert] =", "sums[expert - 1] =",
         EXPLAINED,
-    ),
-    _mixture(
-        "biases-of-experts-summed-into-one",
-        "the gradients of all experts' biases are added to the first one's",
-        "estimate.contraction.expert_sums",
-        "experts.flatten()", "experts.flatten() * 0", EXPLAINED,
     ),
     _mixture(
         "router-not-named",

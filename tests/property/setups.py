@@ -103,11 +103,10 @@ LAMBDA = 1.5
 
 @dataclass(frozen=True)
 class Setup:
-    """A case and what of it is scored: the layers (as the option has them), biases or not."""
+    """A case and what of it is scored: the layers (as the option has them)."""
 
     case: Case
     layers: int | str | tuple[int, ...] = "all"
-    score_bias: bool = False
 
 
 @st.composite
@@ -121,7 +120,7 @@ def setups(draw: st.DrawFn, *, last: bool = False, **pins: Any) -> Setup:
     else:
         some = st.sets(st.integers(0, depth - 1), min_size=1).map(lambda s: tuple(sorted(s)))
         layers = draw(st.one_of(st.integers(1, depth), st.just("all"), some))
-    return Setup(case, layers, case.config.bias and draw(st.booleans()))
+    return Setup(case, layers)
 
 
 def smooth(setup: Setup) -> bool:
@@ -174,12 +173,10 @@ def scored(setup: Setup, adapter: ReferenceAdapter) -> list[ScoredLinear]:
 
 
 def parameters_of(setup: Setup, adapter: ReferenceAdapter) -> dict[str, Tensor]:
-    """Weights, and biases if they are scored, by name; a tied one once."""
+    """Weights by name; a tied one once."""
     found: dict[str, Tensor] = {}
     for linear in scored(setup, adapter):
         found[linear.weight_name] = linear.weight
-        if setup.score_bias and linear.bias is not None:
-            found[f"{linear.name}.bias"] = linear.bias
     once: dict[int, str] = {}
     for name, parameter in found.items():
         once.setdefault(id(parameter), name)
@@ -224,7 +221,6 @@ def oracle_influence(
         setup.case.batch if batch is None else batch,
         {linear.name: linear.module for linear in linears},
         direction,
-        score_bias=setup.score_bias,
         transposed=[linear.name for linear in linears if linear.transposed],
     )
 
@@ -293,7 +289,6 @@ def make_scorer(
     config = ScorerConfig(
         estimator=estimator,
         layers=setup.layers,
-        score_bias=setup.score_bias,
         stability_weight=LAMBDA,
         max_relative_drift=None,
         **{"window": None, **options},
@@ -468,8 +463,8 @@ def seen_attention(setup: Setup, adapter: ReferenceAdapter) -> Iterator[list[_Se
 
 def value_direction(
     setup: Setup, adapter: ReferenceAdapter, module: nn.Module, direction: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """(g v, i) rows of the direction that make the value states, and of the bias (or None)."""
+) -> Tensor:
+    """(g v, i) rows of the direction that make the value states."""
     assert isinstance(module, Attention)
     source = module.qkv_proj if setup.case.config.fused_qkv else module.v_proj
     by_identity = {
@@ -478,10 +473,7 @@ def value_direction(
         if n in direction
     }
     m = by_identity[id(source.weight)]
-    m = (m.T if setup.case.config.transposed else m)[-module.widths[2] :]
-    if not setup.score_bias or source.bias is None:
-        return m, None
-    return m, by_identity[id(source.bias)][-module.widths[2] :]
+    return (m.T if setup.case.config.transposed else m)[-module.widths[2] :]
 
 
 @lru_cache(maxsize=4)
@@ -508,9 +500,9 @@ def propagation_layers(
     for direction in truth(setup).directions:
         layers = []
         for record, error in zip(seen, errors, strict=True):
-            m, bias = value_direction(setup, adapter, record.call.module, direction)
+            m = value_direction(setup, adapter, record.call.module, direction)
             alpha = attention_weights(record.call)
-            layers.append(propagation.PropagationLayer(alpha, error, record.x, m, bias))
+            layers.append(propagation.PropagationLayer(alpha, error, record.x, m))
         sides.append(tuple(layers))
     return tuple(sides)
 

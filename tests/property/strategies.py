@@ -465,14 +465,13 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 class Factors(NamedTuple):
-    """What a contraction takes: token side, validation side, direction and its bias part."""
+    """What a contraction takes: token side, validation side and direction."""
 
     delta: Tensor
     x: Tensor
     delta_v: Tensor
     x_v: Tensor
     m: Tensor
-    m_bias: Tensor
 
 
 @dataclass(frozen=True)
@@ -504,7 +503,6 @@ class ContractionCase:
             tensor(self.v, self.o),
             tensor(self.v, self.i),
             tensor(self.o, self.i),
-            tensor(self.o),
         )
 
 

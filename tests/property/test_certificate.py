@@ -48,10 +48,9 @@ class Trial:
         """A small case with this structure: two rows, one padded, several validation rows."""
         structure = dict(self.structure)
         layers = structure.pop("scored", "all")
-        score_bias = structure.pop("score_bias", False)
         rows = structure.pop("rows", ROWS)
         case = make_case(rows, structure.pop("validation", VALIDATION), seed=3, **structure)
-        return Setup(case, layers, score_bias)
+        return Setup(case, layers)
 
     def certificate(self) -> Certificate:
         """Of a scorer that is built and run here."""
@@ -66,7 +65,7 @@ class Trial:
 def trial(component: str, estimator: str = "alphatoken", **rest: Any) -> Trial:
     """Structure and options by name: those of ``ScorerConfig`` are options."""
     build = rest.pop("build", None)
-    known = set(ScorerConfig.__dataclass_fields__) - {"score_bias"}
+    known = set(ScorerConfig.__dataclass_fields__)
     chosen = tuple((k, v) for k, v in rest.items() if k in known)
     structure = tuple((k, v) for k, v in rest.items() if k not in known)
     return Trial(component, estimator, structure, chosen, build)
@@ -170,7 +169,6 @@ DIRECT = trial("adaptation_direct", "direct")
 HEADS = {"heads": 4, "kv_heads": 2}
 CAUSAL = trial("adaptation_causal", **HEADS)
 PATH = trial("adaptation", "path")
-BIAS = trial("adaptation", "path", bias=True, score_bias=True)
 WINDOW = trial("adaptation_causal", window=2)
 G = trial("direction (adaptation)", "path")
 V = trial("direction (stability)", "path")
@@ -182,7 +180,6 @@ PADDED = trial("mask", "path", rows=("pprrrr", "..rrrr"))
 SEEN = {
     "aggregated-errors-as-direct": DIRECT,
     "label-after-padding-valued": PADDED,
-    "bias-forgotten-in-the-contraction": BIAS,
     "head-mean-for-per-head": CAUSAL,
     "window-one-too-short": WINDOW,
     "soft-cap-factor-left-out-of-the-forward-mode": trial("adaptation", "label", softcap=2.0),
@@ -274,7 +271,6 @@ def test_the_linear_that_is_off_is_named() -> None:
             mlp="plain", mlp_width=3, norm="none", positions="none", repeated_block=True,
         ),
         layers=(1,),
-        score_bias=False,
     ),
     estimator="direct", window=None, position="label", reduction="per_head", objective="both",
     part="both",

@@ -173,7 +173,7 @@ def test_retention_by_data(setup: Setup) -> None:
     data = [setup.case.batch, *setup.case.validation]
     parameters = parameters_of(setup, ReferenceAdapter(model))
     v = gradients.validation_gradient(model, forward_of(model), data, parameters)
-    config = ScorerConfig(estimator="path", layers=setup.layers, score_bias=setup.score_bias)
+    config = ScorerConfig(estimator="path", layers=setup.layers)
     for retention in (data, data[0]):
         values = quiet_score(
             Scorer(model, setup.case.validation, retention, config), setup.case.batch
@@ -192,7 +192,6 @@ def test_lambda(setup: Setup, weight: float) -> None:
     config = ScorerConfig(
         estimator="direct",
         layers=setup.layers,
-        score_bias=setup.score_bias,
         stability_weight=weight,
         max_relative_drift=None,
     )
@@ -237,7 +236,6 @@ def test_preference_validation(setup: Setup, beta: float, normalization: str) ->
         config = ScorerConfig(
             estimator=estimator,
             layers=setup.layers,
-            score_bias=setup.score_bias,
         )
         validation: Any = items if len(items) > 1 else items[0]
         values = quiet_score(Scorer(model, validation, None, config), setup.case.batch)
@@ -277,7 +275,7 @@ def test_direction_is_never_stale(setup: Setup, estimator: str) -> None:
     expected = quiet_score(again, setup.case.batch).total
     assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
     first_weight.requires_grad_(False)
-    if any(p.requires_grad for p in scorer.scope.parameters(biases=True).values()):
+    if any(p.requires_grad for p in scorer.scope.parameters().values()):
         again = Scorer(model, setup.case.validation, drift, scorer.config)
         expected = quiet_score(again, setup.case.batch).total
         assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)

@@ -31,11 +31,11 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tenso
 
 
 def made(seed: int, structure: str) -> tuple[FisherDrift, dict[str, Tensor], dict[str, Tensor]]:
-    """(drift, current weights, V by loops) of a linear, a Conv1D and a bias.
+    """(drift, current weights, V by loops) of a linear and a Conv1D; on the diagonal of a bias too.
 
     The two matrices have one shape, so that a name or a side taken for another still multiplies.
     """
-    names = ("a.weight", "b.weight", "a.bias")
+    names = ("a.weight", "b.weight", *(["a.bias"] if structure == "diagonal" else []))
     shapes = {"a.weight": (3, 3), "b.weight": (3, 3), "a.bias": (3,)}
     weights = {n: numbers(seed + i, *shapes[n]) for i, n in enumerate(names)}
     reference = {n: w + 0.1 * numbers(seed + 10 + i, *w.shape)
@@ -49,12 +49,10 @@ def made(seed: int, structure: str) -> tuple[FisherDrift, dict[str, Tensor], dic
     for i, n in enumerate(names):
         pair = [numbers(seed + 30 + 2 * i + j, 3, 3) for j in range(2)]
         factors[n] = (pair[0] @ pair[0].T, pair[1] @ pair[1].T)
-    factors["a.bias"] = (factors["a.bias"][0], torch.ones(1, 1, dtype=torch.float64))
     v = {
         "a.weight": factors["a.weight"][0] @ away["a.weight"] @ factors["a.weight"][1],
         # stored (d_in, d_out): S_F acts on its columns
         "b.weight": (factors["b.weight"][0] @ away["b.weight"].T @ factors["b.weight"][1]).T,
-        "a.bias": factors["a.bias"][0] @ away["a.bias"],
     }
     factors["b.weight"] = factors["b.weight"][::-1]
     return FisherDrift({}, reference, factors=factors), weights, v

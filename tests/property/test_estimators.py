@@ -173,7 +173,6 @@ FULL = Setup(
         qk_norm=True, softcap=2.0, sinks=True, windows=(None, 3), bias=True, repeated_linear=True,
     ),
     (0, 2),
-    True,
 )  # fmt: skip
 TWICE = Setup(make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True), 1)
 FUSED = Setup(make_case(("pprrr",), (("pprr",),), fused_qkv=True, transposed=True, bias=True), 1)
@@ -183,7 +182,6 @@ TIED = Setup(
         mlp="gated", bias=True, tied_linears=True,
     ),
     "all",
-    True,
 )  # fmt: skip
 MIXED = Setup(make_case(("pprrr",), (("pprr",),), hidden_mixer=True), "all")
 PLAIN = make_case(("pprrr", "..prr"), (("pprr", "prrr"),), layers=2)
@@ -227,7 +225,7 @@ def test_same_layer_hop_is_one_hop_within_the_layer(setup: Setup) -> None:
     for direction in truth(setup).directions:
         pairs = torch.zeros(1, dtype=torch.float64)
         for layer in layer_indices(setup):
-            alone = Setup(setup.case, (layer,), setup.score_bias)
+            alone = Setup(setup.case, (layer,))
             linears = scored(alone, adapter)
             with seen_attention(alone, adapter) as seen:
                 pairs = pairs + propagation.one_hop(
@@ -239,7 +237,6 @@ def test_same_layer_hop_is_one_hop_within_the_layer(setup: Setup) -> None:
                     lambda seen=seen: [
                         propagation.Hop(s.call.key, s.call.value, s.output) for s in seen
                     ],
-                    score_bias=setup.score_bias,
                     transposed=[linear.name for linear in linears if linear.transposed],
                 )
         sides.append(pairs.sum(1))
@@ -306,7 +303,6 @@ def test_frozen_linears_are_out_of_scope(setup: Setup) -> None:
         config = ScorerConfig(
             estimator=estimator,
             layers=setup.layers,
-            score_bias=setup.score_bias,
             max_relative_drift=None,
         )
         values = quiet_score(Scorer(model, setup.case.validation, drift, config), setup.case.batch)

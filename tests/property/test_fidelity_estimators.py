@@ -66,9 +66,7 @@ STRUCTURES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRUCTURES)
-@pytest.mark.parametrize(
-    "options", [{"causal_position": "context", "head_reduction": "mean", "score_bias": True}]
-)
+@pytest.mark.parametrize("options", [{"causal_position": "context", "head_reduction": "mean"}])
 def test_a_reading_is_what_the_scorer_computes(name: str, options: dict[str, object]) -> None:
     """Every estimator, number of layers and window, to rounding."""
     subject = subject_of(

@@ -87,20 +87,17 @@ def scorer_of(subject: Subject, validation: Any = None, retention: Any = None) -
 @given(
     estimator=st.sampled_from(ESTIMATORS),
     config=st.sampled_from([PLAIN, TRANSPOSED, LEARNED]),
-    score_bias=st.booleans(),
     weights=st.lists(st.integers(0, 3), min_size=5, max_size=5).filter(any),
     seed=st.integers(0, 5),
 )
-@example("alphatoken", PLAIN, True, [1, 1, 1, 1, 1], 0)
-@example("label", TRANSPOSED, False, [0, 2, 0, 0, 1], 1)
+@example("alphatoken", PLAIN, [1, 1, 1, 1, 1], 0)
+@example("label", TRANSPOSED, [0, 2, 0, 0, 1], 1)
 @budget(0.2)
 def test_a_weighted_sum_of_columns_is_a_scoring_against_the_resample(
-    estimator: str, config: DecoderConfig, score_bias: bool, weights: list[int], seed: int
+    estimator: str, config: DecoderConfig, weights: list[int], seed: int
 ) -> None:
     """Rows of different lengths, some left out, some several times: exact in float64."""
-    subject = small(
-        config, seed, config=ScorerConfig(estimator, layers=2, window=3, score_bias=score_bias)
-    )
+    subject = small(config, seed, config=ScorerConfig(estimator, layers=2, window=3))
     columns = row_columns(subject, scorer_of(subject), subject.train, subject.validation)
     drawn = [row for row, w in zip(subject.validation, weights, strict=True) for _ in range(w)]
     again = scorer_of(subject, drawn)

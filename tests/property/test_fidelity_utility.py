@@ -59,7 +59,7 @@ def stepped(subject: Subject, optimizer: str = "sgd", **options: object) -> Step
 
 def moved(stepper: Stepper, gradient: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
     """Weights after one step; the stepper is back where it was."""
-    with stepper.stepped(gradient, lr):
+    with stepper.stepped(gradient.__getitem__, lr):
         return {name: p.detach().clone() for name, p in stepper.parameters.items()}
 
 
@@ -199,7 +199,8 @@ def test_predictions_are_the_oracles_derivative() -> None:
     bench = diagnostic._bench(subject, replace(QUICK, optimizer="adamw", warmup=4))
     best, *_ = diagnostic._predictions(bench)[0]
     stepper = bench.stepper
-    state, total = adam_state(stepper), bench.gradient_without(None)
+    state, without = adam_state(stepper), bench.gradient_without(None)
+    total = {name: without(name) for name in bench.summed}
     slope_here = full_gradient(replace(subject, model=stepper.model))
     wanted = []
     for place in diagnostic._tokens(bench):

@@ -54,9 +54,9 @@ TOKENS = 3
 
 
 def linears() -> st.SearchStrategy[Setup]:
-    """Setups without biases; a window of one position would leave queries without a gradient."""
+    """Setups without a window of one position, which would leave queries without a gradient."""
     windows = st.sampled_from([(None,), (3, None)])
-    return setups(windows=windows).map(lambda setup: replace(setup, score_bias=False))
+    return setups(windows=windows)
 
 
 def training_rows(setup: Setup) -> dict[str, Tensor]:
@@ -273,7 +273,7 @@ def test_what_influence_directions_cannot_do_is_refused() -> None:
             make(**more)  # type: ignore[arg-type]
     with pytest.raises(FisherError, match=r"has no inverse.*B is zero"):
         _ = make(influence=replace(factors, eigenvalues=flat)).direction
-    for wrong in ({"parameters": "all", "estimator": "label"}, {"score_bias": True}):
+    for wrong in {"parameters": "all", "estimator": "label"}:
         with pytest.raises(ConfigError, match="weights of linears alone"):
             replace(config, **wrong)  # type: ignore[arg-type]
     for damping in (-0.1, float("inf"), float("nan")):

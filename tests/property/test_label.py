@@ -35,6 +35,7 @@ from tests.property.tolerance import close
 NAMED = (
     "*norm*",
     "linears,*norm*,embedding.weight",
+    "linears,*bias*",
     "head.weight",
     "layers.0.*",
     "layers.[12].mlp_norm.*",

@@ -29,7 +29,7 @@ from tests.property.sources import source_of
 SENTENCES = """
 sum-then-outer over validation examples; aggregated errors used as direct; label shift off by one;
 prompt positions of the validation sequences dropped; padding leaking in; mean for sum; last token
-dropped; bias forgotten (with score_bias); head-mean for per-head; grouped heads repeated in the
+dropped; head-mean for per-head; grouped heads repeated in the
 wrong order; alpha paired with the value projection's own error instead of the head output's; window
 off by one; alpha of the wrong direction (rows for columns); soft-cap factor or sink left out;
 missing sign on rejected; coefficient from the masked logit; square of the batch gradient for the

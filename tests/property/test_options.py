@@ -64,7 +64,6 @@ def full_scorer(
     config = ScorerConfig(
         estimator=estimator,
         layers=setup.layers,
-        score_bias=setup.score_bias,
         stability_weight=LAMBDA,
         window=None,
         preconditioner="full",
@@ -206,7 +205,6 @@ def test_objective_and_part(setup: Setup, choice: tuple[str, str, str]) -> None:
         layers=setup.layers,
         window=None,
         stability_weight=LAMBDA,
-        score_bias=setup.score_bias,
         max_relative_drift=None,
     )
     validation = None if objective == "stability" else setup.case.validation
@@ -438,7 +436,7 @@ def test_reduced_gradient(setup: Setup, estimator: str) -> None:
     batch, validation = setup.case.batch, setup.case.validation
     data = [*validation, batch]
     config = ScorerConfig(
-        estimator=estimator, layers=setup.layers, score_bias=setup.score_bias,
+        estimator=estimator, layers=setup.layers,
         stability_weight=LAMBDA, window=None,
     )  # fmt: skip
     expected = quiet_score(Scorer(model, data, data, config), batch)

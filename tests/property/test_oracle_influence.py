@@ -129,11 +129,10 @@ class Case:
     modules: dict[str, nn.Module]
     direction: dict[str, Tensor]
     batch: dict[str, Tensor]
-    score_bias: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"score_bias": self.score_bias, "transposed": self.model.conv()}
+        return {"transposed": self.model.conv()}
 
     def influence(self) -> influence.Influence:
         return influence.exact_influence(
@@ -148,7 +147,6 @@ def make_case(
     rows: int = 1,
     length: int = 4,
     labelled: tuple[bool, ...] = (True,) * 12,
-    score_bias: bool = False,
 ) -> Case:
     model = Decoder(structure)
     modules = model.scored(min(last, structure.layers))
@@ -156,18 +154,16 @@ def make_case(
     ids = torch.randint(VOCABULARY, (rows, length), generator=generator)
     pattern = torch.tensor(labelled[: rows * length]).reshape(rows, length)
     batch = {"input_ids": ids, "labels": torch.where(pattern, ids, -100)}
-    kinds = ("weight", "bias") if score_bias else ("weight",)
     direction: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, module in modules.items():
-        for kind in kinds:
-            p = getattr(module, kind)
-            if p is not None and id(p) not in seen:
-                seen.add(id(p))
-                direction[f"{name}.{kind}"] = torch.randn(
-                    p.shape, generator=generator, dtype=torch.float64
-                )
-    return Case(model, modules, direction, batch, score_bias)
+        if id(module.weight) not in seen:
+            seen.add(id(module.weight))
+            shape: Any = module.weight.shape
+            direction[f"{name}.weight"] = torch.randn(
+                shape, generator=generator, dtype=torch.float64
+            )
+    return Case(model, modules, direction, batch)
 
 
 structures = st.builds(
@@ -196,7 +192,6 @@ cases = st.builds(
     labelled=st.one_of(
         st.just((True,) * 10), st.lists(st.booleans(), min_size=10, max_size=10).map(tuple)
     ),
-    score_bias=st.booleans(),
 )
 
 
@@ -326,7 +321,7 @@ def test_the_four_readouts_are_what_their_names_say(case: Case) -> None:
 
 
 def ordinary_backward(case: Case) -> Tensor:
-    """(dL/ds_t)^T (M x_t (+ m_b)) of one backward over the summed loss, gathered by own hooks."""
+    """(dL/ds_t)^T M x_t of one backward over the summed loss, gathered by own hooks."""
     calls: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -344,8 +339,6 @@ def ordinary_backward(case: Case) -> Tensor:
     for (module, x, _), delta in zip(calls, errors, strict=True):
         m = by_parameter[id(module.weight)]
         moved = x @ (m if isinstance(module, TransposedLinear) else m.T)
-        if case.score_bias and module.bias is not None:
-            moved = moved + by_parameter[id(module.bias)]
         if delta is not None:
             path += (delta * moved).sum(-1)
     return path
@@ -366,8 +359,6 @@ def test_every_entry_is_the_effect_of_moving_one_use(case: Case) -> None:
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             m = by_parameter[id(module.weight)]
             moved = args[0] @ (m if isinstance(module, TransposedLinear) else m.T)
-            if case.score_bias and module.bias is not None:
-                moved = moved + by_parameter[id(module.bias)]
             output = output.clone()
             output[:, t] += shift * moved[:, t]
             return output
@@ -409,7 +400,7 @@ def test_gap_1_the_total_needs_the_prompt_positions() -> None:
 
 
 def test_terms_and_scale_agree_with_the_matrix() -> None:
-    case = make_case(Structure(bias=True), length=4, score_bias=True)
+    case = make_case(Structure(bias=True), length=4)
     exact = case.influence()
     psi, scale = exact.matrix, exact.absolute_scale
     assert set(exact.terms) == set(case.modules)
@@ -422,9 +413,6 @@ def test_terms_and_scale_agree_with_the_matrix() -> None:
         for term in replace(case, direction=alone).influence().terms.values():
             by_row += term.abs()
     assert_within(scale, by_row, by_row, EXACT)
-    without = {name: m for name, m in case.direction.items() if name.endswith("weight")}
-    plain = replace(case, direction=without, score_bias=False).influence()
-    assert float((plain.matrix - psi).abs().max()) > 1e-3 * float(scale.max())
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -512,16 +500,12 @@ def recorded_layers(case: Case) -> list[propagation.PropagationLayer]:
         if f"layers.{j}.attention.v_proj" not in case.modules:
             continue
         projection = model.layers[j].attention.v_proj
-        bias = (
-            by_parameter[id(projection.bias)] if case.score_bias and model.structure.bias else None
-        )
         layers.append(
             propagation.PropagationLayer(
                 entry["alpha"].detach(),
                 error,
                 entry["x"].detach(),
                 by_parameter[id(projection.weight)],
-                bias,
             )
         )
     return layers
@@ -539,14 +523,14 @@ def test_per_head_propagation_is_exact_in_the_last_layer(case: Case) -> None:
 
 
 @settings(deadline=None)
-@given(structure=structures, length=st.integers(2, 5), score_bias=st.booleans())
+@given(structure=structures, length=st.integers(2, 5))
 def test_what_propagation_misses_in_the_last_layer_is_known_exactly(
-    structure: Structure, length: int, score_bias: bool
+    structure: Structure, length: int
 ) -> None:
     """K = 1, W = T: off-diagonal Psi minus Value-Propagation = the score path of W_K, per head."""
     # a scored weight that is also used in a lower layer, or as W_V, has other cross-position uses
     structure = replace(structure, shared_weight=False, tied=False)
-    case = make_case(structure, last=1, length=length, score_bias=score_bias)
+    case = make_case(structure, last=1, length=length)
     result = case.influence()
     j = structure.layers - 1
     layer, recorded = case.model.layers[j].attention, recorded_layers(case)[-1]
@@ -578,9 +562,8 @@ def test_what_propagation_misses_in_the_last_layer_is_known_exactly(
     alpha = jacobian.attend(spec, x).alpha  # the spec is the decoder's own attention
     assert_within(alpha, recorded.alpha[0], torch.ones_like(alpha), EXACT)
 
-    m_b = case.direction.get(f"layers.{j}.attention.k_proj.bias")
     missed = jacobian.value_propagation_error(
-        spec, x, recorded.errors[0], case.direction[f"layers.{j}.attention.k_proj.weight"], m_b
+        spec, x, recorded.errors[0], case.direction[f"layers.{j}.attention.k_proj.weight"]
     ).sum(0)
     estimate = propagation.value_propagation_pairs(recorded)[0]
     scale = result.absolute_scale[0].sum(1, keepdim=True).expand_as(missed)
@@ -668,12 +651,10 @@ def one_hop(case: Case) -> Tensor:
 
 
 @settings(deadline=None)
-@given(structure=structures, score_bias=st.booleans())
-def test_one_hop_is_the_linear_term_in_the_cross_position_gradients(
-    structure: Structure, score_bias: bool
-) -> None:
+@given(structure=structures)
+def test_one_hop_is_the_linear_term_in_the_cross_position_gradients(structure: Structure) -> None:
     """Two layers: Psi(eps) = D + eps A + eps^2 B, so A = (Psi(1) - Psi(-1)) / 2 exactly."""
-    case = make_case(replace(structure, layers=2), length=4, score_bias=score_bias)
+    case = make_case(replace(structure, layers=2), length=4)
     found = one_hop(case)
     result = case.influence()
     case.model.epsilon = -1.0

@@ -198,7 +198,6 @@ def test_adam_preconditioner(setup: Setup, steps: int) -> None:
     config = ScorerConfig(
         estimator="path",
         layers=setup.layers,
-        score_bias=setup.score_bias,
         preconditioner="frozen",
         precondition_after=steps,
         max_relative_drift=None,

@@ -164,7 +164,6 @@ def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention
     config = ScorerConfig(
         estimator=estimator,
         layers=setup.layers,
-        score_bias=setup.score_bias,
         stability_weight=LAMBDA,
         window=None,
         max_relative_drift=None,
@@ -233,7 +232,6 @@ def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
         preconditioner=kind if kind != "given" else given,
         precondition_after=1,
     )
-    setup = Setup(setup.case, setup.layers)
     data = [setup.case.batch]
     expected = quiet_score(
         Scorer(model, setup.case.validation, data, config, optimizer=optimizer), setup.case.batch

@@ -65,7 +65,6 @@ class Setup:
     layers: tuple[int, ...] = (1,)
     implementation: str = "sdpa"
     seed: int = 0
-    score_bias: bool = False
     explicit_mask: bool = False
     explicit_positions: bool = False
     window: int | None = 2
@@ -217,13 +216,11 @@ def linears(model: nn.Module, architecture: Architecture, layers: Sequence[int])
     }
 
 
-def in_scope(modules: Mapping[str, Any], score_bias: bool) -> dict[str, Tensor]:
+def in_scope(modules: Mapping[str, Any]) -> dict[str, Tensor]:
     """Parameter name -> parameter of the scored linears."""
     found: dict[str, Tensor] = {}
     for name, module in modules.items():
         found[f"{name}.weight"] = module.weight
-        if score_bias and getattr(module, "bias", None) is not None:
-            found[f"{name}.bias"] = module.bias
     return found
 
 
@@ -308,7 +305,7 @@ class Oracle:
         self.model = setup.build() if model is None else model
         self.forward = plain_forward(self.model)
         self.modules = linears(self.model, self.architecture, setup.layers)
-        self.parameters = in_scope(self.modules, setup.score_bias)
+        self.parameters = in_scope(self.modules)
         self.transposed = [n for n, m in self.modules.items() if isinstance(m, Conv1D)]
         self.batch = setup.batch
 
@@ -324,7 +321,6 @@ class Oracle:
             self.batch,
             self.modules,
             direction,
-            score_bias=self.setup.score_bias,
             transposed=self.transposed,
         )
 
@@ -391,7 +387,6 @@ def scorer_of(
         "window": setup.window,
         "head_reduction": setup.head_reduction,
         "causal_position": setup.causal_position,
-        "score_bias": setup.score_bias,
         "uncovered": "skip",
         "max_relative_drift": None,
         **config,
@@ -498,7 +493,7 @@ def pinned(name: str, **options: Any) -> Setup:
     """Ragged rows on a family's own implementation, all layers."""
     family = BY_NAME[name]
     layers = tuple(range(family.depth))
-    default = {"implementation": family.implementations[0], "seed": 1, "score_bias": True}
+    default = {"implementation": family.implementations[0], "seed": 1}
     return Setup(name, RAGGED, ("ppprr", "..prr"), layers, **{**default, **options})
 
 

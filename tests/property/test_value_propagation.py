@@ -66,7 +66,6 @@ GROUPED = Setup(
         value_dim=3, softcap=2.0, sinks=True, windows=(None, 3, None), bias=True,
     ),
     "all",
-    True,
 )  # fmt: skip
 
 
@@ -177,7 +176,7 @@ def test_a_window_as_long_as_the_row_is_no_window(setup: Setup) -> None:
 
 
 @given(setups(last=True, repeated_block=False))
-@example(Setup(GROUPED.case, 1, True))
+@example(Setup(GROUPED.case, 1))
 @budget(0.2)
 def test_propagation_is_exact_for_the_last_value_projection(setup: Setup) -> None:
     """K = 1, W = T, per head: the off-diagonal of Psi of the value projection alone."""
@@ -201,7 +200,6 @@ def test_propagation_is_exact_for_the_last_value_projection(setup: Setup) -> Non
             setup.case.batch,
             {name: next(n.module for n in linears if n.name == name)},
             only,
-            score_bias=setup.score_bias,
             transposed=[name] if setup.case.config.transposed else [],
         )
         columns.append(

@@ -519,7 +519,6 @@ def test_losses_that_are_not_finite_are_refused() -> None:
         {"standard_errors": True},
         {"parameters": "linears,*norm*"},
         {"layers": 2},
-        {"score_bias": True},
         {"uncovered": "skip"},
         {"part": "direct"},
         {"derivative": "central"},
