@@ -18,7 +18,7 @@ single forward serves scoring and training.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from alphatoken.model.causal import CausalStructure
-from alphatoken.model.kernel_state import agrees, saved_log_sum_exp
 from alphatoken.model.protocol import AttentionCall, NativeAttention
 from alphatoken.model.switch import BackwardSwitch
 from alphatoken.support.precision import full_precision, wide
@@ -46,10 +45,6 @@ __all__ = [
 # caches (measured, docs/log.yaml).
 _CHUNK = 256  # queries per block, at most
 _WORKSPACE = 2**22  # numbers per block, b * h * queries * keys: long rows get smaller blocks
-
-
-_CONFIRMED: dict[Hashable, bool | None] = {}
-"""Kinds of kernels whose saved log-sum-exp was compared with ours: kind -> whether they agreed."""
 
 
 def _group(heads: Tensor, groups: int) -> Tensor:
@@ -84,11 +79,10 @@ class _Block:
 class AttentionStatistics:
     """Logits, log-sum-exp and weights of one attention call, recomputed in blocks, never T x T.
 
-    The model's fused kernel returns no weights, so they are computed again from the queries and
-    keys; the log-sum-exp too, unless the kernel saved it (``adopt``). Queries and keys are kept
-    detached, which costs no memory because the graph holds the same storage. Everything is computed
-    without a graph, in float32 or wider, as fused kernels accumulate in float32 for 16-bit inputs
-    too.
+    The model's fused kernel returns no weights and no log-sum-exp, so they are computed again from
+    the queries and keys. Queries and keys are kept detached, which costs no memory because the
+    graph holds the same storage. Everything is computed without a graph, in float32 or wider, as
+    fused kernels accumulate in float32 for 16-bit inputs too.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -130,35 +124,14 @@ class AttentionStatistics:
             last = rows.stop if self.mask is None else self.length
             yield self.block(rows, slice(self.first_key(rows), last))
 
-    def adopt(self, output: Tensor, call: AttentionCall) -> None:
-        """Take the log-sum-exp that the kernel saved when it made ``output``, if it is ours.
-
-        It spares the pass over T x T logits that ``lse`` makes otherwise. A kernel of a kind that
-        was not met before is believed only after that pass has confirmed it.
-        """
-        if output.dtype != call.query.dtype:
-            return  # autocast: the kernel rounded queries and keys, and ours are not rounded
-        saved = saved_log_sum_exp(output, call)
-        if saved is None or saved.lse.dtype != self.dtype:
-            return
-        lse = _group(saved.lse, self.groups)
-        confirmed = _CONFIRMED.get(saved.kind)
-        if confirmed is None:  # not met before, or only where no row attends to anything
-            padding = None if self._causal is None else self._causal.padding
-            confirmed = agrees(lse, self.lse, self.query.dtype, padding)
-            _CONFIRMED[saved.kind] = confirmed
-        if confirmed:
-            self._lse = lse
-
     @property
     def lse(self) -> Tensor:
         """(b, g, r, k) log-sum-exp of each row, sinks included.
 
         -inf for a row that attends to nothing.
         """
-        # This is the one quantity that needs all T x T logits, unless the kernel saved it
-        # (``adopt``). It is kept, because the self-only backward (``diagonal``) and
-        # Value-Propagation (``weights``) of a call both need it.
+        # This is the one quantity that needs all T x T logits. It is kept, because the self-only
+        # backward (``diagonal``) and Value-Propagation (``weights``) of a call both need it.
         if self._lse is None:
             with torch.no_grad():
                 rows = [torch.logsumexp(block.logits, -1) for block in self.row_blocks()]
@@ -353,7 +326,6 @@ def switchable_attention(
     statistics = AttentionStatistics(call)
     query, key, value = _Gate.apply(switch, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
     output = native(query, key, value)
-    statistics.adopt(output, call)
     tapped: Tensor = _Tap.apply(switch, statistics, output, call.key, call.value)  # type: ignore[no-untyped-call]
     return tapped, statistics
 
@@ -391,8 +363,7 @@ def propagate_values(
     Exactness: approximates the causal part (column minus diagonal) of the influence matrix;
     exact for the value projection of the last decoder layer with W = T and per-head weights.
     Cost: O(T (W + block)) with a window. The log-sum-exp, which the self-only backward of the same
-    call needs too, is the kernel's own where it saves it (flash and memory-efficient ones do); else
-    it takes all T x T logits once, in blocks, never T x T in memory.
+    call needs too, takes all T x T logits once, in blocks, never T x T in memory.
     Source: eqs. app_causal_rank1, phi_tgt_causal. Oracle: ``alphatoken.oracle.propagation``.
     """
     length = statistics.length

@@ -199,10 +199,6 @@ test_cross_backward_is_the_rest | | (explicit attention) | exact
 test_ordinary_backward_is_the_kernels | | (the model's kernel, bit by bit) | exact
 test_the_mode_is_read_at_backward_time | | (a forward for each mode) | exact
 test_log_sum_exp_and_weights | | (explicit softmax) | exact
-test_the_kernels_log_sum_exp | | (explicit softmax) | exact
-test_what_is_saved_spares_the_pass | | (explicit attention) | exact
-test_a_kernel_is_not_believed_unseen | | (explicit softmax) | exact
-test_other_calls_are_not_taken | | (a call without a fused kernel) | exact
 test_a_flash_call_is_what_the_model_computes | | (explicit attention) | exact
 test_flash_values_are_eager_ones | | (values on eager attention) | exact
 test_forward_mode_is_the_jvp | | (explicit attention) | exact

@@ -1,4 +1,4 @@
-"""Errors in how fused attention kernels are understood, and in what is taken from them."""
+"""Errors in how the calls of fused attention kernels are understood."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ def understood(name: str, how: str) -> Claim:
     """A call of one architecture behind transformers' flash wrapper."""
     check = test_kernels.test_a_flash_call_is_what_the_model_computes
     return claim(check, name, how, 1, examples=1)
-
-
-SAVED = claim(
-    test_kernels.test_the_kernels_log_sum_exp,
-    test_kernels.kernel_cases(kind="documents", window=None, softcap=None),
-    examples=40,
-)
-PADDED = claim(
-    test_kernels.test_the_kernels_log_sum_exp,
-    test_kernels.kernel_cases(kind="padding"),
-    examples=40,
-)
-SPARED = claim(
-    test_kernels.test_what_is_saved_spares_the_pass, test_kernels.kernel_cases(), examples=40
-)
-UNSEEN = claim(test_kernels.test_a_kernel_is_not_believed_unseen, 3, examples=1)
-OTHERS = claim(test_kernels.test_other_calls_are_not_taken, 3, examples=1)
 
 
 def _kernel(name: str, sentence: str, target: str, old: str, new: str, *found: Claim) -> Mutant:
@@ -105,34 +88,5 @@ MUTANTS = (
         "the sliding window of a flash kernel is left out",
         "dispatch._translated", 'window = named.get("sliding_window")', "window = None",
         understood("mistral", "bounds"),
-    ),
-    _kernel(
-        "saved-of-another-layer",
-        "the log-sum-exp is that of the call that made the query",
-        "kernel_state._nodes",
-        "deque([output.grad_fn]), set(stop)", "deque([output.grad_fn]), set()", OTHERS,
-    ),
-    _kernel(
-        "saved-believed-unseen",
-        "a kernel's log-sum-exp is taken without a look",
-        "attention.AttentionStatistics.adopt",
-        "agrees(lse, self.lse, self.query.dtype, padding)", "True", UNSEEN,
-    ),
-    _kernel(
-        "saved-never-taken",
-        "what the kernel saved is computed again each time",
-        "attention.AttentionStatistics.adopt", "if confirmed:", "if False:", SPARED,
-    ),
-    _kernel(
-        "saved-at-other-tokens",
-        "log-sum-exps of documents in a row are put at the batch's first positions",
-        "kernel_state._of_documents",
-        "found[token] = saved[:, :count].mT",
-        "found.view(-1, heads)[:count] = saved[:, :count].mT", PADDED,
-    ),
-    _kernel(
-        "saved-in-reverse",
-        "log-sum-exps of documents in a row are put there from the last to the first",
-        "kernel_state._of_documents", "saved[:, :count].mT", "saved[:, :count].mT.flip(0)", SAVED,
     ),
 )  # fmt: skip

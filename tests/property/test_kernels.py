@@ -1,188 +1,25 @@
-"""Fused attention kernels: what they save, and values on flash attention."""
+"""Values on flash attention are those on eager attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken import AlphaTokenWarning, Scorer, ScorerConfig, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.model import attention, kernel_state
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
-from alphatoken.model.switch import BackwardSwitch
-from tests import flash_standin
 from tests.property.architectures import BY_NAME, VOCABULARY
-from tests.property.decoder import dense_mask, explicit_attention
-from tests.property.profiles import budget
-from tests.property.strategies import SEEDS
+from tests.property.decoder import explicit_attention
 from tests.property.tolerance import allowed, close
 
-KINDS = ("sdpa", "sdpa, mask", "rows", "documents", "padding")
 PACKING = ("bounds", "positions", "mask")
-EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 CAST = 5e-6  # transformers computes norms and rotary tables in float32
-
-
-@dataclass(frozen=True)
-class KernelCase:
-    """One call of a fused kernel: ``kind`` says of which, and how it learns who sees whom."""
-
-    kind: str = "sdpa"
-    b: int = 2
-    g: int = 1
-    r: int = 2
-    t: int = 6
-    d: int = 4
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    double: bool = True
-    seed: int = 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.double else torch.float32
-
-    @property
-    def flash(self) -> bool:
-        return not self.kind.startswith("sdpa")
-
-    def call(self) -> AttentionCall:
-        """The call; query, key and value are made by an operation, as a model's are."""
-        draw = torch.Generator().manual_seed(self.seed)
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype)
-
-        h = self.g * self.r
-        q, k, v = (
-            numbers(self.b, n, self.t, self.d).requires_grad_() * 1.0 for n in (h, self.g, self.g)
-        )
-        sinks = numbers(h) if self.sinks and self.flash else None
-        call = AttentionCall(
-            nn.Identity(), q, k, v, None, 0.7, self.softcap if self.flash else None, sinks
-        )
-        places = torch.arange(self.t)
-        pads = torch.randint(self.t, (self.b,), generator=draw)
-        real = places >= pads[:, None]
-        parts: dict[str, Any] = {}
-        if self.kind == "sdpa, mask":
-            causal = places <= places[:, None]
-            parts["mask"] = causal & (real[:, None, None] | (places == places[:, None]))
-        elif self.kind == "documents":
-            starts = torch.rand(self.b, self.t, generator=draw) < 0.4
-            starts[:, 0] = True
-            parts["documents"] = starts.long().flatten().cumsum(0).view(self.b, self.t) - 1
-        elif self.kind == "padding":
-            parts["documents"] = real.long() - 1
-        if self.flash:
-            parts["window"] = self.window
-        return AttentionCall(**{**vars(call), **parts})
-
-    def native(self, call: AttentionCall) -> NativeAttention:
-        """The kernel, (b, h, t, d) in and out."""
-        if not self.flash:
-            return lambda q, k, v: F.scaled_dot_product_attention(
-                q, k, v, call.mask, is_causal=call.mask is None, scale=call.scale, enable_gqa=True
-            ).transpose(1, 2).contiguous().transpose(1, 2)  # fmt: skip
-        return lambda q, k, v: _flash(call, q, k, v)
-
-
-def _flash(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    options = {
-        "softmax_scale": call.scale,
-        "causal": True,
-        "window_size": (-1, -1) if call.window is None else (call.window - 1, call.window - 1),
-        "softcap": call.softcap or 0.0,
-        "s_aux": call.sinks,
-    }
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if call.documents is None:
-        return flash_standin.rows(q, k, v, **options).transpose(1, 2)
-    token = call.documents >= 0
-    ids = call.documents[token] + (torch.arange(len(token))[:, None] * 1000).expand_as(token)[token]
-    lengths = ids.unique_consecutive(return_counts=True)[1]
-    bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
-    found = flash_standin.documents(
-        q[token], k[token], v[token], bounds, bounds, longest, longest, **options
-    )
-    out = torch.zeros_like(q)
-    out[token] = found
-    return out.transpose(1, 2)
-
-
-@st.composite
-def kernel_cases(draw: st.DrawFn, **pins: Any) -> KernelCase:
-    drawn: dict[str, st.SearchStrategy[Any]] = {
-        "kind": st.sampled_from(KINDS),
-        "b": st.integers(1, 3),
-        "g": st.integers(1, 2),
-        "r": st.integers(1, 3),
-        "t": st.integers(2, 8),
-        "d": st.integers(2, 5),
-        "window": st.sampled_from([None, 1, 2, 3]),
-        "softcap": st.sampled_from([None, 1.5]),
-        "sinks": st.booleans(),
-        "double": st.booleans(),
-        "seed": SEEDS,
-    }
-    chosen = {}
-    for name, strategy in drawn.items():
-        pinned = pins.get(name, strategy)
-        chosen[name] = draw(pinned) if isinstance(pinned, st.SearchStrategy) else pinned
-    return KernelCase(**chosen)
-
-
-def explicit_lse(call: AttentionCall) -> Tensor:
-    """(b, h, t), sinks included; -inf where nothing is attended to."""
-    repeats = call.query.shape[1] // call.key.shape[1]
-    key = call.key.detach().double().repeat_interleave(repeats, dim=1)
-    logits = call.query.detach().double() @ key.mT * call.scale
-    if call.softcap is not None:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
-    lse = logits.masked_fill(~dense_mask(call), -torch.inf).logsumexp(-1)
-    if call.sinks is not None:
-        beside = torch.logaddexp(lse, call.sinks.double().view(1, -1, 1))
-        lse = torch.where(lse == -torch.inf, lse, beside)
-    return lse
-
-
-@contextmanager
-def counted_passes() -> Iterator[list[int]]:
-    """Each pass over all T x T logits adds an entry."""
-    count: list[int] = []
-    blocks = attention.AttentionStatistics.row_blocks
-
-    def counting(self: attention.AttentionStatistics) -> Any:
-        count.append(1)
-        return blocks(self)
-
-    with patch.object(attention.AttentionStatistics, "row_blocks", counting):
-        yield count
-
-
-class _Lying(torch.autograd.Function):
-    """Explicit causal attention that saves its log-sum-exp to the base of two."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        ctx.save_for_backward(q, k, v, explicit_lse(call).to(q.dtype) / torch.tensor(2.0).log())
-        return explicit_attention(call, q, k, v)
-
-    @staticmethod
-    def backward(ctx: Any, error: Tensor) -> Any:
-        raise NotImplementedError
 
 
 def packed_batch(how: str, seed: int) -> dict[str, Any]:
@@ -231,78 +68,6 @@ def values_of(
 pytestmark = pytest.mark.filterwarnings("ignore:label values replace flash attention")
 
 FLASH = [name for name in BY_NAME if name not in ("qwen3_5",)]
-PADDED = KernelCase("padding", b=3, r=3, t=7, window=2, softcap=1.5, seed=5)
-PACKED = KernelCase("documents", b=2, g=2, t=8, window=3, sinks=True, double=False, seed=4)
-
-
-@given(kernel_cases())
-@example(PADDED)
-@example(PACKED)
-def test_the_kernels_log_sum_exp(case: KernelCase) -> None:
-    """What the kernel saved is each row's log-sum-exp, sinks included, wherever there are keys."""
-    call = case.call()
-    output = case.native(call)(call.query, call.key, call.value)
-    saved = kernel_state.saved_log_sum_exp(output, call)
-    assert saved is not None, f"{case.kind}: nothing found"
-    expected = explicit_lse(call)
-    real = expected.isfinite()
-    assert saved.lse.shape == expected.shape
-    found = saved.lse.double()[real]
-    close(found, expected[real], 1 + expected[real].abs(), EXACT[case.dtype], name="saved lse")
-
-
-@given(kernel_cases())
-@example(PADDED)
-@example(PACKED)
-@example(KernelCase("padding", b=1, r=1, t=2, d=2, sinks=True, double=False))
-@budget(0.5)
-def test_what_is_saved_spares_the_pass(case: KernelCase) -> None:
-    """Once a kind of kernel is confirmed, the self-only terms take no pass over all logits; its
-    weights are those of explicit attention."""
-    call, error = case.call(), torch.ones(case.b, case.g * case.r, case.t, case.d, dtype=case.dtype)
-    with patch.dict(attention._CONFIRMED, clear=True):
-        for passes in (True, False):
-            with counted_passes() as count:
-                _, statistics = attention.switchable_attention(
-                    call, case.native(call), BackwardSwitch()
-                )
-                attention.self_terms(statistics, error, call.value.detach(), error)
-            real = bool(explicit_lse(call).isfinite().any())
-            assert bool(count) == (passes or not real), f"{len(count)} passes"
-        assert all(attention._CONFIRMED.values())
-    exact = AttentionCall(**{**vars(call), "mask": dense_mask(call), "documents": None})
-    eye = torch.eye(case.t, dtype=case.dtype).expand(case.b, case.g, case.t, case.t)
-    alpha = explicit_attention(exact, call.query.detach(), call.key.detach(), eye)
-    own = statistics.diagonal()[0].flatten(1, 2)
-    close(own, alpha.diagonal(dim1=2, dim2=3), 1.0, EXACT[case.dtype], name="alpha_tt")
-
-
-@given(SEEDS)
-@budget(0.1)
-def test_a_kernel_is_not_believed_unseen(seed: int) -> None:
-    """A log-sum-exp by another convention is noticed, and the library's own is used."""
-    call = KernelCase("rows", seed=seed).call()
-    with patch.dict(attention._CONFIRMED, clear=True):
-        for _ in range(2):
-            _, statistics = attention.switchable_attention(
-                call, lambda q, k, v: _Lying.apply(q, k, v, call), BackwardSwitch()
-            )
-            expected = explicit_lse(call)
-            found = statistics.lse.flatten(1, 2)
-            close(found, expected, 1 + expected.abs(), 1e-12, name="lse")
-        assert list(attention._CONFIRMED.values()) == [False]
-
-
-@given(SEEDS)
-@budget(0.1)
-def test_other_calls_are_not_taken(seed: int) -> None:
-    """Attention without a fused kernel, whose query another layer's fused kernel made."""
-    case = KernelCase("sdpa", r=1, seed=seed)
-    below = case.call()
-    hidden = case.native(below)(below.query, below.key, below.value)
-    call = AttentionCall(**{**vars(case.call()), "query": hidden, "key": hidden, "value": hidden})
-    output = explicit_attention(call, hidden, hidden, hidden)
-    assert kernel_state.saved_log_sum_exp(output, call) is None
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -362,13 +362,9 @@ class Oracle:
         for layer, error, use in zip(
             setup.layers, self.head_errors[aggregated], self.value_uses, strict=True
         ):
-            m, bias = direction[f"{use.name}.weight"], direction.get(f"{use.name}.bias")
+            m = direction[f"{use.name}.weight"]
             m = (m.T if use.name in self.transposed else m)[kept]
-            layers.append(
-                propagation.PropagationLayer(
-                    self.alphas[layer], error, use.x, m, None if bias is None else bias[kept]
-                )
-            )
+            layers.append(propagation.PropagationLayer(self.alphas[layer], error, use.x, m))
         return propagation.value_propagation(
             layers,
             window=setup.window,
