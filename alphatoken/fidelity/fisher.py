@@ -11,7 +11,7 @@ F = 1: does the Fisher add anything to the drift itself?
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,19 +23,20 @@ from torch import Tensor, nn
 
 from alphatoken.certificate.metrics import top_overlap
 from alphatoken.data import Example
-from alphatoken.errors import InputError
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.errors import CoverageError, InputError
 from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.retention_scores import TunedModel, unit_fisher, variants
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.valuing import values_along
+from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
 
-__all__ = ["POOLED", "Options", "diagnose", "random_overlap"]
+__all__ = ["POOLED", "Options", "diagnose", "random_overlap", "variants"]
 
 NAME = "fisher"
 Numbers = NDArray[Any]
@@ -60,6 +61,47 @@ def random_overlap(tokens: int, ratio: float) -> Estimate:
         return Estimate.undefined(tokens, f"{tokens} tokens, {FEWEST} needed")
     low, high = stats.hypergeom(tokens, kept, kept).ppf([0.025, 0.975])
     return Estimate(kept / tokens, float(low) / kept, float(high) / kept, tokens)
+
+
+# --- directions ------------------------------------------------------------------------------
+
+
+def _unit_fisher(reference: Mapping[str, Tensor]) -> FisherDrift:
+    """F = 1: V is the drift W - W_ref itself. The control."""
+    ones = {name: torch.ones_like(weight) for name, weight in reference.items()}
+    kept = {name: weight.detach().clone() for name, weight in reference.items()}
+    return FisherDrift(ones, kept, {"labels": "none"})
+
+
+def variants(subject: Subject, max_new_tokens: int) -> tuple[dict[str, FisherDrift], list[str]]:
+    """Diagonal and Kronecker Fisher, the diagonal one by token labels too; and what was left out.
+
+    All are fitted on ``subject.fisher_rows``. A Fisher that was given takes the place of the one of
+    its structure.
+    """
+    given, own = subject.fisher, {"labels": "sequence", "max_new_tokens": max_new_tokens}
+
+    def main(structure: str) -> FisherDrift:
+        if given is not None and given.structure == structure:
+            return given
+        return subject.fitted_fisher(structure, **own)
+
+    found = {"diagonal": main("diagonal")}
+    notes = []
+    try:
+        found["kronecker"] = main("kronecker")
+    except CoverageError as problem:
+        notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
+    found["diagonal, token labels"] = subject.fitted_fisher("diagonal", labels="token")
+    return found, notes
+
+
+def _along(scorer: Scorer, retention: Any) -> dict[str, Tensor]:
+    """V of a Fisher or of retention batches, at the scorer's model, by the library's own way."""
+    scorer.set_retention(retention)
+    found = scorer.direction.stability
+    assert found is not None
+    return {name: part.detach().clone() for name, part in found.items()}
 
 
 # --- answer ------------------------------------------------------------------------------------
@@ -92,17 +134,19 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     subject.require_tokens(rows, FEWEST, "a rank correlation of so few tokens means nothing")
     before, after, said = subject.before_and_after()
     pooled = subject.batches([row for found in retention.values() for row in found])
-    model = TunedModel(subject, after, pooled)
-    _require_drift(before, model.scorer.parameters)
+    config = replace(subject.config, objective="stability", preconditioner=None)
+    scorer = Scorer(after, None, list(pooled), config)
+    scorer.warn = False
+    _require_drift(before, scorer.parameters)
     fishers, notes = variants(subject, options.max_new_tokens)
     named = dict(before.named_parameters(remove_duplicate=False))
-    fishers["none"] = unit_fisher({name: named[name] for name in model.scorer.parameters})
-    directions = {name: model.along(drift) for name, drift in fishers.items()}
+    fishers["none"] = _unit_fisher({name: named[name] for name in scorer.parameters})
+    directions = {name: _along(scorer, drift) for name, drift in fishers.items()}
     directions |= {
-        f"oracle {name}": model.along(subject.batches(rows)) for name, rows in retention.items()
+        f"oracle {name}": _along(scorer, subject.batches(rows)) for name, rows in retention.items()
     }
-    directions[POOLED] = model.along(pooled)
-    columns = values_along(subject, model.scorer, rows, list(directions.values()), "Scores")
+    directions[POOLED] = _along(scorer, pooled)
+    columns = values_along(subject, scorer, rows, list(directions.values()), "Scores")
     scores, row = dict(zip(directions, columns.T, strict=True)), places_of(rows)[:, 0]
     targets = [POOLED, *(f"oracle {name}" for name in retention)]
     agreed = _agreement_table(subject, scores, list(fishers), targets, row)

@@ -23,8 +23,14 @@ from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.token_figure import heatmap_figure
-from alphatoken.fidelity.token_text import KINDS, Panel, ValuedText, kind_of, normalised
+from alphatoken.fidelity.token_text import (
+    KINDS,
+    Panel,
+    ValuedText,
+    heatmap_figure,
+    kind_of,
+    normalised,
+)
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.report import COMPONENTS
 from alphatoken.report.examples import visible

@@ -2,7 +2,7 @@
 
 With M = sum_v w_v G_v the value of a token is sum_v w_v <.., G_v>: scored once against the summed
 gradient of every validation row, the tokens have a value for every subset and every resample of
-those rows, by a weighted sum.
+those rows, by a weighted sum; so the decisions under redrawn rows are had without another scoring.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.estimate.estimators import WALK
@@ -22,7 +23,15 @@ from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import values_along
 from alphatoken.scorer import Scorer
 
-__all__ = ["RowColumns", "row_columns"]
+__all__ = [
+    "DECISIONS",
+    "NOISE",
+    "UNCERTAIN",
+    "RowColumns",
+    "classify",
+    "keep_shares",
+    "row_columns",
+]
 
 Numbers = NDArray[np.float64]
 
@@ -110,3 +119,39 @@ def _gradient(subject: Subject, scorer: Scorer, row: Example) -> dict[str, Tenso
     """P o G of one validation row, a mean over its tokens."""
     scorer.set_validation(subject.batches([row]))
     return scorer.direction.adaptation
+
+
+UNCERTAIN = 0.05
+"""A decision is noise if more than this share of the draws reverses it."""
+
+DECISIONS = ("sure keep", "noise", "sure drop")
+NOISE = DECISIONS.index("noise")
+
+
+def classify(keep_share: Numbers) -> NDArray[np.int64]:
+    """Index into ``DECISIONS``: a decision is noise unless one side has all but ``UNCERTAIN``.
+
+    Args:
+        keep_share: share of the draws in which a token is kept.
+    """
+    sure_keep, sure_drop = keep_share >= 1 - UNCERTAIN, keep_share <= UNCERTAIN
+    return np.where(sure_keep, 0, np.where(sure_drop, 2, NOISE)).astype(np.int64)
+
+
+def keep_shares(
+    columns: RowColumns, rest: Numbers, ratio: float, resamples: int, *, seed: int
+) -> Numbers:
+    """(n,) share of the resamples in which each token is kept.
+
+    Args:
+        columns: values against each of V rows.
+        rest: (n,) what is added to them, the same in each resample.
+        ratio: share to keep, at one threshold for all tokens.
+        resamples: how many, each of V rows drawn from the V with replacement.
+        seed: of the draws.
+    """
+    rows = len(columns.tokens)
+    generator = np.random.default_rng(seed)
+    weights = generator.multinomial(rows, np.full(rows, 1 / rows), size=resamples)
+    share: Numbers = kept(columns.at(weights) + rest, ratio).mean(0)
+    return share

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
-from alphatoken.direction.objective import forward_losses, objective_gradient
+from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import CoverageError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.estimate.proofs import CoverageReport
@@ -22,7 +21,6 @@ from alphatoken.fidelity.valuing import scorer_for, values_along
 from alphatoken.model.batch import read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.layer_choice import layers_within
-from alphatoken.model.modes import evaluation_mode
 from alphatoken.scorer import Scorer
 
 __all__ = [
@@ -127,14 +125,10 @@ class Readings:
 
     Attributes:
         row: of each token.
-        position: index of the token in its row.
-        loss: token losses.
         values: per setting.
     """
 
     row: NDArray[np.int64]
-    position: NDArray[np.int64]
-    loss: Numbers
     values: dict[Setting, Numbers]
 
 
@@ -200,20 +194,7 @@ def read(
         values[setting] = values_along(subject, scorer, rows, [own], f"Values, {setting}")[:, 0]
         proved[setting.estimator] = scorer.coverage
     values = {setting: values[setting] for setting in settings}
-    row, position = places_of(rows).T
-    return Readings(row, position, token_losses_of(subject, rows), values)
-
-
-@torch.no_grad()
-def token_losses_of(subject: Subject, rows: Sequence[Example]) -> Numbers:
-    """(n,) loss of each response token of ``rows``, dropout off."""
-    found = []
-    for batch in subject.batches(rows):
-        checked = read_batch(batch, max_length=subject.adapter.max_positions())
-        with evaluation_mode(subject.model):
-            losses = forward_losses(subject.adapter, checked, "batch")
-        found.append(losses[checked.mask].double().cpu().numpy())
-    return np.concatenate(found)
+    return Readings(places_of(rows)[:, 0], values)
 
 
 def along(

@@ -18,8 +18,14 @@ from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import OwnValues
-from alphatoken.fidelity.per_row import row_columns
-from alphatoken.fidelity.resampling import DECISIONS, NOISE, UNCERTAIN, classify, keep_shares
+from alphatoken.fidelity.per_row import (
+    DECISIONS,
+    NOISE,
+    UNCERTAIN,
+    classify,
+    keep_shares,
+    row_columns,
+)
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 

@@ -17,7 +17,7 @@ from alphatoken.data import Example, batches, token_texts
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.fidelity.tuning import fine_tuned, usual_rate
+from alphatoken.fidelity.stepping import fine_tuned, usual_rate
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.scorer import Scorer

@@ -17,7 +17,6 @@ from alphatoken.data import Example, Row
 from alphatoken.direction.sampling import sample_responses
 from alphatoken.errors import DataError, InputError
 from alphatoken.fidelity import fisher as diagnostic
-from alphatoken.fidelity import retention_scores
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.subject import Subject
@@ -200,7 +199,7 @@ def test_fishers_are_fitted_on_the_held_out_prompts_and_not_on_the_diagnosed_row
     Fishers are of free samples, as the paper says.
     """
     held = [example([z, LABELS - 1]) for z in range(CONTEXTS // 2)]
-    found, _ = retention_scores.variants(planted(prompts=held, fisher_samples=24), 1)
+    found, _ = diagnostic.variants(planted(prompts=held, fisher_samples=24), 1)
     for name, drift in found.items():
         factors = drift.structure == "kronecker"
         read = drift.factors[DOWN][1].diagonal() if factors else drift.fisher[DOWN].sum(0)

@@ -18,10 +18,10 @@ from alphatoken.fidelity import heatmap
 from alphatoken.fidelity.diagnosis import Table
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.token_figure import heatmap_figure
 from alphatoken.fidelity.token_text import (
     Panel,
     ValuedText,
+    heatmap_figure,
     laid_out,
     normalised,
     ranged,

@@ -19,8 +19,7 @@ from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import per_row, stability
 from alphatoken.fidelity.intervals import Estimate, percent
 from alphatoken.fidelity.own_values import OwnValues
-from alphatoken.fidelity.per_row import RowColumns, row_columns
-from alphatoken.fidelity.resampling import NOISE, classify, keep_shares
+from alphatoken.fidelity.per_row import NOISE, RowColumns, classify, keep_shares, row_columns
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import values_along
 from alphatoken.scorer import Scorer
