@@ -86,7 +86,6 @@ class Certificate:
         compared: response tokens of which every component was compared.
         batch_tokens: response tokens of the batch.
         arithmetic: row of the table of tolerances.
-        passes: forwards and backwards that the oracle took.
         seconds: that everything took.
         dtype: of the model's weights.
         derivative: as in ``TokenValues``.
@@ -100,7 +99,6 @@ class Certificate:
     compared: int
     batch_tokens: int
     arithmetic: str
-    passes: int
     seconds: float
     dtype: str
     derivative: str | None = None
@@ -132,7 +130,7 @@ class Certificate:
         lines = [
             f"Certificate for estimator '{self.estimator}' ({self.arithmetic}): {self.compared} of "
             f"{self.batch_tokens} tokens compared, {self.tokens} of them sent back one by one; "
-            f"{self.passes} passes of the oracle, {self.seconds:.0f} s"
+            f"{self.seconds:.0f} s"
         ]
         for check in self.checks:
             off = "" if check.passed else "  <- off"
@@ -168,8 +166,8 @@ def certify(
     """Check a scorer on ``batch``; see ``Certificate``. The model is left as found.
 
     Cost: a forward and a backward for each validation batch, two or three of both for ``batch``,
-    and one backward for each sampled token; besides three scorings. ``progress`` says the number
-    before the first one.
+    and one backward for each sampled token; besides three scorings. ``progress`` counts the sampled
+    tokens.
 
     Raises:
         InputError: fewer than one token. UnsupportedError: see ``Scorer.verify``.
@@ -193,15 +191,15 @@ def certify(
         )
     start = time.monotonic()
     found = _ways(scorer, batch, token_weights, step_weights)
-    counter = _Counter()
     given = scorer.given
     if fisher_file is not None:
         given = replace(given, retention=read_drift(fisher_file))
-    oracle = Oracle(given, batch, token_weights, step_weights, counter.tick)
+    oracle = Oracle(given, batch, token_weights, step_weights)
     sampled = _sample(oracle.mask, tokens, seed)
-    counter.begin(oracle.passes(int(sampled.sum())), int(sampled.sum()), progress)
-    expected = oracle.expect(sampled)
-    counter.end()
+    count = int(sampled.sum())
+    tracker = Tracker("Certificate", count, progress)
+    expected = oracle.expect(sampled, tracker)
+    tracker.report(count)
     weights = next(iter(oracle.scope.parameters.values())).dtype
     row, tolerance = expected.arithmetic
     stated = max(values.error for values in found.values())
@@ -214,36 +212,15 @@ def certify(
     return Certificate(
         estimator=scorer.given.config.estimator,
         checks=tuple(checks),
-        tokens=int(sampled.sum()),
+        tokens=count,
         compared=int(expected.seen.sum()),
         batch_tokens=int(expected.mask.sum()),
         arithmetic=row,
-        passes=counter.done,
         seconds=time.monotonic() - start,
         dtype=str(weights).removeprefix("torch."),
         derivative=found["score"].derivative,
         stated_error=stated,
     )
-
-
-class _Counter:
-    """Counts the oracle's passes; says beforehand how many there will be."""
-
-    def __init__(self) -> None:
-        self.done, self._tracker = 0, Tracker("Certificate", 1, False)
-
-    def begin(self, passes: int, tokens: int, progress: bool | ProgressSink | None) -> None:
-        self._total, self._tracker = passes, Tracker("Certificate", passes, progress)
-        self._tracker.note(f"{passes} forwards and backwards for {tokens} tokens")
-        self._tracker.report(0)
-
-    def tick(self) -> None:
-        self.done += 1
-        if self.done < self._total:
-            self._tracker.report(self.done)
-
-    def end(self) -> None:
-        self._tracker.report(self._total)
 
 
 def _sample(mask: Tensor, tokens: int, seed: int) -> Tensor:

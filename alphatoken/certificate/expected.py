@@ -6,7 +6,7 @@ retention, optimizer, weights and configuration are taken as they were handed ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from alphatoken.certificate.entries import Entry, loosened
 from alphatoken.certificate.tolerances import Narrowest, tolerance_of
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
 from alphatoken.oracle import composite, readouts, scope
+from alphatoken.support.progress import Tracker
 
 if TYPE_CHECKING:
     from alphatoken.scorer import HandedOver
@@ -77,14 +78,12 @@ class Oracle:
         batch: labelled, as the user has it.
         token_weights: (b, t) factors on token losses, or None.
         step_weights: (b, t) derivative of the step's loss by each token loss, or None.
-        tick: called after each forward and backward.
     """
 
     given: HandedOver
     batch: Mapping[str, Any]
     token_weights: Tensor | None
     step_weights: Tensor | None
-    tick: Callable[[], None]
 
     def __post_init__(self) -> None:
         """Find the scope."""
@@ -115,24 +114,9 @@ class Oracle:
         if hasattr(getattr(self.model, "config", None), "use_cache"):
             kept["use_cache"] = False
         output = self.model(**kept)
-        self.tick()
         logits = output if isinstance(output, Tensor) else output.logits
         assert isinstance(logits, Tensor)
         return logits
-
-    def passes(self, tokens: int) -> int:
-        """Forwards and backwards that ``expect`` will take."""
-        config, count = self.given.config, 0
-        for items in (self.given.validation, self.given.retention):
-            if not isinstance(items, composite.Drift):
-                listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items or []
-                count += sum(2 if isinstance(item, Mapping) else 4 for item in listed)
-        count += 1 + int(config.preconditioner == "full")
-        if config.estimator == "label":
-            return count + tokens + 1
-        if config.estimator == "path":
-            return count + 2
-        return count + 5 + (tokens if config.estimator in _SELF_ONLY else 0)
 
     # --- M -------------------------------------------------------------------------------------
 
@@ -151,9 +135,7 @@ class Oracle:
 
     def _gradient(self, items: Any) -> dict[str, Tensor]:
         listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items
-        return composite.objective_gradient(
-            self.forward, listed, self.scope.parameters, seen=self.tick
-        )
+        return composite.objective_gradient(self.forward, listed, self.scope.parameters)
 
     def scale(self, losses: Tensor, places: Tensor) -> dict[str, Tensor]:
         """P by parameter name; where it is missing, 1."""
@@ -176,7 +158,6 @@ class Oracle:
                 retain_graph=True,
                 allow_unused=True,
             )
-            self.tick()
             gradients = {
                 n: torch.zeros_like(p) if g is None else g
                 for (n, p), g in zip(parameters.items(), found, strict=True)
@@ -196,8 +177,9 @@ class Oracle:
 
     # --- values --------------------------------------------------------------------------------
 
-    def expect(self, sampled: Tensor) -> Expected:
+    def expect(self, sampled: Tensor, tracker: Tracker) -> Expected:
         """The values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
+        self._tracker = tracker
         with only_trainable(self.model, self.scope.parameters), evaluating(self.model):
             gain, keep = self.direction()
             self._weight = self.given.config.stability_weight
@@ -266,7 +248,6 @@ class Oracle:
             found = torch.autograd.grad(
                 loss, list(parameters.values()), retain_graph=True, allow_unused=True
             )
-            self.tick()
             gradients = {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
             return [None if side is None else _inner(gradients, side) for side in sides]
 
@@ -274,11 +255,8 @@ class Oracle:
             None if side is None else Entry.zero(self._shape, parameters) for side in sides
         ]
         conditions = 1 + self._conditions(losses)
-        for n, (row, token) in enumerate(places.tolist()):
-            loss, weight = losses[n], weights[n]
-            if not bool(sampled[row, token]):
-                continue
-            for entry, parts in zip(entries, along(weight * loss), strict=True):
+        for n, row, token in self._sampled(sampled, places):
+            for entry, parts in zip(entries, along(weights[n] * losses[n]), strict=True):
                 if entry is not None and parts is not None:
                     for name, (value, size) in parts.items():
                         entry.by[name][row, token] = value
@@ -419,13 +397,10 @@ class Oracle:
         """The direct part of sampled tokens from the untouched model, one backward each."""
         entries = [None if e is None else e.map(lambda x: x.clone()) for e in direct]
         worst = 0.0
-        for (row, token), loss in zip(
-            places.tolist(), self._weights(losses, places) * losses, strict=True
-        ):
-            if not bool(sampled[row, token]):
-                continue
+        weighted = self._weights(losses, places) * losses
+        for n, row, token in self._sampled(sampled, places):
             place = (row, token - 1)
-            errors = self._errors(trace, loss)
+            errors = self._errors(trace, weighted[n])
             for entry, m in zip(entries, by_id, strict=True):
                 if entry is None or m is None:
                     continue
@@ -439,6 +414,13 @@ class Oracle:
                     entry.by[name][place] = value
         return list(entries), worst
 
+    def _sampled(self, sampled: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
+        """(number among the losses, row, token) of each sampled token, which is reported."""
+        chosen = [(n, b, i) for n, (b, i) in enumerate(places.tolist()) if bool(sampled[b, i])]
+        for done, one in enumerate(chosen):
+            self._tracker.report(done)
+            yield one
+
     def _errors(
         self, trace: readouts.Trace, loss: Tensor, also: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
@@ -451,7 +433,6 @@ class Oracle:
         found = torch.autograd.grad(
             loss, [targets[index] for index in live], retain_graph=True, allow_unused=True
         )
-        self.tick()
         errors: list[Tensor | None] = [None] * len(targets)
         for index, error in zip(live, found, strict=True):
             errors[index] = error

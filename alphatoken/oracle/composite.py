@@ -130,11 +130,7 @@ def _gradient(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def objective_gradient(
-    forward: Forward,
-    items: Iterable[Any],
-    parameters: Mapping[str, Tensor],
-    *,
-    seen: Callable[[], None] = lambda: None,
+    forward: Forward, items: Iterable[Any], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Gradient of the mean token loss of labelled batches, or of the preference objective.
 
@@ -146,7 +142,6 @@ def objective_gradient(
         forward: batch without labels -> logits.
         items: labelled batches or :class:`Pairs`.
         parameters: by name.
-        seen: called after each backward.
 
     Returns:
         parameter name -> gradient, float64.
@@ -159,7 +154,6 @@ def objective_gradient(
     def add(loss: Tensor) -> None:
         for name, g in _gradient(loss, parameters).items():
             total[name] += g
-        seen()
 
     for item in items:
         if isinstance(item, Mapping):

@@ -489,17 +489,16 @@ def test_what_cannot_be_certified_is_refused() -> None:
         Scorer(model, case.validation, None, config, optimizer=optimizer).verify(case.batch)
 
 
-def test_the_cost_is_said_first_and_the_model_is_left_as_it_was() -> None:
-    """The first report has the number of passes, the last one has them all."""
+def test_sampled_tokens_are_counted_and_the_model_is_left_as_it_was() -> None:
+    """The first report has the number of sampled tokens, the last one has them all."""
     one, reports = trial("total"), []
     scorer = make_scorer(one.setup, "alphatoken", model=(model := one.setup.case.model()))
     model.train()
     flags = [p.requires_grad for p in model.parameters()]
     with quiet():
         found = scorer.verify(one.setup.case.batch, tokens=3, progress=reports.append)
-    assert reports[0].done == 0
-    assert reports[0].note == f"{found.passes} forwards and backwards for 3 tokens"
-    assert reports[-1].done == reports[-1].total == found.passes
+    assert [one.done for one in reports] == [0, 1, 2, 3]
+    assert {one.total for one in reports} == {3} == {found.tokens}
     assert model.training
     assert flags == [p.requires_grad for p in model.parameters()]
     assert all(p.grad is None for p in model.parameters())
