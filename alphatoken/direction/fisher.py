@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,12 +34,12 @@ from alphatoken.direction.sampling import (
     sample_responses,
     uniform_numbers,
 )
+from alphatoken.direction.scored import require_derivatives
 from alphatoken.errors import (
     ConfigError,
     FisherError,
     InputError,
     NumericalError,
-    UnsupportedError,
 )
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.parameter_choice import ParameterChoice
@@ -170,7 +170,7 @@ def fitting(
     budgets = _budgets(given, settings, adapter)
     with _undisturbed(adapter):
         trained = _trained(scope, settings)
-        _require_derivatives(adapter.model, trained)
+        require_derivatives(adapter.model, trained)
         drawn = {} if responses is None else responses
         fit = _Fit(adapter, scope, settings, given, budgets, trained, drawn, corrected)
         tracker = Tracker("Fisher", fit.total, progress)
@@ -386,25 +386,6 @@ def _trained(scope: Scope, settings: Settings) -> dict[str, Tensor]:
                 remedy="load the model again, or find the step that broke it",
             )
     return trained
-
-
-def _require_derivatives(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
-    """Refuse embeddings whose gradient is divided by how often a forward reads a token.
-
-    It would be another one with the last token read, or with a second sequence in the batch.
-    """
-    names = {id(parameter): name for name, parameter in trained.items()}
-    for module in model.modules():
-        counting = isinstance(module, nn.Embedding) and module.scale_grad_by_freq
-        name = names.get(id(module.weight)) if counting else None
-        if name is not None:
-            raise UnsupportedError(
-                "a Fisher of an embedding under scale_grad_by_freq is not defined",
-                got=name,
-                why="its gradient is divided by how often the batch holds a token, and is no "
-                "derivative of one sequence's log-likelihood",
-                remedy="parameters= without that one, or scale_grad_by_freq=False",
-            )
 
 
 def _budgets(given: list[Given], settings: Settings, adapter: DecoderAdapter) -> list[int]:

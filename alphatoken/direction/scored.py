@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, UnsupportedError
@@ -14,7 +15,7 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope, used_outside
 from alphatoken.model.sharding import Sharding
 
-__all__ = ["ScoredParameters", "choose_parameters"]
+__all__ = ["ScoredParameters", "choose_parameters", "require_derivatives"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,17 +52,43 @@ def choose_parameters(
     Raises:
         ConfigError: no trainable parameter is left, or a choice that the model does not have.
         CoverageError: matrices that the estimator does not cover.
-        UnsupportedError: sharded weights that the estimator cannot work on.
+        UnsupportedError: sharded weights that the estimator cannot work on; see also
+            ``require_derivatives``.
     """
     choice = config.choice
     scope = choice.scope(adapter, config.layers)
     require_covered(scope, config.estimator, config.uncovered)
     parameters, names = _named_once(adapter, scope, config)
+    require_derivatives(adapter.model, parameters)
     outside = used_outside(adapter, scope.first, parameters.values())
     if sharding is not None:
         _check_sharded(config, outside)
     first = None if choice.everything or outside else scope.first
     return ScoredParameters(scope, parameters, names, first, sharding)
+
+
+def require_derivatives(model: nn.Module, chosen: Mapping[str, Tensor]) -> None:
+    """Refuse embeddings whose gradient is divided by how often a forward reads a token.
+
+    It would be another one with the last token read, or with a second sequence in the batch.
+
+    Raises:
+        UnsupportedError: ``chosen`` has a weight of such an embedding.
+    """
+    names = {id(parameter): name for name, parameter in chosen.items()}
+    for module in model.modules():
+        # PEFT looks up its factors in the way of the table that it adapts.
+        table = getattr(module, "base_layer", module)
+        counting = isinstance(table, nn.Embedding) and table.scale_grad_by_freq
+        chosen_here = (names[id(p)] for p in module.parameters() if id(p) in names)
+        name = next(chosen_here, None) if counting else None
+        if name is not None:
+            raise UnsupportedError(
+                "an embedding under scale_grad_by_freq has no derivative of one token's loss",
+                got=name,
+                why="its gradient is divided by how often the batch holds a token",
+                remedy="parameters= without that one, or scale_grad_by_freq=False",
+            )
 
 
 def _named_once(

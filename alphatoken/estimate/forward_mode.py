@@ -144,21 +144,19 @@ def _embedding(
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
     """An embedding moves as its backward says, which is what trains, and not as its forward does.
 
     The backward gives the row at ``padding_idx`` nothing, though a head tied to the same weight
-    does, and under ``scale_grad_by_freq`` divides by how often the batch holds a token.
+    does.
     """
     w, dw = forward_ad.unpack_dual(weight)
     rows = F.embedding(ids, w, padding_idx, max_norm, norm_type)
     if dw is None:
         return rows
     moved = F.embedding(ids, dw)
-    if scale_grad_by_freq:
-        moved = moved / torch.bincount(ids.flatten())[ids].unsqueeze(-1).to(moved)
     if padding_idx is not None:
         moved = moved.masked_fill((ids == padding_idx % len(w)).unsqueeze(-1), 0.0)
     dual: Tensor = forward_ad.make_dual(rows, moved)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from alphatoken.errors import UnsupportedError
 from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.support.precision import wide
 
@@ -23,67 +21,32 @@ _ATTEMPTS = 8
 """At bringing weights back, each ended by a signal."""
 
 
-@dataclass(frozen=True)
-class _Unmoved:
-    """An embedding's weight before the move.
-
-    Attributes:
-        whole: all of it; None where no process has it.
-        row: the one at ``padding_idx``; None without one.
-    """
-
-    whole: Tensor | None
-    row: Tensor | None = None
-
-
 class _TrainedEmbedding(TorchFunctionMode):
     """Inside, an embedding moves as its backward says, which is what trains.
 
     The backward gives the row at ``padding_idx`` nothing, though a head tied to the same weight
-    does, and under ``scale_grad_by_freq`` divides by how often the batch holds a token.
+    does. ``row_before`` gives that row of a weight as it was, None where the weight does not move.
     """
 
-    def __init__(self, find: Callable[[Tensor], _Unmoved | None]) -> None:
+    def __init__(self, row_before: Callable[[Tensor, int], Tensor | None]) -> None:
         super().__init__()
-        self.find = find
+        self.row_before = row_before
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding and self.find(args[1]) is not None:
-            return self._rows(*args, **kwargs)
-        return func(*args, **kwargs)
+        rows = func(*args, **(kwargs or {}))
+        return self._rows(rows, *args, **(kwargs or {})) if func is F.embedding else rows
 
     def _rows(
-        self,
-        ids: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        rows = F.embedding(ids, weight, padding_idx, max_norm, norm_type)
-        before = self.find(weight)
-        assert before is not None
-        if scale_grad_by_freq:
-            if before.whole is None:
-                raise UnsupportedError(
-                    "an embedding with scale_grad_by_freq cannot be moved where it is sharded",
-                    why="its rows before the move are needed, and no process has them",
-                    remedy="scale_grad_by_freq=False, or parameters= without it",
-                )
-            still = F.embedding(ids, before.whole)
-            times = torch.bincount(ids.flatten())[ids].unsqueeze(-1).to(rows)
-            rows = still + (rows - still) / times
-        if padding_idx is not None:
-            row = before.row if before.whole is None else before.whole[padding_idx]
-            assert row is not None
-            padding = (ids == padding_idx % len(weight)).unsqueeze(-1)
-            rows = torch.where(padding, row.to(rows), rows)
-        return rows
+        self, rows: Tensor, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any,
+        **__: Any,
+    ) -> Tensor:  # fmt: skip
+        row = None if padding_idx is None else self.row_before(weight, padding_idx)
+        if row is None or padding_idx is None:
+            return rows
+        padding = (ids == padding_idx % len(weight)).unsqueeze(-1)
+        return torch.where(padding, row.to(rows), rows)
 
 
 def _own(weight: Tensor, known: Mapping[int, Any]) -> Tensor | None:
@@ -261,7 +224,7 @@ class Shift(Moved):
             moved = zip(self._parameters.values(), self._before, strict=True)
             by_identity = {id(p): (p, before) for p, before in moved}
 
-            def find(weight: Tensor) -> _Unmoved | None:
+            def row_before(weight: Tensor, row: int) -> Tensor | None:
                 known = by_identity.get(id(_own(weight, by_identity)))
                 if known is None:
                     return None
@@ -269,19 +232,19 @@ class Shift(Moved):
                 if weight is not p:
                     at = weight.storage_offset() - p.storage_offset() + before.storage_offset()
                     before = before.as_strided(weight.shape, weight.stride(), at)
-                return _Unmoved(before)
+                return before[row]
 
-            with _TrainedEmbedding(find):
+            with _TrainedEmbedding(row_before):
                 yield
             return
         kept = self._padding_rows(self._sharding)
         with objects_in_use(self._model, self._parameters) as in_use:
 
-            def find_part(weight: Tensor) -> _Unmoved | None:
+            def kept_row(weight: Tensor, row: int) -> Tensor | None:
                 name, _ = in_use.get(id(_own(weight, in_use)), ("", None))
-                return _Unmoved(None, kept.get(name)) if name else None
+                return kept[name] if name else None
 
-            with _TrainedEmbedding(find_part):
+            with _TrainedEmbedding(kept_row):
                 yield
 
     def _padding_rows(self, sharding: Sharding) -> dict[str, Tensor]:

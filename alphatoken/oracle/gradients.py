@@ -274,8 +274,7 @@ def label_curvatures(
 
     Args:
         model: as in :func:`label_values`.
-        forward: as in :func:`label_values`, through operators that autograd differentiates twice
-            (an embedding with ``scale_grad_by_freq`` is none: torch leaves the scale out).
+        forward: as in :func:`label_values`, through operators that autograd differentiates twice.
         batch: with ``labels``.
         direction: as in :func:`label_values`.
 

@@ -363,7 +363,7 @@ test_the_routers_loss_is_trained | | (transformers' own trainer) | exact
 test_rounding_is_told_from_results | | (by hand) | exact
 test_a_reference_reads_the_policys_tokens | | (by hand) | exact
 test_tokens_without_a_row_are_refused | | (the vocabulary) | exact
-test_a_fisher_refuses_gradients_that_count_tokens | | (the scope) | exact
+test_gradients_that_count_tokens_are_refused | | (the scope) | exact
 test_stm_by_hand | STM | (by hand) | exact
 test_stm_takes_easy_tokens_first | STM | (by hand) | exact
 test_known_tokens_by_hand | XTF | (by hand) | exact

@@ -18,12 +18,10 @@ CENTRAL, ONE_SIDED = (
 TIED = claim(
     moved.test_differences_are_the_label_values, setup=Setup(moved.TIED), form="central", examples=1
 )
-PADDED, RARE = (
-    claim(
-        moved.test_differences_are_the_label_values, setup=Setup(case), form="central", examples=1
-    )
-    for case in (moved.PADDED, moved.RARE)
-)
+PADDED = claim(
+    moved.test_differences_are_the_label_values,
+    setup=Setup(moved.PADDED), form="central", examples=1,
+)  # fmt: skip
 SHIFTED = claim(moved.test_a_shift_is_what_it_says, examples=1)
 STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examples=1)
 KEPT = claim(moved.test_the_step_is_kept_until_m_changes_its_length, examples=1)
@@ -124,14 +122,8 @@ MUTANTS = (
     _moved(
         "padding-row-moves-by-differences",
         "the row that an embedding's backward leaves out moves as an input",
-        ("_TrainedEmbedding._rows", "if padding_idx is not None:", "if False:"),
+        ("_TrainedEmbedding._rows", "if row is None or padding_idx is None:", "if True:"),
         PADDED,
-    ),
-    _moved(
-        "rare-tokens-move-as-frequent-ones",
-        "an embedding's rows are not divided by how often the batch holds them",
-        ("_TrainedEmbedding._rows", "    if scale_grad_by_freq:", "    if False:"),
-        RARE,
     ),
     _moved(
         "weights-brought-back-by-subtraction",

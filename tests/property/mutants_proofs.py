@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.property import (
     test_direction,
     test_drift,
-    test_label,
     test_proof_limits,
     test_proofs,
     test_sharded,
@@ -265,13 +264,6 @@ PROOFS = (
         "forward mode moves the row that an embedding's backward leaves out",
         ("_embedding", "if padding_idx is not None:", "if False:"),
         FOLLOWED,
-        room="estimate.forward_mode.",
-    ),
-    mutant(
-        "frequent-tokens-move-as-rare-ones",
-        "forward mode does not divide by how often the batch holds a token",
-        ("_embedding", "if scale_grad_by_freq:", "if False:"),
-        claim(test_label.test_label_over_all_parameters, small(rare_tokens=True, vocabulary=3)),
         room="estimate.forward_mode.",
     ),
     _proof(

@@ -21,7 +21,7 @@ ROUTED = claim(
     test_rules.test_the_routers_loss_is_trained, 0.5, examples=1, needs=NEEDS, tested=True
 )
 COUNTED = claim(
-    test_rules.test_a_fisher_refuses_gradients_that_count_tokens, "all", False, examples=1
+    test_rules.test_gradients_that_count_tokens_are_refused, "all", False, False, examples=1
 )
 
 
@@ -149,13 +149,13 @@ MUTANTS = (
     mutant(
         "fisher-of-counted-tokens",
         "a Fisher is made of gradients that are divided by counts of the batch",
-        ("direction.fisher._require_derivatives", "if name is not None:", "if False:"),
+        ("direction.scored.require_derivatives", "if name is not None:", "if False:"),
         COUNTED,
     ),
     mutant(
         "counted-tokens-refused-out-of-scope",
         "a Fisher that leaves the embedding out is refused for it",
-        ("direction.fisher._require_derivatives", "if name is not None:", "if counting:"),
+        ("direction.scored.require_derivatives", "if name is not None:", "if counting:"),
         COUNTED,
     ),
     _resumed(

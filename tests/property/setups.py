@@ -125,8 +125,7 @@ def setups(draw: st.DrawFn, *, last: bool = False, **pins: Any) -> Setup:
 
 def smooth(setup: Setup) -> bool:
     """Whether autograd gives true derivatives of every embedding's rows, as it need not."""
-    chosen = setup.case.config
-    return not chosen.rare_tokens and chosen.padding_token is None
+    return setup.case.config.padding_token is None
 
 
 def is_certain(case: Case) -> bool:

@@ -227,7 +227,6 @@ _OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "sinks": _FLAG,
     "tied_embeddings": _FLAG,
     "padding_token": st.sampled_from([None, 1]),
-    "rare_tokens": _FLAG,
     "fused_qkv": _FLAG,
     "transposed": _FLAG,
     "repeated_linear": _FLAG,

@@ -32,7 +32,6 @@ CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2
 TIED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True)
 SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
 PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
-RARE = make_case(("pprrr", "prrrr"), (("pprr",),), rare_tokens=True, vocabulary=3)
 FORMS = ("central", "one_sided")
 
 
@@ -65,7 +64,6 @@ def off(values: Tensor, expected: Tensor) -> float:
 @given(setups(), sampled_from(FORMS))
 @example(Setup(SHARED), "central")
 @example(Setup(PADDED), "central")
-@example(Setup(RARE), "central")
 @example(Setup(PADDED), "one_sided")
 @budget(0.15)
 def test_differences_are_the_label_values(setup: Setup, form: str) -> None:
@@ -277,7 +275,7 @@ def curved(model: ReferenceDecoder, case: Case, m: Mapping[str, Tensor]) -> tupl
     return gradients.label_curvatures(model, forward_of(model), case.batch, m)
 
 
-@given(setups(rare_tokens=False), sampled_from(FORMS))
+@given(setups(), sampled_from(FORMS))
 @example(Setup(SHARED), "central")
 @example(Setup(PADDED), "central")
 @budget(0.1)

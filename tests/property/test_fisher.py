@@ -123,7 +123,7 @@ def sampled(
 
 @given(
     # Gradients divided by counts of tokens are refused where an embedding is in scope: see below.
-    config=configs(rare_tokens=False),
+    config=configs(),
     layers=st.integers(1, 3),
     seed=st.integers(0, 2**16),
     samples=st.integers(1, 4),

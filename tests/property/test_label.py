@@ -73,7 +73,6 @@ def _label_over(
 SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
 # Every token is the embedding's padding token somewhere in the row, as an end of turn often is.
 PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
-RARE = make_case(("pprrr", "prrrr"), (("pprr",),), rare_tokens=True, vocabulary=3)
 
 
 @given(setups() | setups(tied_linears=True, mlp="gated") | setups(conv_mixer=True))
@@ -105,7 +104,6 @@ def test_label_is_linear_in_m(setup: Setup, factor: float) -> None:
 @given(setups())
 @example(Setup(SHARED))
 @example(Setup(PADDED))
-@example(Setup(RARE))
 @budget(0.15)
 def test_label_over_all_parameters(setup: Setup) -> None:
     """parameters="all": <grad l_k, M> over embeddings, norms, head, sinks and tied weights too."""

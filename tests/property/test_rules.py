@@ -335,16 +335,21 @@ def test_tokens_without_a_row_are_refused(what: str, adapted: bool) -> None:
         raise AssertionError(f"a token of the vocabulary is refused: {error}") from error
 
 
+@pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize(("parameters", "tied"), [("all", False), ("head.weight", True)])
-def test_a_fisher_refuses_gradients_that_count_tokens(parameters: str, tied: bool) -> None:
-    """An embedding whose gradient is divided by counts of the batch is refused where it is in a
-    Fisher's scope, under whichever of its names, and there only."""
-    from alphatoken import fit_fisher
+def test_gradients_that_count_tokens_are_refused(parameters: str, tied: bool, scored: bool) -> None:
+    """An embedding whose gradient is divided by counts of the batch is refused where it is in the
+    scope of a Fisher or of label values, under whichever of its names, and there only."""
+    from alphatoken import Scorer, ScorerConfig, fit_fisher
 
     prompts = [[1, 0], [2], [1, 1, 2]]
 
     def fit(of: str, **more: Any) -> None:
         model = ReferenceDecoder(DecoderConfig(tied_embeddings=tied, **more), 0)
+        if scored:
+            rows = {"input_ids": torch.tensor([[1, 0, 2]]), "labels": torch.tensor([[-100, 0, 2]])}
+            Scorer(model, rows, None, ScorerConfig("label", layers=1, parameters=of)).score(rows)
+            return
         fit_fisher(model, prompts, samples=1, layers=1, max_new_tokens=1, parameters=of)
 
     said = ""
@@ -352,10 +357,10 @@ def test_a_fisher_refuses_gradients_that_count_tokens(parameters: str, tied: boo
         fit(parameters, rare_tokens=True)
     except UnsupportedError as error:
         said = str(error)
-    assert "scale_grad_by_freq" in said, "an embedding under scale_grad_by_freq has a Fisher"
+    assert "scale_grad_by_freq" in said, "an embedding under scale_grad_by_freq is taken"
     assert "embedding.weight" in said, said
     try:
         fit("linears", rare_tokens=True)
         fit(parameters)
     except UnsupportedError as error:
-        raise AssertionError(f"a Fisher that is defined is refused: {error}") from error
+        raise AssertionError(f"a scope without it is refused: {error}") from error

@@ -247,7 +247,7 @@ def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
         close(one, two, size, MODEL, name=f"sharded {kind} {part}")
 
 
-@given(setups(rare_tokens=False), st.sampled_from(["linears", "all", "linears,embedding.weight"]))
+@given(setups(), st.sampled_from(["linears", "all", "linears,embedding.weight"]))
 @example(Setup(PADDED), "all")
 @budget(0.2)
 def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> None:
@@ -268,7 +268,7 @@ def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> 
     assert not sharding.gathered
 
 
-@given(setups(rare_tokens=False))
+@given(setups())
 @example(Setup(PADDED))
 @budget(0.05)
 def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
@@ -314,15 +314,6 @@ def test_sharded_weights_in_mixed_precision_have_no_label_values() -> None:
     scorer = Scorer(model, CASE.validation, None, config, sharding=Mixed(model))
     with pytest.raises(UnsupportedError, match=r"float32 or wider.*mixed precision.*DDP"):
         scorer.score(CASE.batch)
-
-
-def test_an_embedding_by_frequency_is_refused_where_it_is_sharded() -> None:
-    case = make_case(("pprrr",), (("pprr",),), rare_tokens=True, vocabulary=3)
-    model = case.model()
-    config = ScorerConfig("label", parameters="all")
-    scorer = Scorer(model, case.validation, None, config, sharding=FlatSharding(model))
-    with pytest.raises(UnsupportedError, match="scale_grad_by_freq cannot be moved"):
-        scorer.score(case.batch)
 
 
 def test_a_weight_shared_with_a_module_outside_is_refused() -> None:
