@@ -537,8 +537,6 @@ def _propagation_scale(layer: propagation.PropagationLayer, window: int | None) 
     """Sum of |alpha e (M x)| over heads, later positions of the window and components."""
     heads, width = layer.errors.shape[1], layer.errors.shape[-1]
     moved = layer.inputs @ layer.direction.T
-    if layer.bias is not None:
-        moved = moved + layer.bias
     moved = moved.unflatten(-1, (-1, width)).abs()
     moved = moved.repeat_interleave(heads // moved.shape[2], dim=2)
     k = torch.arange(moved.shape[1])

@@ -150,7 +150,8 @@ def test_scored_linears_are_the_linears_of_these_layers(name: str, layers: Seque
         if one.name in seen:  # an expert may be chosen by no token
             x, s = seen[one.name]
             weight = one.weight if one.transposed else one.weight.mT
-            bias = 0.0 if one.bias is None else one.bias
+            bias = getattr(one.module, "bias", None)
+            bias = 0.0 if bias is None else bias
             assert x.shape[-1] == weight.shape[0], f"{one.name}: stored the other way"
             close(x @ weight + bias, s, s.abs().max(), 1e-12, name=f"{one.name}, as stored")
 
