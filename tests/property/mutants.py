@@ -198,7 +198,7 @@ LISTED = (
         "sum-then-outer-in-the-validation-gradient",
         "sum-then-outer over validation examples",
         (
-            "estimate.gradients._terms",
+            "estimate.gradients._term",
             "contraction.outer_sum(error, use.x)",
             "contraction.outer_sum(error.sum(0, True), use.x.sum(0, True))",
         ),
@@ -912,13 +912,13 @@ OWN = (
     mutant(
         "summed-direction-without-lambda",
         "the total alone is contracted with G + V",
-        ("estimate.columns.Side.of", "m + self.weight * ", "m + "),
+        ("estimate.columns.Side.of", "matrix + self.weight * ", "matrix + "),
         TOTAL_ALONE,
     ),
     mutant(
         "summed-direction-without-stability",
         "the total alone is the adaptation",
-        ("estimate.columns.Side.of", "if self.others is not None:", "if False:"),
+        ("estimate.columns.Side.of", "if self.others is None else", "if True else"),
         TOTAL_ALONE,
     ),
     mutant(
