@@ -26,7 +26,7 @@ ROOMS = {
     "scoring": 988,
     "select": 452,
     "support": 465,
-    "train": 8_952,
+    "train": 8_939,
 }
 
 
@@ -34,7 +34,7 @@ LAB_ROOMS = {
     ".": 11,
     "commands": 2_367,
     "compare": 4_036,
-    "methods": 4_764,
+    "methods": 4_744,
     "paper": 814,
 }
 

@@ -203,7 +203,7 @@ class AlphaTrainerMixin(_Base):
         check_same_weights(self.accelerator, self.model)
         self.add_callback(self.step_guard)
         if self._policy is not None:
-            self.weigher = PolicyWeigher(self, self.records, self._policy, validation_dataset)
+            self.weigher = PolicyWeigher(self, self._policy, validation_dataset)
             return
         if options.needs_values:
             self.say_objective()

@@ -191,8 +191,6 @@ class TokenPolicy:
         static: weights follow from columns, labels and mask alone, so that they are known before
             the forward.
         denominator: what the published loss is divided by: "response" or "kept" tokens.
-        soft: weights are not 0 and 1; records then give the effective sample size.
-        direction: which tokens go first, in a few words.
         source: paper, and code if there is some.
     """
 
@@ -205,8 +203,6 @@ class TokenPolicy:
     native_ratio: float | None = None
     static: bool = False
     denominator: ClassVar[str] = "response"
-    soft: ClassVar[bool] = False
-    direction: ClassVar[str] = ""
     source: ClassVar[str] = ""
 
     _settings: PolicySettings | None = None

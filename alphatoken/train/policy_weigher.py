@@ -41,7 +41,6 @@ from alphatoken.train.micro_batch import Carried, MicroBatch, draw_seed, normali
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
-from alphatoken.train.records import RunRecords
 from alphatoken.train.selecting import selecting
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ class PolicyWeigher:
 
     Args:
         trainer: whose run it is; rows that the policy does not choose are taken out of it.
-        records: where each micro-batch is written down.
         policy: the one that is carried out.
         validation: validation data set as it was handed over, or None.
 
@@ -77,14 +75,8 @@ class PolicyWeigher:
         InputError: an empty selection.
     """
 
-    def __init__(
-        self,
-        trainer: AlphaTrainerMixin,
-        records: RunRecords,
-        policy: TokenPolicy,
-        validation: Any,
-    ) -> None:
-        self._trainer, self._records, self.policy = trainer, records, policy
+    def __init__(self, trainer: AlphaTrainerMixin, policy: TokenPolicy, validation: Any) -> None:
+        self._trainer, self.policy = trainer, policy
         self._columns: Columns | None = None
         trainer.args.check_policy(policy)
         self._prepare(validation)
@@ -222,7 +214,7 @@ class PolicyWeigher:
         started = time.perf_counter()
         with selecting():
             weights = policy.weights(policy_batch)
-        self._records.micro_batch(batch, None, weights, time.perf_counter() - started)
+        self._trainer.records.micro_batch(batch, None, weights, time.perf_counter() - started)
         log_probs = policy_batch.log_probs.clone().requires_grad_()
         policy_loss = policy.loss(policy_batch, log_probs, weights)
         if policy_loss is not None:

@@ -26,7 +26,6 @@ class Standard(TokenPolicy):
     family: ClassVar[str] = "both"
     published_loss: ClassVar[str] = "cross_entropy"
     static: bool = True
-    direction: ClassVar[str] = "no order: all tokens"
     source: ClassVar[str] = "supervised fine-tuning"
 
     def scores(self, batch: PolicyBatch) -> Tensor:

@@ -84,7 +84,6 @@ class CFT(StaticMask):
     """
 
     name: ClassVar[str] = "cft"
-    direction: ClassVar[str] = "tokens without which the model's answer would be wrong"
     source: ClassVar[str] = "arXiv 2510.10974"
 
     def __init__(

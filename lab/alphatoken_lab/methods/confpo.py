@@ -52,7 +52,6 @@ class ConfPO(PreferencePolicy):
     scope: ClassVar[str] = "sequence"
     rounding: ClassVar[str] = "ceil"
     denominator: ClassVar[str] = "kept"
-    direction: ClassVar[str] = "unlikely tokens first"
     source: ClassVar[str] = "arXiv 2506.08712; hee-suk-yoon/ConfPO"
 
     def scores(self, batch: PolicyBatch) -> Tensor:

@@ -27,8 +27,6 @@ class DFT(TokenPolicy):
     """
 
     name: ClassVar[str] = "dft"
-    soft: ClassVar[bool] = True
-    direction: ClassVar[str] = "likely tokens first"
     source: ClassVar[str] = "arXiv 2508.05629"
 
     def scores(self, batch: PolicyBatch) -> Tensor:

@@ -40,8 +40,6 @@ class EAFT(TokenPolicy):
     """
 
     name: ClassVar[str] = "eaft"
-    soft: ClassVar[bool] = True
-    direction: ClassVar[str] = "tokens first that the model was open about"
     source: ClassVar[str] = "arXiv 2601.02151"
     needs: ClassVar[Needs] = Needs(entropy=True)
 

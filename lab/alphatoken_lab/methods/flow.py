@@ -48,9 +48,7 @@ class Flow(TokenPolicy):
 
     name: ClassVar[str] = "flow"
     scope: ClassVar[str] = "dataset"
-    soft: ClassVar[bool] = True
     static: bool = True
-    direction: ClassVar[str] = "samples that the initial model finds easy first"
     source: ClassVar[str] = "arXiv 2502.02797; sanyalsunny111/FLOW_finetuning"
 
     def __init__(

@@ -101,7 +101,6 @@ class LESS(TokenPolicy):
     needs: ClassVar[Needs] = Needs(model=True, validation=True)
     scope: ClassVar[str] = "dataset"
     rounding: ClassVar[str] = "ceil"
-    direction: ClassVar[str] = "rows whose update lowers the validation loss first"
     source: ClassVar[str] = "arXiv 2402.04333; github.com/princeton-nlp/LESS"
     static = True
 

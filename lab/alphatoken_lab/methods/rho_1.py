@@ -64,7 +64,6 @@ class Rho1(TokenPolicy):
     scope: ClassVar[str] = "batch"
     rounding: ClassVar[str] = "ceil"
     denominator: ClassVar[str] = "kept"
-    direction: ClassVar[str] = "tokens that the reference has learned and the model has not first"
     source: ClassVar[str] = "arXiv 2404.07965"
 
     def __init__(

@@ -67,7 +67,6 @@ class SePO(PreferencePolicy):
     scope: ClassVar[str] = "sequence"
     rounding: ClassVar[str] = "floor"
     denominator: ClassVar[str] = "kept"
-    direction: ClassVar[str] = "chosen: raised by the oracle first; rejected: lowered first"
     source: ClassVar[str] = "EMNLP 2025; SteveKGYang/SePO"
     static: bool = True
 

@@ -83,7 +83,6 @@ class SsToken(TokenPolicy):
     scope: ClassVar[str] = "sequence"
     rounding: ClassVar[str] = "ceil"
     denominator: ClassVar[str] = "kept"
-    direction: ClassVar[str] = "improved tokens that attend to the prompt first"
     source: ClassVar[str] = "arXiv 2510.18250; jianke0604/ssToken"
 
     def __init__(

@@ -100,7 +100,6 @@ class GivenTable(StaticMask):
 
     name: ClassVar[str] = "given"
     needs: ClassVar[Needs] = Needs(columns=("keep",))
-    direction: ClassVar[str] = "as the table says"
 
     def __init__(self, table: TokenTable, settings: PolicySettings | None = None) -> None:
         super().__init__(settings)

@@ -37,7 +37,6 @@ class STM(StaticMask):
     """
 
     name: ClassVar[str] = "stm"
-    direction: ClassVar[str] = "easy first: low perplexity under the initial model"
     source: ClassVar[str] = "arXiv 2501.14315; github.com/appier-research/robust-llm-finetunes"
 
     def __init__(self, settings: PolicySettings | None = None, *, threshold: float = 2.5) -> None:

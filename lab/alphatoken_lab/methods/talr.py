@@ -59,8 +59,6 @@ class TALR(TokenPolicy):
     """
 
     name: ClassVar[str] = "talr"
-    soft: ClassVar[bool] = True
-    direction: ClassVar[str] = "likely tokens first"
     source: ClassVar[str] = "arXiv 2509.20758"
 
     def __init__(

@@ -115,8 +115,6 @@ class TIDPO(PreferencePolicy):
     losses: ClassVar[Mapping[str, tuple[float, float]]] = {"dpo": (0.1, 0.0)}
     needs: ClassVar[Needs] = Needs(model=True, reference=True)
     scope: ClassVar[str] = "sequence"
-    soft: ClassVar[bool] = True
-    direction: ClassVar[str] = "influential tokens, and those in the middle of the response, first"
     source: ClassVar[str] = "ICLR 2026; bowenzhaosh/Saliency-Guided-TI-DPO"
 
     def __init__(

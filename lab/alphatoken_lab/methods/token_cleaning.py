@@ -56,7 +56,6 @@ class TokenCleaning(StaticMask):
     name: ClassVar[str] = "token-cleaning"
     rounding: ClassVar[str] = "floor"
     needs: ClassVar[Needs] = Needs(columns=("score", "keep"), model=True)
-    direction: ClassVar[str] = "learnable first: most gained by the reference over the base"
     source: ClassVar[str] = "github.com/UCSC-REAL/TokenCleaning"
 
     def __init__(

@@ -87,7 +87,6 @@ class XTF(StaticMask):
     """
 
     name: ClassVar[str] = "xtf"
-    direction: ClassVar[str] = "no order: attended to, not yet known, on the task"
     source: ClassVar[str] = "arXiv 2602.14536"
 
     def __init__(
