@@ -9,8 +9,8 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
   and ``training_data`` to a trainer; ``recipes`` reads options from a file.
 - ``diagnose``: ``diagnose_options``, ``diagnose_subject``, ``diagnose_run``.
 
-Options are dataclasses. ``options`` makes the flags of them and holds those that several commands
-share, ``reading`` what the commands make of them (rows, tokens, a job). Model, rows,
+Options are dataclasses. ``options`` makes the flags of them; ``alphatoken.corpus.options`` holds
+those that several commands share. Model, rows,
 files and output folder are called as in ``sft``; underscores and dashes in a flag are the same.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong

@@ -12,20 +12,16 @@ from types import ModuleType
 from typing import Any
 
 from alphatoken.cli.diagnose import ALL, entries_of
-from alphatoken.cli.options import (
+from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of, option
+from alphatoken.corpus.options import (
     BudgetOptions,
-    CommandParser,
     EarlierOptions,
     LeftOutOptions,
+    ModelOptions,
     ReadingOptions,
     RunningOptions,
     ValuationOptions,
-    add_option,
-    add_options,
-    kinds_of,
-    option,
 )
-from alphatoken.corpus.options import ModelOptions
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.fidelity.registry import Entry
 from alphatoken.fidelity.subject import Subject

@@ -13,7 +13,6 @@ from torch import nn
 
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, SIZES, DiagnoseOptions
-from alphatoken.cli.reading import encoding, read_file, scorer_config
 from alphatoken.corpus.folder import examples_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
 from alphatoken.corpus.rows import encode_some
@@ -116,7 +115,7 @@ def check_files(options: DiagnoseOptions) -> None:
             "rows",
         )
     keep_count(options.ratio, 1, name="--keep_ratio")  # its own error
-    scorer_config(options)
+    _ = options.config  # its own error
     beside_models(options.beside)
     named = [("training", options.train_file), ("validation", options.validation_file)]
     sets = retention_files(options.retention_set)
@@ -133,11 +132,11 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    config = scorer_config(options)
+    config = options.config
     tokenizer = options.tokenizer()
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     pools, retention, notes = _read(options, fisher)
-    how = encoding(options)
+    how = options.within(options.how, options.layers)
     encode = partial(_encoded, tokenizer=tokenizer, notes=notes)
     train = encode(pools.train, "training", how)
     validation = encode(pools.validation, "validation", how)
@@ -188,11 +187,11 @@ def _read(
     The sentences say what was drawn and removed.
     """
     notes: list[str] = []
-    data = read_file(options.train_file, options, limit=options.limit)
+    data = options.rows(options.train_file, limit=options.limit)
     held = None
     if options.validation_file is not None:
         # By the named columns where a row has them, else by those that are known.
-        held = read_file(options.validation_file, options, limit=None, optional=True)
+        held = options.rows(options.validation_file, optional=True)
         most = options.validation_rows or VALIDATION_ROWS
         held = _drawn(held, most, options.seed, "validation rows", "--validation_rows", notes)
     retention = {

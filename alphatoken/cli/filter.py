@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alphatoken.cli.options import (
+from alphatoken.cli.options import option, read_options
+from alphatoken.corpus.options import (
     EarlierOptions,
     LeftOutOptions,
+    ModelOptions,
     ReadingOptions,
     RunningOptions,
     ValuationOptions,
-    option,
-    read_options,
 )
-from alphatoken.corpus.options import ModelOptions
 
 __all__ = ["FilterOptions", "read"]
 

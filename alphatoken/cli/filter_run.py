@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,14 @@ import torch
 
 from alphatoken import Scorer
 from alphatoken.cli.filter import FilterOptions
-from alphatoken.cli.reading import job_spec
 from alphatoken.corpus.folder import (
     check_output_file,
     examples_digest,
     same_settings,
 )
-from alphatoken.corpus.job import prepare_rows
+from alphatoken.corpus.job import on_device, prepare_rows
+from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.rows import OUTCOMES, Corpus, encode_some
-from alphatoken.corpus.spec import on_device
 from alphatoken.data import Example, batches
 from alphatoken.data.source import RowSource
 from alphatoken.errors import ConfigError, DataError
@@ -63,8 +62,10 @@ def run(options: FilterOptions) -> None:
     """
     out = Path(options.output_file)
     _check(options, out)
-    spec = job_spec(options, str(out.parent), standard_errors=True)
-    prepared = prepare_rows(spec)
+    known = {one.name for one in fields(ScoreOptions)}
+    said: dict[str, Any] = {name: value for name, value in vars(options).items() if name in known}
+    prepared = prepare_rows(ScoreOptions(**said | {"output_dir": str(out.parent), "ratio": 1.0}))
+    config = replace(options.config, standard_errors=True)
     corpus = prepared.corpus
     _check_records(corpus.source)
     survey = corpus.survey()
@@ -76,16 +77,16 @@ def run(options: FilterOptions) -> None:
             got=f"{len(validation)} with a response",
             remedy="more rows in --validation_file, or a larger --validation_rows",
         )
-    model = spec.model.model()
+    model = options.model()
     held = [
         on_device(batch, model)
         for k in range(parts)
         for batch in batches(validation[k::parts], len(validation))
     ]
-    scorer = Scorer(model, validation=held, retention=prepared.fisher, config=spec.config)
+    scorer = Scorer(model, validation=held, retention=prepared.fisher, config=config)
     scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
     settings = {
-        "config": repr(spec.config),
+        "config": repr(config),
         "model": weights_digest(model),
         "train": corpus.source.sha256,
         "rows_read": repr((corpus.fields, corpus.how, corpus.leak_key)),

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.cli.options import (
+from alphatoken.cli.options import option, read_options
+from alphatoken.corpus.options import (
     LAYERS,
     PARAMETERS,
+    ModelOptions,
     ReadingOptions,
     RunningOptions,
-    option,
-    read_options,
 )
-from alphatoken.corpus.options import ModelOptions
 
 __all__ = ["FisherOptions", "read"]
 

@@ -13,7 +13,6 @@ import torch
 
 from alphatoken import fit_fisher
 from alphatoken.cli.fisher import FisherOptions
-from alphatoken.cli.reading import encoding, read_file
 from alphatoken.corpus.folder import check_output_file, require_writable
 from alphatoken.corpus.notes import about_encoding
 from alphatoken.corpus.rows import encode_some
@@ -44,9 +43,9 @@ def run(options: FisherOptions) -> None:
     check_output_file(options.output_file, inputs, replace=options.overwrite_output)
     if options.checkpoint is not None:
         require_writable(Path(options.checkpoint).parent, "--checkpoint")
-    tokenizer, how = options.tokenizer(), encoding(options)
+    tokenizer, how = options.tokenizer(), options.within(options.how, options.layers)
     prompt_only = options.labels == "sequence"  # the model writes the responses
-    rows = read_file(options.data, options, limit=options.limit, prompt_only=prompt_only)
+    rows = options.rows(options.data, limit=options.limit, prompt_only=prompt_only)
     random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
     given = _sequences if options.labels == "token" else _prompts
     prompts, used, notes = given(rows, tokenizer, how)

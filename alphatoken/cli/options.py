@@ -27,18 +27,8 @@ from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
 
 __all__ = [
-    "LAYERS",
-    "PARAMETERS",
-    "BadRowOptions",
-    "BudgetOptions",
-    "ColumnOptions",
     "CommandParser",
-    "EarlierOptions",
     "Kind",
-    "LeftOutOptions",
-    "ReadingOptions",
-    "RunningOptions",
-    "ValuationOptions",
     "add_option",
     "add_options",
     "flag_of",
@@ -241,104 +231,3 @@ def spelled(words: Sequence[str]) -> list[str]:
             word = f"--{flag[2:].replace('-', '_')}{equals}{value}"
         found.append(word)
     return found
-
-
-# --- options that several commands share ---------------------------------------------------------
-
-LAYERS = "last K layers, 'all', or indices such as 0,4"
-PARAMETERS = (
-    "'linears' of the scored layers, 'linears,experts' with those of their mixtures of experts, "
-    "'all' trainable ones, or parts joined by commas, 'linears' and patterns of names such as "
-    "'linears,*norm*'"
-)
-
-# Those of alphatoken.estimate.estimators, which imports torch.
-_Estimator = Literal[
-    "alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal", "walk"
-]
-
-
-@dataclass(kw_only=True)
-class ValuationOptions:
-    """Options for valuing tokens."""
-
-    estimator: _Estimator = option("alphatoken", "estimator of token values")
-    layers: str = option("3", LAYERS, flag="score_layers")
-    window: int | None = option(32, "window of Value-Propagation in tokens, or none")
-    stability_weight: float = option(1.5, "lambda, the weight of stability in the total value")
-    walk_steps: int = option(
-        24, "AdamW steps on the validation rows (--estimator walk: losses before less after)"
-    )
-    walk_learning_rate: float | None = option(None, "learning rate of these steps (default 5e-5)")
-
-
-@dataclass(kw_only=True)
-class BudgetOptions:
-    """Options for keeping tokens."""
-
-    ratio: float = option(0.5, "share of the response tokens to keep", flag="keep_ratio")
-
-
-@dataclass(kw_only=True)
-class ColumnOptions:
-    """Options for columns to read."""
-
-    prompt_column: str | None = option(None, "name of the prompt column")
-    response_column: str | None = option(None, "name of the response column")
-    messages_column: str | None = option(None, "name of the chat column")
-    unread_columns: str | None = option(None, "columns to ignore, joined by commas")
-
-
-@dataclass(kw_only=True)
-class BadRowOptions:
-    """Options for bad rows."""
-
-    on_bad_rows: Literal["error", "skip"] = option(
-        "error", "rows that cannot be read or written as tokens: stop before any work, or name them"
-    )
-
-
-@dataclass(kw_only=True)
-class ReadingOptions(ColumnOptions, BadRowOptions):
-    """Options for reading the rows."""
-
-    limit: int | None = option(None, "maximum number of rows to read", least=1, flag="train_limit")
-    max_length: int | None = option(
-        None, "maximum length of a row in tokens (default: the model's limit)", least=1
-    )
-    chat_template: bool = option(True, "write chats with the tokenizer's template")
-
-
-@dataclass(kw_only=True)
-class LeftOutOptions:
-    """Options for leaving out training rows."""
-
-    on_empty: Literal["error", "skip"] = option(
-        "skip",
-        "Rows without a response, pairs with an empty response or two equal ones, on the command "
-        "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
-    )
-    leak_key: Literal["prompt", "conversation"] = option(
-        "prompt", "rows repeat each other where they share the prompt, or all of the conversation"
-    )
-    turns: Literal["all", "last"] = option("all", "assistant turns to value")
-
-
-@dataclass(kw_only=True)
-class EarlierOptions:
-    """Options for an earlier run."""
-
-    resume: bool = option(False, "keep finished work and do the rest", either="earlier")
-    overwrite_output: bool = option(False, "replace existing output", either="earlier")
-
-
-@dataclass(kw_only=True)
-class RunningOptions:
-    """Options of the run itself."""
-
-    batch_size: int = option(
-        8, "number of rows of one forward", least=1, flag="per_device_train_batch_size"
-    )
-    seed: int = option(0, "seed of all random draws")
-    quiet: bool = option(False, "print no progress and no notes")
-    traceback: bool = option(False, "show the whole traceback of an error")

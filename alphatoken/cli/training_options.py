@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.cli.options import BadRowOptions, ColumnOptions, LeftOutOptions, option
+from alphatoken.cli.options import option
+from alphatoken.corpus.options import BadRowOptions, ColumnOptions, LeftOutOptions
 
 __all__ = ["RowArguments", "RunArguments"]
 

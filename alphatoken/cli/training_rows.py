@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.reading import fields_of
 from alphatoken.data import (
     EncodeOptions,
     Example,
@@ -152,8 +151,11 @@ class RowReader:
     ) -> Item:
         data, args = self.data, self.arguments.training
         if self.pairs:
-            named = fields_of(
-                data, chosen=data.chosen_column, rejected=data.rejected_column, optional=held
+            named = replace(
+                data.fields,
+                chosen=data.chosen_column,
+                rejected=data.rejected_column,
+                optional=held,
             )
             pair = pair_of(record, index, place, named, reading)
             for said in (pair.chosen, pair.rejected):
@@ -161,7 +163,7 @@ class RowReader:
                 require_shown(row, self.tokenizer, self.how)
                 encode_row(row, self.tokenizer, replace(self.how, turns="last"))
             return pair
-        named = fields_of(data, text=args.dataset_text_field, optional=held)
+        named = replace(data.fields, text=args.dataset_text_field, optional=held)
         row = row_of(record, index, place, named, reading)
         ids, labels = encode_row(row, self.tokenizer, self.how)
         return Example(row, ids, ids if args.completion_only_loss is False else labels)

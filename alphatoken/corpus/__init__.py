@@ -1,7 +1,6 @@
 """Value files of rows, of any size, in one process or in many; the command ``score`` is made of it.
 
-* ``spec``: :class:`JobSpec` says what is valued; ``options``: :class:`ResultOptions` what is made
-  of the values, :class:`EngineOptions` who values, :class:`ModelOptions` with which model;
+* ``options``: :class:`ScoreOptions` says what is valued, who values and what is made of the values;
 * ``rows``: what becomes of each row, in any process and from any row on;
 * ``queries``: texts in place of validation rows;
 * ``job``: all that the values depend on, read and checked, and sealed in the output folder;

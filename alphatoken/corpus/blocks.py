@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from alphatoken import Scorer, TokenValues, select_top
-from alphatoken.corpus.job import Job
+from alphatoken.corpus.job import Job, on_device
 from alphatoken.corpus.rows import CorpusRow
-from alphatoken.corpus.spec import on_device
 from alphatoken.data import Example, collate
 from alphatoken.errors import ModelError
 from alphatoken.report import COMPONENTS, ScoredExample, write_values
@@ -62,14 +61,14 @@ class BlockValuer:
         for row in self._job.corpus.rows(first, first + self._job.block):
             rows.append(row)
             valued += row.example is not None
-            if valued == self._job.spec.batch_size:
+            if valued == self._job.options.batch_size:
                 yield rows
                 rows, valued = [], 0
         yield rows
 
     def _by_query(self, values: TokenValues) -> dict[str, Tensor]:
         """Values (b, t) against each query; none where there are no queries."""
-        count = len(self._job.spec.queries)
+        count = len(self._job.options.queries)
         if not count:
             return {}
         if count == 1:
@@ -80,7 +79,7 @@ class BlockValuer:
     def _scored(self, examples: Sequence[Example]) -> Iterator[ScoredExample]:
         if not examples:
             return
-        spec = self._job.spec
+        options = self._job.options
         try:
             values = self._scorer.score(on_device(collate(examples), self._job.model))
         except torch.OutOfMemoryError as error:
@@ -89,8 +88,8 @@ class BlockValuer:
                 got=str(error)[:200],
                 remedy="a smaller --per_device_train_batch_size or --max_length",
             ) from None
-        scope = "batch" if spec.scope == "dataset" else spec.scope
-        kept = select_top(values.total, values.mask, spec.ratio, scope=scope)
+        scope = "batch" if options.scope == "dataset" else options.scope
+        kept = select_top(values.total, values.mask, options.ratio, scope=scope)
         columns = {c.key: getattr(values, c.key) for c in COMPONENTS} | self._by_query(values)
         for index, example in enumerate(examples):
             length = len(example.input_ids)

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from alphatoken import Scorer
 from alphatoken.corpus.blocks import BlockValuer
 from alphatoken.corpus.job import Job, open_job
-from alphatoken.corpus.options import EngineOptions
-from alphatoken.corpus.spec import JobSpec
+from alphatoken.corpus.options import ScoreOptions
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.support.progress import Tracker
 
@@ -60,13 +59,13 @@ class Launched:
         """The blocks of this process: dealt by number, whatever is missing."""
         return [number for number in numbers if number % self.world == self.rank]
 
-    def share_of(self, spec: JobSpec) -> JobSpec:
+    def share_of(self, options: ScoreOptions) -> ScoreOptions:
         """The job of this process: with a GPU of its own, and one process that speaks."""
         if self.world == 1:
-            return spec
-        if spec.model.device in ("auto", "cuda") and torch.cuda.is_available():
-            spec = replace(spec, model=replace(spec.model, device=f"cuda:{self.local_rank}"))
-        return spec if self.rank == 0 else replace(spec, quiet=True)
+            return options
+        if options.device in ("auto", "cuda") and torch.cuda.is_available():
+            options = replace(options, device=f"cuda:{self.local_rank}")
+        return options if self.rank == 0 else replace(options, quiet=True)
 
 
 def launched() -> Launched:
@@ -77,17 +76,17 @@ def launched() -> Launched:
     return Launched(*(int(str(number)) for number in known.values()))
 
 
-def check_engine(engine: EngineOptions, here: Launched) -> None:
+def check_engine(options: ScoreOptions, here: Launched) -> None:
     """Check that the engine is there, before any work.
 
     Raises:
         ConfigError: it is not, or two of them were asked for.
     """
-    if engine.engine == "local":
-        if engine.workers is not None:
+    if options.engine == "local":
+        if options.workers is not None:
             raise ConfigError(
                 "--workers needs --engine ray",
-                got=f"--workers {engine.workers}",
+                got=f"--workers {options.workers}",
                 remedy="--engine ray, or torchrun --nproc-per-node N -m alphatoken.cli score ...",
             )
         return
@@ -108,7 +107,7 @@ class _Done:
         self._job, self._rows = job, job.corpus.source.rows
         out = 0 if job.survey is None else self._rows - job.survey.counts["train"]
         label = f"Scoring ({out} rows are left out)" if out else "Scoring"
-        self._tracker = Tracker(label, self._rows, not job.spec.quiet)
+        self._tracker = Tracker(label, self._rows, not job.options.quiet)
         self._done = self._rows - sum(map(self._size, left))
         self._tracker.resume(self._done)
 
@@ -152,8 +151,8 @@ def value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
 class _Actor:
     """One of Ray's workers: a model of its own, which values the blocks that it is handed."""
 
-    def __init__(self, spec: JobSpec) -> None:
-        job = open_job(spec)
+    def __init__(self, options: ScoreOptions) -> None:
+        job = open_job(options)
         self._valuer = BlockValuer(job, job.scorer())
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +161,7 @@ class _Actor:
         return {"block": batch["block"]}
 
 
-def value_with_ray(job: Job, engine: EngineOptions, numbers: Sequence[int]) -> None:
+def value_with_ray(job: Job, numbers: Sequence[int]) -> None:
     """Value these blocks with a pool of Ray's actors.
 
     A lost actor's block is handed to another one. Where this process dies, finished blocks stay.
@@ -176,15 +175,15 @@ def value_with_ray(job: Job, engine: EngineOptions, numbers: Sequence[int]) -> N
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    done, gpus = _Done(job, numbers), engine.gpus_per_worker
-    model = replace(job.spec.model, device="cuda" if gpus else "cpu")
+    options, done = job.options, _Done(job, numbers)
+    gpus, device = options.gpus_per_worker, "cuda" if options.gpus_per_worker else "cpu"
     # Each block is an item of its own, so that all workers have some and little is lost with one.
     rows = ray.data.from_items([{"block": n} for n in numbers], override_num_blocks=len(numbers))
     valued = rows.map_batches(
         _Actor,
-        fn_constructor_args=(replace(job.spec, quiet=True, model=model),),
+        fn_constructor_args=(replace(options, quiet=True, device=device),),
         batch_size=1,
-        concurrency=engine.workers or 1,
+        concurrency=options.workers or 1,
         num_gpus=gpus,
         num_cpus=None if gpus else 1,
     )

@@ -8,31 +8,38 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer
 from alphatoken.corpus.folder import examples_digest, read_manifest
+from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.queries import encode_queries, query_rows, read_as
 from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
-from alphatoken.corpus.spec import JobSpec, on_device
-from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys, read_rows
+from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys
 from alphatoken.data.source import find_source, source_of
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import file_digest, weights_digest, write_json
 
-__all__ = ["Job", "Prepared", "open_job", "prepare_job", "prepare_rows", "seal_job"]
+__all__ = ["Job", "Prepared", "on_device", "open_job", "prepare_job", "prepare_rows", "seal_job"]
 
 _FILES = 1024
 """Files that the rows are spread over where nothing else is asked for."""
 
 _LEAST = 64
 """Rows of a file, at least, where nothing else is asked for."""
+
+
+def on_device(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The batch where the model is."""
+    device = next(model.parameters()).device
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Job:
     """Everything that the values depend on, read and checked.
 
     Attributes:
-        spec: what was asked for.
+        options: what was asked for.
         corpus: the rows to value.
         validation: encoded validation rows; ``encoded`` says what happened to them.
         fisher: of the stability term.
@@ -65,7 +72,7 @@ class Job:
         second: the reference model.
     """
 
-    spec: JobSpec
+    options: ScoreOptions
     corpus: Corpus
     validation: list[Example]
     encoded: EncodeReport
@@ -78,12 +85,12 @@ class Job:
     @property
     def folder(self) -> Path:
         """Folder of the results."""
-        return self.spec.folder
+        return self.options.folder
 
     @property
     def block(self) -> int:
         """Rows of a value file, those that are left out included."""
-        return self.spec.shard_size or _block(self.corpus.source.rows)
+        return self.options.shard_size or _block(self.corpus.source.rows)
 
     @property
     def blocks(self) -> range:
@@ -103,10 +110,10 @@ class Job:
 
         Of several queries each is a batch of its own, and values have a part of each.
         """
-        spec = self.spec
-        size = 1 if spec.queries else spec.batch_size
+        options = self.options
+        size = 1 if options.queries else options.batch_size
         held = [on_device(b, self.model) for b in batches(self.validation, size)]
-        config = replace(spec.config, standard_errors=len(spec.queries) > 1)
+        config = replace(options.config, standard_errors=len(options.queries) > 1)
         scorer = Scorer(
             self.model,
             held or None,
@@ -118,123 +125,122 @@ class Job:
         return scorer
 
 
-def prepare_job(spec: JobSpec) -> Job:
+def prepare_job(options: ScoreOptions) -> Job:
     """Read everything, and see that it can be used; nothing is written.
 
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    if spec.config.estimator == "walk" and spec.fisher_file is not None:
+    if options.estimator == "walk" and options.fisher_file is not None:
         raise ConfigError(
             "a walk has no stability side",
-            got=f"--fisher_file {spec.fisher_file}, --estimator walk",
+            got=f"--fisher_file {options.fisher_file}, --estimator walk",
             why="it is steps on the validation rows, and the Fisher would take no part",
             remedy="leave --fisher_file out, or --estimator label",
         )
-    if spec.config.estimator == "walk" and len(spec.queries) > 1:
+    if options.estimator == "walk" and len(options.queries) > 1:
         raise ConfigError(
             "a walk leads to one query",
-            got=f"{len(spec.queries)} of --query, --estimator walk",
+            got=f"{len(options.queries)} of --query, --estimator walk",
             why="its steps are on all of them together, and its values have no part of each",
             remedy="one --query, or --estimator label",
         )
-    prepared = prepare_rows(spec)
+    prepared = prepare_rows(options)
     corpus = prepared.corpus
-    reading = Tracker("Reading rows", corpus.source.rows, not spec.quiet)
+    reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
     survey = corpus.survey(reading.report)
     survey.counts["validation"] = len(prepared.held)
-    job = _job(spec, prepared)
-    for query in job.validation if spec.queries and not spec.quiet else ():
+    job = _job(options, prepared)
+    for query in job.validation if options.queries and not options.quiet else ():
         print(read_as(query), file=sys.stderr)
     return replace(job, survey=survey)
 
 
-def prepare_rows(spec: JobSpec) -> Prepared:
+def prepare_rows(options: ScoreOptions) -> Prepared:
     """The rows of a job: training rows, and validation rows of their own file or drawn from them.
 
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    corpus, fisher = _corpus(spec, find_source(spec.train_file).limited(spec.limit))
-    if spec.reference is not None:
-        _check_reference(spec)
+    corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.limit))
+    if options.reference is not None:
+        _check_reference(options)
         held, drawn = list[Row](), frozenset[int]()
-    elif spec.queries or spec.validation_file is not None:
-        held, drawn = _validation_rows(spec), frozenset[int]()
+    elif options.queries or options.validation_file is not None:
+        held, drawn = _validation_rows(options), frozenset[int]()
     else:
-        held = draw_rows(corpus, spec.validation_rows, spec.seed)
+        held = draw_rows(corpus, options.validation_rows or 0, options.seed)
         drawn = frozenset(row.index for row in held)
     # Of a query the rows that say the same are the answer that is looked for.
-    keys = frozenset(key for row in held if not spec.queries for key in leak_keys(row))
+    keys = frozenset(key for row in held if not options.queries for key in leak_keys(row))
     return Prepared(replace(corpus, drawn=drawn, held=keys), held, fisher)
 
 
-def _corpus(spec: JobSpec, source: Any) -> tuple[Corpus, FisherDrift | None]:
+def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | None]:
     """All rows, of which nothing is held out yet, and the Fisher that some may be of."""
-    tokenizer, fisher = spec.model.tokenizer(), spec.fisher()
+    tokenizer, fisher = options.tokenizer(), options.fisher()
     corpus = Corpus(
         source,
-        spec.fields,
+        options.fields,
         tokenizer,
-        spec.model.within(spec.how, spec.config.layers),
+        options.within(options.how, options.layers),
         fisher=frozenset(() if fisher is None else fisher.metadata.get("row_keys", ())),
-        leak_key=spec.leak_key,
+        leak_key=options.leak_key,
     )
     return corpus, fisher
 
 
-def _validation_rows(spec: JobSpec) -> list[Row]:
+def _validation_rows(options: ScoreOptions) -> list[Row]:
     """The queries; or rows of the validation file, by the named columns where a row has them."""
-    if spec.queries:
-        return query_rows(spec.queries, spec.fields)
-    assert spec.validation_file is not None
-    fields = replace(spec.fields, optional=True)
-    return read_rows(spec.validation_file, fields=fields, on_bad_rows=spec.how.on_bad_rows)
+    if options.queries:
+        return query_rows(options.queries, options.fields)
+    assert options.validation_file is not None
+    return options.rows(options.validation_file, optional=True)
 
 
-def _job(spec: JobSpec, prepared: Prepared) -> Job:
+def _job(options: ScoreOptions, prepared: Prepared) -> Job:
     corpus, fisher = prepared.corpus, prepared.fisher
     how = corpus.how
-    if spec.queries:
+    if options.queries:
         validation, encoded = encode_queries(prepared.held, corpus.tokenizer, how)
     else:
-        encode = encode_rows if spec.reference else partial(encode_some, what="validation")
+        encode = encode_rows if options.reference else partial(encode_some, what="validation")
         validation, encoded = encode(prepared.held, corpus.tokenizer, how)
-    second = spec.second()
+    second = options.second()
     job = Job(
-        spec,
+        options,
         corpus,
         validation,
         encoded,
         fisher,
-        spec.model.model(),
+        options.model(),
         {},
         second=None if second is None else second.model(),
     )
     return replace(job, settings=_settings(job))
 
 
-def _check_reference(spec: JobSpec) -> None:
+def _check_reference(options: ScoreOptions) -> None:
     """Check that both models read the same tokens.
 
     Raises:
         ConfigError: they do not, or nothing reads the second model.
     """
-    if spec.config.estimator != "walk":
+    if options.estimator != "walk":
         raise ConfigError(
             "--reference is read by --estimator walk alone",
-            got=f"--estimator {spec.config.estimator}",
+            got=f"--estimator {options.estimator}",
             why="the others are inner products with a direction of the model itself",
             remedy="--estimator walk, or --validation_file in its place",
         )
-    second = spec.second()
+    second = options.second()
     assert second is not None
-    own, other = (one.tokenizer().get_vocab() for one in (spec.model, second))
+    own, other = (one.tokenizer().get_vocab() for one in (options, second))
     if own != other:
         differing = [t for t in {**own, **other} if own.get(t) != other.get(t)]
         raise ConfigError(
             "the reference model has another vocabulary",
-            got=f"--reference {spec.reference}: {len(differing)} tokens differ, such as "
+            got=f"--reference {options.reference}: {len(differing)} tokens differ, such as "
             f"{differing[0]!r}",
             why="losses of different tokens would be subtracted",
             remedy="a checkpoint of the same model",
@@ -252,36 +258,37 @@ def _block(rows: int) -> int:
 
 def _settings(job: Job) -> dict[str, Any]:
     """Settings of the values, by the name of their flags; a resumed run must have the same."""
-    spec, how = job.spec, asdict(job.corpus.how)
-    valued = asdict(spec.config)
+    options, how = job.options, asdict(job.corpus.how)
+    drawn, fisher = options.validation_rows, options.fisher_file
+    valued = asdict(options.config)
     del valued["preconditioner"], valued["damping"]  # of no consequence for the values
     layers = valued.pop("layers")
     del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them
     return {
-        "model_name_or_path": spec.model.model_name_or_path,
-        "adapter": spec.model.adapter,
-        "train_file": spec.train_file,
-        "validation_file": spec.validation_file
-        or (f"{spec.validation_rows} rows of the training file" if spec.validation_rows else None),
-        "query": list(spec.queries) or None,
-        "reference": spec.reference,
+        "model_name_or_path": options.model_name_or_path,
+        "adapter": options.adapter,
+        "train_file": options.train_file,
+        "validation_file": options.validation_file
+        or (f"{drawn} rows of the training file" if drawn else None),
+        "query": options.queries or None,
+        "reference": options.reference,
         "reference_sha256": None if job.second is None else weights_digest(job.second),
-        "fisher_file": spec.fisher_file or "none",
+        "fisher_file": fisher or "none",
         "score_layers": layers if isinstance(layers, (int, str)) else list(layers),
         "value_parameters": valued.pop("parameters"),
         **valued,
-        "keep_ratio": spec.ratio,
-        "keep_scope": spec.scope,
-        "per_device_train_batch_size": spec.batch_size,
+        "keep_ratio": options.ratio,
+        "keep_scope": options.scope,
+        "per_device_train_batch_size": options.batch_size,
         "shard_size": job.block,
         "max_length": how.pop("max_length"),
         "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),
-        "leak_key": spec.leak_key,
-        "seed": spec.seed,
+        "leak_key": options.leak_key,
+        "seed": options.seed,
         "row_format": job.encoded.format,
         "rows_read": asdict(job.corpus.fields) | how,
         "model_sha256": weights_digest(job.model),
-        "fisher_sha256": "none" if spec.fisher_file is None else file_digest(spec.fisher_file),
+        "fisher_sha256": "none" if fisher is None else file_digest(fisher),
         "train_sha256": job.corpus.source.sha256,
         "validation_sha256": examples_digest(job.validation),
     }
@@ -300,25 +307,25 @@ def seal_job(job: Job) -> None:
     write_json(path, document, default=str)
 
 
-def open_job(spec: JobSpec) -> Job:
+def open_job(options: ScoreOptions) -> Job:
     """The job that was sealed in the output folder, in another process.
 
     Raises:
         DataError: there is none, or its files changed. ConfigError: it is another one.
     """
-    path = spec.folder / "job" / "job.json"
+    path = options.folder / "job" / "job.json"
     document = read_manifest(path)
     source = source_of(document["source"])
     if not source.rows:
         raise DataError("the job has no rows", got=str(path))
-    corpus, fisher = _corpus(spec, source)
+    corpus, fisher = _corpus(options, source)
     drawn = document["drawn"]
     corpus = replace(corpus, drawn=frozenset(drawn), held=frozenset(document["held"]))
-    if spec.queries or spec.validation_file is not None:
-        held = _validation_rows(spec)
+    if options.queries or options.validation_file is not None:
+        held = _validation_rows(options)
     else:
         held = [row for index in drawn if isinstance(row := corpus.row(index), Row)]
-    job = _job(spec, Prepared(corpus, held, fisher))
+    job = _job(options, Prepared(corpus, held, fisher))
     due, found = document["settings"], json.loads(json.dumps(job.settings, default=str))
     differing = [key for key in due if due[key] != found.get(key)]
     if differing:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from alphatoken.corpus.folder import refuse_foreign, require_writable
+from alphatoken.corpus.options import LogprobOptions
 from alphatoken.corpus.results import keep_over_all
 from alphatoken.data import token_texts
 from alphatoken.errors import ConfigError, DataError, quoted
@@ -34,7 +35,7 @@ from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import file_digest, write_json
 from alphatoken.train.loading import load_tokenizer
 
-__all__ = ["LogprobSpec", "read_pair", "score_logprobs"]
+__all__ = ["read_pair", "score_logprobs"]
 
 _LISTS = ("input_ids", "labels", "logprobs")
 _UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError)
@@ -45,34 +46,6 @@ _ROWS = 256
 """Rows of a file that are in memory at a time."""
 _BLOCK = 8_192
 """Rows of a value file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogprobSpec:
-    """Files of log-probabilities to read, and outputs to write.
-
-    Attributes:
-        logprobs: two files, of the model as it is, and at the end of the walk (or of a reference
-            model).
-        output_dir: folder of the results.
-        model_name_or_path: whose tokens they are, for the texts of the report; None shows ids.
-        ratio: share of the tokens that are kept.
-        scope: they are ranked within a "batch", a "sequence", or the whole "dataset".
-        batch_size: rows of a batch.
-        seed: of the rows that the report shows.
-        report: a page is written.
-        quiet: no progress.
-    """
-
-    logprobs: Sequence[str]
-    output_dir: str
-    model_name_or_path: str | None = None
-    ratio: float = 0.5
-    scope: str = "batch"
-    batch_size: int = 8
-    seed: int = 0
-    report: bool = True
-    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,12 +200,12 @@ def _unlike(got: str) -> DataError:
     )
 
 
-def _selected(spec: LogprobSpec) -> Iterator[ScoredExample]:
+def _selected(options: LogprobOptions) -> Iterator[ScoredExample]:
     """Add the selection of each batch, as a run with models has it."""
-    waiting, done = read_pair(*spec.logprobs), 0
-    rows = _count(spec.logprobs[0])
-    tracker = Tracker("Reading log-probabilities", rows, not spec.quiet)
-    while batch := list(islice(waiting, spec.batch_size)):
+    waiting, done = read_pair(*options.logprobs), 0
+    rows = _count(options.logprobs[0])
+    tracker = Tracker("Reading log-probabilities", rows, not options.quiet)
+    while batch := list(islice(waiting, options.batch_size)):
         longest = max(len(example.ids) for example in batch)
         values = torch.zeros(len(batch), longest, dtype=torch.float64)
         mask = torch.zeros(len(batch), longest, dtype=torch.bool)
@@ -240,31 +213,27 @@ def _selected(spec: LogprobSpec) -> Iterator[ScoredExample]:
             length = len(example.ids)
             values[index, :length] = torch.from_numpy(example.values["total"])
             mask[index, :length] = torch.from_numpy(example.response)
-        scope = "batch" if spec.scope == "dataset" else spec.scope
-        kept = select_top(values, mask, spec.ratio, scope=scope).numpy()
+        scope = "batch" if options.scope == "dataset" else options.scope
+        kept = select_top(values, mask, options.ratio, scope=scope).numpy()
         for index, example in enumerate(batch):
             yield replace(example, kept=kept[index, : len(example.ids)])
         done += len(batch)
         tracker.report(done)
 
 
-def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
+def score_logprobs(options: LogprobOptions) -> None:
     """Write values, summary and page of two files of log-probabilities.
-
-    Args:
-        spec: what is read.
-        overwrite: replace an earlier run in the folder.
 
     Raises:
         ConfigError: the folder holds something else. DataError: see ``read_pair``; what was written
             until then is removed.
     """
-    start, folder = time.monotonic(), Path(spec.output_dir)
-    keep_count(spec.ratio, 1, name="--keep_ratio")
+    start, folder = time.monotonic(), Path(options.output_dir)
+    keep_count(options.ratio, 1, name="--keep_ratio")
     require_writable(folder)
-    name = spec.model_name_or_path
+    name = options.model_name_or_path
     texts = _ids if name is None else partial(token_texts, load_tokenizer(name))
-    lost = [path for path in spec.logprobs if _inside(path, folder / "values")]
+    lost = [path for path in options.logprobs if _inside(path, folder / "values")]
     if lost:
         raise ConfigError(
             "a file of log-probabilities lies where the values will be",
@@ -273,34 +242,34 @@ def score_logprobs(spec: LogprobSpec, *, overwrite: bool = False) -> None:
             remedy="another --output_dir",
         )
     manifest, values = folder / "run.json", folder / "values"
-    refuse_foreign(manifest, [values], resume=None, overwrite=overwrite)
+    refuse_foreign(manifest, [values], resume=None, overwrite=options.overwrite_output)
     settings = {
         "estimator": "walk",
-        "logprobs": list(spec.logprobs),
-        "logprobs_sha256": [file_digest(path) for path in spec.logprobs],
-        "keep_ratio": spec.ratio,
-        "keep_scope": spec.scope,
-        "per_device_train_batch_size": spec.batch_size,
-        "seed": spec.seed,
+        "logprobs": list(options.logprobs),
+        "logprobs_sha256": [file_digest(path) for path in options.logprobs],
+        "keep_ratio": options.ratio,
+        "keep_scope": options.scope,
+        "per_device_train_batch_size": options.batch_size,
+        "seed": options.seed,
     }
     shutil.rmtree(values, ignore_errors=True)
     values.mkdir(parents=True)
     write_json(manifest, {"settings": settings})
-    examples, parts = _selected(spec), 0
+    examples, parts = _selected(options), 0
     try:
         while (first := next(examples, None)) is not None:
             path = values / f"part-{parts:05d}.parquet"
             write_values(path, chain([first], islice(examples, _BLOCK - 1)))
             parts += 1
         if not parts:
-            raise ConfigError("there is no row to value", got=", ".join(spec.logprobs))
+            raise ConfigError("there is no row to value", got=", ".join(options.logprobs))
     except BaseException:
         shutil.rmtree(values, ignore_errors=True)
         manifest.unlink()
         raise
-    if spec.scope == "dataset":
-        keep_over_all(folder, spec.ratio)
-    _summarise(spec, settings, texts, start)
+    if options.scope == "dataset":
+        keep_over_all(folder, options.ratio)
+    _summarise(options, settings, texts, start)
 
 
 def _inside(path: str, folder: Path) -> bool:
@@ -308,10 +277,13 @@ def _inside(path: str, folder: Path) -> bool:
 
 
 def _summarise(
-    spec: LogprobSpec, settings: dict[str, Any], texts: Callable[[Any], list[str]], start: float
+    options: LogprobOptions,
+    settings: dict[str, Any],
+    texts: Callable[[Any], list[str]],
+    start: float,
 ) -> None:
-    folder = Path(spec.output_dir)
-    summary = summarise(read_values(folder / "values"), seed=spec.seed, texts=texts)
+    folder = Path(options.output_dir)
+    summary = summarise(read_values(folder / "values"), seed=options.seed, texts=texts)
     note = (
         "Values are log-probabilities after the walk less those before it, in nats, as two files "
         "have them: exact for the whole way, up to the rounding of the engine that wrote them."
@@ -323,8 +295,8 @@ def _summarise(
         "seconds": round(time.monotonic() - start, 3),
     }
     write_json(folder / "summary.json", document)
-    if spec.report:
-        title = f"Token values of {Path(spec.logprobs[0]).name}"
+    if options.report:
+        title = f"Token values of {Path(options.logprobs[0]).name}"
         write_report(folder / "report.html", summary, title=title, settings=settings, notes=[note])
     print(
         f"{summary.response_tokens} response tokens valued, {summary.kept_tokens} kept; "

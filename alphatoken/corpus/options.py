@@ -1,11 +1,13 @@
-"""Options of a run over a corpus, as the command line and Python have them.
+"""Options of a run over a corpus, and those that several commands share.
 
-Nothing here imports torch before a model is asked for, so that ``--help`` is quick.
+Each dataclass is a group of the command line's help (``alphatoken.cli.options`` makes flags of the
+fields). Nothing here imports torch before a model is asked for, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from alphatoken.support.options import option
@@ -13,9 +15,27 @@ from alphatoken.support.options import option
 if TYPE_CHECKING:
     from torch import nn
 
-    from alphatoken.data import EncodeOptions
+    from alphatoken import FisherDrift
+    from alphatoken.config import ScorerConfig
+    from alphatoken.data import EncodeOptions, Fields, Row
 
-__all__ = ["EngineOptions", "ModelOptions", "ResultOptions"]
+__all__ = [
+    "LAYERS",
+    "PARAMETERS",
+    "BadRowOptions",
+    "BudgetOptions",
+    "ColumnOptions",
+    "EarlierOptions",
+    "EngineOptions",
+    "LeftOutOptions",
+    "LogprobOptions",
+    "ModelOptions",
+    "ReadingOptions",
+    "ResultOptions",
+    "RunningOptions",
+    "ScoreOptions",
+    "ValuationOptions",
+]
 
 
 @dataclass(kw_only=True)
@@ -58,21 +78,22 @@ class ModelOptions:
         parts = find_parts(self.model_name_or_path, self.adapter)
         return load_tokenizer(parts.tokenizer, trust_remote_code=self.trust_remote_code)
 
-    def within(self, how: EncodeOptions, layers: Any) -> EncodeOptions:
+    def within(self, how: EncodeOptions, layers: str) -> EncodeOptions:
         """Encoding options for this model, which need not be loaded.
 
         Raises:
             ConfigError: sequences longer than it allows, or scored ``layers`` that it lacks.
             ModelError: no configuration.
         """
-        from alphatoken.model.layer_choice import layers_within
+        from alphatoken.model.layer_choice import layers_within, read_layers
         from alphatoken.train.loading import find_limits, find_parts
 
+        chosen = read_layers(layers, "--score_layers")
         parts = find_parts(self.model_name_or_path, self.adapter)
         limits = find_limits(parts, trust_remote_code=self.trust_remote_code)
         length = limits.length(how.max_length)
         if limits.layers is not None:
-            layers_within(layers, limits.layers)
+            layers_within(chosen, limits.layers)
         return replace(how, max_length=length, vocabulary=limits.tokens)
 
 
@@ -98,3 +119,287 @@ class EngineOptions:
     )
     workers: int | None = option(None, "number of actors (--engine ray; default: one)", least=1)
     gpus_per_worker: float = option(0.0, "number of GPUs of each actor; 0 runs it on one CPU")
+
+
+LAYERS = "last K layers, 'all', or indices such as 0,4"
+PARAMETERS = (
+    "'linears' of the scored layers, 'linears,experts' with those of their mixtures of experts, "
+    "'all' trainable ones, or parts joined by commas, 'linears' and patterns of names such as "
+    "'linears,*norm*'"
+)
+
+# Those of alphatoken.estimate.estimators, which imports torch.
+_Estimator = Literal[
+    "alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal", "walk"
+]
+
+
+@dataclass(kw_only=True)
+class ValuationOptions:
+    """Options for valuing tokens."""
+
+    estimator: _Estimator = option("alphatoken", "estimator of token values")
+    layers: str = option("3", LAYERS, flag="score_layers")
+    window: int | None = option(32, "window of Value-Propagation in tokens, or none")
+    stability_weight: float = option(1.5, "lambda, the weight of stability in the total value")
+    walk_steps: int = option(
+        24, "AdamW steps on the validation rows (--estimator walk: losses before less after)"
+    )
+    walk_learning_rate: float | None = option(None, "learning rate of these steps (default 5e-5)")
+
+    @property
+    def config(self) -> ScorerConfig:
+        """Configuration of the scorer.
+
+        Raises:
+            ConfigError: options without a meaning.
+        """
+        from alphatoken.config import ScorerConfig
+        from alphatoken.model.layer_choice import read_layers
+
+        return ScorerConfig(
+            estimator=self.estimator,
+            layers=read_layers(self.layers, "--score_layers"),
+            window=self.window,
+            stability_weight=self.stability_weight,
+            walk_steps=self.walk_steps,
+            walk_learning_rate=self.walk_learning_rate,
+        )
+
+
+@dataclass(kw_only=True)
+class BudgetOptions:
+    """Options for keeping tokens."""
+
+    ratio: float = option(0.5, "share of the response tokens to keep", flag="keep_ratio")
+
+
+@dataclass(kw_only=True)
+class ColumnOptions:
+    """Options for columns to read."""
+
+    prompt_column: str | None = option(None, "name of the prompt column")
+    response_column: str | None = option(None, "name of the response column")
+    messages_column: str | None = option(None, "name of the chat column")
+    unread_columns: str | None = option(None, "columns to ignore, joined by commas")
+
+    @property
+    def fields(self) -> Fields:
+        """The columns to read."""
+        from alphatoken.data import Fields
+
+        unread = tuple(filter(None, (self.unread_columns or "").split(",")))
+        return Fields(self.prompt_column, self.response_column, self.messages_column, unread=unread)
+
+
+@dataclass(kw_only=True)
+class BadRowOptions:
+    """Options for bad rows."""
+
+    on_bad_rows: Literal["error", "skip"] = option(
+        "error", "rows that cannot be read or written as tokens: stop before any work, or name them"
+    )
+
+
+@dataclass(kw_only=True)
+class LeftOutOptions:
+    """Options for leaving out training rows."""
+
+    on_empty: Literal["error", "skip"] = option(
+        "skip",
+        "Rows without a response, pairs with an empty response or two equal ones, on the command "
+        "line prompts too long as well: 'skip' leaves them out and counts them, 'error' stops.",
+    )
+    leak_key: Literal["prompt", "conversation"] = option(
+        "prompt", "rows repeat each other where they share the prompt, or all of the conversation"
+    )
+    turns: Literal["all", "last"] = option("all", "assistant turns to value")
+
+
+@dataclass(kw_only=True)
+class ReadingOptions(ColumnOptions, BadRowOptions):
+    """Options for reading the rows."""
+
+    limit: int | None = option(None, "maximum number of rows to read", least=1, flag="train_limit")
+    max_length: int | None = option(
+        None, "maximum length of a row in tokens (default: the model's limit)", least=1
+    )
+    chat_template: bool = option(True, "write chats with the tokenizer's template")
+
+    @property
+    def how(self) -> EncodeOptions:
+        """Encoding of rows, before the model's own limits."""
+        from alphatoken.data import EncodeOptions
+
+        rows = self if isinstance(self, LeftOutOptions) else LeftOutOptions()
+        return EncodeOptions(
+            max_length=self.max_length,
+            on_empty=rows.on_empty,
+            turns=rows.turns,
+            chat_template=self.chat_template,
+            on_bad_rows=self.on_bad_rows,
+        )
+
+    def rows(self, path: str, *, limit: int | None = None, **more: Any) -> list[Row]:
+        """Rows of a file; ``more`` are further fields of :class:`alphatoken.data.Fields`.
+
+        Raises:
+            DataError: as of :func:`alphatoken.data.read_rows`.
+        """
+        from alphatoken.data import read_rows
+
+        columns = replace(self.fields, **more)
+        return read_rows(path, fields=columns, limit=limit, on_bad_rows=self.on_bad_rows)
+
+
+@dataclass(kw_only=True)
+class EarlierOptions:
+    """Options for an earlier run."""
+
+    resume: bool = option(False, "keep finished work and do the rest", either="earlier")
+    overwrite_output: bool = option(False, "replace existing output", either="earlier")
+
+
+@dataclass(kw_only=True)
+class RunningOptions:
+    """Options of the run itself."""
+
+    batch_size: int = option(
+        8, "number of rows of one forward", least=1, flag="per_device_train_batch_size"
+    )
+    seed: int = option(0, "seed of all random draws")
+    quiet: bool = option(False, "print no progress and no notes")
+    traceback: bool = option(False, "show the whole traceback of an error")
+
+
+@dataclass(kw_only=True)
+class _ScoredRows:
+    """Options for rows to value."""
+
+    train_file: str = option(help="rows to value")
+    validation_file: str | None = option(
+        None, "rows that define the objective", either="validation", required=True
+    )
+    validation_rows: int | None = option(
+        None,
+        "number of validation rows to draw from the training rows",
+        least=1,
+        either="validation",
+    )
+    queries: list[str] = option(
+        [],
+        "a text, or a row as a JSON object: which training rows raise or lower its probability; "
+        "repeat it for several",
+        flag="query",
+        metavar="TEXT",
+        append=True,
+        either="validation",
+    )
+    reference: str | None = option(
+        None,
+        "model folder, hub name or adapter (--estimator walk): losses less its losses, no walk",
+        either="validation",
+    )
+    fisher_file: str | None = option(
+        None, "Fisher file of the reference model (default: no stability)"
+    )
+    output_dir: str = option(help="folder for the results")
+
+
+@dataclass(kw_only=True)
+class _Scope:
+    """Options for tokens ranked together."""
+
+    scope: Literal["batch", "sequence", "dataset"] = option(
+        "batch",
+        "rank tokens within a batch (the paper), a sequence, or all of them",
+        flag="keep_scope",
+    )
+
+
+@dataclass(kw_only=True)
+class _Finer:
+    """Further options for valuing tokens."""
+
+    parameters: str = option(
+        "linears",
+        f"{PARAMETERS} (all and patterns: --estimator label only)",
+        flag="value_parameters",
+    )
+
+
+@dataclass(kw_only=True)
+class _Output:
+    """Options for writing the values."""
+
+    shard_size: int | None = option(
+        None, "rows in each value file (default: 64 or more, for about 1,000 files)", least=1
+    )
+
+
+@dataclass(kw_only=True)
+class ScoreOptions(
+    ModelOptions,
+    _ScoredRows,
+    ValuationOptions,
+    BudgetOptions,
+    _Scope,
+    _Finer,
+    ReadingOptions,
+    LeftOutOptions,
+    _Output,
+    ResultOptions,
+    EngineOptions,
+    EarlierOptions,
+    RunningOptions,
+):
+    """Everything that ``alphatoken score`` is told: the rows, and what is made of them."""
+
+    @property
+    def config(self) -> ScorerConfig:
+        """Configuration of the scorer.
+
+        Raises:
+            ConfigError: options without a meaning.
+        """
+        return replace(super().config, parameters=self.parameters)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the results."""
+        return Path(self.output_dir)
+
+    def second(self) -> ModelOptions | None:
+        """The reference model, loaded as the other is."""
+        if self.reference is None:
+            return None
+        return replace(self, model_name_or_path=self.reference, adapter=None)
+
+    def fisher(self) -> FisherDrift | None:
+        """The Fisher of the stability term.
+
+        Raises:
+            AlphaTokenError: the file is missing, or holds something else.
+        """
+        from alphatoken import FisherDrift
+
+        return None if self.fisher_file is None else FisherDrift.load(self.fisher_file)
+
+
+@dataclass(kw_only=True)
+class _Files:
+    """Options for log-probabilities that another engine wrote."""
+
+    logprobs: list[str] = option(help="two Parquet files: of the model before and after the walk")
+    model_name_or_path: str | None = option(
+        None, "model whose tokenizer made the tokens, for the report's texts"
+    )
+    estimator: Literal["walk"] = option("walk", "estimator of token values")
+    output_dir: str = option(help="folder for the results")
+    report: bool = option(True, "write an HTML report")
+    overwrite_output: bool = option(False, "replace existing output")
+
+
+@dataclass(kw_only=True)
+class LogprobOptions(_Files, BudgetOptions, _Scope, RunningOptions):
+    """Everything that ``alphatoken score --logprobs`` is told."""

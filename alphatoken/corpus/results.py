@@ -15,11 +15,9 @@ import numpy as np
 
 from alphatoken import Scorer
 from alphatoken.certificate.certify import Certificate
-from alphatoken.corpus.job import Job
+from alphatoken.corpus.job import Job, on_device
 from alphatoken.corpus.notes import about_encoding, write_notes
-from alphatoken.corpus.options import ResultOptions
 from alphatoken.corpus.queries import read_as
-from alphatoken.corpus.spec import on_device
 from alphatoken.data import Example, collate, token_texts
 from alphatoken.errors import DataError, ModelError
 from alphatoken.report import (
@@ -40,15 +38,12 @@ from alphatoken.support.storage import write_json, write_jsonl
 __all__ = ["keep_over_all", "write_results"]
 
 
-def write_results(
-    job: Job, scorer: Scorer, wanted: ResultOptions, warned: Sequence[str], start: float
-) -> None:
+def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float) -> None:
     """Write selection, data set, summary and page, all from the value files.
 
     Args:
         job: prepared; each of its blocks has a value file.
         scorer: of the job; for the certificate and the sizes of the two directions.
-        wanted: what is to be made.
         warned: warnings that were collected.
         start: of the run, by the monotonic clock.
 
@@ -56,19 +51,19 @@ def write_results(
         DataError: the value files do not hold the rows of the job.
         ModelError: the certificate did not pass.
     """
-    spec, folder, survey = job.spec, job.folder, job.survey
+    options, folder, survey = job.options, job.folder, job.survey
     assert survey is not None
     if survey.bad:
         write_jsonl(folder / "bad_rows.jsonl", survey.bad)
-    certificate = _certificate(scorer, job, wanted)
-    if spec.scope == "dataset":
-        keep_over_all(folder, spec.ratio)
-    dataset = _dataset(job, wanted)
-    ranks, texts = QueryRanks(len(spec.queries)), partial(token_texts, job.corpus.tokenizer)
-    summary = summarise(ranks.through(_checked(job)), seed=spec.seed, texts=texts)
+    certificate = _certificate(scorer, job)
+    if options.scope == "dataset":
+        keep_over_all(folder, options.ratio)
+    dataset = _dataset(job)
+    ranks, texts = QueryRanks(len(options.queries)), partial(token_texts, job.corpus.tokenizer)
+    summary = summarise(ranks.through(_checked(job)), seed=options.seed, texts=texts)
     encoded = {"train": survey.encoded, "validation": job.encoded}
     notes = write_notes(
-        survey.counts, encoded, job.fisher, spec.config, summary, warned, len(spec.queries)
+        survey.counts, encoded, job.fisher, options.config, summary, warned, len(options.queries)
     )
     document = {
         "settings": job.settings,
@@ -82,15 +77,15 @@ def write_results(
         "seconds": round(time.monotonic() - start, 3),
     }
     write_json(folder / "summary.json", document, default=str)
-    if wanted.report:
+    if options.report:
         certified = {} if certificate is None else {"certificate": str(certificate)}
         more: dict[str, Any] = {
             "settings": job.settings | certified,
             "notes": [note for note in notes if note not in warned],
             "warnings": warned,
         }
-        page, name = folder / "report.html", Path(spec.train_file).name
-        if spec.queries:
+        page, name = folder / "report.html", Path(options.train_file).name
+        if options.queries:
             shown = [_shown(query, texts) for query in job.validation]
             asked = "a query" if len(shown) == 1 else f"{len(shown)} queries"
             title = f"Rows of {name} for and against {asked}"
@@ -99,7 +94,7 @@ def write_results(
             write_report(page, summary, title=f"Token values of {name}", **more)
     # Rows that are left out were counted aloud before the work.
     told = about_encoding("train", replace(survey.encoded, truncated_rows=0))
-    _say(job, wanted, summary, certificate, [note for note in notes if note not in told])
+    _say(job, summary, certificate, [note for note in notes if note not in told])
 
 
 def _shown(query: Example, texts: Callable[[Sequence[int]], list[str]]) -> ShownQuery:
@@ -150,12 +145,12 @@ def keep_over_all(folder: Path, ratio: float) -> None:
         write_values(path, selected(path))
 
 
-def _dataset(job: Job, wanted: ResultOptions) -> DatasetCounts | None:
+def _dataset(job: Job) -> DatasetCounts | None:
     """The rows with their weights, for other trainers, where that is asked for."""
-    if not wanted.write_dataset:
+    if not job.options.write_dataset:
         return None
     counts = write_dataset(job.folder / "values", job.folder / "dataset")
-    if not job.spec.quiet:
+    if not job.options.quiet:
         print(
             f"{counts.rows} rows with {counts.trained_tokens} of {counts.response_tokens} response "
             f"tokens; {counts.rows_without_weight} rows without weight left out: "
@@ -168,24 +163,23 @@ def _dataset(job: Job, wanted: ResultOptions) -> DatasetCounts | None:
 # --- certificate and last words -------------------------------------------------------------------
 
 
-def _certificate(scorer: Scorer, job: Job, wanted: ResultOptions) -> Certificate | None:
+def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
     """Certificate of the first rows that have values."""
-    spec = job.spec
-    if wanted.verify is None:
+    options = job.options
+    if options.verify is None:
         return None
     valued = (row.example for row in job.corpus.rows() if row.example is not None)
     return scorer.verify(
-        on_device(collate(list(islice(valued, min(spec.batch_size, 2)))), job.model),
-        tokens=wanted.verify,
-        seed=spec.seed,
-        fisher_file=spec.fisher_file,
-        progress=not spec.quiet,
+        on_device(collate(list(islice(valued, min(options.batch_size, 2)))), job.model),
+        tokens=options.verify,
+        seed=options.seed,
+        fisher_file=options.fisher_file,
+        progress=not options.quiet,
     )
 
 
 def _say(
     job: Job,
-    wanted: ResultOptions,
     summary: ValueSummary,
     certificate: Certificate | None,
     notes: Sequence[str],
@@ -194,9 +188,9 @@ def _say(
     folder = job.folder
     if certificate is not None:
         print(certificate)
-    for note in () if job.spec.quiet else notes:
+    for note in () if job.options.quiet else notes:
         print(f"note: {note}", file=sys.stderr)
-    report = f"; report: {folder / 'report.html'}" if wanted.report else ""
+    report = f"; report: {folder / 'report.html'}" if job.options.report else ""
     print(
         f"{summary.response_tokens} response tokens valued, {summary.kept_tokens} kept; "
         f"values: {folder / 'values'}{report}"

@@ -25,9 +25,8 @@ from alphatoken.corpus.folder import (
     same_settings,
 )
 from alphatoken.corpus.job import Job, open_job, prepare_job, seal_job
-from alphatoken.corpus.options import EngineOptions, ResultOptions
+from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.results import write_results
-from alphatoken.corpus.spec import JobSpec
 from alphatoken.errors import ConfigError
 from alphatoken.select.masks import keep_count
 from alphatoken.support.locks import try_lock
@@ -36,77 +35,56 @@ from alphatoken.support.storage import write_json
 __all__ = ["score_corpus"]
 
 
-def score_corpus(
-    spec: JobSpec,
-    wanted: ResultOptions | None = None,
-    engine: EngineOptions | None = None,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-) -> None:
-    """Value the rows of ``spec`` and write everything to its folder.
+def score_corpus(options: ScoreOptions) -> None:
+    """Value ``options.train_file`` and write everything to ``options.output_dir``.
 
-    Every process of a launcher calls it, with the same arguments.
-
-    Args:
-        spec: what is valued.
-        wanted: what is made of the values.
-        engine: who values.
-        resume: keep what an earlier run in the folder has finished, and do the rest.
-        overwrite: replace an earlier run.
+    Every process of a launcher calls it, with the same options.
 
     Raises:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
-    wanted, engine = wanted or ResultOptions(), engine or EngineOptions()
     here = launched()
-    keep_count(spec.ratio, 1, name="--keep_ratio")  # its error now, not after the first batch
-    require_writable(spec.output_dir)
-    check_engine(engine, here)
-    if spec.config.estimator == "walk" and wanted.verify is not None:
+    keep_count(options.ratio, 1, name="--keep_ratio")  # its error now, not after the first batch
+    require_writable(options.output_dir)
+    check_engine(options, here)
+    if options.config.estimator == "walk" and options.verify is not None:
         raise ConfigError(
             "values along a walk have no certificate",
-            got=f"--verify {wanted.verify}, --estimator walk",
+            got=f"--verify {options.verify}, --estimator walk",
             why="each is one loss less another, and nothing in it is approximated",
             remedy="leave --verify out",
         )
     if find_spec("pyarrow") is None:  # missed now, and not after the work
         raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
-    spec = here.share_of(spec)
+    options = here.share_of(options)
     with here.together():
         if here.rank == 0:
-            _lead(spec, wanted, engine, here, resume=resume, overwrite=overwrite)
+            _lead(options, here)
         else:
-            _follow(spec, here)
+            _follow(options, here)
 
 
-def _lead(
-    spec: JobSpec,
-    wanted: ResultOptions,
-    engine: EngineOptions,
-    here: Launched,
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> None:
+def _lead(options: ScoreOptions, here: Launched) -> None:
     """The first process: all but the blocks of others."""
-    start, folder = time.monotonic(), spec.folder
+    start, folder = time.monotonic(), options.folder
     with _alone(folder), collected_warnings() as warned:
         made = [folder / "values", folder / "job", folder / "dataset"]
-        refuse_foreign(folder / "run.json", made, resume=resume, overwrite=overwrite)
-        job = prepare_job(spec)
-        _open(job, overwrite=overwrite)
+        refuse_foreign(
+            folder / "run.json", made, resume=options.resume, overwrite=options.overwrite_output
+        )
+        job = prepare_job(options)
+        _open(job)
         scorer = job.scorer()
         numbers = job.missing()
         if numbers:
             seal_job(job)
         here.wait()
-        if engine.engine == "ray" and numbers:
-            value_with_ray(job, engine, numbers)
+        if options.engine == "ray" and numbers:
+            value_with_ray(job, numbers)
         else:
             value_blocks(job, scorer, here.share(numbers))
         here.wait()
-        write_results(job, scorer, wanted, warned, start)
+        write_results(job, scorer, warned, start)
 
 
 @contextmanager
@@ -136,20 +114,20 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _follow(spec: JobSpec, here: Launched) -> None:
+def _follow(options: ScoreOptions, here: Launched) -> None:
     """Any other process that a launcher started."""
     here.wait()  # until the job is sealed
-    job = open_job(spec)
+    job = open_job(options)
     if numbers := here.share(job.missing()):
         value_blocks(job, job.scorer(), numbers)
     here.wait()
 
 
-def _open(job: Job, *, overwrite: bool) -> None:
+def _open(job: Job) -> None:
     """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
     folder = job.folder
     manifest = folder / "run.json"
-    if overwrite and manifest.exists():
+    if job.options.overwrite_output and manifest.exists():
         manifest.unlink()
         for name in ("values", "job", "dataset"):
             shutil.rmtree(folder / name, ignore_errors=True)

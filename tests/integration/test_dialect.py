@@ -14,9 +14,9 @@ from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.options import default_of, flag_of
-from alphatoken.cli.score import LogprobOptions, ScoreOptions
 from alphatoken.cli.training import help_text
 from alphatoken.cli.training_options import RowArguments, RunArguments
+from alphatoken.corpus.options import LogprobOptions, ScoreOptions
 from alphatoken.errors import ConfigError
 from alphatoken.train.fields import AlphaFields, within_of
 from alphatoken.train.policies import find_policy

@@ -10,11 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alphatoken import ScorerConfig
 from alphatoken.corpus.blocks import BlockValuer
 from alphatoken.corpus.job import prepare_job
-from alphatoken.corpus.options import ModelOptions
-from alphatoken.corpus.spec import JobSpec
+from alphatoken.corpus.options import ScoreOptions
 from alphatoken.data import collate
 from alphatoken.oracle.gradients import label_values, validation_gradient
 from alphatoken.report import read_values
@@ -25,21 +23,22 @@ from tests.tiny_language import make_model, make_tokenizer
 ROWS = [
     {"prompt": f"add : {n} and 3", "response": f"{n} plus 3 is {n + 3} ."} for n in range(4)
 ] + [{"prompt": "ends of : e a g c d", "response": "the first is e and the last is d ."}]
-QUERIES = ("2 plus 3 is 5 .", json.dumps(ROWS[-1]), "the sorted list is 1 2 .")
+QUERIES = ["2 plus 3 is 5 .", json.dumps(ROWS[-1]), "the sorted list is 1 2 ."]
 
 SINGLE = 1e-4
 """Of the largest value: the run is in float32, the oracle in float64."""
 
 
-def _spec(folder: Path) -> JobSpec:
+def _options(folder: Path) -> ScoreOptions:
     tokenizer = make_tokenizer()
     make_model(tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    return JobSpec(
-        model=ModelOptions(model_name_or_path=str(folder / "model")),
+    return ScoreOptions(
+        model_name_or_path=str(folder / "model"),
         train_file=str(jsonl(folder / "train.jsonl", ROWS)),
         output_dir=str(folder / "out"),
-        config=ScorerConfig("label", layers=2),
+        estimator="label",
+        layers="2",
         queries=QUERIES,
         batch_size=2,
         quiet=True,
@@ -51,7 +50,7 @@ def test_each_query_has_the_values_that_it_has_alone() -> None:
     their mean by the queries' tokens; a training row that repeats a query stays.
     """
     with tempfile.TemporaryDirectory() as name:
-        job = prepare_job(_spec(Path(name)))
+        job = prepare_job(_options(Path(name)))
         job.part(0).parent.mkdir(parents=True)
         scorer = job.scorer()
         BlockValuer(job, scorer).run(0)

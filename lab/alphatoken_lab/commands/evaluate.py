@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.cli.options import ColumnOptions, option, read_options
-from alphatoken.corpus.options import ModelOptions
+from alphatoken.cli.options import option, read_options
+from alphatoken.corpus.options import ColumnOptions, ModelOptions
 
 __all__ = ["EvaluateOptions", "read"]
 

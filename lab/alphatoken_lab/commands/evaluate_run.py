@@ -7,11 +7,10 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.reading import fields_of
 from alphatoken.corpus.folder import require_writable
 from alphatoken.data import read_records
 from alphatoken.data.pairs import CHOSEN, REJECTED
@@ -51,8 +50,7 @@ def run(options: EvaluateOptions) -> None:
     parts = find_parts(options.model_name_or_path, options.adapter)
     start = options.start or (None if parts.adapter is None else parts.model)
     _require_start(measures, command, start)
-    fields = fields_of(options, optional=True)
-    rows = read_files(measures, command, fields)
+    rows = read_files(measures, command, replace(options.fields, optional=True))
     ready = prepare(measures, code_container=options.code_container)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=options.trust_remote_code)
     require_template(tokenizer, measures)

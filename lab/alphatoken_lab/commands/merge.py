@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.options import ColumnOptions, option, read_options
+from alphatoken.cli.options import option, read_options
+from alphatoken.corpus.options import ColumnOptions
 from alphatoken.errors import ConfigError, FisherError
 
 if TYPE_CHECKING:
@@ -108,7 +109,6 @@ def run(words: Sequence[str]) -> int:
 
 def _check(options: MergeOptions, out: Path) -> Encoded:
     """Check all that can be checked before loading a model; tokens of the rows to measure."""
-    from alphatoken.cli.reading import fields_of
     from alphatoken.corpus.folder import require_writable
     from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
     from alphatoken_lab.compare.evaluate import encode_files, read_files
@@ -127,8 +127,7 @@ def _check(options: MergeOptions, out: Path) -> Encoded:
         retention_file=options.retention_file,
         max_length=options.max_length,
     )
-    fields = fields_of(options, optional=True)
-    rows = read_files(files, "sft", fields)
+    rows = read_files(files, "sft", replace(options.fields, optional=True))
     return encode_files(rows, files, load_tokenizer(parts.tokenizer), find_limits(parts))
 
 
