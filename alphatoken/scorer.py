@@ -485,7 +485,7 @@ class Scorer:
             fisher_file: where the retention term was read from; the oracle then reads Fisher and
                 reference weights from there, instead of taking the loaded ones.
             progress: None prints to stderr if that is a terminal, True always, False never; a
-                function gets a :class:`alphatoken.support.progress.Progress`.
+                function gets the :class:`alphatoken.support.progress.Tracker`.
 
         Raises:
             UnsupportedError: weights or gradients are spread over processes, or P comes from an

@@ -120,7 +120,7 @@ def fit_fisher(
             the result removes it.
         checkpoint_every: samples between two writes; so many are lost at most.
         progress: None prints to stderr if that is a terminal, True always, False never; a
-            function gets a :class:`alphatoken.support.progress.Progress` after every sample.
+            function gets the :class:`alphatoken.support.progress.Tracker` after every sample.
         adapter: how the model is read; found by itself for transformers and PEFT models.
         responses: ids of responses by the sample's number. Those that are there are not drawn
             again, which is nearly all of a fit's time; those that are drawn are put there.

@@ -8,7 +8,6 @@ dropped at its next report of progress, or when memory is full, and the one befo
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.subject import Subject
-from alphatoken.support.progress import Console, Progress
+from alphatoken.support.progress import Tracker
 
 __all__ = ["cut", "diagnosed_within"]
 
@@ -98,16 +97,11 @@ def diagnosed_within(
 
 def _until(subject: Subject, end: float, clock: Callable[[], float]) -> Subject:
     """The subject, whose progress says when it is too late."""
-    tell = subject.progress
-    if isinstance(tell, bool) or tell is None:
-        spoken = sys.stderr.isatty() if tell is None else tell
-        tell = Console() if spoken else None
 
-    def report(progress: Progress) -> None:
+    def report(tracker: Tracker) -> None:
         if clock() > end:
             raise _TimeIsUpError
-        if tell is not None:
-            tell(progress)
+        tracker.tell(subject.progress)
 
     return subject.resized(progress=report)
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, FisherError, InputError
-from alphatoken.support.progress import Progress
+from alphatoken.support.progress import Tracker
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -60,7 +60,7 @@ class Count:
         self.seen: list[int] = []
         self._stop = stop
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: Tracker) -> None:
         self.seen.append(progress.done)
         if progress.done == self._stop:
             raise KeyboardInterrupt

@@ -10,7 +10,7 @@ import torch
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.rounds import cut, diagnosed_within
 from alphatoken.fidelity.subject import Subject
-from alphatoken.support.progress import Progress
+from alphatoken.support.progress import Tracker
 from tests.integration.subjects import subject
 
 SMALL = ("oracle_tokens", "fisher_samples")
@@ -111,7 +111,7 @@ def test_a_round_that_goes_on_past_the_time_is_dropped() -> None:
 
 
 def test_progress_is_told_in_every_round() -> None:
-    heard: list[Progress] = []
+    heard: list[Tracker] = []
     whole = replace(subject(train_rows=60, tokens=3000), progress=heard.append)
 
     def one(subject: Subject) -> Diagnosis:

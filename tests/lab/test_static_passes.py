@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, ModelError
-from alphatoken.support.progress import Progress
+from alphatoken.support.progress import Tracker
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicyStage
@@ -131,7 +131,7 @@ class Seen:
     def __init__(self) -> None:
         self.done: list[int] = []
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: Tracker) -> None:
         self.done.append(progress.done)
 
 

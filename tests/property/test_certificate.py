@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from alphatoken.certificate.certify import Certificate
 from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.scoring.passes import Pass
+from alphatoken.support.progress import Tracker
 from tests.property import mutants_adapters, mutants_proofs
 from tests.property.mutants import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
@@ -491,12 +493,14 @@ def test_what_cannot_be_certified_is_refused() -> None:
 
 def test_sampled_tokens_are_counted_and_the_model_is_left_as_it_was() -> None:
     """The first report has the number of sampled tokens, the last one has them all."""
-    one, reports = trial("total"), []
+    one, reports = trial("total"), list[Tracker]()
     scorer = make_scorer(one.setup, "alphatoken", model=(model := one.setup.case.model()))
     model.train()
     flags = [p.requires_grad for p in model.parameters()]
     with quiet():
-        found = scorer.verify(one.setup.case.batch, tokens=3, progress=reports.append)
+        found = scorer.verify(
+            one.setup.case.batch, tokens=3, progress=lambda one: reports.append(copy(one))
+        )
     assert [one.done for one in reports] == [0, 1, 2, 3]
     assert {one.total for one in reports} == {3} == {found.tokens}
     assert model.training

@@ -26,7 +26,7 @@ from alphatoken.errors import (
 )
 from alphatoken.oracle.enumeration import enumerate_responses, enumerated_log_probabilities
 from alphatoken.oracle.retention import exact_fisher
-from alphatoken.support.progress import Progress
+from alphatoken.support.progress import Tracker
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.strategies import configs
@@ -368,8 +368,8 @@ class Interrupt(BaseException):
     """What a user's Ctrl-C, or anything else, raises."""
 
 
-def stop_at(done: int) -> Callable[[Progress], None]:
-    def callback(progress: Progress) -> None:
+def stop_at(done: int) -> Callable[[Tracker], None]:
+    def callback(progress: Tracker) -> None:
         if progress.done == done:
             raise Interrupt
 
