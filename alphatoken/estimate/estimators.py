@@ -212,16 +212,15 @@ def value_errors(
 def hop_errors(
     recorder: Recorder, attention: AttentionUse | DeltaUse, error: Tensor
 ) -> dict[int, Tensor]:
-    """All same-layer hops of head-output errors, score path included: the cross backward."""
+    """All same-layer hops of head-output errors, score path included: ordinary less self-only.
+
+    Through a delta net a hop may be the convolution's, the rule's or both.
+    """
     uses = _same_execution(recorder, attention)
 
     def pulled(mode: str) -> dict[int, Tensor]:
         with recorder.switch.to(mode):
             return _pull_back(recorder, attention, attention.output, error, uses)
 
-    # Cross mode passes the pairs k > t alone; the pairs k = t are in the direct part already.
-    if attention.crossing:
-        return pulled("cross")
-    # Through a delta net a hop may be the convolution's, the rule's or both: all but the self-only.
-    own = pulled("self")
+    own = pulled("self")  # the direct part has it already
     return {i: e - own[i] if i in own else e for i, e in pulled("ordinary").items()}

@@ -11,26 +11,23 @@ error ``e_k`` gives
     ds_kt = alpha_kt (v_t - o_k) . e_k        dk_t += ds_kt s'_kt c q_k,   dq_k += ds_kt s'_kt c k_t
 
 with ``s' = 1 - (s/cap)^2`` under soft-capping, else 1. The *ordinary* backward sums over all
-pairs; the *self-only* one keeps dq in full and, of dk and dv, only ``k = t``; the *cross* one is
-the difference of the two. Which one runs is read from a ``BackwardSwitch`` at backward time, so a
-single forward serves scoring and training.
+pairs; the *self-only* one keeps dq in full and, of dk and dv, only ``k = t``. Which one runs is
+read from a ``BackwardSwitch`` at backward time, so a single forward serves scoring and training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from alphatoken.model.causal import CausalStructure
 from alphatoken.model.protocol import AttentionCall, NativeAttention
-from alphatoken.model.switch import BackwardSwitch
+from alphatoken.model.switch import BackwardSwitch, around
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = [
@@ -239,78 +236,14 @@ def self_terms(
     return dk.to(statistics.key.dtype), dv.to(value.dtype)
 
 
-class _Gate(torch.autograd.Function):
-    """Identity before the kernel; decides which gradients of query, key and value go on.
-
-    The gradient of a query belongs to the query's own position, so self mode passes it in full and
-    cross mode drops it. Those of a key and a value are sums over its own and all later queries, and
-    the kernel gives the sums only. So self mode drops them, and ``_Tap`` adds the k = t terms;
-    cross mode passes them on, and ``_Tap`` takes the k = t terms away.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, switch: BackwardSwitch, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.switch = switch
-        return query.view_as(query), key.view_as(key), value.view_as(value)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
-        if ctx.switch.mode == "self":
-            return None, dq, None, None
-        if ctx.switch.mode == "cross":
-            return None, None, dk, dv
-        return None, dq, dk, dv
-
-
-class _Tap(torch.autograd.Function):
-    """Identity on the head outputs; adds (self) or takes away (cross) the k = t terms.
-
-    The forward takes key and value, of which it makes no use, only so that the backward can
-    return gradients for them. They are the tensors from before the gate, which therefore does not
-    drop these terms.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        switch: BackwardSwitch,
-        statistics: AttentionStatistics,
-        output: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        ctx.switch, ctx.statistics = switch, statistics
-        ctx.save_for_backward(output, value)
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable  # the closed form has no graph: a second derivative would lack its part
-    def backward(
-        ctx: Any, error: Tensor
-    ) -> tuple[None, None, Tensor, Tensor | None, Tensor | None]:
-        mode = ctx.switch.mode
-        if mode == "ordinary":
-            return None, None, error, None, None
-        output, value = ctx.saved_tensors
-        dk, dv = self_terms(ctx.statistics, output, value, error)
-        if mode == "cross":
-            dk, dv = -dk, -dv
-        return None, None, error, dk, dv
-
-
 def switchable_attention(
     call: AttentionCall, native: NativeAttention, switch: BackwardSwitch
 ) -> tuple[Tensor, AttentionStatistics]:
     """Run the model's own attention kernel inside a graph whose backward obeys ``switch``.
 
-    The kernel sits between two identity nodes. The gate before it drops or passes what the
-    kernel's backward gives to query, key and value; the tap after it contributes the ``k = t``
-    terms in closed form. Forward values, and gradients in ordinary mode, are the kernel's own.
+    The gradient of a query belongs to the query's own position, so it is the kernel's in self mode
+    too; the ``k = t`` terms of key and value are added in closed form (see ``around``). Forward
+    values, and gradients in ordinary mode, are the kernel's own.
 
     Args:
         call: the attention call; query, key and value belong to the graph.
@@ -320,14 +253,16 @@ def switchable_attention(
     Returns:
         The head outputs (b, h, t, d_v), and the call's statistics.
 
-    Exactness: self mode equals the diagonal of the cross-position Jacobian exactly, cross mode
-    the rest. Oracle: ``alphatoken.oracle.influence`` and ``alphatoken.oracle.jacobian``.
+    Exactness: self mode equals the diagonal of the cross-position Jacobian exactly. Oracle:
+    ``alphatoken.oracle.influence`` and ``alphatoken.oracle.jacobian``.
     """
     statistics = AttentionStatistics(call)
-    query, key, value = _Gate.apply(switch, call.query, call.key, call.value)  # type: ignore[no-untyped-call]
-    output = native(query, key, value)
-    tapped: Tensor = _Tap.apply(switch, statistics, output, call.key, call.value)  # type: ignore[no-untyped-call]
-    return tapped, statistics
+
+    def own(error: Tensor, output: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        return self_terms(statistics, output, value, error)
+
+    inputs = (call.query, call.key, call.value)
+    return around(native, inputs, switch, own, passing=1), statistics
 
 
 def _band(block: _Block, window: int | None) -> Tensor:

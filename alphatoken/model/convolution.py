@@ -95,4 +95,4 @@ def switchable_convolution(
     ``alphatoken.oracle.delta_net.held_taps``.
     """
     statistics = ConvolutionStatistics(call)
-    return around(native, (call.x,), switch, statistics.own), statistics
+    return around(native, (call.x,), switch, lambda error, *_: statistics.own(error)), statistics

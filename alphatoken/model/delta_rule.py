@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -271,9 +270,7 @@ def switchable_delta_rule(
 ) -> tuple[Tensor, DeltaStatistics]:
     """Run the model's own rule inside a graph whose backward obeys ``switch``.
 
-    Forward values, and gradients in ordinary mode, are the kernel's own. There is no cross mode of
-    this step alone: a convolution lies before it, and the hops of both are not the sum of the hops
-    of each (``estimators.hop_errors`` takes ordinary minus self-only).
+    Forward values, and gradients in ordinary mode, are the kernel's own.
 
     Args:
         call: its tensors belong to the graph.
@@ -288,4 +285,4 @@ def switchable_delta_rule(
     """
     statistics = DeltaStatistics(call)
     inputs = (call.query, call.key, call.value, call.decay, call.beta)
-    return around(native, inputs, switch, partial(self_terms, statistics)), statistics
+    return around(native, inputs, switch, lambda e, *_: self_terms(statistics, e)), statistics

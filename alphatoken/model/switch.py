@@ -14,15 +14,15 @@ from alphatoken.errors import ConfigError
 
 __all__ = ["MODES", "BackwardSwitch", "around"]
 
-MODES = ("ordinary", "self", "cross")
-"""Gradient to all positions, to the same one only, or to the other ones only."""
+MODES = ("ordinary", "self")
+"""Gradient to all positions, or to the same one only."""
 
-SelfTerms = Callable[[Tensor], tuple[Tensor, ...]]
-"""Errors at a mixer's outputs to those at its inputs."""
+SelfTerms = Callable[..., tuple[Tensor, ...]]
+"""(error at a mixer's output, that output, inputs) -> errors at these inputs."""
 
 
 class BackwardSwitch:
-    """Tells the mixers' nodes of a graph which backward to run: ordinary, self or cross.
+    """Tells the mixers' nodes of a graph which backward to run: ordinary or self.
 
     The nodes are made in the forward and hold this object, whose mode they read when a backward
     passes them. So one forward can be differentiated self-only for values and as usual by the
@@ -53,56 +53,76 @@ class BackwardSwitch:
 
 
 class _Gate(torch.autograd.Function):
-    """Identity before a kernel whose self-only backward is not its own; passes nothing then.
+    """Identity before a kernel; in self mode gradients of the first ``passing`` inputs alone go on.
 
-    The tap behind the kernel gives the self-only errors, around the kernel. What the kernel makes
-    of no error, zeros most likely, must not reach them.
+    The others are sums over positions, and the kernel gives the sums only. The tap behind the
+    kernel gives the self-only ones, around the kernel.
     """
 
     @staticmethod
-    def forward(ctx: Any, switch: BackwardSwitch, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.switch = switch
+    def forward(
+        ctx: Any, switch: BackwardSwitch, passing: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.switch, ctx.passing = switch, passing
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *errors: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.switch.mode != "self"
-        return (None, *(error if kept else None for error in errors))
+        if ctx.switch.mode != "self":
+            return None, None, *errors
+        dropped = len(errors) - ctx.passing
+        return None, None, *errors[: ctx.passing], *([None] * dropped)
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on the outputs; in self mode their errors go past the kernel, to its inputs.
+    """Identity on the outputs; in self mode adds the self-only errors at the kernel's inputs.
 
-    The inputs are handed to the forward only so that the backward can return errors for them.
+    The inputs are handed to the forward only so that the backward can return errors for them. They
+    are those from before the gate, which therefore does not drop these errors. The error at the
+    outputs goes through the kernel too where the gate passes something on.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, switch: BackwardSwitch, own: SelfTerms, output: Tensor, *inputs: Tensor
-    ) -> Tensor:
-        ctx.switch, ctx.own, ctx.inputs = switch, own, len(inputs)
+        ctx: Any, switch: BackwardSwitch, own: SelfTerms, passing: int, output: Tensor,
+        *inputs: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.switch, ctx.own, ctx.passing, ctx.inputs = switch, own, passing, len(inputs)
+        ctx.save_for_backward(output, *inputs)
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable  # the closed form has no graph: a second derivative would lack its part
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.switch.mode != "self":
-            return None, None, error, *([None] * ctx.inputs)
-        return None, None, None, *ctx.own(error)
+            return None, None, None, error, *([None] * ctx.inputs)
+        through = error if ctx.passing else None
+        return None, None, None, through, *ctx.own(error, *ctx.saved_tensors)
 
 
 def around(
-    native: Callable[..., Tensor], inputs: Sequence[Tensor], switch: BackwardSwitch, own: SelfTerms
+    native: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    switch: BackwardSwitch,
+    own: SelfTerms,
+    *,
+    passing: int = 0,
 ) -> Tensor:
-    """Run a kernel whose self-only backward is ``own``; any other mode of it is the kernel's.
+    """Run a kernel between two identity nodes, so that its self-only backward is ``own``.
+
+    The ordinary backward is the kernel's.
 
     Args:
         native: the kernel, of the inputs.
         inputs: in the graph.
         switch: read at backward time.
-        own: an error at the output to those at the inputs, of the same position alone.
+        own: an error at the output, the output and the inputs but the first ``passing`` to errors
+            at these inputs, of the same position alone.
+        passing: number of inputs whose gradient is of their own position as the kernel gives it.
     """
-    gated = _Gate.apply(switch, *inputs)  # type: ignore[no-untyped-call]
-    tapped: Tensor = _Tap.apply(switch, own, native(*gated), *inputs)  # type: ignore[no-untyped-call]
+    gated = _Gate.apply(switch, passing, *inputs)  # type: ignore[no-untyped-call]
+    tapped: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
+        switch, own, passing, native(*gated), *inputs[passing:]
+    )
     return tapped

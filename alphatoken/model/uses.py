@@ -39,8 +39,7 @@ class LinearUse:
 class AttentionUse:
     """One attention call: value states and head outputs (in the graph), and its statistics.
 
-    Errors are taken at ``output``; Value-Propagation sends them on from ``value``. Of the hops
-    within the layer, ``crossing`` says that the backward knows them by themselves.
+    Errors are taken at ``output``; Value-Propagation sends them on from ``value``.
     """
 
     module: nn.Module
@@ -49,7 +48,6 @@ class AttentionUse:
     statistics: AttentionStatistics
     dropout: float
     execution: int
-    crossing: ClassVar[bool] = True
 
     def propagated(
         self, error: Tensor, window: int | None, head_reduction: str
@@ -86,7 +84,6 @@ class DeltaUse:
     statistics: DeltaStatistics
     execution: int
     dropout: ClassVar[float] = 0.0
-    crossing: ClassVar[bool] = False
 
     def propagated(
         self, error: Tensor, window: int | None, head_reduction: str

@@ -195,7 +195,6 @@ test_what_other_rows_change_is_counted_draw_by_draw | | (loops over draws) | exa
 test_planted_rounding_turns_the_verdict | | (planted rounding) | exact
 # attention: the switched backward and the forward mode
 test_self_backward_is_the_diagonal | | (explicit attention) | exact
-test_cross_backward_is_the_rest | | (explicit attention) | exact
 test_ordinary_backward_is_the_kernels | | (the model's kernel, bit by bit) | exact
 test_the_mode_is_read_at_backward_time | | (a forward for each mode) | exact
 test_log_sum_exp_and_weights | | (explicit softmax) | exact

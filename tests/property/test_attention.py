@@ -177,11 +177,10 @@ def switched(call: AttentionCall, error: Tensor, mode: str) -> tuple[Tensor, Gra
     return output, (found[0], found[1], found[2])
 
 
-def position_by_position(call: AttentionCall, error: Tensor) -> tuple[Gradients, Gradients]:
-    """(self, cross): each query's error sent back alone; key and value at t = k, or elsewhere."""
+def position_by_position(call: AttentionCall, error: Tensor) -> Gradients:
+    """Self-only gradients: each query's error sent back alone; key and value at t = k."""
     output = native_of(call)(call.query, call.key, call.value)
     own = [torch.zeros_like(x) for x in (call.query, call.key, call.value)]
-    cross = [torch.zeros_like(x) for x in (call.query, call.key, call.value)]
     for k in range(call.query.shape[2]):
         alone = torch.zeros_like(error)
         alone[:, :, k] = error[:, :, k]
@@ -193,12 +192,11 @@ def position_by_position(call: AttentionCall, error: Tensor) -> tuple[Gradients,
             here = torch.zeros_like(part)
             here[:, :, k] = part[:, :, k]
             own[slot] += here
-            cross[slot] += part - here
-    return (own[0], own[1], own[2]), (cross[0], cross[1], cross[2])
+    return own[0], own[1], own[2]
 
 
 def gradient_scales(call: AttentionCall, error: Tensor) -> Gradients:
-    """Sums of absolute terms of the ordinary gradients: what all three modes round relative to."""
+    """Sums of absolute terms of the ordinary gradients: what both modes round relative to."""
     repeats = call.query.shape[1] // call.key.shape[1]
     alpha = weights_of(call)
     q, e = call.query.detach().abs(), error.abs()
@@ -292,27 +290,12 @@ HOLES = AttentionCase(b=2, g=2, r=2, t=9, mask="sliding holes", softcap=1.5, chu
 def test_self_backward_is_the_diagonal(case: AttentionCase) -> None:
     """Self mode: dq in full, dk and dv from the query at the same position only."""
     call, error = case.call(), case.error()
-    expected, _ = position_by_position(call, error)
+    expected = position_by_position(call, error)
     with blocks_of(case.chunk):
         _, found = switched(call, error, "self")
     scales = gradient_scales(call, error)
     for name, *sides in zip(("dq", "dk", "dv"), found, expected, scales, strict=True):
         close(*sides, CONTRACTION, name=f"self-only {name}")
-
-
-@given(attention_cases())
-@example(HARD)
-@budget(0.5)
-def test_cross_backward_is_the_rest(case: AttentionCase) -> None:
-    """Cross mode: no dq, and of dk and dv what comes from other positions."""
-    call, error = case.call(), case.error()
-    _, expected = position_by_position(call, error)
-    with blocks_of(case.chunk):
-        _, found = switched(call, error, "cross")
-    assert not bool(found[0].any())
-    scales = gradient_scales(call, error)
-    for name, *sides in zip(("dk", "dv"), found[1:], expected[1:], scales[1:], strict=True):
-        close(*sides, CONTRACTION, name=f"cross {name}")
 
 
 @given(attention_cases())
@@ -439,12 +422,8 @@ def test_no_square_of_the_length(mask: str, window: int | None) -> None:
     with blocks_of(case.chunk), Shapes(case.t, hidden) as seen:
         switch = BackwardSwitch()
         output, statistics = attention.switchable_attention(call, fused, switch)
-        for mode in ("self", "cross"):
-            with switch.to(mode):
-                torch.autograd.grad(
-                    output, (call.query, call.key, call.value), error,
-                    retain_graph=True, allow_unused=True,
-                )  # fmt: skip
+        with switch.to("self"):
+            torch.autograd.grad(output, (call.query, call.key, call.value), error)
         for reduction in ("per_head", "mean"):
             attention.propagate_values(statistics, error, window=window, head_reduction=reduction)
     assert not seen.large, f"T x T outside the kernel: {sorted(seen.large)}"
@@ -460,8 +439,8 @@ def test_the_switch_falls_back_to_ordinary_after_an_exception() -> None:
         raise RuntimeError("stop")
     assert switch.mode == "ordinary"
     with switch.to("self"):
-        with switch.to("cross"):
-            assert switch.mode == "cross"
+        with switch.to("ordinary"):
+            assert switch.mode == "ordinary"
         assert switch.mode == "self"
 
 
