@@ -149,7 +149,6 @@ DIAGONAL_FISHER = claim(
     seed=st.integers(0, 99),
     samples=st.integers(2, 4),
     size=2,
-    bias=False,
     parameters="linears",
 )
 TOKEN_FISHER = claim(
@@ -504,7 +503,7 @@ LISTED = (
             "delta.to(dtype), projected)",
             "delta.float(), projected.float()).to(dtype)",
         ),
-        claim(test_contraction.test_projected_is_the_loop, contractions(), False),
+        claim(test_contraction.test_projected_is_the_loop, contractions()),
     ),
     _listed(
         "bfloat16-in-the-contraction",
@@ -514,7 +513,7 @@ LISTED = (
             "delta.to(dtype), projected)",
             "delta.bfloat16(), projected.bfloat16()).to(dtype)",
         ),
-        claim(test_contraction.test_projected_is_the_loop, contractions(), False),
+        claim(test_contraction.test_projected_is_the_loop, contractions()),
     ),
     _listed(
         "float32-in-the-attention-weights",
@@ -1338,7 +1337,7 @@ OWN = (
             'return torch.einsum("bto,bto->bt",',
             'return (1 + 1e-9) * torch.einsum("bto,bto->bt",',
         ),
-        claim(test_contraction.test_projected_is_the_loop, contractions(), False),
+        claim(test_contraction.test_projected_is_the_loop, contractions()),
         PATH,
         DIRECT,
     ),
