@@ -604,6 +604,12 @@ OWN = (
         claim(test_selection.test_keep_count, st.tuples(st.integers(1, 6), st.just(6), st.just(6))),
     ),
     mutant(
+        "hops-keep-what-stays",
+        "same-layer hops contain what stays at its position",
+        ("estimate.estimators.hop_errors", "e - own[i] if i in own else e", "e"),
+        HOP,
+    ),
+    mutant(
         "gate-passes-dk-in-self-mode",
         "later queries reach earlier keys in the self-only backward",
         (

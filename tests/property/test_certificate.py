@@ -192,7 +192,7 @@ SEEN = {
     "twice-called-module-overwritten": trial("adaptation", "path", repeated_linear=True),
     "stale-direction": trial("direction (adaptation)", "path", build=moved),
     "bfloat16-in-the-contraction": PATH,
-    "cross-mode-without-the-score-path": HOP,
+    "hops-keep-what-stays": HOP,
     "named-parameters-of-the-scored-layers-alone": trial(
         "scope", "label", parameters="linears,*norm*,head.weight", build=adaptation_only,
     ),
