@@ -541,7 +541,8 @@ def test_the_coverage_report_says_what_was_proved() -> None:
     assert report.relative_error < 1e-12
     assert report.isolated is True
     assert "layers.2.attention.q_proj" in report.linears
-    assert "layers.2.attention.q_proj.bias" in report.parameters
+    assert "layers.2.attention.q_proj.weight" in report.parameters
+    assert not any(name.endswith(".bias") for name in report.parameters)
     assert not any(name.startswith("layers.1.") for name in report.linears)
 
 

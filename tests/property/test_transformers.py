@@ -189,7 +189,6 @@ def setups(draw: st.DrawFn, name: str) -> Setup:
         draw(SEEDS.filter(bool)),  # the simplest of all is pinned, and takes no example here
         draw(st.booleans()),
         draw(st.booleans()),
-        draw(st.booleans()),
         draw(st.sampled_from([2, None, 1, 32])),
         draw(st.sampled_from(["per_head", "mean"])),
         draw(st.sampled_from(["label", "context"])),
