@@ -119,6 +119,29 @@ def test_the_standings_say_what_was_measured() -> None:
     assert max(precision, key=precision.__getitem__) == "walk of 24 steps"
 
 
+def test_longer_runs_say_what_was_measured() -> None:
+    """Sentences of README, docs/should-i.md and docs/selection.md about hundreds of steps."""
+    grids = json.loads((ROOT / "docs/selection.json").read_text(encoding="utf-8"))["grids"]
+
+    def gap(grid: str, task: str, method: str, kind: str = "target") -> dict[str, float]:
+        (entry,) = (e for e in grids[grid]["tasks"][task] if e["method"] == method)
+        found: dict[str, float] = entry["against"][kind]["standard"]
+        return found
+
+    first = [gap("smollm2", "noisy-words", "validation-first")["mean"]]
+    for task in ("words-120", "words-400"):
+        walk = gap("long", task, "walk")
+        assert walk["seeds"] == 1, "the pages say that there is one seed so far"
+        assert walk["high"] < 0
+        assert gap("long", task, "walk", "retention")["high"] < 0
+        first.append(gap("long", task, "validation-first")["mean"])
+        assert walk["high"] < first[-1]
+    assert first == sorted(first)  # a head start that fades
+    assert first[-1] > first[0] / 2
+    renewed = gap("long", "words-120", "walk-renewed")["mean"]
+    assert renewed > gap("long", "words-120", "walk")["mean"] - 0.01
+
+
 # --- what a newcomer runs ------------------------------------------------------------------------
 
 BLOCKS = re.compile(r"^```(|python)\n(.*?)^```$", re.M | re.S)
