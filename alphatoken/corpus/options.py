@@ -15,9 +15,10 @@ from alphatoken.support.options import option
 if TYPE_CHECKING:
     from torch import nn
 
+    import alphatoken.data.rows
     from alphatoken import FisherDrift
     from alphatoken.config import ScorerConfig
-    from alphatoken.data import EncodeOptions, Fields, Row
+    from alphatoken.data import EncodeOptions, Fields
 
 __all__ = [
     "LAYERS",
@@ -240,7 +241,9 @@ class ReadingOptions(ColumnOptions, BadRowOptions):
             on_bad_rows=self.on_bad_rows,
         )
 
-    def rows(self, path: str, *, limit: int | None = None, **more: Any) -> list[Row]:
+    def rows(
+        self, path: str, *, limit: int | None = None, **more: Any
+    ) -> list[alphatoken.data.rows.Row]:
         """Rows of a file; ``more`` are further fields of :class:`alphatoken.data.Fields`.
 
         Raises:
