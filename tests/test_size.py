@@ -14,7 +14,7 @@ ROOMS = {
     ".": 1_222,
     "certificate": 1_261,
     "cli": 3_263,
-    "corpus": 2_290,
+    "corpus": 2_293,
     "data": 2_302,
     "demo": 371,
     "direction": 4_116,

@@ -117,8 +117,8 @@ def attention_work(shape: Shape, estimator: str) -> int:
 
     Self-only: the log-sum-exp and four products along the diagonal. Value-Propagation: weights
     again, their product with the errors (of key/value heads for the head mean), and one more
-    contraction. Same-layer hop: the attention backward once more, with the diagonal taken off, and
-    contractions at the key and the value projection.
+    contraction. Same-layer hop: the ordinary and the self-only attention backward once more, and
+    contractions at the three projections.
     """
     own = scores(shape) + 4 * diagonal(shape)
     mean = scores(shape) * shape.kv_heads // shape.heads
@@ -128,9 +128,9 @@ def attention_work(shape: Shape, estimator: str) -> int:
         "alphatoken": own + 2 * scores(shape) + value_part(shape),
         "paper_literal": 2 * scores(shape) + mean + value_part(shape),
         "same_layer_hop": own
-        + shape.attention_backward
+        + 2 * shape.attention_backward
         + 4 * diagonal(shape)
-        + 2 * value_part(shape),
+        + sum(2 * shape.tokens * d_out * (d_in + 1) for d_in, d_out in shape.qkv),
     }[estimator]
 
 

@@ -99,7 +99,7 @@ def test_a_function_is_the_mutant_inside_and_itself_again_afterwards() -> None:
         Edit("model.attention._band", "(k <= t + window)", "(k < t + window)"),
         Edit("model.batch.to_token_index", "(1, 0)", "(0, 1)"),
         Edit("direction.age.age_of", "object()", "None"),
-        Edit("model.attention._Gate.backward", "None, dq, dk, dv", "dv, dq, dk, None"),
+        Edit("model.switch._Gate.backward", "[None] * dropped", "[None] * 0"),
         Edit("errors.AlphaTokenError.__init__", "super().__init__(", "super().__init__(0, "),
         Edit(
             "direction.preconditioner.frozen_preconditioner",
