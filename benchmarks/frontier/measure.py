@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.direction.objective import objective_gradient
+from alphatoken.direction.objective import forward_losses, objective_gradient
 from alphatoken.direction.optimizers import frozen_preconditioners, full_preconditioners
 from alphatoken.errors import NumericalError
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.fidelity.readings import Setting, full_gradient, read
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.support.storage import replacing
 from benchmarks.frontier.draws import VALUED, Draw, draw_rows, formats_of
 from benchmarks.frontier.parts import part_names, part_values
@@ -86,7 +87,7 @@ def measure(
     }
     seen = read(subject, draw.valued, along, list(settings.values()))
     columns = {name: seen.values[setting] for name, setting in settings.items()}
-    columns |= {"row": seen.row.astype(np.float64), "loss": seen.loss}
+    columns |= {"row": seen.row.astype(np.float64), "loss": _losses(subject, batches)}
     columns["total"] = _label(subject, batches, along)
     if optimizer is not None:
         named = {n: p for n, p in model.named_parameters() if n in plain}
@@ -106,6 +107,14 @@ def measure(
     table = np.concatenate(tables)
     columns |= {f"label/{name}": table[:, i] for i, name in enumerate(names)}
     return Shares(columns, _facts(batches) | {"sum_error": _sum_error(columns, depth)})
+
+
+@torch.no_grad()
+def _losses(subject: Subject, batches: list[LabelledBatch]) -> Numbers:
+    """(n,) loss of each response token, dropout off."""
+    with evaluation_mode(subject.model):
+        found = [forward_losses(subject.adapter, b, "batch")[b.mask] for b in batches]
+    return np.concatenate([losses.double().cpu().numpy() for losses in found])
 
 
 def _label(subject: Subject, batches: list[LabelledBatch], along: Mapping[str, Tensor]) -> Numbers:
