@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from alphatoken.cli import main as alphatoken
-from alphatoken.data import token_texts
 from alphatoken.data.stdlib import write_files
 from alphatoken.demo.models import fetch_model
 from alphatoken.errors import AlphaTokenError
-from alphatoken.report import ScoredExample, read_values
-from alphatoken.train.loading import load_tokenizer
 
 __all__ = ["run_demo"]
 
@@ -46,34 +42,14 @@ def run_demo(out: Path, *, rows: int = 24, held_out: int = 8) -> None:
     print(f"alphatoken {' '.join(command)}", flush=True)
     if status := alphatoken(command):
         raise AlphaTokenError("alphatoken score failed", got=f"exit status {status}")
-    for line in _extremes(out / "values", partial(token_texts, load_tokenizer(str(model)))):
-        print(line)
+    values = json.loads((out / "values/summary.json").read_text(encoding="utf-8"))["values"]
+    for title in ("highest", "lowest"):
+        print(f"{title} values:")
+        for one in values[title][:5]:
+            total, before, token = one["values"]["total"], one["before"], one["token"]
+            print(f"  {total:+10.4g}  {before!r}, then {token!r}  ({one['place']})")
     print("A value is about one infinitely small step, no verdict: docs/should-i.md.")
     print(f"page: {out / 'values' / 'report.html'}")
-
-
-def _extremes(folder: Path, texts: Callable[[Sequence[int]], list[str]]) -> Iterator[str]:
-    """The tokens of highest and of lowest value, each behind the text that it ends."""
-    ranked = sorted(
-        (
-            (float(example.values["total"][at]), int(at), example)
-            for example in read_values(folder / "values")
-            for at in example.response.nonzero()[0]
-        ),
-        key=lambda one: one[0],
-    )
-    for title, chosen in (("highest", ranked[:-6:-1]), ("lowest", ranked[:5])):
-        yield f"{title} values:"
-        yield from (
-            f"  {value:+10.4g}  {_shown(example, at, texts)}" for value, at, example in chosen
-        )
-
-
-def _shown(example: ScoredExample, at: int, texts: Callable[[Sequence[int]], list[str]]) -> str:
-    first = int(example.response.argmax())
-    words = texts(example.ids[first : at + 1])
-    before = "".join(words[-8:-1])
-    return f"{before!r}, then {words[-1]!r}  ({example.place})"
 
 
 def main() -> None:

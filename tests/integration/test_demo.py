@@ -25,12 +25,10 @@ def test_the_demo_prints_the_highest_and_lowest_tokens_and_writes_the_page(
         for at in np.flatnonzero(one.response)
     ]
     lines = printed.splitlines()
-    at = len(lines) - 1 - lines[::-1].index("highest values:")
-    shown = [float(line.split()[0]) for line in lines[at + 1 : at + 6]]
-    assert shown == pytest.approx(sorted(totals, reverse=True)[:5], rel=1e-3)
-    at = len(lines) - 1 - lines[::-1].index("lowest values:")
-    shown = [float(line.split()[0]) for line in lines[at + 1 : at + 6]]
-    assert shown == pytest.approx(sorted(totals)[:5], rel=1e-3)
-    assert all("train.jsonl, line " in line for line in lines[at + 1 : at + 6])
+    for title, ranked in (("highest", sorted(totals, reverse=True)), ("lowest", sorted(totals))):
+        at = len(lines) - 1 - lines[::-1].index(f"{title} values:")
+        told = lines[at + 1 : at + 6]
+        assert [float(line.split()[0]) for line in told] == pytest.approx(ranked[:5], rel=1e-3)
+        assert all("train.jsonl, line " in line for line in told)
     assert (tmp_path / "values/report.html").is_file()
     assert f"page: {tmp_path / 'values/report.html'}" in printed
