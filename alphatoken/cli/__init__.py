@@ -60,7 +60,7 @@ examples
   value the tokens of a file exactly, with a report to look at:
     alphatoken score --model_name_or_path MODEL --train_file rows.jsonl --validation_rows 64 \\
         --estimator label --value_parameters all --output_dir values
-  train on a few clean rows of the target first, then on all rows (docs/should-i.md):
+  train on rows with wrong words, by values against a few clean rows (docs/should-i.md):
     alphatoken sft --config laptop-sft --config recommended --model_name_or_path MODEL \\
         --train_file rows.jsonl --validation_file clean.jsonl
   see how far to trust the values on your model:
