@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.standings.values import ONE_STEP
 from tests.both_programs import main
@@ -119,19 +120,23 @@ def test_the_standings_say_what_was_measured() -> None:
     assert max(precision, key=precision.__getitem__) == "walk of 24 steps"
 
 
+def runs_of(grid: str, task: str) -> dict[str, Any]:
+    """Figures of docs/selection.json by method."""
+    grids = json.loads((ROOT / "docs/selection.json").read_text(encoding="utf-8"))["grids"]
+    return {entry["method"]: entry for entry in grids[grid]["tasks"][task]}
+
+
 def test_longer_runs_say_what_was_measured() -> None:
     """Sentences of README, docs/should-i.md and docs/selection.md about hundreds of steps."""
-    grids = json.loads((ROOT / "docs/selection.json").read_text(encoding="utf-8"))["grids"]
 
     def gap(grid: str, task: str, method: str, kind: str = "target") -> dict[str, float]:
-        (entry,) = (e for e in grids[grid]["tasks"][task] if e["method"] == method)
-        found: dict[str, float] = entry["against"][kind]["standard"]
+        found: dict[str, float] = runs_of(grid, task)[method]["against"][kind]["standard"]
         return found
 
     first = [gap("smollm2", "noisy-words", "validation-first")["mean"]]
-    for task in ("words-120", "words-400"):
+    for task, seeds in (("words-120", 1), ("words-400", 3)):
         walk = gap("long", task, "walk")
-        assert walk["seeds"] == 1, "the pages say that there is one seed so far"
+        assert walk["seeds"] == seeds, "the pages say how many seeds there are"
         assert walk["high"] < 0
         assert gap("long", task, "walk", "retention")["high"] < 0
         first.append(gap("long", task, "validation-first")["mean"])
@@ -140,6 +145,31 @@ def test_longer_runs_say_what_was_measured() -> None:
     assert first[-1] > first[0] / 2
     renewed = gap("long", "words-120", "walk-renewed")["mean"]
     assert renewed > gap("long", "words-120", "walk")["mean"] - 0.01
+
+
+def test_what_lasts_on_wrong_words_loses_on_clean_rows() -> None:
+    """Sentences of docs/selection.md, docs/should-i.md and README on the price of walk values."""
+    clean, words = runs_of("long", "clean-120"), runs_of("long", "words-120")
+    walk, first = (
+        clean[name]["against"]["target"]["standard"] for name in ("walk", "validation-first")
+    )
+    assert walk["seeds"] == first["seeds"] == 3
+    assert walk["low"] > 0
+    assert first["low"] < 0 < first["high"]
+    assert words["walk"]["target"] < runs_of("long", "words-400")["standard"]["target"]
+    larger, less = (words[name]["against"]["target"]["standard"] for name in ("walk-80", "walk"))
+    assert abs(larger["mean"] - less["mean"]) < 0.01
+    assert 0 < clean["walk-80"]["against"]["target"]["standard"]["mean"] < walk["mean"]
+
+
+def test_the_recommended_recipe_is_what_was_measured() -> None:
+    """But for the rate of the walk, which is the run's own."""
+    kept = {"policy", "keep_ratio", "estimator", "walk_steps", "objective", "retention"}
+    made = yaml.safe_load((ROOT / "alphatoken/recipes/recommended.yaml").read_text())
+    grid = yaml.safe_load((ROOT / "benchmarks/selection/long.yaml").read_text())
+    measured = {**grid["options"], "keep_ratio": grid["keep_ratio"], **grid["methods"]["walk"]}
+    for name in (*kept, "validation_mode"):
+        assert made[name] == measured[name], name
 
 
 # --- what a newcomer runs ------------------------------------------------------------------------
