@@ -13,7 +13,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_222,
     "certificate": 1_261,
-    "cli": 3_263,
+    "cli": 3_271,
     "corpus": 2_293,
     "data": 2_302,
     "demo": 347,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_400), ("tests", 55_541)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_400), ("tests", 55_571)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

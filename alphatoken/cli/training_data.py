@@ -95,8 +95,8 @@ def check_rows(arguments: Arguments) -> None:
     """Refuse what can be said of the rows without reading them.
 
     Raises:
-        ConfigError: two sources of the training rows, a policy without rows of its own, a Fisher
-            that nothing would read.
+        ConfigError: two sources of the training rows, values or a policy without validation rows, a
+            Fisher that nothing would read.
     """
     check_source(arguments)
     _check_clean_rows(arguments)
@@ -104,17 +104,25 @@ def check_rows(arguments: Arguments) -> None:
 
 
 def _check_clean_rows(arguments: Arguments) -> None:
-    """Check that policy "validation-first" has rows of its own and can train on them."""
-    if arguments.training.policy != "validation-first":
+    """Check that values have validation rows, and that "validation-first" can train on its own."""
+    args, data = arguments.training, arguments.data
+    nothing = data.validation_file is None and data.validation_rows == 0
+    if nothing and args.needs_values and args.objective != "stability":
+        raise ConfigError(
+            "values need a validation dataset",
+            got="no --validation_file, and --validation_rows 0 draws none",
+            remedy="--validation_file FILE, of a few clean rows of the target",
+        )
+    if args.policy != "validation-first":
         return
-    if arguments.data.validation_file is None:
+    if data.validation_file is None:
         raise ConfigError(
             "policy 'validation-first' trains on a few clean rows of the target first",
             got="no --validation_file",
             why="rows drawn from the training rows are no cleaner than those",
             remedy="--validation_file FILE",
         )
-    if (processes := arguments.training.world_size) > 1:
+    if (processes := args.world_size) > 1:
         raise ConfigError(
             "policy 'validation-first' trains in one process",
             got=f"{processes} processes",
