@@ -172,7 +172,11 @@ def _from_batch(batch: Mapping[str, Any]) -> list[Given]:
         if key in batch:
             raise _packed(key)
     mask = batch.get("attention_mask")
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else _rows(mask, ids) != 0
+    numbers = torch.ones_like(ids) if mask is None else _rows(mask, ids)
+    real = numbers != 0
+    for row, (of_row, changed) in enumerate(zip(real, numbers.diff(dim=-1) != 0, strict=True)):
+        if bool((changed & of_row[1:] & of_row[:-1]).any()):
+            raise _packed(f"attention_mask numbers the documents of row {row}")
     labels = batch.get("labels")
     wanted = ids if labels is None else _rows(labels, ids, "labels")
     positions = batch.get("position_ids")

@@ -162,6 +162,15 @@ def test_what_lasts_on_wrong_words_loses_on_clean_rows() -> None:
     assert 0 < clean["walk-80"]["against"]["target"]["standard"]["mean"] < walk["mean"]
 
 
+def test_rows_of_another_source_land_inside_the_interval() -> None:
+    """The sentence of docs/selection.md on functions of the standard library."""
+    apart = runs_of("long", "library-120")["walk"]["against"]["target"]["standard"]
+    known = runs_of("long", "words-120")["walk"]["against"]["target"]["standard"]
+    assert apart["seeds"] == 3
+    assert known["low"] < apart["mean"] < known["high"]
+    assert apart["high"] < 0
+
+
 def test_the_recommended_recipe_is_what_was_measured() -> None:
     """But for the rate of the walk, which is the run's own."""
     kept = {"policy", "keep_ratio", "estimator", "walk_steps", "objective", "retention"}

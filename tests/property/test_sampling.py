@@ -104,6 +104,10 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "a hole": ({"input_ids": ONE, "attention_mask": torch.tensor([[1, 0, 1]])}, "hole"),
     "no label": ({"input_ids": ONE, "labels": ONE * 0 - 100}, "row 0 has no label"),
     "packed": ({"input_ids": ONE, "position_ids": torch.tensor([[0, 1, 0]])}, "packed"),
+    "packed by its mask": (
+        {"input_ids": ONE, "attention_mask": torch.tensor([[1, 1, 2]])},
+        "packed",
+    ),
     "packed for flash": ({"input_ids": ONE, "cu_seq_lens_q": torch.tensor([0, 3])}, "packed"),
 }
 
