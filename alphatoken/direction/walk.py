@@ -30,6 +30,7 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import wide
+from alphatoken.support.progress import Tracker
 
 __all__ = ["LEARNING_RATE", "Reference", "WalkBuilder", "WalkEnd", "walk"]
 
@@ -128,6 +129,7 @@ def walk(
         start = moved.parts()
         weights = {n: part.to(wide(part.dtype), copy=True) for n, part in start.items()}
         stepper = optimizer(weights.values())
+        tracker = Tracker("Walk", steps, None, delay=5.0)  # new walks of a run are short
         for number in range(steps):
             found = gradient(number)
             for name, weight in weights.items():
@@ -135,6 +137,7 @@ def walk(
             stepper.step()
             stepper.zero_grad()
             moved.place(weights)
+            tracker.report(number + 1)
     return {name: weight.to(start[name].dtype) for name, weight in weights.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -17,8 +18,9 @@ ProgressSink = Callable[["Tracker"], object]
 class Tracker:
     """Counts the items of a long computation and reports each on the console or to a callable.
 
-    ``progress`` None prints when stderr is a terminal, True always prints, False is silent, and a
-    callable gets the tracker itself. An exception raised by it passes through.
+    ``progress`` None prints when stderr is a terminal, on the first process of a machine; True
+    always prints, False is silent, and a callable gets the tracker itself. An exception raised by
+    it passes through. Nothing is printed of what ends within ``delay`` seconds.
 
     Attributes:
         label: what is being computed.
@@ -27,9 +29,11 @@ class Tracker:
         noted: something the user should know, or "".
     """
 
-    def __init__(self, label: str, total: int, progress: bool | ProgressSink | None) -> None:
+    def __init__(
+        self, label: str, total: int, progress: bool | ProgressSink | None, delay: float = 0.0
+    ) -> None:
         self.label, self.total, self.done, self.noted = label, total, 0, ""
-        self._progress, self._first, self._printed = progress, 0, ""
+        self._progress, self._first, self._printed, self._delay = progress, 0, "", delay
         self._bar: tqdm[None] | None = None
 
     def resume(self, done: int) -> None:
@@ -47,10 +51,10 @@ class Tracker:
 
     def tell(self, progress: bool | ProgressSink | None) -> None:
         """Call, or print to stderr: a line rewritten on a terminal, one now and then elsewhere."""
-        terminal = sys.stderr.isatty()
+        terminal, first = sys.stderr.isatty(), os.environ.get("LOCAL_RANK", "0") == "0"
         if callable(progress):
             progress(self)
-        elif terminal if progress is None else progress:
+        elif terminal and first if progress is None else progress:
             self._print(seconds=0.1 if terminal else 10.0)
 
     def _print(self, seconds: float) -> None:
@@ -61,6 +65,7 @@ class Tracker:
             self._bar = tqdm(
                 desc=self.label, total=self.total, initial=self._first, unit="",
                 bar_format=_LINE, file=sys.stderr, mininterval=seconds, maxinterval=seconds,
+                delay=self._delay,
             )  # fmt: skip
         self._bar.update(self.done - self._bar.n)
         if self.done >= self.total:

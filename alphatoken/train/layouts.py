@@ -51,8 +51,8 @@ def check_same_weights(accelerator: Any, model: nn.Module) -> None:
     """Check that all processes hold the same weights, before the model is wrapped.
 
     Raises:
-        ConfigError: they do not: a model was made at random by each, or loaded by the first alone
-           .
+        ConfigError: they do not: a model was made at random by each, or loaded by the first
+            alone.
     """
     if accelerator.num_processes == 1 or layout(accelerator) != "fsdp2":
         return

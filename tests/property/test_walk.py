@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from alphatoken.direction.walk import WalkBuilder, walk
 from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError, UnsupportedError
 from alphatoken.oracle import composite, gradients
 from alphatoken.oracle import walk as oracle
+from alphatoken.support.progress import Tracker
 from tests.property.profiles import budget
 from tests.property.setups import Setup, forward_of, label_truth, quiet, setups, smooth
 from tests.property.strategies import make_case
@@ -271,6 +274,27 @@ def test_over_groups_of_parameters_only_the_first_order_adds_up() -> None:
         with quiet():
             parts += scorer.score(CASE.batch).total
     assert float((whole - parts).norm() / whole.norm()) > 1e-3
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_walk_of_many_seconds_shows_its_progress(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal, by the first process."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    Scorer(CASE.model(), CASE.validation, config=config()).score(CASE.batch)
+    assert "Walk" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    now = lambda *given, delay: Tracker(*given, delay=0.0 * delay)  # noqa: E731
+    monkeypatch.setattr("alphatoken.direction.walk.Tracker", now)
+    Scorer(CASE.model(), CASE.validation, config=config()).score(CASE.batch)
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert (f"Walk: {STEPS}/{STEPS} (100%)" in shown) == (rank == "0")
 
 
 # --- when a walk is taken ------------------------------------------------------------------------
