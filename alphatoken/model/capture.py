@@ -45,7 +45,8 @@ __all__ = ["ObservedForward", "Recorder", "record"]
 class ObservedForward:
     """Arguments of one call of the model, and where its scored part began.
 
-    ``hidden`` is the (detached) input of the first scored layer. ``plain`` says that the blocks
+    ``hidden`` is the (detached) input of the first scored layer, ``products`` the dtype of matrix
+    products there, which under autocast is not that of ``hidden``. ``plain`` says that the blocks
     below pass on a bare tensor, so that ``partial_forward.start_at`` can stand in for them.
     ``blocks`` counts the decoder blocks run from there on, ``attended`` holds the numbers of those
     whose attention came to the recorder, ``cached`` says that some of it read keys of a cache.
@@ -54,6 +55,7 @@ class ObservedForward:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     hidden: Tensor | None = None
+    products: torch.dtype | None = None
     plain: bool = False
     blocks: int = 0
     attended: set[int] = field(default_factory=set)
@@ -190,7 +192,11 @@ class Recorder:
         # A block that is used at two depths comes here twice; the graph starts at the first call.
         if self.begun is not None and self.begun.hidden is None:
             hidden = hidden_of(args, kwargs)
-            self.begun.hidden = hidden.detach() if isinstance(hidden, Tensor) else None
+            if isinstance(hidden, Tensor):
+                device = hidden.device.type
+                cast = torch.is_autocast_enabled(device)
+                self.begun.hidden = hidden.detach()
+                self.begun.products = torch.get_autocast_dtype(device) if cast else hidden.dtype
 
     def on_trunk(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Note if blocks pass on a tensor or a tuple around it, after the lowest block ran.

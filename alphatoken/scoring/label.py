@@ -247,9 +247,9 @@ class LabelDerivative:
         """True if the losses of the pass may be a side of a difference."""
         if not self._bases or not self._comparable(seen) or seen.recorder is None:
             return False
-        uses = seen.recorder.linears
         # It may have run under an autocast that is over by now.
-        return all(wide(use.s.dtype) == use.s.dtype for use in uses)
+        products = None if seen.recorder.latest is None else seen.recorder.latest.products
+        return products is None or wide(products) == products
 
 
 _NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}

@@ -14,7 +14,7 @@ from benchmarks.selection.rows import write_rows
 from benchmarks.selection.store import RESULTS, synchronised
 
 HERE = Path(__file__).parent
-FOLDERS = {name: GEMMA3.name if name == "gemma3" else SMOLLM2.name for name in MODELS}
+FOLDERS = {name: GEMMA3.name if "gemma3" in name else SMOLLM2.name for name in MODELS}
 
 
 def main() -> None:

@@ -31,15 +31,10 @@ _WORDS, _MIXED = "noisy-words", "mixed"
 
 HYPOTHESES = (
     Hypothesis("the best 4 of 8 rows, equal tokens", _MIXED, "rows-of-two", "standard"),
-    Hypothesis("the same against 40 steps on all", _MIXED, "rows-of-two", "standard-longer"),
     Hypothesis("Adam's own step in the value", _WORDS, "full-step", "label"),
     Hypothesis("the same over all parameters", _WORDS, "full-step-all", "label"),
-    Hypothesis("Adam's own step, whole responses", _MIXED, "full-step-responses",
-               "label-responses"),
     Hypothesis("retention by the paper's lambda, Fisher", _WORDS, "alphatoken", "adaptation"),
     Hypothesis("clean rows first, then Adam's own step", _WORDS, "after-validation-full-step",
-               "after-validation"),
-    Hypothesis("clean rows first, then rho-1", _WORDS, "after-validation-rho-1",
                "after-validation"),
 )  # fmt: skip
 """In the order of the page."""

@@ -16,10 +16,11 @@ _PLAIN = ("standard", "dpo")
 
 
 def tables(kind: str, *words: str) -> str:
-    """``methods GRID``, ``others GRID...``, ``options GRID`` or ``finding GRID``."""
+    """``methods GRID [TASK...]``, ``others GRID...``, ``options GRID`` or ``finding GRID``."""
     found = load(DOCS / "selection.json")
     if kind == "methods":
-        return _methods(found["grids"][words[0]]["tasks"])
+        tasks = found["grids"][words[0]]["tasks"]
+        return _methods({name: tasks[name] for name in words[1:] or tasks})
     if kind == "others":
         return _others([found["grids"][name] for name in words])
     if kind == "options":
@@ -45,7 +46,7 @@ _KINDS = ("target", "retention")
 
 
 def _others(grids: Sequence[Mapping[str, Any]]) -> str:
-    """A line a grid, task and method."""
+    """A line a grid, task and method, where a task has more than one."""
     rows = [
         (
             f"{grid['model']}, {task}",
@@ -56,6 +57,7 @@ def _others(grids: Sequence[Mapping[str, Any]]) -> str:
         for grid in grids
         for task, entries in grid["tasks"].items()
         for entry in entries
+        if len(entries) > 1
     ]
     return table(("model, task", "method", "target loss", "target", "retention"), rows)
 

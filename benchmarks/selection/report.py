@@ -28,6 +28,8 @@ __all__ = ["MODELS", "in_nats", "over_steps", "write_report"]
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
     "long": "SmolLM2-135M-Instruct, hundreds of steps",
+    "long_lora": "SmolLM2-135M-Instruct, LoRA, hundreds of steps",
+    "long_gemma3": "Gemma 3 270M, hundreds of steps",
     "lora": "SmolLM2-135M-Instruct, LoRA",
     "code": "SmolLM2-135M-Instruct, Python",
     "pairs": "SmolLM2-135M-Instruct, preferences",
@@ -82,7 +84,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         }
         if name == "long":
             draw_over_steps(over_steps(tasks), docs / "selection-steps.svg")
-        elif "-draw" not in name:
+        elif "-draw" not in name and "long" not in name:
             drawn |= {f"{model}: {task}": entries for task, entries in tasks.items()}
         finding = RESULTS / f"finding-{name}.json"
         if finding.exists():
@@ -204,7 +206,7 @@ LASTING = {
     "oracle": "the right words",
     "walk": "values along one walk",
     "validation-first": "clean rows first",
-    "full-step-all": "values along Adam's own step",
+    "rho-1": "loss that clean rows take away",
     "alphatoken": "the paper's values",
 }
 """Methods of the picture over steps, and what it calls them."""

@@ -9,6 +9,8 @@
     pairs            preferences (alpaca_eval), and with 25 % of them flipped
     oracle-*         what of a dirty task is clean: the most that any selection could find
     general          other general instructions than those that retention is measured on
+    long-*           all other rows of the same kinds, for runs of hundreds of steps
+    validation-*     more clean rows, of which the first are those of validation
 
 Every task keeps its target, validation and selection rows clean. Retention is measured on general
 instructions and stories that nothing is trained on.
@@ -85,21 +87,29 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     write_jsonl(folder / "retention.jsonl", [*general["retention"], *_stories(generator)])
     _code(folder, generator)
     _pairs(folder, generator)
-    _long(
-        folder, {row["prompt"] for name in ("validation", "choosing") for row in parts[name]}, seed
-    )
+    held = [*parts["validation"], *parts["choosing"], *target, *general["retention"]]
+    _long(folder, {row["prompt"] for row in held}, parts["validation"], seed)
     _of_library(folder, seed)
 
 
-def _long(folder: Path, held: set[str], seed: int) -> None:
-    """All other rows of the same kind, for runs of hundreds of steps."""
+def _long(folder: Path, held: set[str], validation: Sequence[Row], seed: int) -> None:
+    """All rows that are not held, for runs of hundreds of steps, and more clean ones."""
     generator = random.Random(f"long {seed}")
     drawn = _shuffled(mathematics("train"), generator)
     rows = [row for row in drawn if row["prompt"] not in held]
     words, marks = replaced(rows, DIRT, generator)
+    swapped, _ = exchanged(rows, DIRT, generator)
+    others = [row for row in general_instructions() if row["prompt"] not in held]
+    others = _shuffled(others, generator)[: len(rows) // 2]
+    more = [row for row in mathematics("test") if row["prompt"] not in held]
+    more = [*validation, *_shuffled(more, generator)]
     write_jsonl(folder / "long-clean.jsonl", rows)
     write_jsonl(folder / "long-words.jsonl", words)
     write_jsonl(folder / "long-words-marks.jsonl", marks)
+    write_jsonl(folder / "long-responses.jsonl", swapped)
+    write_jsonl(folder / "long-mixed.jsonl", _shuffled([*rows[: len(others)], *others], generator))
+    for count in (64, 256):
+        write_jsonl(folder / f"validation-{count}.jsonl", more[:count])
 
 
 def _of_library(folder: Path, seed: int) -> None:

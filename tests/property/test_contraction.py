@@ -18,7 +18,7 @@ from tests.property.tolerance import close
 def loop_values(case: ContractionCase, integers: bool) -> tuple[Tensor, Tensor]:
     """<delta_t (x) x_t, M> and the sum of its absolute terms, one token a time."""
     f = case.factors(integers=integers)
-    value = torch.zeros(case.b, case.t, dtype=torch.float64)
+    value = torch.zeros(case.b, case.t, dtype=torch.float64, device=case.device)
     scale = torch.zeros_like(value)
     for b in range(case.b):
         for t in range(case.t):
@@ -30,7 +30,7 @@ def loop_values(case: ContractionCase, integers: bool) -> tuple[Tensor, Tensor]:
 def loop_gram(case: ContractionCase, integers: bool) -> tuple[Tensor, Tensor]:
     """Sum over validation tokens of <delta_t (x) x_t, delta_v (x) x_v>."""
     f = case.factors(integers=integers)
-    value = torch.zeros(case.b, case.t, dtype=torch.float64)
+    value = torch.zeros(case.b, case.t, dtype=torch.float64, device=case.device)
     scale = torch.zeros_like(value)
     for b in range(case.b):
         for t in range(case.t):
