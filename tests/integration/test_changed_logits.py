@@ -116,24 +116,6 @@ def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
             observed.values(logits * (1 + 20 * limit), BATCH["labels"])
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_forward_under_autocast_may_round_as_16_bits_do(autocast: bool) -> None:
-    """Without a scored linear too: label values over all parameters record none."""
-    model = model_of().float().eval()
-    scorer = scorer_for(model, "label", parameters="all", derivative="forward_mode")
-    rounded = 1 + 0.2 * rounding_tolerance(torch.bfloat16)
-    # As accelerate does: autocast is entered inside the call, after the model's own hooks.
-    forward, model.forward = model.forward, torch.autocast("cpu", enabled=autocast)(model.forward)
-    with scorer.observe() as observed:
-        logits = model(**inputs(BATCH)).logits * rounded
-        model.forward = forward
-        if autocast:
-            assert observed.values(logits, BATCH["labels"]).total.any()
-            return
-        with pytest.raises(InputError, match="mean loss"):
-            observed.values(logits, BATCH["labels"])
-
-
 def test_under_dropout_another_forward_is_known_by_its_graph() -> None:
     """The losses of two forwards differ there anyway."""
     model = model_of().train()

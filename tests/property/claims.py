@@ -296,6 +296,7 @@ test_head_tangents | | (autograd through loops) | exact
 test_own_forward | | (logits of a whole forward) | exact
 test_logits_changed_in_place | | (the logits as they were left) | exact
 test_scores_of_another_forward | | (a refusal) | exact
+test_losses_that_autocast_rounded | | (a refusal) | exact
 test_losses_asked_twice | | (cross-entropy of the logits) | exact
 test_gradient_and_tangent_of_token_losses | | (autograd through loops) | exact
 test_sft_loss | | (loops) | exact

@@ -1293,6 +1293,21 @@ OWN = (
         ),
     ),
     mutant(
+        "products-of-autocast-taken-for-wide",
+        "what autocast rounds is taken for as exact as the hidden states",
+        (
+            "model.capture.Recorder.on_first_block",
+            "cast = torch.is_autocast_enabled(device)",
+            "cast = False",
+        ),
+        claim(
+            test_head.test_losses_that_autocast_rounded,
+            "llama",
+            examples=1,
+            needs=("transformers",),
+        ),
+    ),
+    mutant(
         "tangent-of-a-bias-forgotten",
         "a linear of which only the weight moves takes its bias for fixed",
         (

@@ -21,7 +21,7 @@ from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model import head
 from alphatoken.model import response_losses as response_losses_module
 from alphatoken.model.batch import read_batch, token_losses
-from alphatoken.model.head import is_plain_head, watched_head
+from alphatoken.model.head import is_plain_head, rounding_tolerance, watched_head
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.oracle import gradients
@@ -314,6 +314,28 @@ def test_scores_of_another_forward(name: str) -> None:
             except InputError:
                 refused = True
             assert refused, "logits of another forward were valued"
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_losses_that_autocast_rounded(name: str) -> None:
+    """Label values over all parameters take losses that autocast rounded in the observed pass."""
+    model = built(name).float().eval()
+    options = {"parameters": "all", "derivative": "forward_mode", "layers": "all"}
+    scorer = Scorer(model, VALIDATION, None, ScorerConfig(estimator="label", **options))
+    change = 1 + 0.2 * rounding_tolerance(torch.bfloat16)
+    forward = model.forward
+    for cast in (False, True):
+        # As accelerate does: autocast is entered inside the call, after the model's own hooks.
+        model.forward = torch.autocast("cpu", enabled=cast)(forward)
+        with scorer.observe() as seen:
+            logits = model(**INPUTS).logits * change
+            model.forward = forward
+            refused = False
+            try:
+                seen.values(logits, BATCH["labels"])
+            except InputError:
+                refused = True
+            assert refused is not cast, "a pass under autocast is known by its rounding"
 
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:
