@@ -155,6 +155,12 @@ class Recorder:
         return self.forward or self.begun
 
     @property
+    def products(self) -> list[torch.dtype]:
+        """Dtypes of products of the pass: of its scored linears, then as its first layer began."""
+        began = None if self.latest is None else self.latest.products
+        return [*(use.s.dtype for use in self.linears), *([] if began is None else [began])]
+
+    @property
     def execution(self) -> int:
         """Number of the decoder-block call that runs; the first scored layer is number 1."""
         return 0 if self.begun is None else self.begun.blocks

@@ -248,8 +248,7 @@ class LabelDerivative:
         if not self._bases or not self._comparable(seen) or seen.recorder is None:
             return False
         # It may have run under an autocast that is over by now.
-        products = None if seen.recorder.latest is None else seen.recorder.latest.products
-        return products is None or wide(products) == products
+        return all(wide(dtype) == dtype for dtype in seen.recorder.products)
 
 
 _NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}

@@ -114,8 +114,7 @@ class Pass:
         mask = self.batch.mask
         own, other = losses.detach()[mask].double(), again.detach()[mask].double()
         # Products of an observed pass under autocast are narrow, whatever the losses are.
-        products = None if recorder.latest is None else recorder.latest.products
-        dtypes = (again.dtype, products or again.dtype)
+        dtypes = {again.dtype, *recorder.products[:1]}
         tolerance = tolerance or max(rounding_tolerance(dtype) for dtype in dtypes)
         if not float((own - other).norm()) <= tolerance * (float(other.norm()) + len(own) ** 0.5):
             raise foreign_scores(
