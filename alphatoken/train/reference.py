@@ -1,26 +1,16 @@
-"""Second models, which read the trained model's tokens: loaded, or refused for other ones."""
+"""Second models must read the trained model's tokens: those of other ones are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.given_rows import tokenizer_of
-from alphatoken.train.loading import (
-    find_parts,
-    has_tokenizer,
-    limits_of,
-    load_causal_model,
-    load_tokenizer,
-)
+from alphatoken.train.loading import has_tokenizer, limits_of, load_tokenizer
 
-__all__ = ["check_reference", "check_tokens", "load_reference"]
+__all__ = ["check_reference", "check_tokens"]
 
 _REMEDY = "a reference of the same family and vocabulary; ref_model=None copies the trained model"
 
@@ -87,33 +77,3 @@ def check_reference(given: Mapping[str, Any]) -> None:
         except ModelError:  # what is there cannot be read: nothing is known of it
             pass
     check_tokens(own, rows, other, held)
-
-
-def load_reference(
-    name: str | Path,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: str | torch.dtype = "float32",
-    tokenizer: Any = None,
-) -> nn.Module:
-    """A causal language model without gradients, in evaluation mode.
-
-    A folder with a PEFT adapter gives its base model with the adapter merged.
-
-    Args:
-        name: folder, or name on the hub.
-        device: where it runs; need not be the trained model's.
-        dtype: of its weights: "bfloat16" halves the memory of "float32".
-        tokenizer: of the model that is trained; None compares nothing.
-
-    Raises:
-        ModelError: it cannot be loaded, or its tokenizer.
-        ConfigError: it reads other tokens.
-    """
-    parts = find_parts(name)
-    model: Any = load_causal_model(parts.model, adapter=parts.adapter, device=device, dtype=dtype)
-    if tokenizer is not None:
-        other = load_tokenizer(parts.tokenizer)
-        check_tokens(tokenizer, model.get_input_embeddings().weight.shape[0], other)
-    merged: nn.Module = model if parts.adapter is None else model.merge_and_unload()
-    return merged.eval().requires_grad_(False)

@@ -21,9 +21,9 @@ from alphatoken.support.progress import Tracker
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicyStage
-from alphatoken.train.reference import load_reference
 from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.static import measure_losses, model_losses, static_pass
+from alphatoken_lab.methods.static_mask import second_model
 from alphatoken_lab.methods.token_table import TokenTable
 from tests.integration import subjects
 from tests.integration import tiny_training as tiny
@@ -54,8 +54,9 @@ def stage(folder: Path, rows: Any, model: Any, **changes: Any) -> PolicyStage:
 
 def test_a_reference_in_bfloat16(tmp_path: Path) -> None:
     folder, tokenizer = subjects.model_folder(), subjects.tokenizer()
-    exact = load_reference(folder, tokenizer=tokenizer)
-    narrow = load_reference(folder, dtype="bfloat16", tokenizer=tokenizer)
+    beside = stage(tmp_path, [], tiny.model(), tokenizer=tokenizer)
+    exact = second_model(beside, folder, "rho_1")
+    narrow = second_model(beside, folder, "rho_1", "bfloat16")
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
     for model in (exact, narrow):
         assert not model.training
@@ -72,15 +73,17 @@ def test_a_reference_in_bfloat16(tmp_path: Path) -> None:
 
 def test_reference_models_that_do_not_fit(tmp_path: Path) -> None:
     folder, other = subjects.model_folder(), tiny.tokenizer()
+    bare = stage(tmp_path, [], tiny.model())
+    beside = stage(tmp_path, [], tiny.model(), tokenizer=other)
     with pytest.raises(ConfigError, match="no row for some tokens|are not the trained model's"):
-        load_reference(folder, tokenizer=other)
+        second_model(beside, folder, "rho_1")
     with pytest.raises(ModelError, match="no such model folder"):
-        load_reference(tmp_path / "absent")
+        second_model(bare, str(tmp_path / "absent"), "rho_1")
     tiny.model().save_pretrained(tmp_path / "bare")
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
-        load_reference(tmp_path / "bare", tokenizer=other)
+        second_model(beside, str(tmp_path / "bare"), "rho_1")
     other.save_pretrained(tmp_path / "bare")
-    assert load_reference(tmp_path / "bare", tokenizer=other) is not None
+    assert second_model(beside, str(tmp_path / "bare"), "rho_1") is not None
 
 
 # --- killed and resumed ---------------------------------------------------------------------------

@@ -4,7 +4,7 @@
   ``stm``, ``xtf`` (``attention_received``, ``attribution``, ``otsu``), ``token_cleaning`` and its
   rounds ``self_evolving``, ``sstoken``, ``flow``; masks that were fixed before: ``static_mask``.
 - From continuations of the model, once: ``cft``.
-- From a second model (``alphatoken.train.reference``): ``rho_1``, ``token_cleaning``, ``sepo``.
+- From a second model (``second_model``): ``rho_1``, ``token_cleaning``, ``sepo``.
 - From the training forward alone: ``talr``, ``dft``, ``eaft``, ``confpo``; of pairs
   (``preference``): ``ti_dpo``.
 - Rows rather than tokens: ``less``, by gradients of a warmed-up LoRA (``lora_warmup``,

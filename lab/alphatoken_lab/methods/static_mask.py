@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
+from alphatoken.train.loading import find_parts, load_causal_model, load_tokenizer
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
-from alphatoken.train.reference import load_reference
+from alphatoken.train.reference import check_tokens
 from alphatoken_lab.methods.static import keep_best, require_selection
 from alphatoken_lab.methods.token_table import TokenTable
 
@@ -117,15 +118,18 @@ def second_model(
 ) -> Any:
     """A model that a policy scores with, without gradients, on the trained model's device.
 
+    A folder with a PEFT adapter gives its base model with the adapter merged.
+
     Args:
         stage: of the run.
         given: a folder, a name on the hub, or the model itself.
         policy: whose it is.
-        dtype: of its weights, if it is loaded; None takes the trained model's.
+        dtype: of its weights, if it is loaded: "bfloat16" halves the memory of "float32"; None
+            takes the trained model's.
 
     Raises:
         ConfigError: there is none, or it reads other tokens.
-        ModelError: it cannot be loaded.
+        ModelError: it cannot be loaded, or its tokenizer.
     """
     if given is None:
         raise ConfigError(
@@ -137,5 +141,12 @@ def second_model(
     own = next(stage.model.parameters())
     if isinstance(given, nn.Module):
         return given.to(own.device).eval().requires_grad_(False)
-    wanted = own.dtype if dtype is None else dtype
-    return load_reference(given, device=own.device, dtype=wanted, tokenizer=stage.tokenizer)
+    parts, wanted = find_parts(given), own.dtype if dtype is None else dtype
+    model: Any = load_causal_model(
+        parts.model, adapter=parts.adapter, device=own.device, dtype=wanted
+    )
+    if stage.tokenizer is not None:
+        rows = model.get_input_embeddings().weight.shape[0]
+        check_tokens(stage.tokenizer, rows, load_tokenizer(parts.tokenizer))
+    merged: nn.Module = model if parts.adapter is None else model.merge_and_unload()
+    return merged.eval().requires_grad_(False)
