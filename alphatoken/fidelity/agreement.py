@@ -8,6 +8,7 @@ Kept are the first ``ceil(ratio n)`` of all tokens in one pool.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,8 @@ def agreement(
     seed: int = 0,
 ) -> dict[str, Estimate]:
     """Agreement of ``values`` with ``truth`` in ranks and kept tokens, with intervals over rows."""
-    ours, theirs = kept(values, ratio), kept(truth, ratio)
-
-    def estimate(statistic: Any, *columns: NDArray[Any]) -> Estimate:
-        return bootstrap(statistic, *columns, groups=rows, seed=seed)
-
+    estimate = partial(bootstrap, groups=rows, seed=seed)
     return {
         "spearman": estimate(spearman, values, truth),
-        "overlap": estimate(overlap, ours, theirs),
+        "overlap": estimate(overlap, kept(values, ratio), kept(truth, ratio)),
     }

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,10 +140,7 @@ def changes(
     ``|K(w) xor K(v)| / n``, the share of ``sign w != sign v``, ``||w - v|| / ||v||`` and Spearman's
     correlation; intervals are over rows.
     """
-
-    def estimate(statistic: Any, *columns: NDArray[Any]) -> Estimate:
-        return bootstrap(statistic, *columns, groups=rows, seed=seed)
-
+    estimate = partial(bootstrap, groups=rows, seed=seed)
     return {
         "decisions_changed": estimate(np.mean, kept(values, ratio) != kept(truth, ratio)),
         "signs_changed": estimate(np.mean, np.sign(values) != np.sign(truth)),

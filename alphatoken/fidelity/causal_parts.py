@@ -100,9 +100,11 @@ def causal_columns(
             )
 
         own, every = errors("direct", "both").direct, errors("path", "both").direct
-        exact = [_difference(a, b) for a, b in zip(every, own, strict=True)]
         columns = {
-            "exact": exact,
+            "exact": [
+                whole if whole is None or part is None else whole - part
+                for whole, part in zip(every, own, strict=True)
+            ],
             "hop": errors("same_layer_hop", "causal").causal,
             "near": errors("alphatoken", "causal", window).causal,
             "value": errors("alphatoken", "causal").causal,
@@ -129,12 +131,6 @@ def causal_columns(
                 "longer": first.direct - first.causal,
             }
     return found
-
-
-def _difference(whole: Tensor | None, own: Tensor | None) -> Tensor | None:
-    if whole is None or own is None:
-        return whole
-    return whole - own
 
 
 def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:

@@ -153,7 +153,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     own = [words[row][at] for row, at in zip(valued.belongs, valued.position, strict=True)]
     texts = [_text_of(valued, subject, options, place) for place in shown]
     tokens = _tokens_table(valued, own, shown)
-    kinds, shares = _kinds_table(valued, own), _shares_table(valued)
+    kinds = Table.of("heatmap-kinds", "Kinds of tokens", kinds_of(valued, own))
+    shares = _shares_table(valued)
     drawn = [heatmap_figure(text, _row_table(tokens, text.row)) for text in texts]
     return conclude(
         "heatmap",
@@ -244,10 +245,6 @@ def _tokens_table(valued: Valued, words: Sequence[str], shown: Sequence[int]) ->
 def _row_table(tokens: Table, row: int) -> Table:
     rows = tuple(cells for cells in tokens.rows if cells[0] == row)
     return Table(f"heatmap-row-{row}", f"Tokens of row {row}", tokens.columns, rows, tokens.note)
-
-
-def _kinds_table(valued: Valued, words: Sequence[str]) -> Table:
-    return Table.of("heatmap-kinds", "Kinds of tokens", kinds_of(valued, words))
 
 
 def _shares_table(valued: Valued) -> Table:

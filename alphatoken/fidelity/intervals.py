@@ -133,20 +133,14 @@ def _resamples(
     draws: int,
     generator: np.random.Generator,
 ) -> list[NDArray[np.int64]]:
-    members = _members(groups)
+    labels = np.asarray([] if groups is None else groups)
+    members = [np.flatnonzero(labels == group) for group in np.unique(labels)]
     if len(members) < FEWEST:
         return [generator.integers(0, count, count) for _ in range(draws)]
     return [
         np.concatenate([members[i] for i in generator.integers(0, len(members), len(members))])
         for _ in range(draws)
     ]
-
-
-def _members(groups: Sequence[int] | NDArray[np.int64] | None) -> list[NDArray[np.int64]]:
-    if groups is None:
-        return []
-    labels = np.asarray(groups)
-    return [np.flatnonzero(labels == group) for group in np.unique(labels)]
 
 
 def percent(share: Estimate) -> str:

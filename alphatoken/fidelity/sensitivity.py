@@ -71,14 +71,16 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     found = {
         setting: _sweep(own, setting, tried) for setting, tried in _tried(own, options).items()
     }
-    if _retains(own):
+    if own.retention is not None and bool(np.abs(own.values["stability"]).max() > 0):
         gain, keep = own.values["adaptation"], own.values["stability"]
         default = subject.config.stability_weight
         found["lambda"] = [
             _compared(own, weight, own.total if weight == default else gain + weight * keep)
             for weight in sorted({*options.weights, default})
         ]
-        balance = abs(default) * _balance(own)
+        direction = own.scorer.direction
+        sizes = _norm(direction.stability or {}), _norm(direction.adaptation)
+        balance = abs(default) * sizes[0] / sizes[1]
         own.notes.append(f"||lambda V|| / ||G|| over all scored weights: {balance:.3g}.")
     settings = _settings_table(found)
     return conclude(
@@ -94,17 +96,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 
 # --- what is tried -------------------------------------------------------------------------------
-
-
-def _retains(own: OwnValues) -> bool:
-    """True if lambda multiplies anything."""
-    return own.retention is not None and bool(np.abs(own.values["stability"]).max() > 0)
-
-
-def _balance(own: OwnValues) -> float:
-    """``||V|| / ||G||`` over all scored weights."""
-    direction = own.scorer.direction
-    return _norm(direction.stability or {}) / _norm(direction.adaptation)
 
 
 def _tried(own: OwnValues, options: Options) -> dict[str, dict[object, ScorerConfig]]:

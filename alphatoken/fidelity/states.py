@@ -16,25 +16,9 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.progress import Tracker
 
-__all__ = ["PooledStates", "States", "TokenStates", "pooled_states", "token_states"]
+__all__ = ["PooledStates", "TokenStates", "pooled_states", "token_states"]
 
 Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class States:
-    """Results of one forward.
-
-    Attributes:
-        read: (b, t, d) what the output head reads, which is after the final norm; the last
-            block's output where no module of the model makes the logits.
-        losses: (b, t) loss of every response token, 0 elsewhere.
-        has_head: whether such a module was found.
-    """
-
-    read: Tensor
-    losses: Tensor
-    has_head: bool
 
 
 @dataclass(frozen=True)
@@ -45,7 +29,7 @@ class TokenStates:
         states: (n, d) what the head reads where the token is predicted.
         losses: (n,) its loss.
         ids: (n,) its id.
-        has_head: as in ``States``.
+        has_head: whether a module that makes the logits was found.
     """
 
     states: Numbers
@@ -62,7 +46,7 @@ class PooledStates:
         states: (n, d) mean of what the head reads over all tokens that are no padding.
         losses: (n,) summed loss of the response tokens.
         tokens: (n,) how many there are.
-        has_head: as in ``States``.
+        has_head: as in ``TokenStates``.
     """
 
     states: Numbers
@@ -72,11 +56,15 @@ class PooledStates:
 
 
 @torch.no_grad()
-def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> States:
+def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Tensor, bool]:
     """Run the model once, dropout off, and look on; nothing of it is changed.
 
     The head is found as the last module outside the blocks that maps the width of the blocks to
     that of the logits: no adapter has to name it.
+
+    Returns:
+        (b, t, d) what the head reads, which is after the final norm, or the last block's output
+        where no head was found; (b, t) loss of every response token, 0 elsewhere; whether it was.
     """
     blocks = adapter.layers()
     inside = {module for block in blocks for module in block.modules()}
@@ -104,19 +92,19 @@ def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> States:
     wanted = (hidden.shape[-1], logits.shape[-1])
     found = [entry for entry, width in heads if (entry.shape[-1], width) == wanted]
     losses = token_losses(logits, batch.labels)
-    return States(found[-1] if found else hidden, losses, bool(found))
+    return found[-1] if found else hidden, losses, bool(found)
 
 
 def _batches_of(
     model: nn.Module, batches: Sequence[dict[str, Tensor]], tracker: Tracker
-) -> Iterator[tuple[LabelledBatch, States]]:
+) -> Iterator[tuple[LabelledBatch, Tensor, Tensor, bool]]:
     adapter = find_adapter(model)
     device = next(model.parameters()).device
     rows = 0
     for batch in batches:
         moved = {name: tensor.to(device) for name, tensor in batch.items()}
         checked = read_batch(moved, max_length=adapter.max_positions())
-        yield checked, states_of(adapter, checked)
+        yield checked, *states_of(adapter, checked)
         rows += len(checked.labels)
         tracker.report(rows)
 
@@ -129,12 +117,11 @@ def token_states(
     The contextual embedding of a token as its loss sees it: it holds the prefix, not the token.
     """
     states, losses, ids, has_head = [], [], [], True
-    for batch, found in _batches_of(model, batches, tracker):
-        predicting = to_label_position(batch.mask)
-        states.append(_numbers(found.read[predicting]))
-        losses.append(_numbers(found.losses[batch.mask]))
+    for batch, read, lost, found in _batches_of(model, batches, tracker):
+        states.append(_numbers(read[to_label_position(batch.mask)]))
+        losses.append(_numbers(lost[batch.mask]))
         ids.append(batch.labels[batch.mask].cpu().numpy())
-        has_head = has_head and found.has_head
+        has_head = has_head and found
     return TokenStates(
         np.concatenate(states), np.concatenate(losses), np.concatenate(ids), has_head
     )
@@ -145,14 +132,14 @@ def pooled_states(
 ) -> PooledStates:
     """Mean state of each row at the head's input, in float64; padding cannot reach it."""
     states, losses, tokens, has_head = [], [], [], True
-    for batch, found in _batches_of(model, batches, tracker):
+    for batch, read, lost, found in _batches_of(model, batches, tracker):
         attention = batch.inputs.get("attention_mask")
         real = torch.ones_like(batch.mask) if attention is None else attention != 0
-        wide = found.read.double().masked_fill(~real.unsqueeze(-1), 0.0)
+        wide = read.double().masked_fill(~real.unsqueeze(-1), 0.0)
         states.append(_numbers(wide.sum(1) / real.sum(1, keepdim=True)))
-        losses.append(_numbers(found.losses.sum(1)))
+        losses.append(_numbers(lost.sum(1)))
         tokens.append(_numbers(batch.mask.sum(1)))
-        has_head = has_head and found.has_head
+        has_head = has_head and found
     return PooledStates(
         np.concatenate(states), np.concatenate(losses), np.concatenate(tokens), has_head
     )

@@ -20,6 +20,7 @@ from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.fidelity.stepping import fine_tuned, usual_rate
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.report.examples import COMPONENTS
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 
@@ -204,7 +205,7 @@ class Subject:
         tracker, done = self.tracker(label or f"Values, {scorer.config.estimator}", len(rows)), 0
         for batch in self.batches(rows):
             values = scorer.score(batch)
-            for key in _PARTS:
+            for key in (component.key for component in COMPONENTS):
                 part: Tensor | None = getattr(values, key)
                 if part is not None:
                     flat = part.detach()[values.mask].cpu().double().numpy()
@@ -339,14 +340,3 @@ class Subject:
                 why=why,
                 remedy="give more or longer rows, or a larger --tokens",
             )
-
-
-_PARTS = (
-    "total",
-    "adaptation",
-    "stability",
-    "adaptation_direct",
-    "adaptation_causal",
-    "stability_direct",
-    "stability_causal",
-)

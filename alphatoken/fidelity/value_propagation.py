@@ -204,7 +204,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             remedy="rows with two or more response tokens, and a window of at least 1",
         )
     pairs = PairCounts.total(counted.values())
-    clear = _layers_with_self_rule(subject, layers)
+    depth = len(subject.adapter.layers())
+    # Those above which every layer has a self-only rule, as the self-only backward needs.
+    clear = [n for n in layers if not mixers_without_rule(subject.adapter, range(n, depth))]
     shares = _shares(subject, rows, clear)
     figures = [density_figure("density", pairs, "The causal-window pairs")]
     notes = _notes(subject, pairs, looked_at, others, layers, set(layers) - set(clear))
@@ -225,12 +227,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         notes=notes,
         settings={"pairs": options.pairs, "head_reduction": "per_head"},
     )
-
-
-def _layers_with_self_rule(subject: Subject, layers: Sequence[int]) -> list[int]:
-    """Those above which every layer has a self-only rule, as the self-only backward needs."""
-    depth = len(subject.adapter.layers())
-    return [n for n in layers if not mixers_without_rule(subject.adapter, range(n, depth))]
 
 
 def _shares(subject: Subject, rows: Sequence[Example], layers: Sequence[int]) -> Table:
