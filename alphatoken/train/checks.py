@@ -78,8 +78,13 @@ def check_given(
         ConfigError: names what is missing.
     """
     if policy is not None:
-        if has_pass(policy):
-            _check_policy_given(policy, validation)
+        if has_pass(policy) and policy.needs.validation and not validation:
+            raise ConfigError(
+                f"policy '{policy.name}' needs a validation dataset",
+                got="validation_dataset=None",
+                why="it chooses what serves those rows",
+                remedy="pass validation_dataset=..., or validation_file on the command line",
+            )
         return
     if not args.needs_values:
         return
@@ -234,16 +239,6 @@ def chosen_from_packed(policy: TokenPolicy) -> ConfigError:
         why="a packed row holds several samples",
         remedy="packing=False",
     )
-
-
-def _check_policy_given(policy: TokenPolicy, validation: bool) -> None:
-    if policy.needs.validation and not validation:
-        raise ConfigError(
-            f"policy '{policy.name}' needs a validation dataset",
-            got="validation_dataset=None",
-            why="it chooses what serves those rows",
-            remedy="pass validation_dataset=..., or validation_file on the command line",
-        )
 
 
 def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy) -> None:

@@ -202,11 +202,9 @@ def is_longer(prompt: Any, tokenizer: Any, limit: int) -> bool:
 # --- records in TRL's forms --------------------------------------------------------------------
 
 
-def preference_records(
-    pairs: Iterable[Pair], *, chat: bool, separator: str = "\n", end: str = ""
-) -> list[dict[str, Any]]:
+def preference_records(pairs: Iterable[Pair], *, chat: bool, end: str = "") -> list[dict[str, Any]]:
     """Pairs as records ``prompt``, ``chosen``, ``rejected`` for TRL's ``DPOTrainer``."""
-    write = messages_of if chat else (lambda turns: _plain(turns, separator, end))
+    write = messages_of if chat else (lambda turns: _plain(turns, end))
     answer = messages_of if chat else (lambda turns: "\n".join(turn.text for turn in turns))
     return [
         {
@@ -218,5 +216,5 @@ def preference_records(
     ]
 
 
-def _plain(turns: Sequence[Turn], separator: str, end: str) -> str:
-    return "".join(turn.text + (end if turn.role == "assistant" else separator) for turn in turns)
+def _plain(turns: Sequence[Turn], end: str) -> str:
+    return "".join(turn.text + (end if turn.role == "assistant" else "\n") for turn in turns)

@@ -34,14 +34,12 @@ class Ranks:
     Attributes:
         rank: number of this process.
         world: number of processes.
-        main: whether it is the first.
         device: of this process's tensors.
     """
 
     def __init__(self, accelerator: Any = None) -> None:
         self.rank: int = 0 if accelerator is None else accelerator.process_index
         self.world: int = 1 if accelerator is None else accelerator.num_processes
-        self.main = self.rank == 0
         self.device = torch.device("cpu") if accelerator is None else accelerator.device
 
     def sum_gradients(

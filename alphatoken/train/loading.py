@@ -33,7 +33,6 @@ __all__ = [
     "load_causal_model",
     "load_or_refuse",
     "load_tokenizer",
-    "load_with_tokenizer",
     "no_progress_bar",
     "rows_tokenizer",
 ]
@@ -265,15 +264,6 @@ def rows_tokenizer(args: Any, tokenizer: Any) -> Any:
         known = own.get_vocab()
         own.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
     return own
-
-
-def load_with_tokenizer(name: str | Path) -> tuple[nn.Module, Any]:
-    """A causal language model, as ``load_causal_model`` gives it, and its tokenizer.
-
-    Raises:
-        ModelError: one of them is missing or unreadable.
-    """
-    return load_causal_model(name), load_tokenizer(name)
 
 
 def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: a file cannot be read or flushed.
         DataError: the manifest itself could not be written.
     """
-    files = {name: _entry(folder / name) for name in _files(folder)}
+    own = (p for p in sorted(folder.rglob("*")) if p.is_file() and p != folder / MANIFEST)
+    files = {path.relative_to(folder).as_posix(): _entry(path) for path in own}
     write_json(folder / MANIFEST, {**asdict(manifest), "files": files})
 
 
@@ -261,12 +262,6 @@ def require_same_run(
             f"not as before ({'; '.join(noted.values())}): the run goes on, and may differ by "
             "rounding (and by draws of dropout) from the one that it would have been"
         )
-
-
-def _files(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != folder / MANIFEST:
-            yield path.relative_to(folder).as_posix()
 
 
 def _entry(path: Path) -> dict[str, Any]:

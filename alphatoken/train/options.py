@@ -109,10 +109,6 @@ class AlphaOptions(AlphaFields):
                 got="retention='none'",
                 remedy="retention='diagonal', 'kronecker' or 'data'",
             )
-        self._check_retained()
-        self._check_unit()
-
-    def _check_retained(self) -> None:
         if self.estimator == WALK and self.retention != "none" and self.objective != "adaptation":
             raise ConfigError(
                 "a walk has no stability side",
@@ -120,6 +116,7 @@ class AlphaOptions(AlphaFields):
                 why="it is steps on the validation rows, and V would take no part",
                 remedy="retention='none', objective='adaptation', or estimator='label'",
             )
+        self._check_unit()
 
     @property
     def direction_lasts(self) -> int | None:

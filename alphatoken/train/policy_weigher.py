@@ -149,10 +149,11 @@ class PolicyWeigher:
         trainer = self._trainer
         if self._divisor != "kept" or num_items is None:
             return [_Plan()] * len(samples)
-        batches = [
-            self._batch_before_forward(trainer.read_micro_batch(sample, Carried(index), num_items))
-            for index, sample in enumerate(samples)
-        ]
+        batches = []
+        for index, sample in enumerate(samples):
+            batch = trainer.read_micro_batch(sample, Carried(index), num_items)
+            zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)
+            batches.append(self._policy_batch(batch, log_probs=zeros))
         counts = [self.policy.kept_tokens(batch) for batch in batches]
         known = [count.double() for count in counts if count is not None]
         # One batch that cannot be counted leaves the step uncounted, on every process.
@@ -164,16 +165,12 @@ class PolicyWeigher:
             kept = trainer.accelerator.gather(kept.float().reshape(1)).sum().double()
         return [_Plan(kept, batch.columns) for batch in batches]
 
-    def _batch_before_forward(self, batch: MicroBatch) -> PolicyBatch:
-        """The micro-batch as the policy sees it to count; its log-probabilities are 0."""
-        zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)
-        return self._policy_batch(batch, log_probs=zeros)
-
     def _policy_batch(self, batch: MicroBatch, **of_the_forward: Any) -> PolicyBatch:
-        """The micro-batch as the policy sees it, with what the forward gave."""
-        columns = batch.planned(_Plan).columns
+        """The micro-batch as the policy sees it: columns of the static pass, and the forward's."""
+        columns, names = batch.planned(_Plan).columns, self.policy.needs.columns
         if columns is None:
-            columns = self._static_columns(batch)
+            known = self._columns if names else None
+            columns = {} if known is None else known.columns_of(batch.inputs, batch.mask, names)
         return PolicyBatch(
             inputs=batch.inputs,
             labels=batch.labels,
@@ -183,12 +180,6 @@ class PolicyWeigher:
             step=self._trainer.state.global_step,
             **of_the_forward,
         )
-
-    def _static_columns(self, batch: MicroBatch) -> Mapping[str, Tensor]:
-        """Columns of the static pass for this micro-batch's tokens, by name."""
-        if self._columns is None or not self.policy.needs.columns:
-            return {}
-        return self._columns.columns_of(batch.inputs, batch.mask, self.policy.needs.columns)
 
     @property
     def _divisor(self) -> str:

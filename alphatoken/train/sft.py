@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,10 +122,9 @@ class LabelledRows(AlphaTrainerMixin):
 
         That is so where their forms differ: prompt and completion here, plain text or chats there.
         """
-        rows = plain_rows(self.train_dataset)
-        if not hasattr(rows, "__len__"):
+        trained = list(self._first_labels())
+        if not trained:
             return
-        trained = [self.labels_of(rows[i]) for i in range(min(len(rows), _COMPARED))]
         (ours, whole), (theirs, all_of_them) = (_labelled(x) for x in (held[:_COMPARED], trained))
         if abs(whole - all_of_them) > _APART:
             warn_caller(
@@ -134,6 +133,12 @@ class LabelledRows(AlphaTrainerMixin):
                 "training does not have. Give validation rows the form of the training rows",
                 AlphaTokenWarning,
             )
+
+    def _first_labels(self) -> Iterator[torch.Tensor]:
+        """Labels of the first training rows, one after the other; none of a stream."""
+        rows = plain_rows(self.train_dataset)
+        count = min(len(rows), _COMPARED) if hasattr(rows, "__len__") else 0
+        return (self.labels_of(rows[i]) for i in range(count))
 
     def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
         """The tokens before the first response token of each row."""
@@ -210,14 +215,6 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
             dataset, self.processing_class, self.args, False, self._formatting_func, name
         )
 
-    def _trains_on_all(self) -> bool:
-        """True if the first training rows have no token without a label; of a stream not known."""
-        rows = plain_rows(self.train_dataset)
-        if not hasattr(rows, "__len__"):
-            return False
-        first = (self.labels_of(rows[i]) for i in range(min(len(rows), _COMPARED)))
-        return all(bool((labels != IGNORE).all()) for labels in first)
-
     def _labels_of_prepared(self, row: Mapping[str, Any]) -> list[int]:
         """Labels of a prepared row, of its completion alone where it has one.
 
@@ -232,7 +229,8 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """Tokenised rows that have a response; labelled whole beside rows that train whole."""
         prepared = plain_rows(self.tokenised(dataset, name))
-        if self._trains_on_all():
+        known = hasattr(plain_rows(self.train_dataset), "__len__")
+        if known and all(bool((labels != IGNORE).all()) for labels in self._first_labels()):
             rows = [{"labels": row["input_ids"], **row} for row in prepared]
         else:
             rows = [{**row, "labels": self._labels_of_prepared(row)} for row in prepared]

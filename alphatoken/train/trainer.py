@@ -116,7 +116,8 @@ class AlphaTrainer(LabelledRows, Trainer):
             found = found + self._router_share * auxiliary.to(found.device)
         theirs = outputs.loss.to(found)
         # Some models form it in their own precision; a part left out is larger than its rounding.
-        if not torch.allclose(found, theirs, rtol=1e-2 if self._is_half(outputs) else 1e-4):
+        tolerance = 1e-2 if outputs.logits.dtype.itemsize < 4 else 1e-4
+        if not torch.allclose(found, theirs, rtol=tolerance):
             raise UnsupportedError(
                 "the model's loss is not the cross-entropy of its labels",
                 got=f"{float(theirs):.6g} of {type(self.model).__name__}, the cross-entropy is "
@@ -124,10 +125,6 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer would train without what the model adds to it",
                 remedy="transformers' Trainer, or a model without that part of the loss",
             )
-
-    @staticmethod
-    def _is_half(outputs: Any) -> bool:
-        return bool(outputs.logits.dtype.itemsize < 4)
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """The rows as they are: they come tokenised."""

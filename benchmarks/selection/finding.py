@@ -229,9 +229,9 @@ def _areas(rows: Sequence[_Row]) -> dict[str, Any]:
 def main(model: str, rows: Path, out: Path) -> None:
     """Measure one model and write ``out``."""
     from alphatoken.support.storage import write_json
-    from alphatoken.train.loading import load_with_tokenizer
+    from alphatoken.train.loading import load_causal_model, load_tokenizer
 
-    loaded, tokenizer = load_with_tokenizer(model)
+    loaded, tokenizer = load_causal_model(model), load_tokenizer(model)
     write_json(out, find_dirt(loaded.float().eval(), tokenizer, rows, _say))
 
 

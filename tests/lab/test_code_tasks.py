@@ -136,13 +136,13 @@ def test_a_model_answers_here_and_nothing_of_it_runs_here(
     pytest.importorskip(
         "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
     )
-    from alphatoken.train.loading import load_with_tokenizer
+    from alphatoken.train.loading import load_causal_model, load_tokenizer
     from alphatoken_lab.compare.harness import load_tasks, task_scores
 
     with pytest.raises(ConfigError, match="--code_container IMAGE"):
         load_tasks(["functions:passes"], include_path=str(tasks))
     ready = load_tasks(["functions:passes"], include_path=str(tasks), code_container="code-eval")
-    model, tokenizer = load_with_tokenizer(library_decoder)
+    model, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
     (tasks / "metric.py").write_text(
         f"import os\nassert os.getpid() != {os.getpid()}, 'executed here'\n" + METRIC
     )

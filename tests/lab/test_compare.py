@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from alphatoken.data import EncodeOptions, encode_rows, read_pairs, read_rows
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.train.loading import load_with_tokenizer
+from alphatoken.train.loading import load_causal_model, load_tokenizer
 from alphatoken.train.policies import policy_names
 from alphatoken_lab.commands.compare import _for_processes
 from alphatoken_lab.compare.evaluate import (
@@ -524,7 +524,7 @@ def test_unknown_tasks_of_all_cells_are_named_at_once(
 
 
 def test_losses_are_the_model_s_own(model: Path, tmp_path: Path) -> None:
-    one, tokenizer = load_with_tokenizer(model)
+    one, tokenizer = load_causal_model(model), load_tokenizer(model)
     rows = [{"prompt": f"ask {i}", "response": "say " + "1 2 " * i} for i in range(1, 6)]
     file = write(tmp_path / "rows.jsonl", rows)
     examples = encode_rows(read_rows(file), tokenizer)[0]
@@ -540,7 +540,7 @@ def test_losses_are_the_model_s_own(model: Path, tmp_path: Path) -> None:
 
 
 def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
-    start, tokenizer = load_with_tokenizer(model)
+    start, tokenizer = load_causal_model(model), load_tokenizer(model)
     pairs = [{"prompt": f"ask {i}", "chosen": f"say {i}", "rejected": "say"} for i in range(4)]
     pairs.append({"prompt": "ask 7", "chosen": "", "rejected": "say"})  # left out, both sides
     file = write(tmp_path / "pairs.jsonl", pairs)
@@ -548,7 +548,7 @@ def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
     assert [len(side) for side in found] == [4, 4]
     same = preference_losses(start, start, found)
     assert same == {"loss": pytest.approx(0.6931472), "accuracy": 50.0, "margin": 0.0}
-    other, _ = load_with_tokenizer(model)
+    other = load_causal_model(model)
     with torch.no_grad():
         for weight in other.parameters():
             weight.add_(0.01 * torch.randn(weight.shape, generator=torch.manual_seed(1)))
@@ -566,7 +566,7 @@ def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_score_and_a_loss_have_no_mean(model: Path, tmp_path: Path) -> None:
-    one, tokenizer = load_with_tokenizer(model)
+    one, tokenizer = load_causal_model(model), load_tokenizer(model)
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "ask 1", "response": "say 1"}])
     options: dict[str, Any] = {"command": "sft", "start": lambda: one}
     both = Measures(target_file=rows, retention_file=rows)
@@ -609,7 +609,7 @@ def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path)
     pytest.importorskip(
         "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
     )
-    one, tokenizer = load_with_tokenizer(library_decoder)
+    one, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
     path = str(task_files(tmp_path))
     tasks = load_tasks(["tiny_choice", "tiny_written"], include_path=path)
     assert tasks.shots == {"tiny_choice": (0,), "tiny_written": (0,)}
@@ -642,7 +642,7 @@ def test_shots_are_shown_before_each_question(library_decoder: Path, tmp_path: P
     pytest.importorskip(
         "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
     )
-    one, tokenizer = load_with_tokenizer(library_decoder)
+    one, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
     path = task_files(tmp_path)
     shown = [{"question": f"example {i}", "choices": [" a", " b"], "gold": 0} for i in range(9)]
     examples = write(tmp_path / "examples.jsonl", shown)

@@ -12,7 +12,7 @@ import yaml
 from tokenizers.normalizers import Lowercase
 
 from alphatoken.data import encode_rows, read_rows
-from alphatoken.train.loading import load_causal_model, load_with_tokenizer
+from alphatoken.train.loading import load_causal_model, load_tokenizer
 from alphatoken_lab.compare.evaluate import mean_response_loss
 from tests.both_programs import main
 from tests.rows import jsonl
@@ -74,7 +74,7 @@ def test_losses_and_judged_answers_of_a_folder(
     assert main(words) == 0
     said = capsys.readouterr().out
     found = result(files)
-    model, tokenizer = load_with_tokenizer(library_decoder)
+    model, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
     examples = encode_rows(read_rows(files["rows"]), tokenizer)[0]
     assert found["details"]["target_loss"] == pytest.approx(mean_response_loss(model, examples))
     assert found["details"]["target/mine"] == found["target"] == 100.0
@@ -111,7 +111,7 @@ def test_an_adapter_s_folder_is_its_base_with_it(
         if "lora_" in name:
             weight.data.normal_(0, 0.3, generator=drawn)
     adapted.save_pretrained(tmp_path / "lora")
-    _, tokenizer = load_with_tokenizer(library_decoder)
+    tokenizer = load_tokenizer(library_decoder)
     if own:  # as after a training with another one: it reads other tokens
         tokenizer.backend_tokenizer.normalizer = Lowercase()
         tokenizer.save_pretrained(tmp_path / "lora")

@@ -119,12 +119,13 @@ class LikelihoodJudge:
         Raises:
             ConfigError: there is no such folder.
         """
-        from alphatoken.train.loading import load_with_tokenizer
+        from alphatoken.train.loading import load_causal_model, load_tokenizer
 
         if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
             raise ConfigError("the judge's model is not there", got=model)
         judge = cls.__new__(cls)
-        judge.chat, judge._load = chat, cache(lambda: load_with_tokenizer(model))
+        judge.chat = chat
+        judge._load = cache(lambda: (load_causal_model(model), load_tokenizer(model)))
         return judge
 
     def __call__(self, prompt: str, first: str, second: str) -> float:
