@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,20 +60,6 @@ def require_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
-def run_sft(words: Sequence[str]) -> int:
-    """``alphatoken sft``: train with TRL's SFTTrainer and token values; the exit status.
-
-    Raises:
-        AlphaTokenError: wrong arguments or input. KeyboardInterrupt: says how to go on.
-    """
-    return _run("sft", words)
-
-
-def run_dpo(words: Sequence[str]) -> int:
-    """``alphatoken dpo``: the same with TRL's DPOTrainer."""
-    return _run("dpo", words)
-
-
 def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
     """Configuration and trainer of "sft" or "dpo".
 
@@ -90,6 +77,11 @@ def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
 
 
 def _run(command: str, words: Sequence[str]) -> int:
+    """``alphatoken sft`` or ``dpo``: train with TRL's trainer and token values; the exit status.
+
+    Raises:
+        AlphaTokenError: wrong arguments or input. KeyboardInterrupt: says how to go on.
+    """
     if {"--help", "-h"} & set(words):
         print(help_text(command))
         return 0
@@ -106,6 +98,9 @@ def _run(command: str, words: Sequence[str]) -> int:
     clear_output(arguments)
     _train(arguments, trainer)
     return 0
+
+
+run_sft, run_dpo = partial(_run, "sft"), partial(_run, "dpo")
 
 
 def help_text(command: str) -> str:

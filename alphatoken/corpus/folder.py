@@ -45,16 +45,13 @@ def require_writable(folder: str | Path, option: str = "--output_dir") -> None:
         ) from error
 
 
-def check_output_file(
-    path: str | Path, inputs: Iterable[str | None], *, replace: bool, option: str = "--output_file"
-) -> None:
+def check_output_file(path: str | Path, inputs: Iterable[str | None], *, replace: bool) -> None:
     """Check that a file can be written, and that nothing is lost by it, before anything is read.
 
     Args:
         path: to be written.
         inputs: what is read; None is passed over.
         replace: an earlier file may go.
-        option: that names it.
 
     Raises:
         ConfigError: a folder, an input, or a file that is there. DataError: it cannot be written.
@@ -62,25 +59,27 @@ def check_output_file(
     out = Path(path)
     if not out.parent.is_dir():
         raise ConfigError(
-            f"the folder of {option} is not there", got=str(out.parent), remedy="make it first"
+            "the folder of --output_file is not there",
+            got=str(out.parent),
+            remedy="make it first",
         )
     for given in inputs:
         if given is not None and out.resolve() == Path(given).resolve():
             raise ConfigError(
-                f"{option} is the input",
+                "--output_file is the input",
                 got=str(out),
                 why="what is read would be gone",
                 remedy="another file",
             )
     if out.is_dir():
-        raise ConfigError(f"{option} is a folder", got=str(out), remedy="name a file in it")
+        raise ConfigError("--output_file is a folder", got=str(out), remedy="name a file in it")
     if out.exists() and not replace:
         raise ConfigError(
             "the output file is there already",
             got=str(out),
-            remedy=f"--overwrite_output to replace it, or another {option}",
+            remedy="--overwrite_output to replace it, or another --output_file",
         )
-    require_writable(out.parent, option)
+    require_writable(out.parent, "--output_file")
 
 
 def examples_digest(examples: Sequence[Example]) -> str:
