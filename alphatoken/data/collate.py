@@ -1,8 +1,9 @@
-"""Padding encoded rows to a batch."""
+"""Padding of tokenised rows to a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,20 @@ from torch import Tensor
 from alphatoken.data.encode import Example
 from alphatoken.errors import InputError
 
-__all__ = ["batches", "collate"]
+__all__ = ["batches", "collate", "padded"]
+
+
+def padded(rows: Sequence[tuple[Any, Any]], pad: int = 0) -> dict[str, Tensor]:
+    """Rows of (ids, labels) padded on the right: input_ids, attention_mask, labels, (b, t)."""
+    shape = (len(rows), max(len(ids) for ids, _ in rows))
+    input_ids = torch.full(shape, pad, dtype=torch.long)
+    labels = torch.full(shape, -100, dtype=torch.long)
+    attention_mask = torch.zeros(shape, dtype=torch.long)
+    for index, (own, learned) in enumerate(rows):
+        input_ids[index, : len(own)] = torch.as_tensor(own)
+        labels[index, : len(own)] = torch.as_tensor(learned)
+        attention_mask[index, : len(own)] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -23,16 +37,7 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     """
     if not examples:
         raise InputError("a batch needs at least one example", got="none")
-    shape = (len(examples), max(len(example.input_ids) for example in examples))
-    input_ids = torch.zeros(shape, dtype=torch.long)
-    labels = torch.full(shape, -100, dtype=torch.long)
-    attention_mask = torch.zeros(shape, dtype=torch.long)
-    for index, example in enumerate(examples):
-        length = len(example.input_ids)
-        input_ids[index, :length] = torch.tensor(example.input_ids, dtype=torch.long)
-        labels[index, :length] = torch.tensor(example.labels, dtype=torch.long)
-        attention_mask[index, :length] = 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return padded([(example.input_ids, example.labels) for example in examples])
 
 
 def batches(examples: Sequence[Example], size: int) -> Iterator[dict[str, Tensor]]:

@@ -75,17 +75,6 @@ def forward_losses(adapter: DecoderAdapter, batch: LabelledBatch, role: str) -> 
     return losses
 
 
-def preference_weights(pairs: PreferenceBatch, chosen: Tensor, rejected: Tensor) -> Tensor:
-    """omega (b,) from the token losses of both branches."""
-    return dpo_coefficient(
-        -chosen.sum(-1),
-        -rejected.sum(-1),
-        pairs.reference_chosen.to(chosen),
-        pairs.reference_rejected.to(rejected),
-        pairs.beta,
-    )
-
-
 def weighted_losses(
     adapter: DecoderAdapter,
     item: Mapping[str, Any] | PreferenceBatch,
@@ -110,7 +99,9 @@ def weighted_losses(
     ]
     # omega depends on both branches, so their losses must be known before the first gradient.
     losses, starts = _known(adapter, branches, first, role)
-    omega = preference_weights(item, *losses)
+    summed = (-loss.sum(-1) for loss in losses)
+    reference = (r.to(loss) for (_, r, _), loss in zip(item.branches(), losses, strict=True))
+    omega = dpo_coefficient(*summed, *reference, item.beta)
     for batch, start, sign in zip(branches, starts, (1, -1), strict=True):
         # Half of the pairs for each branch: the counts of both pieces are added up.
         count = batch.response_tokens if item.normalization == "tokens" else len(omega) / 2

@@ -161,7 +161,9 @@ def render_page(
     Raises:
         DataError: a picture is no SVG.
     """
-    script = "" if data is None else _script()
+    script = ""
+    if data is not None:  # the one script; its digest in the page's policy lets no other run
+        script = files("alphatoken.report").joinpath("page.js").read_text(encoding="utf-8")
     return (
         environment()
         .get_template("page.html.j2")
@@ -223,11 +225,6 @@ def script_safe(data: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _script() -> str:
-    """The one script; its digest in the page's policy lets no other run."""
-    return files("alphatoken.report").joinpath("page.js").read_text(encoding="utf-8")
 
 
 def _address(svg: str) -> str:

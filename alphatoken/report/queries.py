@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from operator import attrgetter
 from pathlib import Path
@@ -14,6 +14,7 @@ from alphatoken.report.build import setting_tiles, shown_example, window
 from alphatoken.report.examples import ScoredExample, query_key, visible
 from alphatoken.report.numbers import number
 from alphatoken.report.page import Section, render_page, write_page
+from alphatoken.report.statistics import worded
 
 __all__ = ["QueryRanks", "Ranked", "ShownQuery", "write_query_report"]
 
@@ -170,11 +171,11 @@ def _section(
     """The section of one query, and the lists of rows that the page's script draws in it."""
     key, html, lists = query_key(n), [_text(query)], []
     chosen = {"raise": side.highest, "lower": side.lowest}
-    worded = {w: [_worded(one.example, texts) for one in found] for w, found in chosen.items()}
-    spans = {w: [window(e, _TOKENS, _PROMPT) for e in rows] for w, rows in worded.items()}
+    rows_of = {w: [worded(one.example, texts) for one in found] for w, found in chosen.items()}
+    spans = {w: [window(e, _TOKENS, _PROMPT) for e in rows] for w, rows in rows_of.items()}
     sizes = [
         abs(e.values[key][start:end]).max()
-        for w, rows in worded.items()
+        for w, rows in rows_of.items()
         for e, (start, end) in zip(rows, spans[w], strict=True)
     ]
     for word, found in chosen.items():
@@ -186,7 +187,7 @@ def _section(
         html.append(f'<div id="{anchor}"></div>')
         shown = [
             shown_example(example, *span, [key]) | {"kept": None, "said": _said(one, span)}
-            for one, example, span in zip(found, worded[word], spans[word], strict=True)
+            for one, example, span in zip(found, rows_of[word], spans[word], strict=True)
         ]
         lists.append(
             {
@@ -206,10 +207,6 @@ def _section(
         html="\n".join(html),
     )
     return section, lists
-
-
-def _worded(example: ScoredExample, texts: Callable[[Sequence[int]], list[str]]) -> ScoredExample:
-    return replace(example, tokens=texts(example.ids))
 
 
 def _said(found: Ranked, span: tuple[int, int]) -> str:

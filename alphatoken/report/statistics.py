@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from alphatoken.report.examples import COMPONENTS, ScoredExample
 
-__all__ = ["ComponentSummary", "Extreme", "ValueSummary", "summarise"]
+__all__ = ["ComponentSummary", "Extreme", "ValueSummary", "summarise", "worded"]
 
 _Token = tuple[float, ScoredExample, int]
 """A total, and where it is."""
@@ -64,15 +65,9 @@ class ValueSummary:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that fits a summary file (no sample)."""
-        return {
-            "sequences": self.sequences,
-            "tokens": self.tokens,
-            "response_tokens": self.response_tokens,
-            "kept_tokens": self.kept_tokens,
-            "components": [asdict(component) for component in self.components],
-            "highest": [asdict(extreme) for extreme in self.highest],
-            "lowest": [asdict(extreme) for extreme in self.lowest],
-        }
+        found = asdict(replace(self, sample=[]))
+        del found["sample"]
+        return found
 
 
 def summarise(
@@ -109,14 +104,14 @@ def summarise(
         total, places = own["total"], np.flatnonzero(response)
         # Of equal values the first one seen comes first.
         high = heapq.nlargest(extremes, [*high, *_ends(-total, places, total, example, extremes)],
-                              key=_value)  # fmt: skip
+                              key=itemgetter(0))  # fmt: skip
         low = heapq.nsmallest(extremes, [*low, *_ends(total, places, total, example, extremes)],
-                              key=_value)  # fmt: skip
+                              key=itemgetter(0))  # fmt: skip
     summary.components = sums.summaries()
-    summary.highest = [_extreme(_worded(e, texts), place) for _, e, place in high]
-    summary.lowest = [_extreme(_worded(e, texts), place) for _, e, place in low]
+    summary.highest = [_extreme(worded(e, texts), place) for _, e, place in high]
+    summary.lowest = [_extreme(worded(e, texts), place) for _, e, place in low]
     picked = sorted(chosen.items, key=lambda example: example.row)
-    summary.sample = [_worded(example, texts) for example in picked]
+    summary.sample = [worded(example, texts) for example in picked]
     return summary
 
 
@@ -132,9 +127,10 @@ def _ends(
     return [(float(total[i]), example, int(places[i])) for i in first]
 
 
-def _worded(
+def worded(
     example: ScoredExample, texts: Callable[[Sequence[int]], list[str]] | None
 ) -> ScoredExample:
+    """The example with the texts of its tokens, where it came without."""
     if texts is None or example.tokens:
         return example
     return replace(example, tokens=texts(example.ids))
@@ -188,10 +184,6 @@ class _Reservoir:
         place = self._random.randrange(self._seen)
         if place < self._size:
             self.items[place] = example
-
-
-def _value(token: _Token) -> float:
-    return token[0]
 
 
 def _extreme(example: ScoredExample, position: int) -> Extreme:

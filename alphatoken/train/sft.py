@@ -10,6 +10,7 @@ import torch
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from alphatoken.data.collate import padded
 from alphatoken.errors import (
     AlphaTokenWarning,
     InputError,
@@ -59,16 +60,7 @@ def refuse_losses(trainer: str, refused: Mapping[str, bool]) -> None:
 
 def padded_batch(rows: Sequence[dict[str, Any]], pad: int, device: Any) -> dict[str, torch.Tensor]:
     """Tokenised rows padded on the right: input_ids, attention_mask, labels."""
-    width = max(len(row["input_ids"]) for row in rows)
-    ids = torch.full((len(rows), width), pad, dtype=torch.long)
-    labels = torch.full((len(rows), width), IGNORE, dtype=torch.long)
-    attention = torch.zeros((len(rows), width), dtype=torch.long)
-    for i, row in enumerate(rows):
-        n = len(row["input_ids"])
-        ids[i, :n] = torch.as_tensor(row["input_ids"])
-        labels[i, :n] = torch.as_tensor(row["labels"])
-        attention[i, :n] = 1
-    batch = {"input_ids": ids, "attention_mask": attention, "labels": labels}
+    batch = padded([(row["input_ids"], row["labels"]) for row in rows], pad)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
