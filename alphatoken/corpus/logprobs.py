@@ -233,7 +233,8 @@ def score_logprobs(options: LogprobOptions) -> None:
     require_writable(folder)
     name = options.model_name_or_path
     texts = _ids if name is None else partial(token_texts, load_tokenizer(name))
-    lost = [path for path in options.logprobs if _inside(path, folder / "values")]
+    manifest, values = folder / "run.json", folder / "values"
+    lost = [one for one in options.logprobs if values.resolve() in Path(one).resolve().parents]
     if lost:
         raise ConfigError(
             "a file of log-probabilities lies where the values will be",
@@ -241,7 +242,6 @@ def score_logprobs(options: LogprobOptions) -> None:
             why="an earlier run's values are removed first",
             remedy="another --output_dir",
         )
-    manifest, values = folder / "run.json", folder / "values"
     refuse_foreign(manifest, [values], resume=None, overwrite=options.overwrite_output)
     settings = {
         "estimator": "walk",
@@ -270,10 +270,6 @@ def score_logprobs(options: LogprobOptions) -> None:
     if options.scope == "dataset":
         keep_over_all(folder, options.ratio)
     _summarise(options, settings, texts, start)
-
-
-def _inside(path: str, folder: Path) -> bool:
-    return folder.resolve() in Path(path).resolve().parents
 
 
 def _summarise(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import DataError
 from alphatoken.support.storage import read_tensors, write_tensors
 
 __all__ = ["ALPHA", "DEVIATION", "RISK", "CollectedPairs", "PairCounts"]
@@ -117,10 +117,6 @@ class CollectedPairs:
         chosen = self.steps if steps is None else steps
         return PairCounts.total(one for step in chosen for one in self.steps[step].values())
 
-    def after_resuming(self, step: int) -> CollectedPairs:
-        """Copy without the records after the checkpoint that a run resumes from."""
-        return CollectedPairs(self.about, {n: x for n, x in self.steps.items() if n <= step})
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, whole or not at all.
 
@@ -156,19 +152,3 @@ class CollectedPairs:
             counts = PairCounts(tensors[name].numpy(), tensors[f"{step}/{layer}/risk"].numpy())
             found.steps.setdefault(int(step), {})[int(layer)] = counts
         return found
-
-    def require_same(self, about: Mapping[str, Any]) -> None:
-        """Refuse to go on with another probe or other settings.
-
-        Raises:
-            ConfigError: names what differs.
-        """
-        differing = [n for n in {**self.about, **about} if self.about.get(n) != about.get(n)]
-        if differing:
-            name = differing[0]
-            raise ConfigError(
-                "pairs were collected with another probe or other settings before",
-                got=f"{name}: {self.about.get(name)} then, {about.get(name)} now",
-                why="counts of two probes cannot be compared step by step",
-                remedy="the same probe and settings, or another file",
-            )

@@ -178,7 +178,11 @@ def read_values(path: str | Path) -> Iterator[ScoredExample]:
         try:
             yield from _parquet(file)
         except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
-            raise _unreadable(file, problem) from problem
+            raise DataError(
+                "a value file cannot be read",
+                got=f"{file}: {type(problem).__name__}: {problem}",
+                remedy="score again; the file is truncated or not one of ours",
+            ) from problem
 
 
 def _parquet(path: Path) -> Iterator[ScoredExample]:
@@ -224,12 +228,4 @@ def _example(facts: Mapping[str, Any], lists: Mapping[str, NDArray[Any]]) -> Sco
             if column in _KEYS or column.startswith(_QUERY)
         },
         visits=visits,
-    )
-
-
-def _unreadable(path: Path, problem: Exception) -> DataError:
-    return DataError(
-        "a value file cannot be read",
-        got=f"{path}: {type(problem).__name__}: {problem}",
-        remedy="score again; the file is truncated or not one of ours",
     )

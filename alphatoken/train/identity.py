@@ -86,14 +86,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in (sorted(value, key=str) if _unordered(value) else value)]
+        unordered = isinstance(value, (set, frozenset))
+        return [_plain(item) for item in (sorted(value, key=str) if unordered else value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def _unordered(value: Any) -> bool:
-    return isinstance(value, (set, frozenset))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

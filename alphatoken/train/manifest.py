@@ -182,7 +182,7 @@ def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path
         return None
     if wanted is not True and wanted != "auto":
         return Path(wanted), verify(Path(wanted))
-    latest = latest_complete(output_dir, _current_run(output_dir))
+    latest = latest_complete(output_dir, (read_json(output_dir / RUN) or {}).get("run"))
     if latest is None and wanted is True:
         raise _nothing_to_resume(output_dir)
     after = latest[1].step if latest else -1
@@ -205,10 +205,6 @@ def _nothing_to_resume(output_dir: Path) -> DataError:
         remedy="resume_from_checkpoint='auto' to start in this case, the path of an earlier run's "
         "to go on with that one, or another trainer's as the model of a new run",
     )
-
-
-def _current_run(output_dir: Path) -> str | None:
-    return (read_json(output_dir / RUN) or {}).get("run")
 
 
 def note_run(output_dir: Path, run: str, facts: Mapping[str, Any]) -> None:

@@ -87,19 +87,15 @@ class ValueWeigher:
             self._trainer.read_micro_batch(sample, Carried(index), num_items)
             for index, sample in enumerate(samples)
         ]
-        if threshold_of_step:
-            plans = self._weigh_globally(batches)
+        if threshold_of_step:  # all micro-batches are scored, and ranked with those of the others
+            self.valuation.begin()
+            plans = [self._scored_ahead(batch) for batch in batches]
+            weights = self._choose_globally(batches, [plan.scored for plan in plans])
+            plans = [replace(plan, weights=w) for plan, w in zip(plans, weights, strict=True)]
         if options.kept_normalization == "kept":
             share = self._kept_share(batches, plans)
             plans = [replace(plan, kept_share=share) for plan in plans]
         return plans
-
-    def _weigh_globally(self, batches: Sequence[MicroBatch]) -> list[_Plan]:
-        """Score all micro-batches of this step; rank over accumulation and processes."""
-        self.valuation.begin()
-        plans = [self._scored_ahead(batch) for batch in batches]
-        weights = self._choose_globally(batches, [plan.scored for plan in plans])
-        return [replace(plan, weights=w) for plan, w in zip(plans, weights, strict=True)]
 
     def _scored_ahead(self, batch: MicroBatch) -> _Plan:
         """Values of one micro-batch, and the inputs that scoring added to it."""

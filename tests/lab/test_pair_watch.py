@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from alphatoken.errors import UnsupportedError
+from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.fidelity.collected_pairs import CollectedPairs
 from alphatoken.train.sft import AlphaSFTTrainer
-from alphatoken_lab.compare.pair_watch import PROBE, watch_pairs
+from alphatoken_lab.compare.pair_watch import PROBE, taken_up, watch_pairs
 from tests.integration import tiny_training as tiny
 
 PLAIN = {"policy": "all", "export_values": False}
@@ -80,6 +80,15 @@ def test_a_run_that_was_stopped_and_resumed_has_every_step_once(tmp_path: Path) 
     resumed = sft(tmp_path, every=3, **more)  # is no other run
     resumed.train(resume_from_checkpoint="auto")
     assert sorted(collected(tmp_path).steps) == [0, 1, 2, 3, 4, 6]
+
+
+def test_records_after_a_checkpoint_are_dropped_and_those_of_another_probe_refused() -> None:
+    about = {"rows": 2, "window": 3}
+    earlier = CollectedPairs(about, {step: {} for step in (0, 50, 100)})
+    for step in (99, 50):
+        assert sorted(taken_up(earlier, about, step).steps) == [0, 50]
+    with pytest.raises(ConfigError, match=r"window: 3 then, 4 now"):
+        taken_up(earlier, {**about, "window": 4}, 50)
 
 
 def test_sharded_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from alphatoken.errors import UnsupportedError
+from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
 from alphatoken.fidelity.pairs import choose_positions, see_calls, softmax_layers, weigh_pairs
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
@@ -31,7 +31,7 @@ from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.layouts import SHARDED, layout
 
-__all__ = ["OPTION", "PROBE", "PairWatch", "watch_pairs"]
+__all__ = ["OPTION", "PROBE", "PairWatch", "taken_up", "watch_pairs"]
 
 OPTION = "collect_value_propagation"
 """The option of a method of a grid: optimizer steps between two looks."""
@@ -106,8 +106,7 @@ class PairWatch(TrainerCallback):
             self._look(kwargs["model"], 0)
         elif self._path.is_file():
             earlier = CollectedPairs.load(self._path)
-            earlier.require_same(self._about)
-            self.collected = earlier.after_resuming(state.global_step)
+            self.collected = taken_up(earlier, self._about, state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look, if it is time."""
@@ -141,6 +140,24 @@ class PairWatch(TrainerCallback):
             counts = PairCounts.of(*weigh_pairs(seen, used, chosen, self._window))
             found[seen.layer] = found[seen.layer] + counts if seen.layer in found else counts
         return found
+
+
+def taken_up(earlier: CollectedPairs, about: Mapping[str, Any], step: int) -> CollectedPairs:
+    """The same without the records after ``step``, the checkpoint that a run resumes from.
+
+    Raises:
+        ConfigError: of another probe or other settings than ``about``; names what differs.
+    """
+    differing = [n for n in {**earlier.about, **about} if earlier.about.get(n) != about.get(n)]
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            "pairs were collected with another probe or other settings before",
+            got=f"{name}: {earlier.about.get(name)} then, {about.get(name)} now",
+            why="counts of two probes cannot be compared step by step",
+            remedy="the same probe and settings, or another file",
+        )
+    return CollectedPairs(earlier.about, {n: x for n, x in earlier.steps.items() if n <= step})
 
 
 def watch_pairs(trainer: Any, path: str | Path, every: int) -> PairWatch:
