@@ -109,9 +109,7 @@ class AlphaFields:
         within="null or a folder",
     )
     keep_ratio: float = option(
-        0.5,
-        "rho: share of the response tokens to keep, in (0, 1].",
-        within="above 0, to 1",
+        0.5, "rho: share of the response tokens to keep, in (0, 1].", within="above 0, to 1"
     )
     keep_scope: str = option(
         "batch",
@@ -132,12 +130,10 @@ class AlphaFields:
         choices=("response", "kept", "sum"),
     )
     shared_threshold: bool = option(
-        False,
-        "DPO ablation: rank chosen and rejected tokens in one pool.",
+        False, "DPO ablation: rank chosen and rejected tokens in one pool."
     )
     masked_logit: bool = option(
-        False,
-        "DPO ablation: take the coefficient from the masked preference logit.",
+        False, "DPO ablation: take the coefficient from the masked preference logit."
     )
 
     estimator: str = option(
@@ -153,9 +149,7 @@ class AlphaFields:
         least=1,
     )
     walk_learning_rate: float | None = option(
-        None,
-        "Constant learning rate of a walk; null takes the run's.",
-        within="null, or above 0",
+        None, "Constant learning rate of a walk; null takes the run's.", within="null, or above 0"
     )
     walk_refresh: int = option(
         0,
@@ -174,9 +168,7 @@ class AlphaFields:
         choices=("both", "direct", "causal"),
     )
     score_layers: str = option(
-        "3",
-        "K for the last K layers, 'all', or indices such as 0,4.",
-        within="1 to all layers",
+        "3", "K for the last K layers, 'all', or indices such as 0,4.", within="1 to all layers"
     )
     value_parameters: str = option(
         "linears",
@@ -186,9 +178,7 @@ class AlphaFields:
         within="'linears', 'linears,experts', 'all', or patterns",
     )
     window: int | None = option(
-        32,
-        "Window W of Value-Propagation in tokens; null for none.",
-        within="null, or from 0",
+        32, "Window W of Value-Propagation in tokens; null for none.", within="null, or from 0"
     )
     stability_weight: float = option(
         1.5,
@@ -196,9 +186,7 @@ class AlphaFields:
         within="any number; 0 switches the term off",
     )
     uncovered: str = option(
-        "error",
-        "'error', or 'skip' matrices that no estimator covers.",
-        choices=("error", "skip"),
+        "error", "'error', or 'skip' matrices that no estimator covers.", choices=("error", "skip")
     )
     preconditioner: str | None = option(
         None,
@@ -206,9 +194,7 @@ class AlphaFields:
         choices=(None, "frozen", "full"),
     )
     precondition_after: int = option(
-        30,
-        "Number of optimizer steps before which P = 1.",
-        within="from 1",
+        30, "Number of optimizer steps before which P = 1.", within="from 1"
     )
 
     validation_mode: str = option(
@@ -218,9 +204,7 @@ class AlphaFields:
         choices=("fixed", "pool"),
     )
     validation_batch_size: int = option(
-        32,
-        "Validation rows (pairs) a step, over all ranks.",
-        least=1,
+        32, "Validation rows (pairs) a step, over all ranks.", least=1
     )
     validation_micro_batch_size: int | None = option(
         None,
@@ -250,35 +234,19 @@ class AlphaFields:
         "training, or 'data' (gradient of the loss on the retention rows: oracle retention).",
         choices=("none", "diagonal", "kronecker", "data"),
     )
-    retention_batch_size: int = option(
-        32,
-        "Retention rows a step for retention='data'.",
-        least=1,
-    )
-    fisher_samples: int = option(
-        1000,
-        "Number of Monte-Carlo samples of the Fisher.",
-        least=1,
-    )
+    retention_batch_size: int = option(32, "Retention rows a step for retention='data'.", least=1)
+    fisher_samples: int = option(1000, "Number of Monte-Carlo samples of the Fisher.", least=1)
     fisher_max_new_tokens: int = option(
-        256,
-        "Maximum number of tokens of a sampled response.",
-        least=1,
+        256, "Maximum number of tokens of a sampled response.", least=1
     )
-    fisher_batch_size: int = option(
-        8,
-        "Number of responses to sample at a time.",
-        least=1,
-    )
+    fisher_batch_size: int = option(8, "Number of responses to sample at a time.", least=1)
     fisher_cache: str | None = option(
         None,
         "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder.",
         within="null or a folder",
     )
     max_relative_drift: float | None = option(
-        1.0,
-        "Limit of ScorerConfig on the drift; null checks nothing.",
-        within="null, or above 0",
+        1.0, "Limit of ScorerConfig on the drift; null checks nothing.", within="null, or above 0"
     )
 
     scoring_forward: str = option(
@@ -299,9 +267,7 @@ class AlphaFields:
         "They quote the training rows; push_to_hub leaves them out.",
     )
     value_seed: int = option(
-        0,
-        "Seed of the pool's order and of the random policy.",
-        within="any whole number",
+        0, "Seed of the pool's order and of the random policy.", within="any whole number"
     )
 
 
