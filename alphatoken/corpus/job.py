@@ -298,7 +298,7 @@ def seal_job(job: Job) -> None:
     """Write down what another process needs to value the same rows the same way."""
     document = {
         "settings": job.settings,
-        "source": job.corpus.source.as_dict(),
+        "source": asdict(job.corpus.source),
         "drawn": sorted(job.corpus.drawn),
         "held": sorted(job.corpus.held),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -68,7 +68,7 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     document = {
         "settings": job.settings,
         "pools": survey.counts,
-        "encoded": {name: report.as_dict() for name, report in encoded.items()},
+        "encoded": {name: asdict(report) for name, report in encoded.items()},
         "values": summary.as_dict(),
         "queries": ranks.as_dict(),
         "certificate": None if certificate is None else str(certificate),

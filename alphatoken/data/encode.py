@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from alphatoken.data.rows import Row, Turn
@@ -110,10 +110,6 @@ class EncodeReport:
     skipped_bad: int = 0
     format: str = ""
     first_skipped: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The counts, for a summary file."""
-        return asdict(self)
 
     def add(self, other: EncodeReport) -> None:
         """Count what happened to further rows as well."""

@@ -15,7 +15,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -210,13 +210,9 @@ class RowSource:
         digest = hashlib.sha256(f"{self.sha256} {rows}".encode()).hexdigest()
         return replace(self, rows=rows, sha256=digest)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Facts from which another process reads the same rows; see :func:`source_of`."""
-        return asdict(self)
-
 
 def source_of(document: Mapping[str, Any]) -> RowSource:
-    """The source that ``as_dict`` wrote down."""
+    """The source that ``dataclasses.asdict`` wrote down, for another process to read the rows."""
     parts = tuple(source_of(part) for part in document["parts"])
     return RowSource(**{**document, "stamp": tuple(document["stamp"]), "parts": parts})
 

@@ -34,26 +34,21 @@ def normalise(text: str) -> str:
 
 
 def leak_keys(row: Row, by: str = "prompt") -> set[str]:
-    """Digests of the normalised prompt and of the whole conversation; one in common is a leak.
+    """Digests of the normalised prompt and of the conversation, with roles; a common one is a leak.
 
     An empty prompt has no digest: rows of plain text are compared as wholes only. So are all rows
     by "conversation", for data in which rows share their prompt.
     """
     prompt = normalise(row.prompt)
     keys = {_digest("prompt", prompt)} if prompt and by == "prompt" else set()
-    return keys | {conversation_key(row)}
+    turns = (f"{turn.role}\x1e{normalise(turn.thought + turn.text)}" for turn in row.turns)
+    return keys | {_digest("row", "\x1f".join(turns))}
 
 
 def repeated_in(row: Row, pools: Mapping[str, Collection[str]], by: str = "prompt") -> str | None:
     """The first of these pools, name -> ``leak_keys`` of its rows, that has this row as well."""
     keys = leak_keys(row, by)
     return next((name for name, held in pools.items() if not keys.isdisjoint(held)), None)
-
-
-def conversation_key(row: Row) -> str:
-    """Digest of the normalised conversation, roles included."""
-    turns = (f"{turn.role}\x1e{normalise(turn.thought + turn.text)}" for turn in row.turns)
-    return _digest("row", "\x1f".join(turns))
 
 
 def _digest(kind: str, text: str) -> str:

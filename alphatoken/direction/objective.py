@@ -99,9 +99,9 @@ def weighted_losses(
     ]
     # omega depends on both branches, so their losses must be known before the first gradient.
     losses, starts = _known(adapter, branches, first, role)
-    summed = (-loss.sum(-1) for loss in losses)
-    reference = (r.to(loss) for (_, r, _), loss in zip(item.branches(), losses, strict=True))
-    omega = dpo_coefficient(*summed, *reference, item.beta)
+    chosen, rejected = losses
+    reference = item.reference_chosen.to(chosen), item.reference_rejected.to(rejected)
+    omega = dpo_coefficient(-chosen.sum(-1), -rejected.sum(-1), *reference, item.beta)
     for batch, start, sign in zip(branches, starts, (1, -1), strict=True):
         # Half of the pairs for each branch: the counts of both pieces are added up.
         count = batch.response_tokens if item.normalization == "tokens" else len(omega) / 2

@@ -30,19 +30,11 @@ from alphatoken.train.options import AlphaOptions
 from alphatoken.train.placement import on_accelerator, spread_name
 
 __all__ = [
-    "cache_folder",
     "cache_key",
     "check_fisher_rows",
     "fisher_settings",
     "fitted_fisher",
 ]
-
-
-def cache_folder(options: AlphaOptions, output_dir: str) -> Path:
-    """``fisher_cache``, or ``fisher`` beside ``output_dir``: shared by runs of one experiment."""
-    if options.fisher_cache is not None:
-        return Path(options.fisher_cache)
-    return Path(os.path.abspath(output_dir)).parent / "fisher"
 
 
 def fisher_settings(options: AlphaOptions) -> dict[str, Any]:

@@ -547,9 +547,9 @@ class AlphaTrainerMixin(_Base):
         values: dict[str, Any] | None = None
         if isinstance(self.weigher, ValueWeigher):
             walk, values = self.weigher.valuation.state()
-        ledger, monitor = self.records.state()
+        ledger = self.ledger.state_tensors()
         tensors = {**ledger, **{f"{_WALK}{name}": end for name, end in walk.items()}}
-        return tensors, {"monitor": monitor, "values": values}
+        return tensors, {"monitor": self.monitor.state_values(), "values": values}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take back what ``alpha_state`` gave.
@@ -558,8 +558,8 @@ class AlphaTrainerMixin(_Base):
         first batch is read; model, optimizer and scheduler are loaded by then.
         """
         walk = {n.removeprefix(_WALK): t for n, t in tensors.items() if n.startswith(_WALK)}
-        ledger = {name: t for name, t in tensors.items() if not name.startswith(_WALK)}
-        self.records.load(ledger, values["monitor"])
+        self.ledger.load_tensors({n: t for n, t in tensors.items() if not n.startswith(_WALK)})
+        self.monitor.load_values(values["monitor"])
         if isinstance(self.weigher, ValueWeigher):
             self.weigher.valuation.load(walk, values["values"])
 

@@ -1,14 +1,21 @@
-"""Placement of a model while something runs before training: on the accelerator, if it fits."""
+"""What runs before training: the folder that keeps its result, and the accelerator, if it fits."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
-__all__ = ["on_accelerator", "spread_name"]
+__all__ = ["cache_folder", "on_accelerator", "spread_name"]
+
+
+def cache_folder(given: str | None, output_dir: str, name: str) -> Path:
+    """The folder that is ``given``, or ``name`` beside ``output_dir``: shared by its experiment."""
+    return Path(os.path.abspath(output_dir)).parent / name if given is None else Path(given)
 
 
 def spread_name(model: nn.Module) -> str:

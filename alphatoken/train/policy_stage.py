@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -23,12 +22,12 @@ from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.identity import run_options
 from alphatoken.train.layouts import layout
+from alphatoken.train.placement import cache_folder
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import PolicyStage, TokenPolicy
 
 __all__ = [
     "TrainingRows",
-    "cache_folder",
     "kept_random_state",
     "make_stage",
     "select_rows",
@@ -139,24 +138,13 @@ def make_stage(trainer: Any, policy: TokenPolicy, validation: Any) -> PolicyStag
         ),
         validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),
         row_batch=trainer.row_batch,
-        folder=cache_folder(options),
+        folder=cache_folder(options.policy_cache, options.output_dir, "policies"),
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
         train=partial(_train_copy, trainer) if can_train_copies else None,
         run=run_options(options),
-        tokenizer=_tokenizer(trainer),
+        tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
     )
-
-
-def _tokenizer(trainer: Any) -> Any:
-    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-
-
-def cache_folder(options: Any) -> Path:
-    """Folder in which static passes keep their findings."""
-    if options.policy_cache is not None:
-        return Path(options.policy_cache)
-    return Path(str(options.output_dir)).absolute().parent / "policies"
 
 
 def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
@@ -210,7 +198,8 @@ def _train_copy(
     kind = next(k for k in type(trainer).__mro__ if k.__module__.startswith("alphatoken."))
     if kind is not type(trainer):
         print(f"by {kind.__name__}: {type(trainer).__name__} has no part in it", file=sys.stderr)
-    own_folder = cache_folder(trainer.args) / f"run-{secrets.token_hex(4)}"
+    kept = cache_folder(trainer.args.policy_cache, trainer.args.output_dir, "policies")
+    own_folder = kept / f"run-{secrets.token_hex(4)}"
     plain: dict[str, Any] = {
         "policy": "all", "policy_options": None, "policy_mode": "native",
         "export_values": False, "report_to": [],

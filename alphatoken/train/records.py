@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -111,14 +111,3 @@ class RunRecords:
             if writes:
                 whole.merge(part)
         return whole if writes else None
-
-    # --- the checkpoint's part --------------------------------------------------------------------
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The ledger by column, and the statistics since the last log."""
-        return self.ledger.state_tensors(), self.monitor.state_values()
-
-    def load(self, ledger: dict[str, Tensor], monitor: Mapping[str, Any]) -> None:
-        """Take back what ``state`` gave."""
-        self.ledger.load_tensors(ledger)
-        self.monitor.load_values(monitor)

@@ -17,7 +17,8 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import resolve_layers
 from alphatoken.train.checks import check_lengths, check_pool, check_tokens
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.fisher_cache import cache_folder, fitted_fisher
+from alphatoken.train.fisher_cache import fitted_fisher
+from alphatoken.train.placement import cache_folder
 
 if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
@@ -106,7 +107,7 @@ def fit_or_load_fisher(trainer: AlphaTrainerMixin, dataset: Any = None) -> Fishe
             trainer.model,
             prompts,
             options,
-            cache_folder(options, str(options.output_dir)),
+            cache_folder(options.fisher_cache, options.output_dir, "fisher"),
             progress=not options.disable_tqdm,  # a log that is no terminal gets a line now and then
             device=trainer.accelerator.device,
         )

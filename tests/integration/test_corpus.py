@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ KINDS: dict[str, tuple[str, Callable[[Path, list[Any]], Path]]] = {
 def test_every_source_is_read_from_any_row(kind: str, tmp_path: Path) -> None:
     name, write = KINDS[kind]
     path = write(tmp_path / name, ROWS)
-    source = source_of(json.loads(json.dumps(find_source(path).as_dict())))
+    source = source_of(json.loads(json.dumps(asdict(find_source(path)))))
     assert source.rows == 700
     for start, stop in ((0, 700), (0, 1), (49, 51), (90, 460), (256, 257), (699, 700), (650, 900)):
         found = list(source.read(start, stop))

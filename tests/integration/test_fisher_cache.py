@@ -24,12 +24,12 @@ from alphatoken.train import (
     AlphaTrainer,
 )
 from alphatoken.train.fisher_cache import (
-    cache_folder,
     cache_key,
     fisher_settings,
     fitted_fisher,
 )
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.placement import cache_folder
 from tests.integration import tiny_training as tiny
 
 PROMPTS = [[1, 5, 9, 7], [1, 8], [1, 30, 31]]
@@ -96,8 +96,8 @@ def test_settings_are_those_of_the_options() -> None:
 
 
 def test_folder_is_shared_by_runs_of_one_experiment() -> None:
-    assert cache_folder(options(), "runs/a/") == Path.cwd() / "runs" / "fisher"
-    assert cache_folder(options(fisher_cache="x"), "runs/a") == Path("x")
+    assert cache_folder(None, "runs/a/", "fisher") == Path.cwd() / "runs" / "fisher"
+    assert cache_folder("x", "runs/a", "fisher") == Path("x")
 
 
 CHANGES: dict[str, dict[str, Any]] = {

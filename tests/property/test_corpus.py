@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def _check_places(path: Path, lines: Sequence[Any], start: int, more: int) -> No
     rows = [(n, line) for n, line in enumerate(lines, start=1) if _line(line, good=False).strip()]
     if not rows:
         return
-    source = sources.source_of(json.loads(json.dumps(sources.find_source(path).as_dict())))
+    source = sources.source_of(json.loads(json.dumps(asdict(sources.find_source(path)))))
     assert source.rows == len(rows)
     found = list(source.read(start, start + more))
     due = rows[start : start + more]
