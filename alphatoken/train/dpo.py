@@ -305,7 +305,9 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         assert recording.log_probs is not None
         current, reference = gate.log_probs.detach().chunk(2), recording.log_probs.chunk(2)
         kept = weights[:, 1:].to(gate.log_probs).chunk(2)
-        omega = masked_dpo_coefficient(*current, *reference, *kept, self.beta)
+        omega = masked_dpo_coefficient(
+            current[0], current[1], reference[0], reference[1], kept[0], kept[1], self.beta
+        )
         return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
 
     def _prepare_dataset(
