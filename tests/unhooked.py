@@ -13,13 +13,9 @@ from types import ModuleType
 def unhooked(name: str) -> ModuleType:
     """Load the source of ``name`` a second time, past the import hook of the tests."""
     found = importlib.util.find_spec(name)
-    assert found is not None
-    assert found.origin is not None
     spec = importlib.util.spec_from_file_location(
         "unhooked_" + name.replace(".", "_"), found.origin
     )
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses look their own module up
     try:

@@ -83,7 +83,6 @@ def test_a_difference_is_weighted_by_tokens_and_paired() -> None:
     one = {0: each([1, 2], tokens), 1: each([2, 2], tokens), 7: each([9, 9], tokens)}
     other = {0: each([1, 1], tokens), 1: each([1, 1], tokens)}
     found = difference(one, other)
-    assert found is not None
     assert found.mean == pytest.approx((0.75 + 1.0) / 2)
     assert found.seeds == 2
     assert not found.apart  # two seeds say nothing
@@ -152,12 +151,10 @@ def test_an_interval_weighs_rows_by_tokens_and_draws_seeds_too() -> None:
     zeros, seeds = [0.0] * 10, range(3)
     long = {"loss": [1.0, *zeros[1:]], "tokens": [1000.0, *[1.0] * 9]}
     found = difference(dict.fromkeys(seeds, long), {key: {**long, "loss": zeros} for key in seeds})
-    assert found is not None
     assert found.low == 0
     assert found.high > 0.99
     even = {"loss": zeros, "tokens": [1.0] * 10}
     other = {**even, "loss": [3.0] * 10}
     found = difference({0: even, 1: even, 2: other}, dict.fromkeys(seeds, even))
-    assert found is not None
     assert (found.low, found.mean, found.high) == pytest.approx((0, 1, 3))
     assert not found.apart

@@ -327,10 +327,6 @@ def broken_model(world: World, tmp_path: Path, name: str, content: bytes) -> Pat
     return copy
 
 
-def lines(path: Path, *records: object) -> Path:
-    return jsonl(path, records)
-
-
 def cut(path: Path, source: Path) -> Path:
     path.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
     return path
@@ -340,21 +336,21 @@ ROW = {"prompt": "add : 3 and 4", "response": "3 plus 4 is 7 ."}
 Case = Callable[[World, Path], dict[str, object]]
 BAD: dict[str, tuple[Case, str]] = {
     "broken line": (
-        lambda w, t: {"train": lines(t / "t.jsonl", ROW, "{oops")},
+        lambda w, t: {"train": jsonl(t / "t.jsonl", [ROW, "{oops"])},
         r"broken JSON line. Got: t.jsonl, line 2, column 2",
     ),
     "no file": (lambda w, t: {"train": t / "no.jsonl"}, "no such data file"),
-    "empty file": (lambda w, t: {"train": lines(t / "t.jsonl")}, "no rows"),
+    "empty file": (lambda w, t: {"train": jsonl(t / "t.jsonl", [])}, "no rows"),
     "empty response": (
         lambda w, t: {
-            "train": lines(t / "t.jsonl", ROW, ROW | {"response": ""}),
+            "train": jsonl(t / "t.jsonl", [ROW, ROW | {"response": ""}]),
             "on_empty": "error",
         },
         "empty response. Got: t.jsonl, line 2",
     ),
     "no validation tokens": (
         lambda w, t: {
-            "validation": lines(t / "v.jsonl", ROW | {"response": ""}),
+            "validation": jsonl(t / "v.jsonl", [ROW | {"response": ""}]),
         },
         "no validation row is left",
     ),
@@ -456,8 +452,6 @@ def test_full_disk_is_exit_1_and_resume_mends_it(
 def test_a_reader_that_goes_early_is_no_error() -> None:
     words = [sys.executable, "-m", "alphatoken.cli", "sft", "--help"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
-        assert run.stdout is not None
-        assert run.stderr is not None
         run.stdout.close()
         assert run.stderr.read() == b""
 

@@ -423,9 +423,6 @@ def test_weights_that_were_cut_off_are_one_line(
     assert "files in it are whole" in said
 
 
-# --- a choice of layers ---------------------------------------------------------------------------
-
-
 # --- the Fisher's rows --------------------------------------------------------------------------
 
 

@@ -61,10 +61,6 @@ def byte_tokenizer(template: str | None = None, *, start: bool = False) -> Any:
     return tokenizer
 
 
-def write(path: Path, *records: object) -> Path:
-    return jsonl(path, records)
-
-
 def chat(*texts: str) -> Row:
     """User and assistant by turns."""
     roles = ("user", "assistant")
@@ -88,7 +84,7 @@ def labelled_text(tokenizer: Any, row: Row, options: EncodeOptions | None = None
 
 
 def test_field_names_limit_and_blank_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", {"text": "a", "code": "b"}, {"text": "c", "code": "d"})
+    path = jsonl(tmp_path / "t.jsonl", [{"text": "a", "code": "b"}, {"text": "c", "code": "d"}])
     path.write_text("\n" + path.read_text().replace("\n", "\n\n"))
     rows = read_rows(path, fields=Fields(prompt="text", response="code"))
     assert [(r.index, r.prompt, r.response) for r in rows] == [(0, "a", "b"), (1, "c", "d")]
@@ -143,7 +139,7 @@ def test_other_bad_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no prompt field.*u\.parquet, row 1"):
         read_rows(tmp_path / "u.parquet")
     with pytest.raises(DataError, match="no field 'x'"):
-        read_rows(write(tmp_path / "v.jsonl", {"prompt": "p"}), fields=Fields("prompt", "x"))
+        read_rows(jsonl(tmp_path / "v.jsonl", [{"prompt": "p"}]), fields=Fields("prompt", "x"))
 
 
 # --- tokens and labels ----------------------------------------------------------------------------

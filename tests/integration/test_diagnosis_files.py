@@ -95,10 +95,14 @@ def test_pictures_need_nothing_from_outside_and_leave_no_state(tmp_path: Path) -
     assert drawn.svg == example().figure("line").svg  # and the same picture is the same file
 
 
-def test_a_folder_without_its_last_file_is_not_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"), [("diagnosis.json", "cannot be read"), ("line.svg", r"line\.svg")]
+)
+def test_a_missing_file_is_noticed(tmp_path: Path, name: str, said: str) -> None:
+    """Without its last file a folder is not finished."""
     example().save(tmp_path)
-    (tmp_path / "diagnosis.json").unlink()
-    with pytest.raises(DataError, match="cannot be read"):
+    (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=said):
         Diagnosis.load(tmp_path)
 
 
@@ -107,13 +111,6 @@ def test_damaged_records_say_what_to_do(tmp_path: Path, damage: str) -> None:
     example().save(tmp_path)
     (tmp_path / "diagnosis.json").write_text(damage)
     with pytest.raises(DataError, match="remove the folder"):
-        Diagnosis.load(tmp_path)
-
-
-def test_a_missing_picture_is_noticed(tmp_path: Path) -> None:
-    example().save(tmp_path)
-    (tmp_path / "line.svg").unlink()
-    with pytest.raises(DataError, match=r"line\.svg"):
         Diagnosis.load(tmp_path)
 
 

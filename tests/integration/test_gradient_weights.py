@@ -84,7 +84,6 @@ class _Accumulated(TorchDispatchMode):
 
 
 def _errors(gate: GradientWeightedModel, hidden: Tensor, weights: Tensor) -> Tensor:
-    assert gate.log_probs is not None
     loss = (gate.log_probs * weights).sum()
     return torch.autograd.grad(loss, hidden, retain_graph=True)[0]
 
@@ -110,7 +109,6 @@ def test_errors_below_the_head_keep_their_bits_and_its_gradient_is_not_formed(na
     logits = model(**inputs, use_cache=False).logits[:, :-1].double().log_softmax(-1)
     labels = BATCH["labels"][:, 1:]
     chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    assert gate.log_probs is not None
     torch.testing.assert_close(
         gate.log_probs.double(), chosen.masked_fill(labels == -100, 0), rtol=1e-5, atol=1e-5
     )
@@ -121,7 +119,6 @@ def test_the_training_backward_afterwards_is_whole(name: str) -> None:
     found, expected = _of(name), _of(name)
     for model, scored in ((found, True), (expected, False)):
         gate, hidden = _forward(model)
-        assert gate.log_probs is not None
         if scored:
             with errors_only(gate.log_probs):
                 _errors(gate, hidden, torch.ones_like(gate.log_probs))
@@ -141,7 +138,6 @@ def test_logits_of_another_head_are_left_alone() -> None:
     gate.logits({k: v for k, v in BATCH.items() if k != "labels"}, BATCH["labels"])
     with errors_only(gate.log_probs) as found:
         assert not found
-    assert gate.log_probs is not None
     gate.log_probs.sum().backward()
 
 
@@ -150,7 +146,6 @@ def test_logits_of_another_head_are_left_alone() -> None:
 
 def _drawn_weights(gate: GradientWeightedModel, seed: int) -> Tensor:
     """(b, t), half of them 0, as of a hard mask that is scaled."""
-    assert gate.log_probs is not None
     rows, length = gate.log_probs.shape
     drawn = torch.randn(rows, length + 1, generator=torch.Generator().manual_seed(seed))
     return drawn.masked_fill(drawn < 0, 0.0)
@@ -161,7 +156,6 @@ def test_the_update_after_a_shared_error_is_the_ordinary_one(name: str) -> None:
     shared, plain = _of(name), _of(name)
     for model in (shared, plain):
         gate, hidden = _forward(model)
-        assert gate._leaf is not None
         loss = -gate._leaf.square().sum()  # of coefficients that differ by token
         if model is shared:
             gate.share_head(BATCH["labels"])
@@ -185,7 +179,6 @@ def test_weights_of_one_keep_the_bits_of_trl_after_a_shared_error() -> None:
     shared, plain = _of("plain"), _of("plain")
     for model in (shared, plain):
         gate, _ = _forward(model)
-        assert gate._leaf is not None
         loss = -gate._leaf.sum()
         if model is shared:
             gate.share_head(BATCH["labels"])
@@ -201,7 +194,6 @@ def test_values_and_a_selected_update_share_their_products() -> None:
     TRL's own backward takes two or three for each of *all* positions, once for each of the two.
     """
     gate, hidden = _forward(_of("plain"))
-    assert gate._leaf is not None
     loss = -gate._leaf.sum()
     keep = BATCH["labels"].ne(-100).float()
     keep[:, ::2] = 0
@@ -266,7 +258,6 @@ def test_entropy_of_the_training_forward(
             expected = -float((p * p.log()).sum())
             assert float(found[row, t]) == pytest.approx(expected, abs=2e-6)
         assert not bool(found[labels == -100].any())
-    assert gate.log_probs is not None
     nothing = torch.zeros_like(labels[:, 1:], dtype=torch.bool)
     if name != "of logits":
         assert head_entropy(gate.log_probs, nothing, 5) is not None

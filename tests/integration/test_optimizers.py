@@ -162,8 +162,6 @@ def test_accelerates_wrapper_is_opened() -> None:
     gradients = gradients_of(parameters)
     for read in (frozen_preconditioners, partial(full_preconditioners, gradients=gradients)):
         found, expected = read(wrapped, parameters), read(optimizer, parameters)
-        assert found is not None
-        assert expected is not None
         assert all(torch.equal(found[n], expected[n]) for n in parameters)
 
 
@@ -198,11 +196,9 @@ def test_each_group_has_its_own_numbers() -> None:
     together = stepped(groups)
     gradients = gradients_of(parameters)
     found = full_preconditioners(together, parameters, gradients)
-    assert found is not None
     for half, group in zip(halves, groups, strict=True):
         part = {n: parameters[n] for n in half}
         alone = full_preconditioners(stepped([group]), part, gradients)
-        assert alone is not None
         assert all(torch.equal(found[n], alone[n]) for n in half)
 
 
@@ -274,9 +270,6 @@ def _compare_with_one_process() -> None:
         full = full_preconditioners(optimizer, parameters, whole)
         own = {n: p.grad for n, p in parameters.items() if p.grad is not None}
         local = full_preconditioners(optimizer, parameters, own)
-        assert frozen is not None
-        assert full is not None
-        assert local is not None
         found.append((frozen, full, local))
     for alone, shards in zip(*found, strict=True):
         for name, p in shards.items():
@@ -306,7 +299,6 @@ def test_the_scorer_uses_the_optimizers_P_once(estimator: str) -> None:
     frozen = {"preconditioner": "frozen", "precondition_after": 4, "optimizer": optimizer}
     scorer = scorer_for(model, estimator, **frozen)
     P = frozen_preconditioners(optimizer, scorer.parameters)
-    assert P is not None
     values = scorer.score(BATCH).total
     given = scorer_for(model, estimator, preconditioner=P)
     assert torch.equal(values, given.score(BATCH).total)

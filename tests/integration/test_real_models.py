@@ -100,8 +100,6 @@ def test_score_splits_and_totals(model: Any, examples: list[Example]) -> None:
         for name in ("alphatoken", "label")
     }
     ours, label = values["alphatoken"], values["label"]
-    assert ours.adaptation_direct is not None
-    assert ours.adaptation_causal is not None
     parts = ours.adaptation_direct + ours.adaptation_causal
     assert relative(parts, ours.total) < 1e-5
     assert not ours.total[~ours.mask].any()

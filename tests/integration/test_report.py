@@ -188,7 +188,6 @@ def test_page_is_self_contained_and_hostile_tokens_stay_text(tmp_path: Path) -> 
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     script = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
-    assert policy is not None
     assert policy[1].startswith("default-src 'none'; ")
     assert f"script-src 'sha256-{digest}'; " in policy[1], "our script and no other"
     assert "&lt;i&gt;note" in text

@@ -23,6 +23,16 @@ from transformers import (
 from tests.rows import jsonl
 
 ALPHABET = string.ascii_lowercase + string.digits + " +=?.-"
+SIZES: dict[str, int] = {
+    "vocab_size": 4 + len(ALPHABET),
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -42,39 +52,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def model(seed: int = 0, *, layers: int = 3, dropout: float = 0.0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=4 + len(ALPHABET),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        attention_dropout=dropout,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    own = {"intermediate_size": 48, "num_hidden_layers": layers, "attention_dropout": dropout}
+    config = LlamaConfig(**SIZES, **own)
     return LlamaForCausalLM(config)
 
 
 def mixture(seed: int = 0) -> MixtralForCausalLM:
     """The same with a mixture of four experts in each layer, of which each token meets two."""
     torch.manual_seed(seed)
-    config = MixtralConfig(
-        vocab_size=4 + len(ALPHABET),
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    own = {"intermediate_size": 24, "num_hidden_layers": 3}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = MixtralConfig(**SIZES, **own, **experts)
     return MixtralForCausalLM(config)
 
 
@@ -82,11 +70,9 @@ def hybrid(seed: int = 0) -> Qwen3_5ForCausalLM:
     """The same with gated delta nets in two of three layers."""
     torch.manual_seed(seed)
     config = Qwen3_5TextConfig(
-        vocab_size=4 + len(ALPHABET), hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
+        **SIZES, intermediate_size=48, num_hidden_layers=3, head_dim=8,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
         linear_value_head_dim=8, layer_types=["linear_attention"] * 2 + ["full_attention"],
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return Qwen3_5ForCausalLM(config)
 
@@ -176,6 +162,22 @@ def sft(folder: Any, kind: Any = None, **more: Any) -> Any:
     given = _given(more, sft_rows)
     args = AlphaSFTConfig(**options(folder, **{**ALPHA, **more}))
     return (kind or AlphaSFTTrainer)(args=args, **given)
+
+
+def prepared(folder: Any, rows: Dataset) -> list[dict[str, list[int]]]:
+    """Token ids and labels as a trainer has them."""
+    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+
+    trainer = AlphaSFTTrainer(
+        model=model(layers=2),
+        args=AlphaSFTConfig(**options(folder, policy="all", export_values=False)),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+    )
+    return [
+        {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
+        for row in trainer.train_dataset
+    ]
 
 
 def dpo(folder: Any, kind: Any = None, **more: Any) -> Any:

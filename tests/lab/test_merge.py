@@ -260,9 +260,6 @@ def test_a_sweep_is_measured(tmp_path: Path) -> None:
     assert found[0]["target"] != found[1]["target"] > 0
 
 
-# --- refusals -----------------------------------------------------------------------------------
-
-
 def test_refusals_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after = model(0).state_dict(), model(1).state_dict()
     for alpha in (-0.1, 1.5, float("nan")):

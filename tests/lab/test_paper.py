@@ -417,7 +417,6 @@ def own_fisher(folder: Path, *more: str) -> tuple[list[str], str]:
 
     here = work(find("fig:fisher_proxy_fidelity"), "laptop", folder, *more)
     asked, (task,) = here.exhibit.diagnosis, here.grid.tasks
-    assert asked is not None
     (cell,) = [one for one in here.cells if one.policy == asked.model]
     file = here.folder.path / "fishers" / "abc.safetensors"
     for place in (here.folder.of(cell).path, file.parent):
@@ -509,7 +508,6 @@ def test_the_selections_peak_is_told_apart_from_the_trainings() -> None:
             with selecting():
                 take(10)
         small = cost.selection()
-        assert small is not None
         assert base + 150 * mega < small < base + 450 * mega
         assert cost.whole() > base + 500 * mega
         cost.restart()

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from alphatoken.errors import ConfigError
-from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train import AlphaSFTTrainer
 from alphatoken_lab.methods.rho_1 import Rho1
 from tests.integration import tiny_training as tiny
+from tests.property import test_policies_validation_first as validation_first
 from tests.property.test_policies_validation_first import (
     EPOCHS,
-    OPTIONS,
     RATE,
     furthest,
     reference_by_hand,
@@ -23,18 +23,8 @@ from tests.property.test_policies_validation_first import (
 
 def run(folder: Path, policy: Rho1, **more: Any) -> AlphaSFTTrainer:
     """Trained on 16 rows, 8 others for validation."""
-    torch.manual_seed(11)
-    rows = tiny.sft_rows(24)
-    trainer = AlphaSFTTrainer(
-        model=tiny.model(layers=2),
-        args=AlphaSFTConfig(**tiny.options(folder, **{**OPTIONS, **more})),
-        train_dataset=rows.select(range(16)),
-        validation_dataset=rows.select(range(16, 24)) if policy.needs.validation else None,
-        processing_class=tiny.tokenizer(),
-        policy=policy,
-    )
-    trainer.train()
-    return trainer
+    given = {} if policy.needs.validation else {"validation_dataset": None}
+    return validation_first.run(folder, policy, given=given, **more)
 
 
 POLICY = {"reference_epochs": EPOCHS, "reference_learning_rate": RATE}

@@ -81,16 +81,7 @@ def test_rounds_are_those_done_by_hand(tmp_path: Path) -> None:
     """Three rounds of the policy; by hand: TRL trains each round on labels that are cut by hand."""
     policy = TokenCleaning(rounds=ROUNDS, ratio=RATIO)
     found = run(tmp_path / "own" / "run", policy)
-    prepared = AlphaSFTTrainer(
-        model=tiny.model(layers=2),
-        args=AlphaSFTConfig(**tiny.options(tmp_path / "rows", policy="all", export_values=False)),
-        train_dataset=tiny.sft_rows(ROWS),
-        processing_class=tiny.tokenizer(),
-    )
-    rows = [
-        {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
-        for row in prepared.train_dataset
-    ]
+    rows = tiny.prepared(tmp_path / "rows", tiny.sft_rows(ROWS))
     parts = [rows[8 * t : 8 * (t + 1)] for t in range(ROUNDS)]
     base, model = tiny.model(layers=2), tiny.model(layers=2)
     for t, part in enumerate(parts):

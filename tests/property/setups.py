@@ -31,12 +31,16 @@ from alphatoken import (
     ScorerConfig,
     TokenValues,
 )
-from alphatoken.errors import (
-    AlphaTokenError,
-)
+from alphatoken.errors import AlphaTokenError
 from alphatoken.model.protocol import AttentionCall, NativeAttention, ScoredLinear
-from alphatoken.oracle import gradients, influence, propagation
-from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder, explicit_attention
+from alphatoken.oracle import gradients, influence, jacobian, propagation
+from tests.property.decoder import (
+    Attention,
+    ReferenceAdapter,
+    ReferenceDecoder,
+    explicit_attention,
+    rotary_tables,
+)
 from tests.property.strategies import Case, cases
 from tests.property.tolerance import allowed, close
 
@@ -310,6 +314,25 @@ def quiet_score(scorer: Scorer, batch: Mapping[str, Any]) -> TokenValues:
         return scorer.score(batch)
 
 
+def random_drift(parameters: Mapping[str, Tensor], seed: int) -> FisherDrift:
+    """A random Fisher and a reference a little away from the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    fisher, reference = {}, {}
+    for name, parameter in parameters.items():
+        noise = torch.rand(2, *parameter.shape, generator=generator, dtype=torch.float64)
+        noise = noise.to(parameter.device)
+        fisher[name] = noise[0]
+        reference[name] = parameter.detach().double() + 0.3 * (noise[1] - 0.5)
+    return FisherDrift(fisher, reference)
+
+
+def at_tokens(by_position: Tensor, labels: Tensor) -> Tensor:
+    """By token index, zero off the response."""
+    response = labels.cpu() != -100
+    response[:, 0] = False
+    return influence.to_token_index(by_position.cpu()).masked_fill(~response, 0.0)
+
+
 # --- comparison ----------------------------------------------------------------------------------
 
 
@@ -511,6 +534,48 @@ def attention_weights(call: AttentionCall) -> Tensor:
     b, g, t, _ = call.key.shape
     unit = torch.eye(t, dtype=call.key.dtype).expand(b, g, t, t)
     return explicit_attention(call, call.query, call.key, unit).detach()
+
+
+def attention_spec(model: ReferenceDecoder, layer: int, length: int) -> jacobian.AttentionSpec:
+    """The oracle's description of one attention layer, read off the decoder's own weights."""
+    config, attention = model.config, model.layers[layer].attention
+
+    def part(which: int, kind: str) -> Tensor | None:
+        names = ("q_proj", "k_proj", "v_proj")
+        module = attention.qkv_proj if config.fused_qkv else getattr(attention, names[which])
+        tensor = getattr(module, kind)
+        if tensor is None:
+            return None
+        tensor = tensor.detach()
+        tensor = tensor.T if kind == "weight" and config.transposed else tensor
+        return tensor.split(attention.widths)[which] if config.fused_qkv else tensor
+
+    w_q, w_k, w_v = (part(i, "weight") for i in range(3))
+    b_q, b_k, b_v = (part(i, "bias") for i in range(3))
+    tables = None
+    if config.positions == "rotary":
+        tables = rotary_tables(config, torch.arange(length).unsqueeze(0))
+    window = config.window(layer)
+    place = torch.arange(length)
+    gap = place[:, None] - place
+    return jacobian.AttentionSpec(
+        w_q,
+        w_k,
+        w_v,
+        config.heads,
+        config.kv_heads,
+        config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        b_q,
+        b_k,
+        b_v,
+        attention.q_norm.weight.detach() if config.qk_norm else None,
+        attention.k_norm.weight.detach() if config.qk_norm else None,
+        cos=None if tables is None else tables[0][0, 0],
+        sin=None if tables is None else tables[1][0, 0],
+        softcap=config.softcap,
+        sinks=None if attention.sinks is None else attention.sinks.detach(),
+        mask=(gap >= 0) & (gap < (window or length)),
+    )
 
 
 def propagated(

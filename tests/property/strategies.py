@@ -405,6 +405,13 @@ def make_case(
     return case
 
 
+CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2, seed=5)
+TIED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True)
+SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
+# Every token is the embedding's padding token somewhere in the row, as an end of turn often is.
+PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
+
+
 @st.composite
 def cases(draw: st.DrawFn, **pins: Any) -> Case:
     """Cases of every structure. Keyword arguments pin options to a value or a strategy.

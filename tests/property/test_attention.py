@@ -21,7 +21,7 @@ from alphatoken.model.protocol import AttentionCall
 from alphatoken.model.switch import BackwardSwitch
 from tests.property.decoder import dense_mask, explicit_attention
 from tests.property.profiles import budget
-from tests.property.setups import CONTRACTION
+from tests.property.setups import CONTRACTION, attention_weights
 from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
@@ -155,13 +155,6 @@ def native_of(call: AttentionCall) -> Any:
     return lambda q, k, v: explicit_attention(call, q, k, v)
 
 
-def weights_of(call: AttentionCall) -> Tensor:
-    """alpha (b, h, k, t): the attention of values that are unit vectors."""
-    b, g, t, _ = call.key.shape
-    unit = torch.eye(t, dtype=torch.float64).expand(b, g, t, t)
-    return explicit_attention(call, call.query, call.key, unit).detach()
-
-
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -198,7 +191,7 @@ def position_by_position(call: AttentionCall, error: Tensor) -> Gradients:
 def gradient_scales(call: AttentionCall, error: Tensor) -> Gradients:
     """Sums of absolute terms of the ordinary gradients: what both modes round relative to."""
     repeats = call.query.shape[1] // call.key.shape[1]
-    alpha = weights_of(call)
+    alpha = attention_weights(call)
     q, e = call.query.detach().abs(), error.abs()
     k, v = (x.detach().abs().repeat_interleave(repeats, dim=1) for x in (call.key, call.value))
     pull = torch.einsum("bhkv,bhtv->bhkt", e, v)
@@ -253,7 +246,7 @@ def _forward_scale(call: AttentionCall, tangents: dict[str, Tensor]) -> tuple[Te
     ds = (dq @ k.mT + q @ dk.mT) * call.scale
     if "sinks" in tangents:
         ds = ds + tangents["sinks"].abs().view(1, -1, 1, 1)
-    alpha = weights_of(call)
+    alpha = attention_weights(call)
     return alpha @ dv, alpha @ v, 2 * ds.amax(-1, keepdim=True)
 
 
@@ -338,7 +331,7 @@ def test_the_mode_is_read_at_backward_time(case: AttentionCase) -> None:
 def test_log_sum_exp_and_weights(case: AttentionCase) -> None:
     """lse, every block of alpha, and alpha_tt, against explicit softmax with sinks and masks."""
     call = case.call()
-    logits, alpha = explicit_logits(call), weights_of(call)
+    logits, alpha = explicit_logits(call), attention_weights(call)
     if call.sinks is not None:
         sinks = call.sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         expected = torch.cat([logits, sinks], -1).logsumexp(-1)

@@ -20,12 +20,12 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import jacobian
 from alphatoken.support.storage import write_tensors
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.setups import attention_spec
 from tests.property.test_fidelity_value_propagation import (
     MODEL,
     TINY,
     batch_of,
     rows_of,
-    spec_of,
     structures,
     subject_of,
 )
@@ -181,7 +181,7 @@ def test_weights_and_deviations_of_pairs(
         alpha, deviation = pairs.weigh_pairs(seen, used, used, window)
         wanted = []
         for row, length in enumerate((6, 4)):
-            state = jacobian.attend(spec_of(model, seen.layer, length), hidden[row, :length])
+            state = jacobian.attend(attention_spec(model, seen.layer, length), hidden[row, :length])
             last = length - 2  # predicts the last token
             value = state.value.repeat_interleave(len(state.alpha) // len(state.value), 0)
             for k in range(last + 1):

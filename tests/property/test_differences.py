@@ -21,17 +21,14 @@ from alphatoken.estimate.differences import Differences, drowned
 from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.oracle import gradients
+from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import Setup, forward_of, label_truth, quiet, setups
-from tests.property.strategies import Case, make_case
+from tests.property.strategies import CASE, PADDED, SHARED, TIED, Case
 from tests.property.test_sharded import FlatSharding
 from tests.property.tolerance import close
 
-CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2, seed=5)
-TIED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True)
-SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
-PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
 FORMS = ("central", "one_sided")
 
 
@@ -218,10 +215,7 @@ def test_lora_on_an_embedding_leaves_its_padding_row(memory: str) -> None:
     ids[:, 3:9:2] = 1
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
-    def forward(given: Mapping[str, Tensor]) -> Tensor:
-        logits: Tensor = model(**given).logits
-        return logits
-
+    forward = plain_forward(model)
     m = gradients.validation_gradient(model, forward, [batch])
     expected = gradients.label_values(model, forward, batch, m)
     if memory == "one buffer":  # as ZeRO 1 and 2 hold them
@@ -324,10 +318,7 @@ def test_in_float32_curvatures_are_as_exact_as_they_say(monkeypatch: pytest.Monk
     ids = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(1))
     batch, validation = {"input_ids": ids, "labels": ids}, {"input_ids": ids[:1], "labels": ids[:1]}
 
-    def forward(given: Mapping[str, Tensor]) -> Tensor:
-        logits: Tensor = exact(**given).logits
-        return logits
-
+    forward = plain_forward(exact)
     m = gradients.validation_gradient(exact, forward, [validation])
     expected, _ = gradients.label_curvatures(exact, forward, batch, m)
     scorer = Scorer(model, [validation], config=config("one_sided", curvature=True))
@@ -568,8 +559,6 @@ def test_auto_takes_differences_over_all_parameters_and_forward_mode_on_top() ->
 
 def test_auto_takes_forward_mode_through_a_mixture_of_experts() -> None:
     """Moved weights send some tokens to other experts, and their losses jump."""
-    from tests.property.architectures import BY_NAME
-
     ids = torch.randint(3, 23, (2, 9), generator=torch.Generator().manual_seed(4))
     batch = {"input_ids": ids, "labels": ids}
     scorer = Scorer(BY_NAME["mixtral"].build(1), [batch], config=config())
@@ -686,11 +675,7 @@ def compare_with_the_oracle(model: Any, plain: Any) -> dict[str, Tensor]:
     ids = torch.randint(0, 40, (2, 10), generator=torch.Generator().manual_seed(3))
     batch = {"input_ids": ids, "labels": ids}
 
-    def forward(given: Mapping[str, Tensor]) -> Tensor:
-        logits: Tensor = plain(**given).logits
-        return logits
-
-    parameters = dict(plain.named_parameters())
+    forward, parameters = plain_forward(plain), dict(plain.named_parameters())
     m = gradients.validation_gradient(plain, forward, [batch], parameters)
     values = Scorer(model, [batch], config=config()).score(batch)
     assert values.derivative == "central"

@@ -176,12 +176,6 @@ def test_a_bad_file_is_refused(what: str, tmp_path: Path) -> None:
         FisherDrift.load(path)
 
 
-def good(folder: Path) -> Path:
-    path = folder / "good.safetensors"
-    write_tensors(path, entries(), DESCRIPTION)
-    return path
-
-
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FisherError, match="nowhere"):
         FisherDrift.load(tmp_path / "nowhere")

@@ -546,9 +546,6 @@ def test_the_coverage_report_says_what_was_proved() -> None:
     assert not any(name.startswith("layers.1.") for name in report.linears)
 
 
-# --- bad input -----------------------------------------------------------------------------------
-
-
 def test_negative_layer_indices_count_from_the_end() -> None:
     for one, two in (((-1,), 1), ((0, -1), "all"), ((1, 0), (0, 1))):
         assert torch.equal(score(PLAIN, "direct", layers=one), score(PLAIN, "direct", layers=two))

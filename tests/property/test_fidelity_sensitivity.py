@@ -106,9 +106,6 @@ def test_the_counted_parts_of_a_step() -> None:
     assert direction_flops(scorer) > 1.8 * once
 
 
-# --- bad input -----------------------------------------------------------------------------------
-
-
 def test_too_little_is_refused() -> None:
     with pytest.raises(DataError, match="at least 4 validation rows"):
         sensitivity.diagnose(small(validation=rows_of([(2, 3)] * 3, 0)))

@@ -235,9 +235,6 @@ def test_values_that_depend_on_padding_are_flagged() -> None:
     assert said.startswith("WARNING: values depend on padding or on neighbours")
 
 
-# --- bad input -----------------------------------------------------------------------------------
-
-
 def test_too_little_is_refused() -> None:
     with pytest.raises(DataError, match="at least 4 validation rows"):
         stability.diagnose(small(validation=rows_of([(2, 3)] * 3, 0)))

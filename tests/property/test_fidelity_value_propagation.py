@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import Example
@@ -23,8 +23,7 @@ from alphatoken.fidelity.figures import draw
 from alphatoken.fidelity.pairs import choose_positions, pair_counts, see_calls, weigh_pairs
 from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, to_token_index
-from alphatoken.oracle import influence, jacobian
-from tests.property import decoder
+from alphatoken.oracle import influence
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows
@@ -51,51 +50,6 @@ def subject_of(model: nn.Module, rows: Sequence[Example], **changes: object) -> 
 def batch_of(subject: Subject, rows: Sequence[Example]) -> LabelledBatch:
     (batch,) = subject.batches(rows, len(rows))
     return read_batch(batch)
-
-
-def spec_of(model: ReferenceDecoder, layer: int, length: int) -> jacobian.AttentionSpec:
-    """The oracle's description of one attention layer, read off the decoder's own weights."""
-    config, attention = model.config, model.layers[layer].attention
-
-    def part(which: int, kind: str) -> Tensor | None:
-        names = ("q_proj", "k_proj", "v_proj")
-        module = attention.qkv_proj if config.fused_qkv else getattr(attention, names[which])
-        tensor = getattr(module, kind)
-        if tensor is None:
-            return None
-        tensor = tensor.detach()
-        tensor = tensor.T if kind == "weight" and config.transposed else tensor
-        return tensor.split(attention.widths)[which] if config.fused_qkv else tensor
-
-    w_q, w_k, w_v = (part(i, "weight") for i in range(3))
-    b_q, b_k, b_v = (part(i, "bias") for i in range(3))
-    assert w_q is not None
-    assert w_k is not None
-    assert w_v is not None
-    tables = None
-    if config.positions == "rotary":
-        tables = decoder.rotary_tables(config, torch.arange(length).unsqueeze(0))
-    window = config.window(layer)
-    place = torch.arange(length)
-    gap = place[:, None] - place
-    return jacobian.AttentionSpec(
-        w_q,
-        w_k,
-        w_v,
-        config.heads,
-        config.kv_heads,
-        config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
-        b_q,
-        b_k,
-        b_v,
-        attention.q_norm.weight.detach() if config.qk_norm else None,
-        attention.k_norm.weight.detach() if config.qk_norm else None,
-        cos=None if tables is None else tables[0][0, 0],
-        sin=None if tables is None else tables[1][0, 0],
-        softcap=config.softcap,
-        sinks=None if attention.sinks is None else attention.sinks.detach(),
-        mask=(gap >= 0) & (gap < (window or length)),
-    )
 
 
 structures = st.builds(

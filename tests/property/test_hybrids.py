@@ -26,7 +26,7 @@ from alphatoken.oracle import gradients, influence
 from alphatoken.oracle.influence import Influence
 from tests.property.architectures import BY_NAME, VOCABULARY, Architecture, plain_forward
 from tests.property.profiles import budget
-from tests.property.setups import refusal
+from tests.property.setups import at_tokens, refusal
 from tests.property.strategies import Rows, make_batch
 from tests.property.tolerance import allowed, close
 
@@ -130,8 +130,6 @@ def hybrid_cases(draw: st.DrawFn, **pins: Any) -> HybridCase:
         "seed": st.integers(1, 2**16),
     }
     fields = {name: draw(pins.get(name, strategy)) for name, strategy in drawn.items()}
-    if fields["family"] == "olmo_hybrid":
-        fields["pattern"] = fields["pattern"] if FULL in fields["pattern"] else PATTERNS[0]
     return HybridCase(**fields)
 
 
@@ -161,10 +159,7 @@ class Truth:
         )
 
     def at_tokens(self, by_position: Tensor) -> Tensor:
-        """By token index, zero off the response."""
-        response = self.case.batch["labels"] != -100
-        response[:, 0] = False
-        return influence.to_token_index(by_position).masked_fill(~response, 0.0)
+        return at_tokens(by_position, self.case.batch["labels"])
 
     def scale(self, exact: Influence) -> Tensor:
         absolute = exact.absolute_scale

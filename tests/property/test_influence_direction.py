@@ -248,9 +248,6 @@ def test_an_interrupted_influence_fit_goes_on_to_the_same_bits(tmp_path: Path) -
         InfluenceFactors.load(path)
 
 
-# --- refusals ------------------------------------------------------------------------------------
-
-
 def test_what_influence_directions_cannot_do_is_refused() -> None:
     model = SQUARE.case.model()
     factors, last = fitted(SQUARE, model), fitted(replace(SQUARE, layers=1), model)

@@ -29,7 +29,7 @@ from tests.property.setups import (
     readout,
     setups,
 )
-from tests.property.strategies import make_case
+from tests.property.strategies import PADDED, SHARED, make_case
 from tests.property.tolerance import close
 
 NAMED = (
@@ -68,11 +68,6 @@ def _label_over(
     close(values.total, expected, scale, MODEL, name=f"label, {parameters}")
     assert torch.equal(values.total, values.adaptation)
     return values
-
-
-SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
-# Every token is the embedding's padding token somewhere in the row, as an end of turn often is.
-PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
 
 
 @given(setups() | setups(tied_linears=True, mlp="gated") | setups(conv_mixer=True))

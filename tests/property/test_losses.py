@@ -260,9 +260,6 @@ def test_dpo_coefficient(case: PairCase) -> None:
     close(found, preference.dpo_omega(margin, case.beta), case.beta, CONTRACTION, name="omega")
 
 
-ROWS = st.lists(st.sampled_from(["pprr..", "prrrr.", "..pprr", "pprrrr"]), min_size=2, max_size=2)
-
-
 def test_num_tokens_replaces_the_batchs_own_count() -> None:
     case = LossCase(2, 5, 4, 0)
     logits, labels, keep = case.logits(), case.labels(), case.keep()

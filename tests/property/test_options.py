@@ -209,8 +209,7 @@ def test_objective_and_part(setup: Setup, choice: tuple[str, str, str]) -> None:
     )
     validation = None if objective == "stability" else setup.case.validation
     scorer = Scorer(model, validation, FisherDrift(*drift_of(setup, model)), config)
-    with quiet():
-        values = scorer.score(setup.case.batch)
+    values = quiet_score(scorer, setup.case.batch)
     keep_direct, keep_causal = part != "causal", part != "direct"
     compare_values(
         values,

@@ -24,8 +24,9 @@ from tests.property.decoder import (
     TransposedLinear,
     dense_mask,
     draw_weights,
-    rotary_tables,
 )
+from tests.property.setups import attention_spec
+from tests.property.tolerance import close
 
 VOCABULARY, WIDTH, HEAD, HIDDEN = 7, 6, 4, 5
 EXACT = 1e-12  # one contraction
@@ -195,14 +196,6 @@ cases = st.builds(
 )
 
 
-def assert_within(actual: Tensor, expected: Tensor, scale: Tensor, tolerance: float) -> None:
-    """|actual - expected| <= tolerance * scale, elementwise; NaN fails, scale 0 means equal."""
-    actual, expected, scale = (u.detach().double() for u in (actual, expected, scale))
-    gap = (actual - expected).abs()
-    worst = (gap / (tolerance * scale).clamp_min(1e-300)).max() if gap.numel() else 0
-    assert bool((gap <= tolerance * scale).all()), f"worst error / tolerance: {float(worst):.3g}"
-
-
 def total_loss(case: Case) -> Tensor:
     """The summed loss by torch's own cross-entropy, for the vectorised references."""
     logits = case.model(case.batch)[:, :-1].flatten(0, 1)
@@ -232,7 +225,7 @@ def test_token_losses_are_cross_entropies_at_the_index_of_the_predicted_token(
         logits[:, :-1].mT, labels[:, 1:], ignore_index=-100, reduction="none"
     )
     assert found.dtype == torch.float64
-    assert_within(found, expected, torch.ones_like(expected), EXACT)
+    close(found, expected, torch.ones_like(expected), EXACT)
     assert bool((found[:, 0] == 0).all())
     tokens = gradients.response_tokens(labels)
     assert set(tokens) == {(b, i) for b, i in (labels != -100).nonzero().tolist() if i > 0}
@@ -262,7 +255,7 @@ def test_label_values_are_directional_derivatives_of_each_loss(case: Case) -> No
 
     difference = (losses_at(step) - losses_at(-step)) / (2 * step)
     scale = influence.to_token_index(influence.row_sums(case.influence().absolute_scale))
-    assert_within(values, difference, scale + 1.0, 2e-6)
+    close(values, difference, scale + 1.0, 2e-6)
 
 
 def test_validation_gradient_is_that_of_the_mean_over_all_batches() -> None:
@@ -276,7 +269,7 @@ def test_validation_gradient_is_that_of_the_mean_over_all_batches() -> None:
     named = dict(case.model.named_parameters())
     expected = torch.autograd.grad(mean, list(named.values()))
     for name, tensor in zip(named, expected, strict=True):
-        assert_within(found[name], tensor, tensor.abs().max() + tensor.abs(), MODEL)
+        close(found[name], tensor, tensor.abs().max() + tensor.abs(), MODEL)
     alone = gradients.validation_gradient(case.model, case.model, case.batch)
     assert not torch.allclose(alone["head.weight"], found["head.weight"])
 
@@ -296,10 +289,10 @@ def test_the_four_readouts_are_what_their_names_say(case: Case) -> None:
 
     by_token = gradients.label_values(case.model, case.model, case.batch, case.direction)
     rows = influence.to_token_index(influence.row_sums(psi))
-    assert_within(rows, by_token, influence.to_token_index(scale.sum(2)), MODEL)
+    close(rows, by_token, influence.to_token_index(scale.sum(2)), MODEL)
 
     columns = influence.column_sums(psi)
-    assert_within(columns, ordinary_backward(case), scale.sum(1), MODEL)
+    close(columns, ordinary_backward(case), scale.sum(1), MODEL)
 
     named = dict(case.model.named_parameters(remove_duplicate=False))
     found = torch.autograd.grad(
@@ -309,10 +302,10 @@ def test_the_four_readouts_are_what_their_names_say(case: Case) -> None:
         torch.zeros(()) if g is None else (g * m).sum()
         for g, m in zip(found, case.direction.values(), strict=True)
     ]
-    assert_within(psi.sum(), torch.stack(terms).sum(), scale.sum(), MODEL)
+    close(psi.sum(), torch.stack(terms).sum(), scale.sum(), MODEL)
 
     direct, causal = influence.diagonal(psi), influence.causal(psi)
-    assert_within(direct + causal, columns, scale.sum(1), EXACT)
+    close(direct + causal, columns, scale.sum(1), EXACT)
     assert torch.equal(psi, psi.tril())
     predicts = torch.zeros_like(labels, dtype=torch.bool)
     predicts[:, :-1] = labels[:, 1:] != -100
@@ -374,7 +367,7 @@ def test_every_entry_is_the_effect_of_moving_one_use(case: Case) -> None:
         difference = (losses_at(step, t) - losses_at(-step, t)) / (2 * step)
         entries = influence.to_token_index(result.matrix[:, :, t])
         scale = influence.to_token_index(result.absolute_scale[:, :, t])
-        assert_within(entries, difference, scale + 1.0, 2e-6)
+        close(entries, difference, scale + 1.0, 2e-6)
 
 
 def test_token_index_is_one_past_the_label_position() -> None:
@@ -394,7 +387,7 @@ def test_gap_1_the_total_needs_the_prompt_positions() -> None:
     scale = result.absolute_scale.sum()
     assert float(prompt.abs()) > 1e-3 * float(scale)
     expected = gradients.label_values(case.model, case.model, case.batch, case.direction).sum()
-    assert_within(response + prompt, expected, scale, MODEL)
+    close(response + prompt, expected, scale, MODEL)
     direct = influence.diagonal(result.matrix)  # the self terms alone do not do it either
     assert float((direct.sum() - expected).abs()) > 1e-3 * float(scale)
 
@@ -404,7 +397,7 @@ def test_terms_and_scale_agree_with_the_matrix() -> None:
     exact = case.influence()
     psi, scale = exact.matrix, exact.absolute_scale
     assert set(exact.terms) == set(case.modules)
-    assert_within(sum(exact.terms.values()), psi, scale, EXACT)
+    close(sum(exact.terms.values()), psi, scale, EXACT)
     by_row = torch.zeros_like(scale)  # of one output's row alone a term has one summand: its size
     for row in range(max(len(m) for m in case.direction.values())):
         alone = {name: torch.zeros_like(m) for name, m in case.direction.items()}
@@ -412,7 +405,7 @@ def test_terms_and_scale_agree_with_the_matrix() -> None:
             alone[name][row : row + 1] = m[row : row + 1]
         for term in replace(case, direction=alone).influence().terms.values():
             by_row += term.abs()
-    assert_within(scale, by_row, by_row, EXACT)
+    close(scale, by_row, by_row, EXACT)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -464,9 +457,7 @@ def test_a_tied_parameter_moves_one_way() -> None:
     m = case.direction["layers.0.attention.k_proj.weight"]
     both = {**case.direction, "layers.0.attention.v_proj.weight": m.clone()}
     once = case.influence()
-    assert_within(
-        replace(case, direction=both).influence().matrix, once.matrix, once.absolute_scale, EXACT
-    )
+    close(replace(case, direction=both).influence().matrix, once.matrix, once.absolute_scale, EXACT)
     with pytest.raises(InputError, match="two directions"):
         replace(case, direction={**both, "layers.0.attention.v_proj.weight": 2 * m}).influence()
 
@@ -519,7 +510,7 @@ def test_per_head_propagation_is_exact_in_the_last_layer(case: Case) -> None:
     name = f"layers.{case.model.structure.layers - 1}.attention.v_proj"
     exact, scale = result.terms[name].tril(-1), result.absolute[name].sum(2, keepdim=True)
     pairs = propagation.value_propagation_pairs(recorded_layers(case)[-1])
-    assert_within(pairs, exact, scale.expand_as(exact) + 1e-6, MODEL)
+    close(pairs, exact, scale.expand_as(exact) + 1e-6, MODEL)
 
 
 @settings(deadline=None)
@@ -533,44 +524,21 @@ def test_what_propagation_misses_in_the_last_layer_is_known_exactly(
     case = make_case(structure, last=1, length=length)
     result = case.influence()
     j = structure.layers - 1
-    layer, recorded = case.model.layers[j].attention, recorded_layers(case)[-1]
+    recorded = recorded_layers(case)[-1]
     x = case.model.trace[j]["x"][0].detach()
-    tables = rotary_tables(case.model.config, torch.arange(length)[None])
-    cos, sin = (table[0, 0] for table in tables) if structure.rotary else (None, None)
-
-    def frozen(parameter: Tensor | None) -> Tensor | None:
-        return None if parameter is None else parameter.detach()
-
-    spec = jacobian.AttentionSpec(
-        w_q=layer.q_proj.weight.detach(),
-        w_k=layer.k_proj.weight.detach(),
-        w_v=layer.v_proj.weight.detach(),
-        heads=structure.heads,
-        groups=structure.groups,
-        scale=HEAD**-0.5,
-        b_q=frozen(layer.q_proj.bias),
-        b_k=frozen(layer.k_proj.bias),
-        b_v=frozen(layer.v_proj.bias),
-        q_norm=frozen(layer.q_norm.weight if structure.qk_norm else None),
-        k_norm=frozen(layer.k_norm.weight if structure.qk_norm else None),
-        cos=cos,
-        sin=sin,
-        softcap=structure.softcap,
-        sinks=frozen(layer.sinks),
-        mask=case.model.trace[j]["mask"][0, 0],
-    )
+    spec = attention_spec(case.model, j, length)
     alpha = jacobian.attend(spec, x).alpha  # the spec is the decoder's own attention
-    assert_within(alpha, recorded.alpha[0], torch.ones_like(alpha), EXACT)
+    close(alpha, recorded.alpha[0], torch.ones_like(alpha), EXACT)
 
     missed = jacobian.value_propagation_error(
         spec, x, recorded.errors[0], case.direction[f"layers.{j}.attention.k_proj.weight"]
     ).sum(0)
     estimate = propagation.value_propagation_pairs(recorded)[0]
     scale = result.absolute_scale[0].sum(1, keepdim=True).expand_as(missed)
-    assert_within(estimate + missed, result.matrix[0].tril(-1), scale + 1e-6, MODEL)
+    close(estimate + missed, result.matrix[0].tril(-1), scale + 1e-6, MODEL)
     causal = influence.causal(result.matrix)[0]
     column = propagation.value_propagation([recorded])[0]
-    assert_within(column + missed.sum(0), causal, scale.sum(0) + 1e-6, MODEL)
+    close(column + missed.sum(0), causal, scale.sum(0) + 1e-6, MODEL)
 
 
 @settings(deadline=None)
@@ -586,11 +554,11 @@ def test_window_and_position_choose_the_pairs(case: Case, reduction: Any) -> Non
         reach = length if window is None else window
         columns = torch.where((t < k) & (k - t <= reach), pairs, 0.0).sum(1)
         label = propagation.value_propagation(layers, window=window, head_reduction=reduction)
-        assert_within(label, columns, scale, EXACT)
+        close(label, columns, scale, EXACT)
         context = propagation.value_propagation(
             layers, window=window, head_reduction=reduction, causal_position="context"
         )
-        assert_within(context[:, :-1], columns[:, 1:], scale, EXACT)
+        close(context[:, :-1], columns[:, 1:], scale, EXACT)
         assert bool((context[:, -1] == 0).all())
         if window == 0:
             assert bool((label == 0).all())
@@ -611,7 +579,7 @@ def test_head_mean_is_the_papers_scalar_alpha(groups: int) -> None:
     for layer in recorded_layers(case):
         found = propagation.value_propagation_pairs(layer, "mean")
         expected = mean_pairs(layer)
-        assert_within(found, expected, expected.abs().max().expand_as(found), EXACT)
+        close(found, expected, expected.abs().max().expand_as(found), EXACT)
         per_head = propagation.value_propagation_pairs(layer)
         assert float((per_head - found).abs().max()) > 1e-3 * float(per_head.abs().max())
 
@@ -634,7 +602,7 @@ def test_the_equation_word_by_word_is_label_value_plus_propagation() -> None:
     expected = influence.to_token_index(added)
     expected[case.batch["labels"] == -100] = 0
     scale = result.absolute_scale.sum().expand_as(expected)
-    assert_within(values, expected, scale, MODEL)
+    close(values, expected, scale, MODEL)
     assert float((values.sum() - result.matrix.sum()).abs()) > 1e-3 * float(scale.max())
 
 
@@ -661,7 +629,7 @@ def test_one_hop_is_the_linear_term_in_the_cross_position_gradients(structure: S
     reversed_sign = case.influence().matrix
     linear = (result.matrix - reversed_sign) / 2
     scale = result.absolute_scale.sum((1, 2), keepdim=True).expand_as(linear)
-    assert_within(found, linear, scale + 1e-6, MODEL)
+    close(found, linear, scale + 1e-6, MODEL)
 
 
 def test_the_papers_routing_does_not_add_up_to_the_gradient() -> None:
@@ -685,8 +653,8 @@ def test_the_papers_routing_does_not_add_up_to_the_gradient() -> None:
     assert bool((via[2] == 0).all())
     assert float(label[2].abs().min()) > 0
     # position 0 has only the self path, so each block above counts the whole gradient once
-    assert_within(via[1][:, 0], label[1][:, 0], label[1][:, 0].abs() + 1e-3, MODEL)
-    assert_within(via[0][:, 0], 2 * label[0][:, 0], label[0][:, 0].abs() + 1e-3, MODEL)
+    close(via[1][:, 0], label[1][:, 0], label[1][:, 0].abs() + 1e-3, MODEL)
+    close(via[0][:, 0], 2 * label[0][:, 0], label[0][:, 0].abs() + 1e-3, MODEL)
 
 
 def test_the_papers_routing_counts_each_block_once_and_at_position_k() -> None:
@@ -719,4 +687,4 @@ def test_the_papers_routing_counts_each_block_once_and_at_position_k() -> None:
             embedding.sub_(m, alpha=sign * step)
     tangent = (ends[0] - ends[1]) / (2 * step)
     expected = label + (torch.stack(at_k) * tangent).sum(-1)
-    assert_within(routed[0, :-1].sum(1), expected, expected.abs() + 1.0, 2e-6)
+    close(routed[0, :-1].sum(1), expected, expected.abs() + 1.0, 2e-6)

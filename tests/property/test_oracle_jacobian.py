@@ -13,6 +13,7 @@ from torch import Tensor
 from alphatoken.errors import InputError
 from alphatoken.oracle import jacobian
 from alphatoken.oracle.jacobian import AttentionSpec
+from tests.property.tolerance import close
 
 WIDTH, HEAD, VALUE, LENGTH = 5, 4, 3, 4
 EXACT = 1e-12
@@ -91,13 +92,6 @@ layers = st.builds(
 )
 
 
-def assert_within(
-    actual: Tensor, expected: Tensor, scale: Tensor | float, tolerance: float
-) -> None:
-    gap, limit = (actual - expected).abs(), tolerance * torch.as_tensor(scale, dtype=torch.float64)
-    assert bool((gap <= limit).all()), f"worst error / tolerance: {float((gap / limit).max()):.3g}"
-
-
 def path_scale(parts: jacobian.CrossPositionJacobian) -> Tensor:
     """Sum of absolute terms, over the whole head: the softmax mixes all pairs of a row."""
     return (parts.value_path.abs() + parts.score_path.abs()).amax() + 1e-3
@@ -112,7 +106,7 @@ def test_closed_form_is_the_autograd_jacobian(layer: tuple[AttentionSpec, Tensor
     spec, x = layer
     parts = jacobian.cross_position_jacobian(spec, x)
     by_autograd = jacobian.jacobian_by_autograd(spec, x)
-    assert_within(parts.total, by_autograd, path_scale(parts), EXACT)
+    close(parts.total, by_autograd, path_scale(parts), EXACT)
     allowed = spec.allowed(len(x)).clone().fill_diagonal_(False)
     assert bool((parts.total[:, ~allowed] == 0).all())
 
@@ -128,7 +122,7 @@ def test_the_layer_is_the_textbook_one() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         q[None], k[None], v[None], is_causal=True, enable_gqa=True
     )[0]
-    assert_within(state.output, expected, 1.0, EXACT)
+    close(state.output, expected, 1.0, EXACT)
 
 
 # --- the bound ------------------------------------------------------------------------------------
@@ -144,7 +138,7 @@ def test_residual_norm_is_exact_and_bounded(layer: tuple[AttentionSpec, Tensor])
     scale = path_scale(parts)
     exact = jacobian.score_residual_norm(spec, x)
     bound = jacobian.value_path_bound(spec, x)
-    assert_within(exact, by_svd, 10 * scale, EXACT)
+    close(exact, by_svd, 10 * scale, EXACT)
     assert bool((exact <= bound * (1 + EXACT)).all())
 
 
@@ -160,7 +154,7 @@ def test_the_bound_is_attained(factor: float) -> None:
     spec, x = orthonormal_keys(factor)
     exact, bound = jacobian.score_residual_norm(spec, x), jacobian.value_path_bound(spec, x)
     assert float(exact.max()) > 1e-3
-    assert_within(bound, exact, exact.clamp_min(1e-300), 1e-11)
+    close(bound, exact, exact.clamp_min(1e-300), 1e-11)
 
 
 def without_carried_norms(spec: AttentionSpec, x: Tensor) -> Tensor:
@@ -220,7 +214,7 @@ def test_both_bounds_hold_after_the_output_projection(
     for h in range(spec.heads):
         residual += w_o[:, h * VALUE : (h + 1) * VALUE] @ exact[h]
     scale = path_scale(parts) * w_o.abs().sum()
-    assert_within(jacobian.residual_after_output(w_o, parts.score_path), residual, scale, EXACT)
+    close(jacobian.residual_after_output(w_o, parts.score_path), residual, scale, EXACT)
     norm = torch.linalg.matrix_norm(residual, ord=2)
     by_head, stacked = jacobian.output_bounds(w_o, jacobian.value_path_bound(spec, x))
     slack = EXACT * float(scale)
@@ -267,10 +261,7 @@ def test_estimator_error_is_the_score_path_of_the_key_projection(
     zero = torch.zeros(len(x), dtype=torch.float64)
     exact = torch.autograd.functional.jacobian(outputs, zero)  # (h, k, t)
     exact[:, range(len(x)), range(len(x))] = 0
-    assert_within(found, exact, scale, 1e-11)
-
-
-# --- bad input ------------------------------------------------------------------------------------
+    close(found, exact, scale, 1e-11)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -541,17 +541,12 @@ def _call(name: str):
         monte_carlo_fisher(model, forward, prompt, 1, parameters, samples=1, seed=0)
     elif name == "too large":
         hessian(lambda: torch.zeros(()), {"w": torch.zeros(6000, requires_grad=True)})
-    elif name == "fisher names":
-        ones = {"head.weight": torch.ones(3, 2)}
-        retention.proxy_bound(
-            model, lambda: retention_loss(forward, batch), pick(parameters),
-            reference={}, current={}, fisher=ones, retention_fisher=ones,
-        )  # fmt: skip
     else:
         ones = {"head.weight": torch.ones(3, 2)}
+        more = {} if name == "fisher names" else {"third": "exact"}
         retention.proxy_bound(
-            model, lambda: retention_loss(forward, batch), parameters,
-            reference={}, current={}, fisher=ones, retention_fisher=ones, third="exact",
+            model, lambda: retention_loss(forward, batch), parameters if more else pick(parameters),
+            reference={}, current={}, fisher=ones, retention_fisher=ones, **more,
         )  # fmt: skip
 
 

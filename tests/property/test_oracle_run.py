@@ -25,11 +25,9 @@ from alphatoken.oracle.run import Run, ledger_values, run_end, run_loss, run_val
 from tests.property.decoder import ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import Setup, forward_of, setups, smooth
-from tests.property.strategies import make_case
+from tests.property.strategies import CASE, TIED, make_case
 from tests.property.tolerance import close
 
-CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2, seed=5)
-TIED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True)
 SMALL = make_case(("pprrr", "..prr"), (("pprr",),), layers=1, vocabulary=5)
 BIASES = ("bias", "norm")
 

@@ -17,7 +17,9 @@ from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import find_policy, policy, policy_names
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
+from tests.integration.policy_examples import Surprising
 
+PLACE = "tests.integration.policy_examples:Surprising"
 BUDGET = PolicySettings(mode="budget", keep_ratio=0.4)
 
 
@@ -89,19 +91,9 @@ def test_effective_sample_size() -> None:
     assert found["alpha/kept_share"] == 3 / 4
 
 
-class Surprising(TokenPolicy):
-    """Unlikely tokens first."""
-
-    name = "surprising"
-
-    def scores(self, batch: PolicyBatch) -> Tensor:
-        return -batch.log_probs
-
-
 def test_a_policy_of_ones_own() -> None:
     of = batch([[1.0, 3.0, 2.0]])
-    place = f"{__name__}:Surprising"
-    for made in (policy(Surprising, BUDGET), policy(place, BUDGET)):
+    for made in (policy(Surprising, BUDGET), policy(PLACE, BUDGET)):
         assert on_tokens(made.weights(of), of) == [[0, 1, 1]]
 
 
@@ -112,8 +104,7 @@ def test_a_policy_of_another_package_has_a_name(
     about = tmp_path / "strangers-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strangers\nVersion: 1.0\n")
-    place = f"{__name__}:Surprising"
-    names = f"[alphatoken.policies]\nsurprising-test = {place}\nstandard = {place}\n"
+    names = f"[alphatoken.policies]\nsurprising-test = {PLACE}\nstandard = {PLACE}\n"
     (about / "entry_points.txt").write_text(names)
     assert "surprising-test" not in policy_names()
     monkeypatch.syspath_prepend(str(tmp_path))

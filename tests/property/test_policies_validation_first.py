@@ -14,6 +14,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.policies.validation_first import ValidationFirst
 from tests.integration import tiny_training as tiny
+from tests.property.test_trainer_oracle import _padded
 
 OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 3}
 EPOCHS, RATE = 2.0, 0.3
@@ -22,16 +23,7 @@ POLICY = {"epochs": EPOCHS, "learning_rate": RATE}
 
 def reference_by_hand(folder: Path) -> torch.nn.Module:
     """TRL's own trainer on the validation rows: eight rows twice, one a step."""
-    prepared = AlphaSFTTrainer(
-        model=tiny.model(layers=2),
-        args=AlphaSFTConfig(**tiny.options(folder / "rows", policy="all", export_values=False)),
-        train_dataset=tiny.sft_rows(24).select(range(16, 24)),
-        processing_class=tiny.tokenizer(),
-    )
-    rows = [
-        {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
-        for row in prepared.train_dataset
-    ]
+    rows = tiny.prepared(folder / "rows", tiny.sft_rows(24).select(range(16, 24)))
     options = {**OPTIONS, "max_steps": -1, "num_train_epochs": EPOCHS, "learning_rate": RATE}
     options["per_device_train_batch_size"] = 1
     torch.manual_seed(11)
@@ -67,11 +59,11 @@ def made(
     """A trainer that has trained on the validation rows; ``given`` are arguments of its own."""
     torch.manual_seed(11)
     rows = tiny.sft_rows(24)
+    own = {"model": tiny.model(layers=2), "validation_dataset": rows.select(range(16, 24))}
     return kind(
-        **{"model": tiny.model(layers=2), **(given or {})},
+        **{**own, **(given or {})},
         args=AlphaSFTConfig(**tiny.options(folder, **{**OPTIONS, **more})),
         train_dataset=rows.select(range(16)),
-        validation_dataset=rows.select(range(16, 24)),
         processing_class=tiny.tokenizer(),
         policy=policy,
     )
@@ -99,18 +91,9 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Not from the validation rows again."""
     whole = run(tmp_path / "whole" / "run", ValidationFirst(**POLICY), max_steps=4)
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    part = run(tmp_path / "part" / "run", ValidationFirst(**POLICY), **options)
+    run(tmp_path / "part" / "run", ValidationFirst(**POLICY), **options)
     (checkpoint,) = (tmp_path / "part" / "run").glob("checkpoint-2")
-    torch.manual_seed(11)
-    rows = tiny.sft_rows(24)
-    again = AlphaSFTTrainer(
-        model=tiny.model(layers=2),
-        args=part.args,
-        train_dataset=rows.select(range(16)),
-        validation_dataset=rows.select(range(16, 24)),
-        processing_class=tiny.tokenizer(),
-        policy=ValidationFirst(**POLICY),
-    )
+    again = made(tmp_path / "part" / "run", ValidationFirst(**POLICY), **options)
     again.train(resume_from_checkpoint=str(checkpoint))
     assert again.state.global_step == 4
     assert furthest(tiny.weights(again.model), tiny.weights(whole.model)) < 1e-6
@@ -188,18 +171,11 @@ class Half:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        width = max(len(row["input_ids"]) for row in rows)
-        found = {
-            "input_ids": torch.zeros(len(rows), width, dtype=torch.long),
-            "labels": torch.full((len(rows), width), -100),
-            "attention_mask": torch.zeros(len(rows), width, dtype=torch.long),
-        }
-        for i, row in enumerate(rows):
-            ids = torch.as_tensor(row["input_ids"])
-            found["input_ids"][i, : len(ids)] = ids
-            found["attention_mask"][i, : len(ids)] = 1
-            found["labels"][i, len(ids) // 2 : len(ids)] = ids[len(ids) // 2 :]
-        return found
+        labelled = []
+        for row in rows:
+            ids, half = list(row["input_ids"]), len(row["input_ids"]) // 2
+            labelled.append({"input_ids": ids, "labels": [-100] * half + ids[half:]})
+        return _padded(labelled)
 
 
 @pytest.mark.slow

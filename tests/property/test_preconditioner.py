@@ -91,7 +91,6 @@ def adam_cases(least: int = 0) -> st.SearchStrategy[AdamCase]:
 
 
 DOUBLE = tuple(kind for kind in steps.INSTALLED if not kind.single)
-SINGLE = tuple(kind for kind in steps.INSTALLED if kind.single)
 ADAMS = tuple(k for k in steps.TORCH if k.name.startswith("Adam") and "amsgrad" not in k.name)
 
 

@@ -34,7 +34,7 @@ from tests.property.setups import (
     stepped,
     truth,
 )
-from tests.property.strategies import make_case
+from tests.property.strategies import PADDED, make_case
 from tests.property.tolerance import close
 
 
@@ -148,7 +148,6 @@ def _scored(setup: Setup, model: ReferenceDecoder) -> list[tuple[str, Tensor]]:
 
 CASE = make_case(("pprrr",), (("pprr",),), layers=2)
 SETUP = Setup(CASE, "all")
-PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
 
 
 @given(setups(), st.sampled_from(CAPTURED), st.sampled_from(["diagonal", "kronecker", "data"]))

@@ -37,6 +37,7 @@ from tests.property.architectures import (
     plain_forward,
 )
 from tests.property.profiles import budget
+from tests.property.setups import at_tokens, random_drift
 from tests.property.strategies import DEVICES, MODES, SEEDS, Rows, make_batch, rows
 from tests.property.tolerance import allowed, close
 
@@ -223,18 +224,6 @@ def in_scope(modules: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def fisher_for(parameters: Mapping[str, Tensor], seed: int) -> FisherDrift:
-    """A random Fisher and a reference a little away from the weights."""
-    generator = torch.Generator().manual_seed(seed)
-    fisher, reference = {}, {}
-    for name, parameter in parameters.items():
-        noise = torch.rand(2, *parameter.shape, generator=generator, dtype=torch.float64)
-        noise = noise.to(parameter.device)
-        fisher[name] = noise[0]
-        reference[name] = parameter.detach().double() + 0.3 * (noise[1] - 0.5)
-    return FisherDrift(fisher, reference)
-
-
 def retention_of(drift: FisherDrift, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: drift.fisher[name] * (parameter.detach().double() - drift.reference[name])
@@ -393,13 +382,6 @@ def value_of(setup: Setup, *args: Any, **config: Any) -> Any:
     return scorer_of(setup, *args, **config).score(setup.batch)
 
 
-def at_tokens(by_position: Tensor, labels: Tensor) -> Tensor:
-    """By token index, zero off the response."""
-    response = labels.cpu() != -100
-    response[:, 0] = False
-    return influence.to_token_index(by_position.cpu()).masked_fill(~response, 0.0)
-
-
 def estimators_for(setup: Setup) -> tuple[str, ...]:
     """What has an exact rule or a definition here."""
     names = ["label", "path", "direct"]
@@ -418,7 +400,7 @@ def compare_captured(setup: Setup) -> None:
     One scorer an estimator, so that a later batch meets what an earlier one left behind.
     """
     oracle, model = Oracle(setup), setup.build().train()
-    drift = fisher_for(oracle.parameters, setup.seed + 7)
+    drift = random_drift(oracle.parameters, setup.seed + 7)
     sides = {"adaptation": oracle.gradient(), "stability": retention_of(drift, oracle.parameters)}
     scorers = {e: scorer_of(setup, model, drift, e) for e in estimators_for(setup)}
     for one in setup.each:

@@ -17,6 +17,7 @@ from tests.property.setups import (
     MODEL,
     Columns,
     Setup,
+    attention_weights,
     compare_values,
     forward_of,
     make_scorer,
@@ -28,7 +29,7 @@ from tests.property.setups import (
     truth,
 )
 from tests.property.strategies import make_case
-from tests.property.test_attention import AttentionCase, attention_cases, blocks_of, weights_of
+from tests.property.test_attention import AttentionCase, attention_cases, blocks_of
 from tests.property.tolerance import close
 
 
@@ -45,7 +46,7 @@ def explicit_propagation(
     k = torch.arange(case.t).unsqueeze(-1)
     j = torch.arange(case.t)
     band = (j < k) & (k <= j + (case.t if window is None else window))
-    alpha, error = weights_of(call) * band, case.error()
+    alpha, error = attention_weights(call) * band, case.error()
     results = []
     for e in (error, error.abs()):
         if reduction == "mean":

@@ -24,14 +24,10 @@ from alphatoken.oracle import composite, gradients
 from alphatoken.oracle import walk as oracle
 from alphatoken.support.progress import Tracker
 from tests.property.profiles import budget
-from tests.property.setups import Setup, forward_of, label_truth, quiet, setups, smooth
-from tests.property.strategies import make_case
+from tests.property.setups import Setup, forward_of, label_truth, quiet, quiet_score, setups, smooth
+from tests.property.strategies import CASE, PADDED, SHARED, TIED
 from tests.property.tolerance import close
 
-CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2, seed=5)
-TIED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True)
-SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
-PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
 RATE, STEPS = 1e-2, 3
 SHORT = 1e-3  # of ways that a few nodes of a quadrature follow
 
@@ -80,8 +76,7 @@ def test_walk_values_are_those_of_a_trained_copy(setup: Setup, steps: int) -> No
     model = setup.case.model()
     before, expected = bits(model), wanted(setup, model, steps)
     scorer = Scorer(model, setup.case.validation, config=config(walk_steps=steps))
-    with quiet():
-        values = scorer.score(setup.case.batch)
+    values = quiet_score(scorer, setup.case.batch)
     close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="walk")
     assert unchanged(model, before)
     assert values.estimator == "walk"
@@ -180,8 +175,7 @@ def test_one_short_step_is_the_label_value(setup: Setup) -> None:
     made_of = scorer.builder.made_of
     end = walk(model, made_of.scored.parameters, made_of.gradient_of_step, 1, sgd)
     walk_of(scorer).keep(end)
-    with quiet():
-        values = scorer.score(setup.case.batch)
+    values = quiet_score(scorer, setup.case.batch)
     # Curvature at a step of 1e-6, and the rounding of losses over it.
     close(values.total / eta, expected, scale + 1e-10 / eta, 1e-4, name="short walk")
 
@@ -217,8 +211,7 @@ def test_a_walk_value_is_the_mean_label_value_along_the_way(setup: Setup) -> Non
     end = trained(setup, model, lr=SHORT)
     along = oracle.label_values_along(model, end, forward_of, setup.case.batch)
     scorer = Scorer(model, setup.case.validation, config=config(walk_learning_rate=SHORT))
-    with quiet():
-        values = scorer.score(setup.case.batch)
+    values = quiet_score(scorer, setup.case.batch)
     close(values.total, along, 1.0 + along.abs(), 1e-6, name="along the way")
 
 
