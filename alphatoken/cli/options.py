@@ -178,7 +178,7 @@ def add_option(
         said = f"{text} (default)" if default else text
         group.add_argument(flag, action="store_true", **(more | {"help": said}))
         if more["default"] is not False:
-            more["help"] = f"not {flag}"
+            more["help"] = f"Switch {flag} off."
             group.add_argument(f"--no_{flag[2:]}", action="store_false", **more)
         return
     if more["default"] is MISSING:

@@ -224,7 +224,6 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     """Read, build the trainer, train, save."""
     tokenizer = load_tokenizer(arguments)
     trainer, notes = build_trainer(arguments, kind, tokenizer)
-    from alphatoken.train.manifest import RESULTS
 
     args, first = arguments.training, trainer.accelerator.is_main_process
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
@@ -248,8 +247,6 @@ def _train(arguments: Any, kind: type[Any]) -> None:
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
         print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
-        if ((results := Path(args.output_dir) / RESULTS) / "values").is_dir():
-            print(f"values and report, which quote training rows: {results}")
     trainer.accelerator.end_training()  # ends the process group too
 
 

@@ -84,10 +84,12 @@ def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list
 
 def about_encoding(name: str, report: EncodeReport) -> list[str]:
     """Sentences about rows called ``name`` that were cut or skipped."""
+    name = "training" if name == "train" else name
     lost = {
-        f"longer than allowed, cut by {report.truncated_tokens} tokens": report.truncated_rows,
-        "without a response within the length, skipped": report.skipped_empty,
-        "that cannot be written as tokens, skipped": report.skipped_bad,
+        f"Cut {report.truncated_tokens} tokens off {name} rows longer than allowed": (
+            report.truncated_rows
+        ),
+        f"Skipped {name} rows without a response within the length": report.skipped_empty,
+        f"Skipped {name} rows that cannot be written as tokens": report.skipped_bad,
     }
-    name = name[:1].upper() + name[1:]
-    return [f"{name} rows {what}: {count}." for what, count in lost.items() if count]
+    return [f"{what}: {count}." for what, count in lost.items() if count]

@@ -30,9 +30,12 @@ MOST_TOKENS_A_ROW = 1_500
 _PROMPT_SHOWN = 300
 
 _HEADER = {
-    "model_name_or_path": "model", "estimator": "estimator", "score_layers": "layers scored",
+    "model_name_or_path": "model", "policy": "policy", "estimator": "estimator",
+    "score_layers": "layers scored", "value_parameters": "parameters valued",
 }  # fmt: skip
 """Settings that stand at the top of the page -> what they are called there."""
+
+_OF_GRADIENTS = {"score_layers", "value_parameters"}
 
 _LEAD = (
     "Value of each response token: positive (blue) says that training on it lowers the validation "
@@ -86,6 +89,11 @@ def write_report(
 def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:
     """The settings that stand at the top of a page, each with its name there."""
     shown = {key: str(settings[key]) for key in _HEADER if key in settings}
+    linears = shown.get("value_parameters", "linears") == "linears"
+    if shown.get("estimator") == "walk":  # all trainable parameters take part
+        shown = {key: text for key, text in shown.items() if key not in _OF_GRADIENTS}
+    else:
+        shown.pop("value_parameters" if linears else "score_layers", None)
     if model := shown.get("model_name_or_path"):
         shown["model_name_or_path"] = Path(model).name or model  # a long path breaks in words
     return [(text, _HEADER[key]) for key, text in shown.items()]
@@ -102,8 +110,10 @@ def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any
     found = [component for component in COMPONENTS if component.key in said]
     # A component that is zero everywhere is said to be so; drawing it would only take room.
     present = [c for c in found if c.key == "total" or said[c.key].minimum or said[c.key].maximum]
-    shown, left_out = shown_examples(summary.sample, [c.key for c in present])
     zero = [c.name for c in found if c not in present]
+    if not any(c.key == "stability" for c in present):  # then the total is the adaptation
+        present = [c for c in present if c.key != "adaptation"]
+    shown, left_out = shown_examples(summary.sample, [c.key for c in present])
     heatmaps = environment().get_template("heatmap.html.j2")
     html = heatmaps.render(
         components=present,

@@ -40,7 +40,7 @@
   function heatmaps(list, examples, components, saturation) {
     const tip = document.getElementById("tip");
     const theme = getComputedStyle(document.documentElement);
-    const [PLUS, MINUS] = ["--plus", "--minus"].map(
+    const [PLUS, MINUS, PAPER] = ["--plus", "--minus", "--paper"].map(
       (name) => theme.getPropertyValue(name).split(",").map(Number));
     const state = { component: components.length ? components[0].key : "" };
     const views = [];
@@ -50,7 +50,7 @@
       // Signed root: a few large values would else leave all others, of either sign, white.
       const strength = Math.sqrt(Math.min(1, Math.abs(value) / scale));
       const end = value > 0 ? PLUS : MINUS;
-      const mix = end.map((channel) => Math.round(255 + (channel - 255) * strength));
+      const mix = end.map((channel, i) => Math.round(PAPER[i] + (channel - PAPER[i]) * strength));
       return "rgb(" + mix.join(", ") + ")";
     }
 
@@ -76,7 +76,7 @@
         if (prompt) { text.append(element("span", { class: "prompt" }, prompt)); prompt = ""; }
         const chosen = fate(example, index);
         const span = element("span", {
-          class: "tok " + chosen, role: "button", tabindex: spans.length ? "-1" : "0",
+          class: "tok " + chosen + (token.trim() ? "" : " blank"), role: "button", tabindex: spans.length ? "-1" : "0",
           "data-place": example.start + index,
         }, token);
         span.fate = chosen;

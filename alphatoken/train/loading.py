@@ -33,6 +33,7 @@ __all__ = [
     "load_causal_model",
     "load_or_refuse",
     "load_tokenizer",
+    "model_name",
     "no_progress_bar",
     "rows_tokenizer",
 ]
@@ -264,6 +265,11 @@ def rows_tokenizer(args: Any, tokenizer: Any) -> Any:
         known = own.get_vocab()
         own.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
     return own
+
+
+def model_name(model: nn.Module) -> str:
+    """Name or folder that a model was loaded from, as its configuration says; "" if it does not."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
 
 
 def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> Any:

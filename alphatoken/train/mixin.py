@@ -33,6 +33,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
 from alphatoken.train.datasets import check_left, plain_rows
@@ -51,6 +52,7 @@ from alphatoken.train.layouts import (
 )
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
+from alphatoken.train.loading import model_name
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
@@ -500,6 +502,15 @@ class AlphaTrainerMixin(_Base):
         if isinstance(self.weigher, ValueWeigher):
             self.weigher.valuation.gradient_cut(norm)
         return norm
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the card as TRL does; one that began from a folder names it, where TRL has None."""
+        super().create_model_card(*args, **kwargs)
+        folder = str(self.args.output_dir)
+        card, base = Path(folder) / "README.md", Path(model_name(self.model)).name
+        if base and card.exists() and self.is_world_process_zero():
+            text = card.read_text("utf-8").replace('model="None"', f'model="{folder}"')
+            write_text(card, text.replace("[None](https://huggingface.co/None)", f"`{base}`"))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The trainer's log, with the run's value statistics beside the loss."""

@@ -13,6 +13,7 @@ from alphatoken.data.pieces import token_texts
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.ledger import ValueLedger
+from alphatoken.train.loading import model_name
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.results import VALUES, export_values, write_run_report
@@ -95,7 +96,9 @@ class RunRecords:
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         # A plain trainer may have no tokenizer.
         texts = None if tokenizer is None else partial(token_texts, tokenizer)
-        write_run_report(folder, texts, None if rows is None else seen)
+        seen_rows = None if rows is None else seen
+        page = write_run_report(folder, texts, seen_rows, model_name(trainer.model))
+        print(f"values and report, which quote training rows: {page.parent}")
 
     def _all_ledgers(self) -> ValueLedger | None:
         """The ledgers of all processes added up, on those that write; None on the others.

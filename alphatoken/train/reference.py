@@ -8,7 +8,7 @@ from typing import Any
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.given_rows import tokenizer_of
-from alphatoken.train.loading import has_tokenizer, limits_of, load_tokenizer
+from alphatoken.train.loading import has_tokenizer, limits_of, load_tokenizer, model_name
 
 __all__ = ["check_reference", "check_tokens"]
 
@@ -68,7 +68,7 @@ def check_reference(given: Mapping[str, Any]) -> None:
         if isinstance(model, str)
         else embedding_rows(model)
     )
-    name = getattr(getattr(reference, "config", None), "_name_or_path", None)
+    name = model_name(reference)
     other = None
     if name and name != getattr(own, "name_or_path", None):
         try:

@@ -232,7 +232,9 @@ def draw(tasks: Mapping[str, Sequence[Entry]], path: Path) -> None:
     ratios = [count + 3.5 for count in most]  # with room for title and axis
     with canvas(4.3 * wide, 0.25 * sum(ratios)) as figure:
         grid = {"height_ratios": ratios}
-        panels = figure.subplots(len(most), wide, squeeze=False, gridspec_kw=grid).ravel()
+        panels = figure.subplots(
+            len(most), wide, squeeze=False, sharex=True, gridspec_kw=grid
+        ).ravel()
         for axes in panels[len(shown) :]:
             axes.axis("off")
         for at, (axes, (title, entries)) in enumerate(zip(panels, shown.items(), strict=False)):

@@ -152,7 +152,7 @@ def test_a_dataclass_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> No
     text = capsys.readouterr().out
     assert text.startswith("First.\n\noptions:\n")
     assert "\nwhat is told:\n" in text
-    assert "not --kept" in text
+    assert "Switch --kept off." in text
     assert "one of two (default a)" in text
 
 
@@ -303,7 +303,7 @@ def test_rows_that_are_left_out_are_said_on_the_console(
     silent = json.dumps({"prompt": "1+1=", "response": ""}) + "\n"
     (tmp_path / "train.jsonl").write_text((world / "train.jsonl").read_text() + silent)
     words = world.words("coverage", tmp_path / "out", train=tmp_path / "train.jsonl")
-    said = "note: Training rows without a response within the length, skipped: 1."
+    said = "note: Skipped training rows without a response within the length: 1."
     assert main(words) == 0
     assert said not in capsys.readouterr().err
     again = [word for word in words if word != "--quiet"]

@@ -8,6 +8,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from alphatoken.report import (
     write_report,
     write_values,
 )
-from alphatoken.report.build import MOST_TOKENS, shown_examples
+from alphatoken.report.build import MOST_TOKENS, setting_tiles, shown_examples
 from alphatoken.report.examples import visible
 from alphatoken.report.page import script_safe
 from tests.integration.browser import Browser, opened
@@ -340,3 +341,44 @@ def test_browser_strikes_dropped_tokens_through(browser: Browser) -> None:
     line = "getComputedStyle(document.querySelector('.tok.{}')).textDecorationLine"
     assert browser.evaluate(line.format("dropped")) == "line-through"
     assert browser.evaluate(line.format("kept")) == "none"
+
+
+def test_the_top_of_a_page_says_what_was_valued() -> None:
+    """Layers play no part where all parameters are valued, and neither does along a walk."""
+
+    def tiles(**settings: object) -> dict[str, str]:
+        found = setting_tiles({"score_layers": "3", "value_parameters": "linears", **settings})
+        return {meaning: text for text, meaning in found}
+
+    assert tiles(estimator="alphatoken") == {"estimator": "alphatoken", "layers scored": "3"}
+    assert tiles(value_parameters="all", policy="top") == {
+        "policy": "top",
+        "parameters valued": "all",
+    }
+    assert tiles(estimator="walk") == {"estimator": "walk"}
+    assert tiles(model_name_or_path="models/small")["model"] == "small"
+
+
+def test_a_page_without_stability_shows_one_of_total_and_adaptation(tmp_path: Path) -> None:
+    own = example(0, (" a", " b", " c"), seed=0)
+    still = {k: np.zeros_like(v) if "stability" in k else v for k, v in own.values.items()}
+    alone = replace(own, values={**still, "total": own.values["adaptation"]})
+    page = write_report(tmp_path / "page.html", summarise([alone])).read_text("utf-8")
+    assert 'id="c-total"' in page and 'id="c-adaptation"' not in page
+    assert 'id="c-adaptation_causal"' in page
+    assert "not shown: Stability; Stability, direct; Stability, causal." in page
+    assert 'id="c-adaptation"' in write_report(
+        tmp_path / "both.html", summarise([own])
+    ).read_text("utf-8")
+
+
+def test_browser_colours_stand_on_dim_paper_in_the_dark(report: Path, tmp_path: Path) -> None:
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    with opened(report, tmp_path / "profile") as browser:
+        back = "getComputedStyle(document.querySelector('.example')).backgroundColor"
+        assert browser.evaluate(back) == "rgb(255, 255, 255)"
+        browser.send("Emulation.setEmulatedMedia", features=[dark])
+        browser.open(report)
+        assert browser.evaluate(back) == "rgb(213, 218, 222)"
+        assert "rgb(255, 255, 255)" not in browser.evaluate(COLOURS)
+        test_browser_text_keeps_contrast_on_every_colour(browser)
