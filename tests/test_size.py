@@ -13,28 +13,28 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_222,
     "certificate": 1_261,
-    "cli": 3_271,
-    "corpus": 2_293,
-    "data": 2_302,
+    "cli": 3_265,
+    "corpus": 2_288,
+    "data": 2_294,
     "demo": 347,
-    "direction": 4_123,
+    "direction": 4_114,
     "estimate": 2_423,
-    "fidelity": 6_311,
+    "fidelity": 6_226,
     "model": 5_575,
     "oracle": 5_214,
-    "report": 1_553,
+    "report": 1_535,
     "scoring": 987,
     "select": 452,
     "support": 451,
-    "train": 8_939,
+    "train": 8_780,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
     "commands": 2_364,
-    "compare": 4_036,
-    "methods": 4_744,
+    "compare": 4_054,
+    "methods": 4_755,
     "paper": 814,
 }
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_409), ("tests", 55_677)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_409), ("tests", 55_685)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -108,6 +108,11 @@ def help_text(command: str) -> str:
 
     Made of fields alone, without importing torch or TRL, so that it is there at once.
     """
+    recipes = [
+        f"  {recipe.name:20}  {recipe.about}".replace("%", "%%")
+        for recipe in packaged_recipes()
+        if recipe.command in (None, command)
+    ]
     parser = CommandParser(
         command,
         description=f"""\
@@ -119,7 +124,7 @@ usage: alphatoken {command} [--config RECIPE] --model_name_or_path MODEL --train
 
 Beside those below, all of TRL's {command.upper()}Config, ModelConfig and ScriptArguments work:
 https://huggingface.co/docs/trl/{command}_trainer""",
-        epilog="\n".join(["recipes", *_recipe_lines(command)]),
+        epilog="\n".join(["recipes", *recipes]),
     )
     parser.add_argument(
         "--config", metavar="RECIPE", help="YAML file or packaged recipe; repeated, the last wins"
@@ -133,12 +138,6 @@ https://huggingface.co/docs/trl/{command}_trainer""",
             if f"--{one.name}" not in parser._option_string_actions:  # not shown already
                 add_option(group, one, known[one.name], f"--{one.name}")
     return parser.format_help()
-
-
-def _recipe_lines(command: str) -> Iterator[str]:
-    for recipe in packaged_recipes():
-        if recipe.command in (None, command):
-            yield f"  {recipe.name:20}  {recipe.about}".replace("%", "%%")
 
 
 def check_output(arguments: Any) -> None:

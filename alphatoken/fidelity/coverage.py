@@ -30,7 +30,7 @@ from alphatoken.fidelity.tokenwise import draw
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.select.masks import keep_count
 
-__all__ = ["POLICIES", "Options", "band_of", "diagnose", "kept_by_any"]
+__all__ = ["POLICIES", "Options", "band_of", "diagnose"]
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -85,7 +85,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     }
     band = band_of(labels, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)
     even = {name: entropy(labels[mask], _count(labels)) for name, mask in kept.items()}
-    union = kept_by_any(kept)
+    # What the picture is fitted on: the tokens that at least one policy keeps.
+    union = np.flatnonzero(np.logical_or.reduce([*kept.values()])).astype(np.int64)
     drawn = union[draw(len(union), options.points, subject.seed)]
     places = picture_of(states.states[drawn], seed=subject.seed)
     return conclude(
@@ -114,11 +115,6 @@ def band_of(labels: Indices, kept: int, draws: int, seed: int) -> tuple[float, f
     found = [entropy(generator.permutation(labels)[:kept], _count(labels)) for _ in range(draws)]
     low, high = np.nanquantile(found, [0.025, 0.975])
     return float(low), float(high)
-
-
-def kept_by_any(kept: Mapping[str, Mask]) -> Indices:
-    """Indices of the tokens that at least one policy keeps: what the picture is fitted on."""
-    return np.flatnonzero(np.logical_or.reduce([*kept.values()])).astype(np.int64)
 
 
 def _ranking(

@@ -131,7 +131,8 @@ def draw(figure: Figure) -> Drawing:
 
 def _panels(figure: Figure) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Title and rows of each panel; rows without a number along y or x are left out."""
-    records = [record for record in figure.table.records() if _drawable(figure, record)]
+    drawn = set[str]() if figure.kind == "grid" else {figure.x, figure.y}
+    records = [one for one in figure.table.records() if None not in map(one.get, drawn)]
     if isinstance(figure.facets, tuple):
         for name in figure.facets:
             yield name, [{**record, "facet": record[name]} for record in records]
@@ -140,10 +141,6 @@ def _panels(figure: Figure) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             yield str(entry), [record for record in records if record[figure.facets] == entry]
     else:
         yield "", records
-
-
-def _drawable(figure: Figure, record: Record) -> bool:
-    return figure.kind == "grid" or None not in (record.get(figure.x), record.get(figure.y))
 
 
 def _size(

@@ -154,7 +154,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     texts = [_text_of(valued, subject, options, place) for place in shown]
     tokens = _tokens_table(valued, own, shown)
     kinds = Table.of("heatmap-kinds", "Kinds of tokens", kinds_of(valued, own))
-    shares = _shares_table(valued)
+    parts = [{"component": key, "share": share} for key, share in shares_of(valued).items()]
+    note = "Of the summed magnitudes; stability times lambda."
+    shares = Table.of("heatmap-shares", "What the values are made of", parts, note)
     drawn = [heatmap_figure(text, _row_table(tokens, text.row)) for text in texts]
     return conclude(
         "heatmap",
@@ -245,12 +247,6 @@ def _tokens_table(valued: Valued, words: Sequence[str], shown: Sequence[int]) ->
 def _row_table(tokens: Table, row: int) -> Table:
     rows = tuple(cells for cells in tokens.rows if cells[0] == row)
     return Table(f"heatmap-row-{row}", f"Tokens of row {row}", tokens.columns, rows, tokens.note)
-
-
-def _shares_table(valued: Valued) -> Table:
-    records = [{"component": key, "share": share} for key, share in shares_of(valued).items()]
-    note = "Of the summed magnitudes; stability times lambda."
-    return Table.of("heatmap-shares", "What the values are made of", records, note)
 
 
 def _kinds_figure(kinds: Table, ratio: float) -> Figure:

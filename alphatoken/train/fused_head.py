@@ -98,19 +98,16 @@ def head_entropy(log_probs: Tensor, asked: Tensor, k: int) -> Tensor | None:
     if len(rows) != len(places):
         return None
     how, dtype = node.kernel_args, node.compute_dtype
+    bias = None if bias is None else bias.to(dtype)
     found = []
     for block in rows.split(max(1, _WORKSPACE // weight.shape[0])):
-        logits = F.linear(hidden[block].to(dtype), weight.to(dtype), _as(bias, dtype))
+        logits = F.linear(hidden[block].to(dtype), weight.to(dtype), bias)
         logits = logits.to(wide(dtype)) * how["logit_scale"]
         if how["HAS_SOFTCAP"]:
             logits = how["softcap"] * torch.tanh(logits / how["softcap"])
         found.append(top_entropy(logits * how["inv_t"], k))
     entropy = torch.zeros(asked.numel(), dtype=wide(dtype), device=hidden.device)
     return entropy.index_put((places,), torch.cat(found) if found else entropy[:0]).view_as(asked)
-
-
-def _as(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias.to(dtype)
 
 
 @contextmanager
