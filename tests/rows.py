@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from alphatoken.data import Example, Row
@@ -15,6 +16,19 @@ def jsonl(path: Path, rows: Iterable[object]) -> Path:
     """One line a row; a text is the line itself, whatever it says."""
     path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
     return path
+
+
+def drawn_rows(
+    lengths: Iterable[tuple[int, int]], vocabulary: int = 11, seed: int = 0, least: int = 3
+) -> list[Example]:
+    """Rows of drawn tokens, (prompt, response) long; ids from 3 on, clear of special ones."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for index, (prompt, response) in enumerate(lengths):
+        ids = generator.integers(least, vocabulary, prompt + response).tolist()
+        labels = [-100] * prompt + ids[prompt:]
+        found.append(Example(Row(index, f"rows, line {index + 1}", ()), ids, labels))
+    return found
 
 
 def random_rows(

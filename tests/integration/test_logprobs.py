@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from alphatoken.cli import main
 from alphatoken.report import read_values
 from tests.integration import tiny_training as tiny
+from tests.property.test_logprobs import _at, _other
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +79,6 @@ def test_values_and_selection_are_those_of_the_models(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["values"]["response_tokens"] == sum(int(e.response.sum()) for e in wanted)
     assert "plus" in (tmp_path / "report.html").read_text()  # texts, not ids
-
-
-def _other(rows: list[dict[str, Any]], number: int, **more: Any) -> list[dict[str, Any]]:
-    return [{**row, **more} if i == number else row for i, row in enumerate(rows)]
-
-
-def _at(row: dict[str, Any], name: str, position: int, value: Any) -> dict[str, Any]:
-    return {name: [value if i == position else x for i, x in enumerate(row[name])]}
 
 
 BAD = {

@@ -7,6 +7,7 @@ so that a few examples are enough.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -180,10 +181,17 @@ def selection(scope: str) -> Claim:
 
 # --- the mutants that were demanded --------------------------------------------------------------
 
-_listed = partial(mutant, listed=True)
+_build = partial(mutant, room="direction.build.")
+_preconditioner = partial(mutant, room="direction.preconditioner.")
+_estimators = partial(mutant, room="estimate.estimators.")
+_forward_mode = partial(mutant, room="estimate.forward_mode.")
+_token_values = partial(mutant, room="estimate.token_values.")
+_response_losses = partial(mutant, room="model.response_losses.")
+_losses = partial(mutant, room="select.losses.")
+_masks = partial(mutant, room="select.masks.")
 
-LISTED = (
-    _listed(
+_DEMANDED = (
+    mutant(
         "sum-then-outer-in-the-weight-gradient",
         "sum-then-outer over validation examples",
         (
@@ -193,7 +201,7 @@ LISTED = (
         ),
         claim(test_contraction.test_outer_sum_is_the_weight_gradient, contractions()),
     ),
-    _listed(
+    mutant(
         "sum-then-outer-in-the-validation-gradient",
         "sum-then-outer over validation examples",
         (
@@ -203,32 +211,28 @@ LISTED = (
         ),
         SHARDED_OF_SEVERAL,
     ),
-    _listed(
+    _estimators(
         "aggregated-errors-as-direct",
         "aggregated errors used as direct",
         [
-            (
-                "estimate.estimators.token_errors",
-                'loss, "self", consume',
-                'loss, "ordinary", consume',
-            ),
-            ("estimate.estimators.token_errors", 'else "self"', 'else "ordinary"'),
+            ("token_errors", 'loss, "self", consume', 'loss, "ordinary", consume'),
+            ("token_errors", 'else "self"', 'else "ordinary"'),
         ],
         DIRECT,
     ),
-    _listed(
+    mutant(
         "label-shift-off-by-one-in-the-losses",
         "label shift off by one",
         ("model.batch.by_prediction", "tokens - 1, labels", "tokens, labels"),
         LOSSES,
     ),
-    _listed(
+    mutant(
         "label-shift-off-by-one-in-the-values",
         "label shift off by one",
         ("model.batch.to_token_index", "F.pad(by_position[:, :-1], (1, 0))", "by_position"),
         DIRECT,
     ),
-    _listed(
+    mutant(
         "validation-prompt-dropped-from-the-gradient",
         "prompt positions of the validation sequences dropped",
         [
@@ -248,7 +252,7 @@ LISTED = (
         ],
         SHARDED_OF_SEVERAL,
     ),
-    _listed(
+    mutant(
         "padding-leaks-into-the-attention-weights",
         "padding leaking in",
         (
@@ -258,7 +262,7 @@ LISTED = (
         ),
         claim(test_attention.test_log_sum_exp_and_weights, calls(mask="left")),
     ),
-    _listed(
+    mutant(
         "padding-leaks-into-the-losses",
         "padding leaking in",
         [
@@ -276,7 +280,7 @@ LISTED = (
         ],
         LOSSES,
     ),
-    _listed(
+    mutant(
         "label-after-padding-valued",
         "padding leaking in",
         (
@@ -286,7 +290,7 @@ LISTED = (
         ),
         claim(test_estimators.test_padding_holds_nothing, AFTER_PADDING, "path", 1),
     ),
-    _listed(
+    mutant(
         "mask-of-the-token-for-that-of-its-label-position",
         "padding leaking in",
         (
@@ -296,13 +300,13 @@ LISTED = (
         ),
         claim(test_estimators.test_padding_holds_nothing, AFTER_PADDING, "label", 1),
     ),
-    _listed(
+    mutant(
         "mean-for-sum-of-the-losses",
         "mean for sum",
         ("scoring.passes.Pass.summed_loss", ").sum()", ").mean()"),
         PATH,
     ),
-    _listed(
+    mutant(
         "mean-for-sum-over-the-heads-of-a-group",
         "mean for sum",
         (
@@ -312,19 +316,19 @@ LISTED = (
         ),
         PROPAGATION,
     ),
-    _listed(
+    mutant(
         "last-token-dropped",
         "last token dropped",
         ("model.batch.by_prediction", "nonzero().squeeze(-1)", "nonzero().squeeze(-1)[:-1]"),
         LOSSES,
     ),
-    _listed(
+    mutant(
         "head-mean-for-per-head",
         "head-mean for per-head",
         ("model.attention.propagate_values", 'if head_reduction == "per_head":', "if False:"),
         PROPAGATION,
     ),
-    _listed(
+    mutant(
         "grouped-heads-in-the-wrong-order",
         "grouped heads repeated in the wrong order",
         (
@@ -334,13 +338,13 @@ LISTED = (
         ),
         claim(test_attention.test_self_backward_is_the_diagonal, calls()),
     ),
-    _listed(
+    _estimators(
         "alpha-with-the-value-projections-own-error",
         "alpha paired with the value projection's own error instead of the head output's",
         [
-            ("estimate.estimators.token_errors", "[attention.output for", "[attention.value for"),
+            ("token_errors", "[attention.output for", "[attention.value for"),
             (
-                "estimate.estimators.token_errors",
+                "token_errors",
                 "reduction =",
                 "error = error.repeat_interleave(attention.output.shape[1] // error.shape[1], 1); "
                 "reduction =",
@@ -348,13 +352,13 @@ LISTED = (
         ],
         alphatoken(small()),
     ),
-    _listed(
+    mutant(
         "window-one-too-short",
         "window off by one",
         ("model.attention._band", "(k <= t + window)", "(k < t + window)"),
         BAND,
     ),
-    _listed(
+    mutant(
         "window-one-too-long",
         "window off by one",
         [
@@ -363,7 +367,7 @@ LISTED = (
         ],
         BAND,
     ),
-    _listed(
+    mutant(
         "alpha-of-the-wrong-direction",
         "alpha of the wrong direction (rows for columns)",
         [
@@ -380,50 +384,46 @@ LISTED = (
         ],
         PROPAGATION,
     ),
-    _listed(
+    mutant(
         "soft-cap-factor-left-out-of-the-self-only-backward",
         "soft-cap factor or sink left out",
         ("model.attention.self_terms", "if slope is not None:", "if False:"),
         claim(test_attention.test_self_backward_is_the_diagonal, calls(softcap=1.5)),
     ),
-    _listed(
+    mutant(
         "soft-cap-factor-left-out-of-the-forward-mode",
         "soft-cap factor or sink left out",
         ("model.attention.forward_mode_attention", "if block.slope is not None:", "if False:"),
         claim(test_attention.test_forward_mode_is_the_jvp, calls(softcap=1.5), ALL),
     ),
-    _listed(
+    mutant(
         "sink-left-out",
         "soft-cap factor or sink left out",
         ("model.attention.AttentionStatistics.lse", "if self.sinks is not None:", "if False:"),
         claim(test_attention.test_log_sum_exp_and_weights, calls(sinks=True)),
     ),
-    _listed(
+    mutant(
         "sign-missing-on-rejected-in-the-objective",
         "missing sign on rejected",
         ("direction.objective.weighted_losses", "(1, -1)", "(1, 1)"),
         PAIRS,
     ),
-    _listed(
+    _losses(
         "sign-missing-on-rejected-in-the-loss",
         "missing sign on rejected",
-        (
-            "select.losses.masked_dpo_loss",
-            "(kept_chosen - kept_rejected)",
-            "(kept_chosen + kept_rejected)",
-        ),
+        ("masked_dpo_loss", "(kept_chosen - kept_rejected)", "(kept_chosen + kept_rejected)"),
         UNMASKED_DPO,
     ),
-    _listed(
+    _losses(
         "coefficient-from-the-masked-logit",
         "coefficient from the masked logit",
         [
-            ("select.losses.masked_dpo_loss", "-chosen_losses.sum(-1)", "-kept_chosen"),
-            ("select.losses.masked_dpo_loss", "-rejected_losses.sum(-1)", "-kept_rejected"),
+            ("masked_dpo_loss", "-chosen_losses.sum(-1)", "-kept_chosen"),
+            ("masked_dpo_loss", "-rejected_losses.sum(-1)", "-kept_rejected"),
         ],
         MASKED_DPO,
     ),
-    _listed(
+    mutant(
         "square-of-the-batch-gradient",
         "square of the batch gradient for the Fisher",
         [
@@ -440,7 +440,7 @@ LISTED = (
         ],
         DIAGONAL_FISHER,
     ),
-    _listed(
+    mutant(
         "token-mean-scale-in-the-kronecker-factors",
         "token-mean scale in the Kronecker factors",
         (
@@ -450,7 +450,7 @@ LISTED = (
         ),
         KRONECKER_FISHER,
     ),
-    _listed(
+    mutant(
         "preconditioner-applied-twice",
         "preconditioner applied to the token side twice",
         (
@@ -462,7 +462,7 @@ LISTED = (
         claim(test_preconditioner.test_given_preconditioner, small()),
         claim(test_preconditioner.test_adam_preconditioner, small(), 2),
     ),
-    _listed(
+    mutant(
         "twice-called-module-overwritten",
         "tied or twice-called module overwritten instead of accumulated",
         (
@@ -473,7 +473,7 @@ LISTED = (
         ),
         claim(test_estimators.test_path_is_the_column_sums, TWICE),
     ),
-    _listed(
+    mutant(
         "tied-module-overwritten",
         "tied or twice-called module overwritten instead of accumulated",
         (
@@ -485,7 +485,7 @@ LISTED = (
         ),
         claim(test_estimators.test_path_is_the_column_sums, TIED),
     ),
-    _listed(
+    mutant(
         "stale-direction",
         "stale direction",
         (
@@ -495,7 +495,7 @@ LISTED = (
         ),
         claim(test_direction.test_direction_is_never_stale, small(), "path"),
     ),
-    _listed(
+    mutant(
         "float32-in-the-contraction",
         "float32 or bf16 arithmetic inside",
         (
@@ -505,7 +505,7 @@ LISTED = (
         ),
         claim(test_contraction.test_projected_is_the_loop, contractions()),
     ),
-    _listed(
+    mutant(
         "bfloat16-in-the-contraction",
         "float32 or bf16 arithmetic inside",
         (
@@ -515,13 +515,13 @@ LISTED = (
         ),
         claim(test_contraction.test_projected_is_the_loop, contractions()),
     ),
-    _listed(
+    mutant(
         "float32-in-the-attention-weights",
         "float32 or bf16 arithmetic inside",
         ("model.attention.AttentionStatistics.weights", "block.logits -", "block.logits.float() -"),
         PROPAGATION,
     ),
-    _listed(
+    mutant(
         "bfloat16-in-the-self-only-backward",
         "float32 or bf16 arithmetic inside",
         (
@@ -531,22 +531,22 @@ LISTED = (
         ),
         claim(test_attention.test_self_backward_is_the_diagonal, calls()),
     ),
-    _listed(
+    _masks(
         "ties-all-kept",
         "ties all kept",
         (
-            "select.masks._top_of",
+            "_top_of",
             "keep[candidates[order[:count]]] = True",
             "v = values.flatten()[candidates]; "
             "keep[candidates[v >= v[order[count - 1]]] if count else candidates] = True",
         ),
         selection("batch"),
     ),
-    _listed(
+    _masks(
         "ceil-in-floating-point",
         "ceil in floating point",
         (
-            "select.masks.keep_count",
+            "keep_count",
             "whole if abs(exact - whole) <= exact / 2**52 else _ROUNDINGS[rounding](exact)",
             "_ROUNDINGS[rounding](ratio * count)",
         ),
@@ -556,24 +556,18 @@ LISTED = (
             examples=100,
         ),
     ),
-    _listed(
+    _masks(
         "threshold-over-padding",
         "threshold over padding",
         [
-            (
-                "select.masks._top_of",
-                "mask.flatten().nonzero().squeeze(-1)",
-                "torch.arange(mask.numel())",
-            ),
-            (
-                "select.masks._top_of",
-                "return keep.view_as(mask)",
-                "return keep.view_as(mask) & mask",
-            ),
+            ("_top_of", "mask.flatten().nonzero().squeeze(-1)", "torch.arange(mask.numel())"),
+            ("_top_of", "return keep.view_as(mask)", "return keep.view_as(mask) & mask"),
         ],
         selection("batch"),
     ),
 )
+
+LISTED = tuple(replace(one, listed=True) for one in _DEMANDED)
 
 
 # --- and of the steps that the demand leaves out -------------------------------------------------
@@ -590,23 +584,22 @@ def _head(name: str, sentence: str, edit: Words, *claims: Claim) -> Mutant:
     return mutant(name, sentence, edit, *(claims or (whole,)), room="model.head.")
 
 
-def observed_label(name: str, parameters: str) -> Claim:
-    """Label values of one architecture's observed forward are the oracle's."""
-    check = test_head.test_observed_label_values
-    return claim(check, name, parameters, examples=1, needs=("transformers",))
+def on_model(check: Callable[..., None], *arguments: str) -> Claim:
+    """One run of a test of one architecture of transformers."""
+    return claim(check, *arguments, examples=1, needs=("transformers",))
 
 
 OWN = (
-    mutant(
+    _masks(
         "ceil-of-a-rounded-ratio",
         "ceil of a ratio that is no decimal, with the rounding of its float",
-        ("select.masks.keep_count", "whole if abs(exact - whole) <= exact / 2**52 else ", ""),
+        ("keep_count", "whole if abs(exact - whole) <= exact / 2**52 else ", ""),
         claim(test_selection.test_keep_count, st.tuples(st.integers(1, 6), st.just(6), st.just(6))),
     ),
-    mutant(
+    _estimators(
         "hops-keep-what-stays",
         "same-layer hops contain what stays at its position",
-        ("estimate.estimators.hop_errors", "e - own[i] if i in own else e", "e"),
+        ("hop_errors", "e - own[i] if i in own else e", "e"),
         HOP,
     ),
     mutant(
@@ -703,13 +696,13 @@ OWN = (
             st.just("linears,*norm*,embedding.weight"),
         ),
     ),
-    mutant(
+    _forward_mode(
         "tied-weight-moved-in-one-place-only",
         "the dual forward moves one of the places of a tied weight",
         [
-            ("estimate.forward_mode._places", "return {", "seen: set = set(); return {"),
+            ("_places", "return {", "seen: set = set(); return {"),
             (
-                "estimate.forward_mode._places",
+                "_places",
                 "if id(parameter) in duals",
                 "if id(parameter) in duals "
                 "and not (id(parameter) in seen or seen.add(id(parameter)))",
@@ -717,30 +710,26 @@ OWN = (
         ],
         claim(test_label.test_label_is_the_row_sums, TIED),
     ),
-    mutant(
+    _token_values(
         "context-column-at-the-label-position",
         'causal_position="context" takes the column at p instead of p + 1',
-        (
-            "estimate.token_values.assign_columns",
-            'columns.causal if causal_position == "context" else',
-            "",
-        ),
+        ("assign_columns", 'columns.causal if causal_position == "context" else', ""),
         alphatoken(small(), position="context"),
     ),
-    mutant(
+    _token_values(
         "unassigned-dropped",
         "columns of prompt positions are thrown away",
         (
-            "estimate.token_values.assign_columns",
+            "assign_columns",
             "everything - direct.sum(-1) - causal.sum(-1)",
             "torch.zeros_like(everything)",
         ),
         PATH,
     ),
-    mutant(
+    _token_values(
         "lambda-on-the-adaptation",
         "lambda G + V instead of G + lambda V",
-        ("estimate.token_values.combine", "g + stability_weight * v", "stability_weight * g + v"),
+        ("combine", "g + stability_weight * v", "stability_weight * g + v"),
         claim(test_direction.test_lambda, small(), 0.5),
     ),
     mutant(
@@ -798,71 +787,51 @@ OWN = (
         ),
         claim(test_estimators.test_weighted_losses, small(train=("pprrr",)), st.integers(0, 9)),
     ),
-    mutant(
+    _preconditioner(
         "epsilon-inside-adams-root",
         "sqrt(v^ + eps) instead of sqrt(v^) + eps",
         [
-            (
-                "direction.preconditioner.frozen_preconditioner",
-                "** 0.5 + update.eps",
-                "+ update.eps).sqrt(",
-            ),
-            (
-                "direction.preconditioner._derivative",
-                "1 / (root + update.eps)",
-                "1 / (root.square() + update.eps).sqrt()",
-            ),
+            ("frozen_preconditioner", "** 0.5 + update.eps", "+ update.eps).sqrt("),
+            ("_derivative", "1 / (root + update.eps)", "1 / (root.square() + update.eps).sqrt()"),
         ],
         claim(test_preconditioner.test_frozen_preconditioner, ADAM),
     ),
-    mutant(
+    _preconditioner(
         "no-bias-correction-in-adam",
         "raw moments for v^ and m^",
         (
-            "direction.preconditioner.adam_update",
+            "adam_update",
             "one, two = 1 - beta1 ** (steps + 1), 1 - beta2 ** (steps + 1)",
             "one, two, steps = 1.0, 1.0, 0",
         ),
         claim(test_preconditioner.test_frozen_preconditioner, ADAM),
     ),
-    mutant(
+    _preconditioner(
         "full-preconditioner-without-its-second-term",
         "the denominator's own dependence on the token is forgotten",
-        (
-            "direction.preconditioner._derivative",
-            "update.slope * scale + n * scale_slope",
-            "update.slope * scale",
-        ),
+        ("_derivative", "update.slope * scale + n * scale_slope", "update.slope * scale"),
         claim(test_preconditioner.test_full_preconditioner, ADAM),
     ),
-    mutant(
+    _preconditioner(
         "curvature-added-in-the-full-preconditioner",
         "the second term's sign",
-        (
-            "direction.preconditioner._derivative",
-            "-root_slope * scale.square()",
-            "root_slope * scale.square()",
-        ),
+        ("_derivative", "-root_slope * scale.square()", "root_slope * scale.square()"),
         claim(test_preconditioner.test_full_preconditioner, ADAM),
     ),
-    mutant(
+    _preconditioner(
         "gradient-left-out-of-the-second-moment",
         "v^ of the state before the step in the full form",
         (
-            "direction.preconditioner._derivative",
+            "_derivative",
             "second = update.rest + update.share * away.square()",
             "second = update.rest + 0.0 * away.square()",
         ),
         claim(test_preconditioner.test_full_preconditioner, ADAM),
     ),
-    mutant(
+    _preconditioner(
         "gradient-left-out-of-the-first-moment",
         "m^ of the state before the step in the full form",
-        (
-            "direction.preconditioner._derivative",
-            "n = update.offset + update.slope * g",
-            "n = update.offset + 0.0 * g",
-        ),
+        ("_derivative", "n = update.offset + update.slope * g", "n = update.offset + 0.0 * g"),
         claim(test_preconditioner.test_full_preconditioner, ADAM),
     ),
     mutant(
@@ -875,11 +844,11 @@ OWN = (
         ),
         COUPLED_DECAY,
     ),
-    mutant(
+    _preconditioner(
         "amsgrads-maximum-forgotten",
         "the running maximum does not hold the denominator",
         (
-            "direction.preconditioner._derivative",
+            "_derivative",
             "second = torch.maximum(second, update.largest)",
             "second = second.clone()",
         ),
@@ -888,14 +857,10 @@ OWN = (
             test_preconditioner.cases(AMSGRAD),
         ),
     ),
-    mutant(
+    _token_values(
         "stability-counted-twice",
         "the total takes lambda V twice",
-        (
-            "estimate.token_values.combine",
-            "g + stability_weight * v",
-            "g + 2 * stability_weight * v",
-        ),
+        ("combine", "g + stability_weight * v", "g + 2 * stability_weight * v"),
         SPLIT_IN_PARTS["both", "both"],
     ),
     mutant(
@@ -910,14 +875,10 @@ OWN = (
         ("estimate.columns.Side.of", "if self.others is None else", "if True else"),
         TOTAL_ALONE,
     ),
-    mutant(
+    _build(
         "stability-in-spite-of-the-objective",
         'objective="adaptation" builds and sums the retention term as well',
-        (
-            "direction.build.Ingredients.retains",
-            'self.config.objective != "adaptation" and',
-            "",
-        ),
+        ("Ingredients.retains", 'self.config.objective != "adaptation" and', ""),
         SPLIT_IN_PARTS["adaptation", "both"],
     ),
     mutant(
@@ -926,20 +887,16 @@ OWN = (
         ("model.backward.stream_errors", "if i not in seen]", "if False]"),
         claim(test_options.test_errors_streamed_are_the_errors_kept, DEEP, True),
     ),
-    mutant(
+    _estimators(
         "streamed-errors-of-another-mode",
         "errors that are contracted in the backward are the ordinary ones",
-        (
-            "estimate.estimators._at",
-            "stream_errors(recorder, loss, mode,",
-            'stream_errors(recorder, loss, "ordinary",',
-        ),
+        ("_at", "stream_errors(recorder, loss, mode,", 'stream_errors(recorder, loss, "ordinary",'),
         DIRECT,
     ),
-    mutant(
+    _estimators(
         "direct-part-in-spite-of-the-part",
         'part="causal" sums the direct part as well',
-        ("estimate.estimators.token_errors", 'if part == "causal":', "if False:"),
+        ("token_errors", 'if part == "causal":', "if False:"),
         SPLIT_IN_PARTS["both", "causal"],
     ),
     mutant(
@@ -948,20 +905,16 @@ OWN = (
         ("scoring.passes.Weights.of_step", "if self.step is not None:", "if False:"),
         FULL,
     ),
-    mutant(
+    _build(
         "gradient-missing-from-the-full-preconditioner",
         "the step is taken to see no gradient",
-        (
-            "direction.build.Ingredients.at_step",
-            " gradient,",
-            " {n: 0 * g for n, g in gradient.items()},",
-        ),
+        ("Ingredients.at_step", " gradient,", " {n: 0 * g for n, g in gradient.items()},"),
         FULL,
     ),
-    mutant(
+    _build(
         "full-preconditioner-on-one-side",
         "P scales G but not V",
-        ("direction.build._preconditioned", "scaled(stability)", "stability"),
+        ("_preconditioned", "scaled(stability)", "stability"),
         FULL_STEP,
     ),
     mutant(
@@ -998,76 +951,68 @@ OWN = (
         ],
         STARTED,
     ),
-    mutant(
+    _losses(
         "omega-not-detached",
         "the coefficient is differentiated too",
-        ("select.losses.dpo_coefficient", ".detach()", ""),
+        ("dpo_coefficient", ".detach()", ""),
         UNMASKED_DPO,
     ),
-    mutant(
+    _losses(
         "reference-unmasked-in-the-masked-logit",
         "the mask acts on the policy's log-probabilities only",
         [
             (
-                "select.losses.masked_dpo_coefficient",
+                "masked_dpo_coefficient",
                 "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
                 "(keep_chosen * chosen - reference_chosen).sum(-1)",
             ),
             (
-                "select.losses.masked_dpo_coefficient",
+                "masked_dpo_coefficient",
                 "(keep_rejected * (rejected - reference_rejected)).sum(-1)",
                 "(keep_rejected * rejected - reference_rejected).sum(-1)",
             ),
         ],
         MASKED_LOGIT_START,
     ),
-    mutant(
+    _losses(
         "masked-logit-of-all-tokens",
         "the ablation takes its coefficient from the unmasked logit",
         (
-            "select.losses.masked_dpo_coefficient",
+            "masked_dpo_coefficient",
             "(keep_chosen * (chosen - reference_chosen)).sum(-1)",
             "(chosen - reference_chosen).sum(-1)",
         ),
         MASKED_LOGIT,
     ),
-    mutant(
+    _losses(
         "mean-over-prompt-and-padding-too",
         "the masked loss divides by all positions",
-        ("select.losses.masked_sft_loss", "mask.sum() if", "torch.as_tensor(mask.numel()) if"),
+        ("masked_sft_loss", "mask.sum() if", "torch.as_tensor(mask.numel()) if"),
         claim(test_losses.test_sft_loss, test_losses.loss_cases(), "response"),
     ),
-    mutant(
+    _losses(
         "losses-outside-keep-still-pushed",
         "the mask of kept tokens is ignored",
-        (
-            "select.losses.masked_sft_loss",
-            "(losses * weights).sum()",
-            "(losses * (0 * weights + 1)).sum()",
-        ),
+        ("masked_sft_loss", "(losses * weights).sum()", "(losses * (0 * weights + 1)).sum()"),
         claim(test_losses.test_sft_loss, test_losses.loss_cases(), "response"),
     ),
-    mutant(
+    _masks(
         "sequence-scope-ranks-the-batch",
         'scope="sequence" uses one threshold for the batch',
-        ("select.masks.select_top", 'if scope == "batch":', 'if scope in ("batch", "sequence"):'),
+        ("select_top", 'if scope == "batch":', 'if scope in ("batch", "sequence"):'),
         selection("sequence"),
     ),
-    mutant(
+    _masks(
         "response-mean-over-padding",
         "a response's mean is taken over the width of the batch",
-        (
-            "select.masks.response_values",
-            "mask.sum(-1, keepdim=True).clamp(min=1)",
-            "mask.shape[-1]",
-        ),
+        ("response_values", "mask.sum(-1, keepdim=True).clamp(min=1)", "mask.shape[-1]"),
         claim(test_selection.test_response_values, test_selection.selection_cases(), 50),
     ),
-    mutant(
+    _preconditioner(
         "state-of-another-kind-in-a-block",
         "in blocks, the momentum is read where the second moment belongs",
         (
-            "direction.preconditioner.full_preconditioner",
+            "full_preconditioner",
             "zip(entries, rest, strict=True)",
             "zip(entries, reversed(rest), strict=True)",
         ),
@@ -1089,24 +1034,20 @@ OWN = (
         ),
         ERRORS,
     ),
-    mutant(
+    _build(
         "part-divided-by-its-own-tokens",
         "with standard errors, G is the sum of the batches' means",
         (
-            "direction.build.Ingredients._parts",
+            "Ingredients._parts",
             'self._mean("validation", sums, whole)',
             'self._mean("validation", sums, count)',
         ),
         ERRORS,
     ),
-    mutant(
+    _build(
         "parts-without-the-preconditioner",
         "P scales G but not what each validation batch gives to it",
-        (
-            "direction.build._preconditioned",
-            "scaled(part) for part",
-            "part for part",
-        ),
+        ("_preconditioned", "scaled(part) for part", "part for part"),
         claim(test_confidence.test_standard_errors, SEVERAL_BATCHES, "direct", True),
     ),
     mutant(
@@ -1135,14 +1076,10 @@ OWN = (
         ("select.confidence.select_harmless", "parts - 1)", "parts)"),
         HARMLESS,
     ),
-    mutant(
+    _masks(
         "last-of-equals-kept",
         "ties go to the higher index",
-        (
-            "select.masks._top_of",
-            "descending=True, stable=True).indices",
-            "stable=True).indices.flip(0)",
-        ),
+        ("_top_of", "descending=True, stable=True).indices", "stable=True).indices.flip(0)"),
         selection("batch"),
     ),
     mutant(
@@ -1156,11 +1093,11 @@ OWN = (
             "tokens",
         ),
     ),
-    mutant(
+    _estimators(
         "hops-into-lower-layers",
         "same-layer hops and Value-Propagation go on into the layers below",
         (
-            "estimate.estimators._same_execution",
+            "_same_execution",
             "if use.execution == attention.execution",
             "if use.execution <= attention.execution",
         ),
@@ -1207,40 +1144,31 @@ OWN = (
         "losses-of-other-targets",
         "losses asked for at the same positions are taken for those of other tokens",
         ("HeadUse._asked", " and torch.equal(known.targets, targets)", ""),
-        claim(test_head.test_losses_asked_twice, "llama", examples=1, needs=("transformers",)),
+        on_model(test_head.test_losses_asked_twice, "llama"),
     ),
     _head(
         "tangents-times-errors-of-other-rows",
         "label values of an observed forward pair tangents with the errors of other predictions",
         ("HeadUse.dual_losses", "(known.errors * dh", "(known.errors.roll(1, 0) * dh"),
-        observed_label("llama", "linears"),
+        on_model(test_head.test_observed_label_values, "llama", "linears"),
     ),
     _head(
         "tangent-of-the-observed-heads-weight-forgotten",
         "label values over all parameters of an observed forward lack what moves the head itself",
         ("HeadUse.dual_losses", "if dw is not None or db is not None:", "if False:"),
-        observed_label("llama", "all"),
+        on_model(test_head.test_observed_label_values, "llama", "all"),
     ),
     _head(
         "errors-at-other-hidden-states",
         "errors of an observed forward are believed where the dual one has other hidden states",
         ("_same_up_to_rounding", "return bool(", "return True or bool("),
-        claim(
-            test_head.test_tangents_at_other_hidden_states,
-            "llama",
-            examples=1,
-            needs=("transformers",),
-        ),
+        on_model(test_head.test_tangents_at_other_hidden_states, "llama"),
     ),
-    mutant(
+    _response_losses(
         "capped-logits-taken-for-the-heads",
         "a model that caps its logits is taken for one that does not",
-        (
-            "model.response_losses._HeadInput.gives",
-            "self.is_handed_on(logits) and self._equal(logits)",
-            "True",
-        ),
-        claim(test_head.test_own_forward, "gemma2", examples=1, needs=("transformers",)),
+        ("_HeadInput.gives", "self.is_handed_on(logits) and self._equal(logits)", "True"),
+        on_model(test_head.test_own_forward, "gemma2"),
     ),
     mutant(
         "logits-scaled-in-place-below-observe",
@@ -1250,17 +1178,13 @@ OWN = (
             "logits._version != version",
             "False",
         ),
-        claim(test_head.test_logits_changed_in_place, "llama", examples=1, needs=("transformers",)),
+        on_model(test_head.test_logits_changed_in_place, "llama"),
     ),
-    mutant(
+    _response_losses(
         "logits-scaled-in-place-elsewhere",
         "logits of all positions are believed for those of one",
-        (
-            "model.response_losses._HeadInput.is_handed_on",
-            "logits is t and t._version == version",
-            "True",
-        ),
-        claim(test_head.test_logits_changed_in_place, "llama", examples=1, needs=("transformers",)),
+        ("_HeadInput.is_handed_on", "logits is t and t._version == version", "True"),
+        on_model(test_head.test_logits_changed_in_place, "llama"),
     ),
     mutant(
         "logits-of-another-forward",
@@ -1270,12 +1194,7 @@ OWN = (
             "return scores.grad_fn is None",
             "return True",
         ),
-        claim(
-            test_head.test_scores_of_another_forward,
-            "llama",
-            examples=1,
-            needs=("transformers",),
-        ),
+        on_model(test_head.test_scores_of_another_forward, "llama"),
     ),
     mutant(
         "losses-of-another-forward",
@@ -1285,12 +1204,7 @@ OWN = (
             "if not float((own",
             "if False and not float((own",
         ),
-        claim(
-            test_head.test_scores_of_another_forward,
-            "llama",
-            examples=1,
-            needs=("transformers",),
-        ),
+        on_model(test_head.test_scores_of_another_forward, "llama"),
     ),
     mutant(
         "products-of-autocast-taken-for-wide",
@@ -1300,35 +1214,22 @@ OWN = (
             "cast = torch.is_autocast_enabled(device)",
             "cast = False",
         ),
-        claim(
-            test_head.test_losses_that_autocast_rounded,
-            "llama",
-            examples=1,
-            needs=("transformers",),
-        ),
+        on_model(test_head.test_losses_that_autocast_rounded, "llama"),
     ),
-    mutant(
+    _forward_mode(
         "tangent-of-a-bias-forgotten",
         "a linear of which only the weight moves takes its bias for fixed",
-        (
-            "estimate.forward_mode._linear",
-            "if db is not None:",
-            "if False:",
-        ),
+        ("_linear", "if db is not None:", "if False:"),
         claim(
             test_label.test_label_over_named_parameters,
             small(bias=True),
             st.just("linears,*bias*"),
         ),
     ),
-    mutant(
+    _forward_mode(
         "label-values-not-scaled-back",
         "the dual forward runs along M / ||M||, and the norm is forgotten",
-        (
-            "estimate.forward_mode.label_values",
-            "to(wide(derivatives.dtype)) * scale",
-            "to(wide(derivatives.dtype))",
-        ),
+        ("label_values", "to(wide(derivatives.dtype)) * scale", "to(wide(derivatives.dtype))"),
         claim(test_label.test_label_is_linear_in_m, small(), 2.0**80),
     ),
     mutant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -11,34 +13,33 @@ from alphatoken.estimate import contraction
 from benchmarks.gram import contract_gram
 from tests.property.profiles import budget
 from tests.property.setups import CONTRACTION
-from tests.property.strategies import ContractionCase, contractions
+from tests.property.strategies import ContractionCase, Factors, contractions
 from tests.property.tolerance import close
 
 
-def loop_values(case: ContractionCase, integers: bool) -> tuple[Tensor, Tensor]:
-    """<delta_t (x) x_t, M> and the sum of its absolute terms, one token a time."""
+def loop(
+    case: ContractionCase, integers: bool, matrices: Callable[[Factors], list[Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Sum over matrices of <delta_t (x) x_t, matrix>, one token a time, and of absolute terms."""
     f = case.factors(integers=integers)
     value = torch.zeros(case.b, case.t, dtype=torch.float64, device=case.device)
     scale = torch.zeros_like(value)
     for b in range(case.b):
         for t in range(case.t):
-            terms = torch.outer(f.delta[b, t], f.x[b, t]) * f.m
-            value[b, t], scale[b, t] = terms.sum(), terms.abs().sum()
-    return value, scale
-
-
-def loop_gram(case: ContractionCase, integers: bool) -> tuple[Tensor, Tensor]:
-    """Sum over validation tokens of <delta_t (x) x_t, delta_v (x) x_v>."""
-    f = case.factors(integers=integers)
-    value = torch.zeros(case.b, case.t, dtype=torch.float64, device=case.device)
-    scale = torch.zeros_like(value)
-    for b in range(case.b):
-        for t in range(case.t):
-            for v in range(case.v):
-                terms = torch.outer(f.delta[b, t], f.x[b, t]) * torch.outer(f.delta_v[v], f.x_v[v])
+            for matrix in matrices(f):
+                terms = torch.outer(f.delta[b, t], f.x[b, t]) * matrix
                 value[b, t] += terms.sum()
                 scale[b, t] += terms.abs().sum()
     return value, scale
+
+
+def loop_values(case: ContractionCase, integers: bool) -> tuple[Tensor, Tensor]:
+    return loop(case, integers, lambda f: [f.m])
+
+
+def loop_gram(case: ContractionCase, integers: bool) -> tuple[Tensor, Tensor]:
+    """Each validation token is a matrix of its own."""
+    return loop(case, integers, lambda f: [*map(torch.outer, f.delta_v, f.x_v)])
 
 
 def agree(found: Tensor, expected: Tensor, scale: Tensor, exact: bool, name: str) -> None:

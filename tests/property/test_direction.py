@@ -48,10 +48,10 @@ from tests.property.strategies import SEEDS, make_case
 from tests.property.tolerance import close
 
 
-def absolute_gradient(
+def mean_size(
     model: nn.Module, batches: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Mean over tokens of |gradient| plus its largest entry (sums round within a token too)."""
+    """Mean over tokens of |gradient|."""
     total = {n: torch.zeros_like(p) for n, p in parameters.items()}
     count = 0
     for batch in batches:
@@ -59,7 +59,12 @@ def absolute_gradient(
             count += 1
             for name, g in one.items():
                 total[name] += g.abs()
-    return {n: (t + t.max()) / count for n, t in total.items()}
+    return {n: t / count for n, t in total.items()}
+
+
+def absolute_gradient(*given: Any) -> dict[str, Tensor]:
+    """That plus its largest entry: sums round within a token too."""
+    return {n: size + size.max() for n, size in mean_size(*given).items()}
 
 
 def preference_batches(setup: Setup, beta: float, normalization: str) -> list[PreferenceBatch]:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from alphatoken.config import ScorerConfig
-from alphatoken.data import Example, Row, collate
+from alphatoken.data import collate
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity import coverage
 from alphatoken.fidelity.clouds import (
@@ -27,19 +27,9 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.support.progress import Tracker
 from tests.property.architectures import ARCHITECTURES
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.rows import drawn_rows as rows_of
 
 QUIET = Tracker("", 0, False)
-
-
-def rows_of(lengths: list[tuple[int, int]], vocabulary: int, seed: int = 0) -> list[Example]:
-    """Rows of drawn tokens, (prompt, response) long; ids from 3 on, clear of special ones."""
-    generator = np.random.default_rng(seed)
-    found = []
-    for index, (prompt, response) in enumerate(lengths):
-        ids = generator.integers(3, vocabulary, prompt + response).tolist()
-        labels = [-100] * prompt + ids[prompt:]
-        found.append(Example(Row(index, f"rows, line {index + 1}", ()), ids, labels))
-    return found
 
 
 def two_clusters(size: int, *, seed: int = 0, width: int = 6) -> tuple[np.ndarray, np.ndarray]:

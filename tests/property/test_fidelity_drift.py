@@ -19,7 +19,7 @@ from alphatoken.fidelity.states import PooledStates, pooled_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.progress import Tracker
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
-from tests.property.test_fidelity_coverage import rows_of
+from tests.rows import drawn_rows as rows_of
 
 QUIET = Tracker("", 0, False)
 

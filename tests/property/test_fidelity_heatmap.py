@@ -29,7 +29,7 @@ from alphatoken.fidelity.token_text import (
 from alphatoken.report.drawing import MINUS, PLUS, colour_of
 from alphatoken.report.examples import visible
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
-from tests.property.test_fidelity_coverage import rows_of
+from tests.rows import drawn_rows as rows_of
 
 HOSTILE = (
     "</span></div>",

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken.config import ScorerConfig
-from alphatoken.data import Example, Row
+from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.estimate.estimators import ESTIMATORS
@@ -26,6 +26,7 @@ from alphatoken.scorer import Scorer
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.tolerance import close
+from tests.rows import drawn_rows
 
 PLAIN = DecoderConfig(layers=3, heads=4, kv_heads=2, hidden=8, bias=True)
 TRANSPOSED = DecoderConfig(layers=2, transposed=True, bias=True, fused_qkv=True, qk_norm=True)
@@ -33,14 +34,7 @@ LEARNED = DecoderConfig(positions="learned", norm="layernorm", mlp="plain", max_
 
 
 def rows_of(lengths: list[tuple[int, int]], seed: int, vocabulary: int = 11) -> list[Example]:
-    """Rows of random tokens, (prompt, response) long."""
-    generator = np.random.default_rng(seed)
-    found = []
-    for index, (prompt, response) in enumerate(lengths):
-        ids = generator.integers(0, vocabulary, prompt + response).tolist()
-        row = Row(index, f"row {index}", ())
-        found.append(Example(row, ids, [-100] * prompt + ids[prompt:]))
-    return found
+    return drawn_rows(lengths, vocabulary, seed, least=0)
 
 
 def small(

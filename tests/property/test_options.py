@@ -44,6 +44,7 @@ from tests.property.setups import (
     zeros,
 )
 from tests.property.strategies import make_batch, make_case
+from tests.property.test_direction import mean_size
 from tests.property.tolerance import close
 
 
@@ -143,20 +144,6 @@ def _two_sided_size(setup: Setup, model: nn.Module, scorer: Scorer) -> float:
     assert keep is not None
     sides = direction.adaptation, {n: LAMBDA * v for n, v in keep.items()}
     return sum(float(oracle_influence(setup, model, m).absolute_scale.sum()) for m in sides)
-
-
-def _mean_size(
-    setup: Setup, model: ReferenceDecoder, data: list[Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
-    parameters = parameters_of(setup, ReferenceAdapter(model))
-    sizes = {n: torch.zeros_like(p) for n, p in parameters.items()}
-    count = 0
-    for one in data:
-        for row in gradients.per_token_gradients(model, forward_of(model), one, parameters):
-            count += 1
-            for name, g in row.items():
-                sizes[name] += g.abs()
-    return {n: s / count for n, s in sizes.items()}
 
 
 CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=3, seed=3)
@@ -452,7 +439,8 @@ def test_reduced_gradient(setup: Setup, estimator: str) -> None:
     quiet_score(Scorer(model, data[:1], data[:1], config, reduce=keep), batch)
     assert set(sent) == {"validation", "retention"}
     found = quiet_score(Scorer(model, data[1:], data[1:], config, reduce=add), batch)
-    size = oracle_influence(setup, model, _mean_size(setup, model, data)).absolute_scale.sum()
+    parameters = parameters_of(setup, ReferenceAdapter(model))
+    size = oracle_influence(setup, model, mean_size(model, data, parameters)).absolute_scale.sum()
     for part in ("adaptation", "stability", "total"):
         one, two = getattr(found, part), getattr(expected, part)
         close(one, two, size, MODEL, name=f"reduced {part}, {estimator}")
