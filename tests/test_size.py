@@ -20,10 +20,10 @@ ROOMS = {
     "direction": 4_123,
     "estimate": 2_423,
     "fidelity": 6_311,
-    "model": 5_575,
+    "model": 5_579,
     "oracle": 5_214,
     "report": 1_553,
-    "scoring": 987,
+    "scoring": 989,
     "select": 452,
     "support": 451,
     "train": 8_939,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_409), ("tests", 55_677)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_409), ("tests", 55_853)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most
