@@ -102,6 +102,7 @@ class Recorder:
     forward: ObservedForward | None = None  # the pass that is kept
     begun: ObservedForward | None = None  # the pass that began last, with a graph or without
     sharding: Sharding | None = None
+    weights: frozenset[torch.dtype] = frozenset()  # dtypes of the model's, scored or not
     # The convolution of each delta net whose rule has not run yet; None: it was not in a graph.
     _convolved: dict[nn.Module, ConvolutionUse | None] = field(default_factory=dict)
 
@@ -155,10 +156,12 @@ class Recorder:
         return self.forward or self.begun
 
     @property
-    def products(self) -> list[torch.dtype]:
-        """Dtypes of products of the pass: of its scored linears, then as its first layer began."""
+    def products(self) -> frozenset[torch.dtype]:
+        """Dtypes that round the pass: the weights', its scored linears', and its first layer's."""
         began = None if self.latest is None else self.latest.products
-        return [*(use.s.dtype for use in self.linears), *([] if began is None else [began])]
+        # Autocast that a block enters by itself shows in what its linears give.
+        here = [use.s.dtype for use in self.linears]
+        return self.weights.union(here if began is None else [*here, began])
 
     @property
     def execution(self) -> int:
@@ -381,7 +384,8 @@ def record(
             scored ones too, because they pass through their attention on the way down.
         sharding: of the weights.
     """
-    recorder = Recorder(scope, sharding=sharding)
+    weights = frozenset(p.dtype for p in adapter.model.parameters() if p.is_floating_point())
+    recorder = Recorder(scope, sharding=sharding, weights=weights)
     blocks = adapter.layers()
     with ExitStack() as stack:
         handle = adapter.model.register_forward_pre_hook(recorder.on_forward, with_kwargs=True)

@@ -245,10 +245,9 @@ class LabelDerivative:
 
     def _based(self, seen: Pass) -> bool:
         """True if the losses of the pass may be a side of a difference."""
-        if not self._bases or not self._comparable(seen) or seen.recorder is None:
-            return False
         # It may have run under an autocast that is over by now.
-        return all(wide(dtype) == dtype for dtype in seen.recorder.products)
+        exact = all(wide(dtype) == dtype for dtype in seen.products)
+        return self._bases and exact and self._comparable(seen)
 
 
 _NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}

@@ -114,7 +114,8 @@ class Observed:
             and not _follows(logits_or_log_probs, recorder)
         ):
             raise foreign_scores("the graph of another forward")
-        seen = valuer.with_kept_errors(Pass(batch, weights, losses, recorder, head=head))
+        seen = Pass(batch, weights, losses, recorder, head=head, products=recorder.products)
+        seen = valuer.with_kept_errors(seen)
         values = valuer.values(self._frame, seen, components=components)
         self._valued = True
         return values

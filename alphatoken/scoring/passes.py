@@ -84,6 +84,7 @@ class Pass:
         kept_errors: the errors at all linears, kept so that more can be contracted with them
             later; None to contract each inside the backward that makes it, and let it go.
         head: the head's call that its losses were taken of; None where they were taken otherwise.
+        products: the recorder's as the pass ran: forwards of our own begin another one there.
     """
 
     batch: LabelledBatch
@@ -92,6 +93,7 @@ class Pass:
     recorder: Recorder | None = None
     kept_errors: TokenErrors | None = None
     head: HeadUse | None = None
+    products: frozenset[torch.dtype] = frozenset()
 
     @property
     def recorded(self) -> tuple[Recorder, Tensor]:
@@ -110,11 +112,11 @@ class Pass:
         Raises:
             InputError: they differ by more than that.
         """
-        recorder, losses = self.recorded
+        _, losses = self.recorded
         mask = self.batch.mask
         own, other = losses.detach()[mask].double(), again.detach()[mask].double()
-        # Products of an observed pass under autocast are narrow, whatever the losses are.
-        dtypes = {again.dtype, *recorder.products[:1]}
+        # Products of a pass may be narrow, whatever its losses are.
+        dtypes = {again.dtype, *self.products}
         tolerance = tolerance or max(rounding_tolerance(dtype) for dtype in dtypes)
         if not float((own - other).norm()) <= tolerance * (float(other.norm()) + len(own) ** 0.5):
             raise foreign_scores(

@@ -145,7 +145,7 @@ class Valuer:
         with self.witness.recording() as recorder:
             with scoring_forward(self.adapter, self.scored.first):
                 losses = forward_losses(self.adapter, batch, "batch")
-            yield Pass(batch, weights, losses, recorder)
+            yield Pass(batch, weights, losses, recorder, products=recorder.products)
 
     # --- values ----------------------------------------------------------------------------------
 

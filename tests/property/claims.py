@@ -136,6 +136,7 @@ test_a_shift_that_would_drown_is_refused_with_its_reason | | (dtypes) | exact
 test_a_tied_weight_moves_once | | (the weights before) | exact
 test_what_a_signal_raises_while_weights_come_back_waits_for_the_last | | (the weights before) | exact
 test_an_observed_forward_with_dropout_is_no_base | | (forward mode) | exact
+test_an_observed_forward_in_16_bits_is_no_base | | (forward mode in float64) | approximate
 test_differences_are_the_label_values | | label_values, validation_gradient, per_token_gradients, response_tokens | exact
 test_second_differences_are_the_curvatures | | label_curvatures, validation_gradient | exact
 test_curvature_is_along_the_whole_of_todays_m | | label_curvatures, validation_gradient | exact
@@ -297,6 +298,7 @@ test_own_forward | | (logits of a whole forward) | exact
 test_logits_changed_in_place | | (the logits as they were left) | exact
 test_scores_of_another_forward | | (a refusal) | exact
 test_losses_that_autocast_rounded | | (a refusal) | exact
+test_losses_that_16_bits_rounded_somewhere | | label_values, validation_gradient | approximate
 test_losses_asked_twice | | (cross-entropy of the logits) | exact
 test_gradient_and_tangent_of_token_losses | | (autograd through loops) | exact
 test_sft_loss | | (loops) | exact

@@ -18,6 +18,7 @@ from tests.property import (
     test_attention,
     test_confidence,
     test_contraction,
+    test_differences,
     test_direction,
     test_estimators,
     test_fisher,
@@ -93,6 +94,12 @@ AFTER_PADDING = small(train=("..rrpr", "pprrr."), validations=((".rpr", "rr.."),
 SEVERAL_BATCHES = small(validations=(("pprrr",), ("prr", "p.."), ("ppr",)))
 ERRORS = claim(test_confidence.test_standard_errors, SEVERAL_BATCHES, "direct", False)
 HARMLESS = claim(test_confidence.test_harmless, test_confidence.rule_cases(), 2, 0.95, examples=40)
+
+
+def _rounded(kind: str, parameters: str, *, graph: bool) -> Claim:
+    """Losses of a model with 16 bits somewhere."""
+    check = test_head.test_losses_that_16_bits_rounded_somewhere
+    return claim(check, kind, parameters, graph, examples=1, needs=("transformers",))
 
 
 def alphatoken(
@@ -1215,6 +1222,35 @@ OWN = (
             "cast = False",
         ),
         on_model(test_head.test_losses_that_autocast_rounded, "llama"),
+    ),
+    mutant(
+        "products-of-scored-linears-forgotten",
+        "16 bits inside a block are taken for as exact as what it is given",
+        (
+            "model.capture.Recorder.products",
+            "[use.s.dtype for use in self.linears]",
+            "list[torch.dtype]()",
+        ),
+        _rounded("autocast in blocks", "linears", graph=True),
+        claim(
+            test_differences.test_an_observed_forward_in_16_bits_is_no_base,
+            True,
+            examples=1,
+            needs=("transformers",),
+        ),
+    ),
+    mutant(
+        "weights-of-16-bits-overlooked",
+        "frozen or narrow weights are taken for as exact as what runs between them",
+        ("model.capture.Recorder.products", "self.weights.union(", "frozenset().union("),
+        _rounded("linears", "linears", graph=True),
+        _rounded("the head", "linears", graph=True),
+    ),
+    mutant(
+        "losses-compared-by-the-last-forward",
+        "their tolerance is of the forward that they are compared with",
+        ("scoring.passes.Pass.require_losses", "*self.products", "*self.recorded[0].products"),
+        _rounded("autocast", "linears", graph=False),
     ),
     _forward_mode(
         "tangent-of-a-bias-forgotten",

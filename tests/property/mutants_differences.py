@@ -27,6 +27,10 @@ STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examp
 KEPT = claim(moved.test_the_step_is_kept_until_m_changes_its_length, examples=1)
 LOOKED = claim(moved.test_more_curved_rows_are_seen_in_the_stated_error, examples=1)
 BASE = claim(moved.test_an_observed_forward_with_dropout_is_no_base, examples=1)
+COARSE, COARSE_WITHOUT_GRAPH = (
+    claim(moved.test_an_observed_forward_in_16_bits_is_no_base, graph, examples=1)
+    for graph in (True, False)
+)
 DROWNED = claim(
     moved.test_a_shift_that_would_drown_is_refused_with_its_reason, made=moved.cast, examples=1
 )
@@ -158,8 +162,8 @@ MUTANTS = (
         [
             (
                 "scoring.label.LabelDerivative._based",
-                "not self._comparable(seen)",
-                "seen.losses is None",
+                "self._comparable(seen)",
+                "seen.losses is not None",
             ),
             (
                 "estimate.differences.Differences.values",
@@ -168,6 +172,23 @@ MUTANTS = (
             ),
         ],
         BASE,
+    ),
+    mutant(
+        "base-in-16-bits",
+        "losses that 16 bits rounded are a side of the difference",
+        ("scoring.label.LabelDerivative._based", "wide(dtype) == dtype", "True"),
+        COARSE,
+        COARSE_WITHOUT_GRAPH,
+    ),
+    mutant(
+        "products-of-our-own-forward",
+        "what is read of the observed pass is read of a forward of ours along M's other side",
+        (
+            "scoring.label.LabelDerivative._based",
+            "seen.products",
+            "getattr(seen.recorder, 'products', ())",
+        ),
+        COARSE_WITHOUT_GRAPH,
     ),
     _error(
         "step-of-a-longer-m",

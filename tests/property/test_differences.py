@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -172,6 +175,40 @@ def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
             values = observed.values(logits + 1e-7 * torch.sin(1e3 * logits), CASE.batch["labels"])
         close(values.total, expected, scale, 1e-5, name="coarse base")
     assert values.derivative == "central"
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
+    """On a batch that no error is looked at on, along both sides of M: autocast, over by now.
+
+    With a graph within the blocks alone, where what the linears give shows it; else around all.
+    """
+    ids = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    options = {"max_relative_drift": None, "stability_weight": 0.01, "uncovered": "skip"}
+
+    def scorer(model: Any, way: str) -> Scorer:
+        drift = FisherDrift(
+            {n: torch.ones_like(p) for n, p in model.named_parameters()},
+            {n: p.detach() - 50.0 for n, p in model.named_parameters()},
+        )
+        return Scorer(model, [batch], drift, replace(config(way, **options), parameters="linears"))
+
+    model = llama()
+    with quiet():
+        exact = scorer(llama().double(), "forward_mode").score(batch).total
+        found = scorer(model, "one_sided")
+        for _ in range(2):
+            found.score(batch)
+        with found.observe() as observed, ExitStack() as stack:
+            for part in model.model.layers if graph else [model]:
+                casting = torch.autocast("cpu")(part.forward)
+                stack.enter_context(mock.patch.object(part, "forward", casting))
+            with torch.set_grad_enabled(graph):
+                logits = model(input_ids=ids).logits.float()
+            stack.close()
+            total = observed.values(logits, ids).total
+    assert off(total, exact) < 1e-2
 
 
 def test_losses_of_another_forward_are_refused() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from alphatoken.oracle import gradients
 from tests.property.architectures import ARCHITECTURES, BY_NAME
 from tests.property.setups import CONTRACTION
 from tests.property.strategies import SEEDS, make_batch
-from tests.property.tolerance import close
+from tests.property.tolerance import allowed, close
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ INPUTS = {k: v for k, v in BATCH.items() if k != "labels"}
 VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=23, seed=2)
 CAST = 1e-6
 """transformers computes softmax and norms in float32 inside, whatever the model's dtype."""
+NARROW, WIDE = torch.bfloat16, torch.float32
 
 
 def built(name: str) -> Any:
@@ -336,6 +338,84 @@ def test_losses_that_autocast_rounded(name: str) -> None:
             except InputError:
                 refused = True
             assert refused is not cast, "a pass under autocast is known by its rounding"
+
+
+def cast_around(linears: Iterable[nn.Linear], inside: torch.dtype, outside: torch.dtype) -> None:
+    for linear in linears:
+        linear.to(inside)
+        linear.register_forward_pre_hook(lambda _m, args: (args[0].to(inside),))
+        linear.register_forward_hook(lambda _m, _args, s: s.to(outside))
+
+
+def mixed(kind: str) -> Any:
+    """A model with 16 bits somewhere; every weight is a number of 16 bits."""
+    model = built("llama").to(NARROW).to(WIDE)
+    linears = [one for one in model.model.layers.modules() if isinstance(one, nn.Linear)]
+    if kind == "linears":
+        cast_around(linears, NARROW, WIDE)
+    elif kind == "linears of the last layer":
+        cast_around(linears[len(linears) // 2 :], NARROW, WIDE)
+    elif kind == "between linears":
+        cast_around(linears, WIDE, model.to(NARROW).dtype)
+    elif kind == "all but the head":
+        cast_around([model.to(NARROW).lm_head], WIDE, WIDE)
+    elif kind == "the head":
+        cast_around([model.lm_head], NARROW, NARROW)
+    return model
+
+
+@functools.cache
+def values_in_float64(parameters: str) -> Tensor:
+    """The oracle's label values of the weights of ``mixed``, all layers scored."""
+    model = built("llama").to(NARROW).double()
+    scored = {n: p for n, p in model.named_parameters() if parameters == "all" or "_proj" in n}
+
+    def forward(batch: Any) -> Tensor:
+        logits: Tensor = model(**batch).logits
+        return logits
+
+    m = gradients.validation_gradient(model, forward, VALIDATION, scored)
+    return gradients.label_values(model, forward, BATCH, m)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "graph"),
+    [
+        ("linears", "linears", True),
+        ("linears", "all", False),
+        ("linears of the last layer", "linears", True),
+        ("between linears", "linears", True),
+        ("all but the head", "all", True),
+        ("the head", "linears", True),
+        ("autocast in blocks", "linears", True),  # seen in what the linears give
+        ("autocast", "linears", False),
+    ],
+)
+def test_losses_that_16_bits_rounded_somewhere(kind: str, parameters: str, graph: bool) -> None:
+    """They may differ as 16 bits do, and their values from those in float64; no more than that."""
+    model, wanted = mixed(kind), values_in_float64(parameters)
+    options = {"derivative": "forward_mode", "layers": "all", "parameters": parameters}
+    config = ScorerConfig(estimator="label", uncovered="skip", **options)
+    scorer = Scorer(model, VALIDATION, None, config)
+    scorer.score(BATCH)  # M is not of the autocast
+    layers = model.model.layers if kind == "autocast in blocks" else []
+    with scorer.observe() as seen, ExitStack() as stack:
+        for layer in layers:
+            casting = torch.autocast("cpu")(layer.forward)
+            stack.enter_context(mock.patch.object(layer, "forward", casting))
+        with torch.set_grad_enabled(graph), torch.autocast("cpu", enabled=kind == "autocast"):
+            with torch.no_grad():
+                other = model(**dict(INPUTS, input_ids=INPUTS["input_ids"].flip(0))).logits
+            logits = model(**INPUTS).logits.float() * (1 + 0.2 * rounding_tolerance(NARROW))
+        stack.close()
+        try:
+            found = seen.values(logits, BATCH["labels"]).total
+        except InputError:
+            found = None
+        assert found is not None, "rounding is taken for another forward"
+        with pytest.raises(InputError, match="mean loss"):
+            seen.values(other, BATCH["labels"])
+    close((found - wanted).norm(), 0.0, wanted.norm(), allowed("norm", NARROW), name=kind)
 
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:
