@@ -13,20 +13,20 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_222,
     "certificate": 1_261,
-    "cli": 3_265,
-    "corpus": 2_288,
+    "cli": 3_262,
+    "corpus": 2_290,
     "data": 2_294,
     "demo": 347,
     "direction": 4_114,
     "estimate": 2_423,
     "fidelity": 6_226,
-    "model": 5_575,
+    "model": 5_579,
     "oracle": 5_214,
-    "report": 1_535,
-    "scoring": 987,
+    "report": 1_545,
+    "scoring": 989,
     "select": 452,
     "support": 451,
-    "train": 8_780,
+    "train": 8_803,
 }
 
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_409), ("tests", 55_685)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_411), ("tests", 55_527)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

@@ -596,7 +596,7 @@ def test_a_run_in_this_process(
     assert list((tmp_path / "out" / "_alphatoken" / "values").glob("part-*"))
     assert "values and report, which quote training rows: " in said.out
     page = (tmp_path / "out" / "_alphatoken" / "report.html").read_text()
-    assert '<li><b>model</b><span>model</span></li>' in page  # that the run began with
+    assert "<li><b>model</b><span>model</span></li>" in page  # that the run began with
     card = (tmp_path / "out" / "README.md").read_text()
     assert "fine-tuned version of `model`" in card
     assert "None" not in card
