@@ -152,7 +152,7 @@ This page has not been recorded yet, so no output is shown. `make tutorials` run
 ```"""
 NOT_RUN = """
 ```{{note}}
-This page was built without the model ({model} is not there), so its code was not run and no
+This page was built without the model ({model} does not exist), so its code was not run and no
 output is shown. `make models` fetches the model; then build the pages again.
 ```
 """

@@ -103,6 +103,16 @@ def _run(command: str, words: Sequence[str]) -> int:
 run_sft, run_dpo = partial(_run, "sft"), partial(_run, "dpo")
 
 
+_EXAMPLES = {
+    "sft": (
+        "  alphatoken sft --config laptop-sft --train_file rows.jsonl --output_dir out",
+        "  alphatoken sft --config laptop-sft --config recommended --train_file rows.jsonl \\",
+        "      --validation_file clean.jsonl --output_dir out",
+    ),
+    "dpo": ("  alphatoken dpo --config laptop-dpo --train_file pairs.jsonl --output_dir out",),
+}
+
+
 def help_text(command: str) -> str:
     """Text of ``alphatoken sft --help`` or ``dpo --help``: our options, and where TRL's are.
 
@@ -124,7 +134,7 @@ usage: alphatoken {command} [--config RECIPE] --model_name_or_path MODEL --train
 
 Beside those below, all of TRL's {command.upper()}Config, ModelConfig and ScriptArguments work:
 https://huggingface.co/docs/trl/{command}_trainer""",
-        epilog="\n".join(["recipes", *recipes]),
+        epilog="\n".join(["recipes", *recipes, "", "examples", *_EXAMPLES[command]]),
     )
     parser.add_argument(
         "--config", metavar="RECIPE", help="YAML file or packaged recipe; repeated, the last wins"
@@ -200,7 +210,7 @@ def check_launch(arguments: Any) -> None:
         )
     if int(os.environ.get(_BY_SLURM) or 1) > 1:
         raise ConfigError(
-            "SLURM started several tasks, which would each train alone",
+            "SLURM started several tasks, each of which would train a model of its own",
             got=f"{_BY_SLURM}={os.environ[_BY_SLURM]}, no WORLD_SIZE",
             why="all would train on the same rows, and write to the same folder",
             remedy="one task a machine (srun --ntasks-per-node 1), and in it torchrun or "
@@ -364,6 +374,6 @@ def load_tokenizer(arguments: Any) -> Any:
     template = getattr(args, "chat_template_path", None)
     if template is not None and Path(template).suffix in (".jinja", ".j2"):
         if not Path(template).is_file():
-            raise ConfigError("chat_template_path is not there", got=template)
+            raise ConfigError("chat_template_path does not exist", got=template)
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     return tokenizer

@@ -75,6 +75,7 @@ class RunArguments:
         None,
         "With --resume: options (or train_dataset, validation_dataset, ...) whose other value is "
         "meant. Those that change no more than rounding need not be named.",
+        metavar="NAME",
     )
     overwrite_output: bool = option(
         False, "Start anew in an output_dir that is not empty; its checkpoints are removed."

@@ -39,7 +39,7 @@ def check_source(arguments: Arguments) -> None:
     """Refuse what names no rows, or two of them, or rows that this command does not read.
 
     Raises:
-        ConfigError: no source or two, a file that is not there, a stream, evaluation without rows.
+        ConfigError: no source or two, a file that does not exist, a stream, evaluation without rows.
     """
     data = arguments.data
     given = [name for name in ("train_file", "dataset_name") if getattr(data, name)]
@@ -52,7 +52,7 @@ def check_source(arguments: Arguments) -> None:
     for name in _FILES:
         path = getattr(data, name)
         if path is not None and not Path(path).exists():
-            raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
+            raise ConfigError(f"{name} does not exist", got=path, remedy="check the path")
     if data.dataset_streaming:
         raise ConfigError(
             "streamed data sets are not read by this command",

@@ -59,7 +59,7 @@ def check_output_file(path: str | Path, inputs: Iterable[str | None], *, replace
     out = Path(path)
     if not out.parent.is_dir():
         raise ConfigError(
-            "the folder of --output_file is not there",
+            "the folder of --output_file does not exist",
             got=str(out.parent),
             remedy="make it first",
         )

@@ -107,7 +107,10 @@ class ResultOptions:
         False, "write the rows as a data set too: labels, which any trainer reads, and loss_weights"
     )
     verify: int | None = option(
-        None, "certify so many tokens by the slow oracle; exit status 2 if a number is off", least=1
+        None,
+        "number of tokens to certify by the slow oracle; exit status 2 if a number is off",
+        least=1,
+        metavar="TOKENS",
     )
 
 
@@ -119,7 +122,9 @@ class EngineOptions:
         "local", "run in this process or those of torchrun, or in Ray's actors"
     )
     workers: int | None = option(None, "number of actors (--engine ray; default: one)", least=1)
-    gpus_per_worker: float = option(0.0, "number of GPUs of each actor; 0 runs it on one CPU")
+    gpus_per_worker: float = option(
+        0.0, "number of GPUs of each actor; 0 runs it on one CPU", metavar="GPUS"
+    )
 
 
 LAYERS = "last K layers, 'all', or indices such as 0,4"
@@ -300,7 +305,9 @@ class _ScoredRows:
     )
     reference: str | None = option(
         None,
-        "model folder, hub name or adapter (--estimator walk): losses less its losses, no walk",
+        "model folder, hub name or adapter whose losses are subtracted (--estimator walk); no walk "
+        "is taken",
+        metavar="MODEL",
         either="validation",
     )
     fisher_file: str | None = option(

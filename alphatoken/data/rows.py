@@ -339,7 +339,7 @@ def value_turns(value: Any, role: str, name: str, place: str) -> tuple[Turn, ...
     if isinstance(value, Sequence) and value:
         return tuple(turn_of(message, place) for message in value)
     raise DataError(
-        f"field {name!r} is not text and no list of messages",
+        f"field {name!r} is neither text nor a list of messages",
         got=f"{place}: {type(value).__name__}: {short(repr(value), 40)}",
         remedy='write a text, or [{"role": ..., "content": ...}]',
     )

@@ -119,7 +119,7 @@ class DirectionBuilder:
         self.pinned = version
 
     def follow(self, former: DirectionBuilder) -> None:
-        """Take over what outlives a change of mere settings: nothing of G and V."""
+        """Take over what stays valid after a change of settings; G and V do not."""
 
     def _current_age(self) -> object:
         return age_of(self.made_of) if self.pinned is None else ("pinned", self.pinned)

@@ -58,7 +58,7 @@ __all__ = [
 
 @contextmanager
 def scoring_forward(adapter: DecoderAdapter, first: int | None) -> Iterator[None]:
-    """Evaluation mode, and a graph from layer ``first`` on (None: from the embeddings on)."""
+    """Set evaluation mode, and record the graph from layer ``first`` on (None: from the start)."""
     with evaluation_mode(adapter.model):
         if first is None:
             with torch.enable_grad():

@@ -140,7 +140,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     """Values over the text of chosen rows, and what they add up to over a sample.
 
     Raises:
-        ConfigError: a row that is not there or has no response; matplotlib is missing.
+        ConfigError: a row that does not exist or has no response; matplotlib is missing.
         InputError: too few response tokens in the sample.
     """
     options = options or Options()
@@ -177,7 +177,7 @@ def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
     for place in options.rows:
         if place >= len(subject.train) or not subject.train[place].response_tokens:
             raise ConfigError(
-                "a row to show is not there, or has no response token",
+                "a row to show does not exist, or has no response token",
                 got=f"--rows {place}",
                 remedy=f"rows are numbered from 0 to {len(subject.train) - 1}",
             )

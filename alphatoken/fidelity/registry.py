@@ -27,7 +27,7 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """Its module in ``alphatoken.fidelity``.
+        """Name of the diagnostic's module in ``alphatoken.fidelity``.
 
         It has ``Options`` (a frozen dataclass whose fields carry their help in
         ``metadata["help"]``) and ``diagnose(subject, options=None) -> Diagnosis``.

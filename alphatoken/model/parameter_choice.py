@@ -47,7 +47,7 @@ class ParameterChoice:
 
     @classmethod
     def read(cls, text: str, name: str = "parameters") -> ParameterChoice:
-        """The choice that a text means.
+        """Parse a text into the choice that it means.
 
         >>> ParameterChoice.read("linears,*norm*")
         ParameterChoice(everything=False, linears=True, patterns=('*norm*',), experts=False)

@@ -99,7 +99,7 @@ class QueryRanks:
         self.sides = [_Side() for _ in range(count)]
 
     def through(self, examples: Iterable[ScoredExample]) -> Iterator[ScoredExample]:
-        """The same examples, each ranked on its way."""
+        """Yield the examples unchanged, and rank each as it passes."""
         for example in examples:
             self.rows += 1
             for n, side in enumerate(self.sides):

@@ -58,7 +58,7 @@ def find_parts(name: str | Path, adapter: str | Path | None = None) -> ModelPart
     """The parts of a model; the folder of an adapter alone names its base.
 
     Raises:
-        ConfigError: the base of such an adapter is not there, or peft is not installed.
+        ConfigError: the base of such an adapter does not exist, or peft is not installed.
     """
     model, folder = str(name), Path(name).expanduser()
     alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
@@ -66,7 +66,7 @@ def find_parts(name: str | Path, adapter: str | Path | None = None) -> ModelPart
         base = (read_json(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
         if not base or (str(base).startswith((".", "/", "~")) and not Path(base).is_dir()):
             raise ConfigError(
-                "the adapter's base is not there",
+                "the adapter's base does not exist",
                 got=f"{name}: {base or 'names none'}",
                 remedy=f"--model_name_or_path BASE --adapter {name}",
             )

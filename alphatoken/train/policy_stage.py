@@ -151,7 +151,7 @@ def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
     """The chosen rows, in the order given.
 
     Raises:
-        InputError: none, one twice, or one that is not there.
+        InputError: none, one twice, or one that does not exist.
         ConfigError: a data set that cannot be selected from.
     """
     rows = [int(i) for i in chosen]

@@ -52,7 +52,7 @@ def export_values(
 
     Args:
         ledger: of the run.
-        folder: is made if it is not there.
+        folder: is made if it does not exist.
         rows: rows of the training set as the trainer prepared it (see
             :func:`~alphatoken.train.documents.row_documents`); read once. With it documents are
             ordered by row, and each names the rows that hold it.

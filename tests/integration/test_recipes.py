@@ -228,7 +228,7 @@ def test_a_run_has_the_processes_that_it_is_meant_for(
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 4 -m alphatoken.cli sft"):
         check_launch(arguments())
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(ConfigError, match="would each train alone"):
+    with pytest.raises(ConfigError, match="would train a model of its own"):
         check_launch(arguments())
     monkeypatch.setenv("WORLD_SIZE", "2")  # one of the processes already
     check_launch(meant)

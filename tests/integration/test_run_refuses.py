@@ -16,9 +16,9 @@ SFT = ["--validation_rows", "4", "--validation_batch_size", "2", "--retention", 
 DPO = [*SFT, "--beta", "0.1"]
 
 CASES: dict[str, tuple[str, list[str], str]] = {
-    "no file": ("sft", ["--train_file", "nowhere.jsonl"], "train_file is not there"),
+    "no file": ("sft", ["--train_file", "nowhere.jsonl"], "train_file does not exist"),
     "no validation file": ("sft", ["--validation_file", "no.jsonl"], "validation_file is not"),
-    "no Fisher file": ("sft", ["--fisher_file", "no.safetensors"], "fisher_file is not there"),
+    "no Fisher file": ("sft", ["--fisher_file", "no.safetensors"], "fisher_file does not exist"),
     "no template": ("sft", ["--chat_template_path", "no.jinja"], "chat_template_path is not"),
     "a full folder": ("sft", ["--output_dir", "full"], "the output folder is not empty"),
     "a file for a folder": ("sft", ["--output_dir", "rows.jsonl"], "output_dir is a file"),

@@ -468,7 +468,7 @@ def test_a_custom_method_goes_over_a_known_one() -> None:
         ({}, ["--recipe", "laptop-sft"], "one place"),
         ({}, ["--seeds", "1", "1"], "seed is named twice"),
         ({}, ["--tasks", "none"], "unknown key"),
-        ({}, ["--target_file", "/nowhere.jsonl"], "target_file is not there"),
+        ({}, ["--target_file", "/nowhere.jsonl"], "target_file does not exist"),
         ({}, ["--only", "nothing"], "no cell has such a name"),
         ({}, ["--processes", "0"], "at least 1"),
         ({}, ["stray"], "belongs to no option"),

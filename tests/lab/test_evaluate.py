@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["--target_file", "{mixed}", "--start", "m"], "the row has no chosen response",
     ),
     "nothing": ([], "nothing is to be measured"),
-    "no file": (["--target_file", "no.jsonl"], "target_file is not there"),
+    "no file": (["--target_file", "no.jsonl"], "target_file does not exist"),
     "no judge": (["--judge_set", "a={questions},{stored}"], "needs a judge"),
     "a judge alone": (
         ["--target_file", "{rows}", "--judge", "likelihood", "--judge_model", "m"],
@@ -156,12 +156,12 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "no judge's folder": (
         ["--judge_set", "a={questions},{stored}", "--judge", "likelihood",
-         "--judge_model", "./none"], "judge's model is not there",
+         "--judge_model", "./none"], "judge's model does not exist",
     ),
     "no judge's prompt": (
         ["--judge_set", "a={questions},{stored}", "--judge", "endpoint", "--judge_url",
          "http://h/v1", "--judge_model", "m", "--judge_prompt", "none.txt"],
-        "judge's prompt is not there",
+        "judge's prompt does not exist",
     ),
     "answers to others": (
         ["--judge_set", "a={questions},{others}", "--judge", "endpoint", "--judge_url",
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "not a number": (["--tasks", "mmlu", "--shots", "mmlu=five"], "--shots is NAME=VALUE"),
     "shots of nothing": (["--target_file", "{rows}", "--shots", "mmlu=5"], "no lm-eval task"),
-    "no measures": (["--measures", "no.yaml"], "file of --measures is not there"),
+    "no measures": (["--measures", "no.yaml"], "file of --measures does not exist"),
     "no template": (["--target_file", "{rows}", "--task_chat"], "the tokenizer has none"),
     "a beta below 0": (["--target_file", "{pairs}", "--beta", "-1"], "--beta must lie above 0"),
     "a folder that is no place": (

@@ -355,7 +355,7 @@ def test_a_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
     for path, said in (
         (place, "names no question and two answers"),
         (listed, "no prompt_template"),
-        (tmp_path / "none", "prompt is not there"),
+        (tmp_path / "none", "prompt does not exist"),
     ):
         with pytest.raises(ConfigError, match=said):
             make_judge({**settings, "prompt": str(path)})

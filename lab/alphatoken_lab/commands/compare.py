@@ -153,7 +153,7 @@ def check_named_files(cells: Sequence[Cell], code_container: str | None) -> None
                 name.endswith("_file") or (name.endswith("_data") and value.endswith(".jsonl"))
             )
             if path and not value.startswith("@") and not Path(value).is_file():
-                raise ConfigError(f"{name} is not there", got=f"{value} ({cell.task})")
+                raise ConfigError(f"{name} does not exist", got=f"{value} ({cell.task})")
     measured, commands = _measures(cells), {cell.task: cell.command for cell in cells}
     check_tasks(measured.values(), code_container=code_container)
     for task, measures in measured.items():
@@ -162,7 +162,7 @@ def check_named_files(cells: Sequence[Cell], code_container: str | None) -> None
 
 
 def run_cells(options: CompareOptions, cells: Sequence[Cell], folder: Any) -> dict[str, Status]:
-    """Run what is missing, as the options say; what became of each cell.
+    """Run the missing cells, as the options say, and return the status of each.
 
     Raises:
         ConfigError: options that cannot be met, or another run is at work in the folder.

@@ -90,7 +90,9 @@ class CellOptions:
 
     processes: int = option(1, "number of cells at a time, or in the queue at a time")
     devices: str | None = option(None, "indices of the GPUs for cells: 0,1,2,3")
-    devices_per_cell: int = option(1, "number of GPUs of one cell; its global batch stays", least=1)
+    devices_per_cell: int = option(
+        1, "number of GPUs of one cell; its global batch stays", least=1, metavar="GPUS"
+    )
     launcher: Literal["local", "slurm", "submitit-local"] = option(
         "local", "this machine, or a queue by submitit"
     )
@@ -178,7 +180,7 @@ def _extended(name: str, above: Sequence[str]) -> tuple[dict[str, Any], str]:
     from alphatoken.cli.recipes import find_recipe, is_packaged
 
     if not Path(name).expanduser().is_file() and not is_packaged(name):
-        raise ConfigError("the grid's file is not there", got=name)
+        raise ConfigError("the grid's file does not exist", got=name)
     recipe = find_recipe(name)
     if recipe.command not in (None, "compare"):
         raise ConfigError(

@@ -139,7 +139,7 @@ def _measures(options: EvaluateOptions) -> Measures:
     for name in ("target_file", "choosing_file", "retention_file"):
         path = getattr(measures, name)
         if path is not None and not Path(path).exists():
-            raise ConfigError(f"{name} is not there", got=path, remedy="check the path")
+            raise ConfigError(f"{name} does not exist", got=path, remedy="check the path")
     return measures
 
 
@@ -150,7 +150,7 @@ def _file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     if not Path(path).is_file():
-        raise ConfigError("the file of --measures is not there", got=path)
+        raise ConfigError("the file of --measures does not exist", got=path)
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.YAMLError as error:

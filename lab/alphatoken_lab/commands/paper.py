@@ -17,7 +17,7 @@ __all__ = ["Asked", "PaperOptions", "parse", "read"]
 
 _ABOUT = """\
 Make a table or figure of the paper: train what it compares, measure it, and lay it out as there,
-with the spread over three seeds. Tables share their cells: what one has trained another one finds.
+with the spread over three seeds. Several tables share cells; a cell is trained once.
 The same command again goes on with what is missing.
 
 usage: alphatoken-lab paper --list

@@ -13,7 +13,7 @@ __all__ = ["lines"]
 
 _HEAD = """\
 Each by its label: alphatoken-lab paper NAME [--scale full|laptop]; --dry_run says what each of its
-cells trains. Tables share cells: what one has trained another one finds."""
+cells trains. Several tables share cells; a cell is trained once."""
 
 
 def lines() -> Iterator[str]:

@@ -169,7 +169,7 @@ def _prepare_rows(work: Work) -> None:
     files = {name: Path(path).absolute() for name, path in asked.items() if path}
     for path in files.values():
         if not path.is_file():
-            raise ConfigError("a file of rows is not there", got=str(path))
+            raise ConfigError("a file of rows does not exist", got=str(path))
     # With a digest, or a file that was changed since would be taken for what is there.
     now = {name: f"{path}, sha256 {file_digest(path)}" for name, path in files.items()}
     record = work.rows / "sources.json"

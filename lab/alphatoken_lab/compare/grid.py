@@ -86,7 +86,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Grid:
-    """All that is compared.
+    """Tasks, methods and seeds of a comparison.
 
     Attributes:
         tasks: each with all methods that its kind of data allows.
@@ -233,7 +233,7 @@ def all_cells(grid: Grid) -> list[Cell]:
     """Every cell once, those that others need before them; first all methods of the first seed.
 
     Raises:
-        ConfigError: a reference that is not there, a cycle of references, a merge of a method
+        ConfigError: a reference that does not exist, a cycle of references, a merge of a method
             outside the grid, or a task without any method.
     """
     cells = [

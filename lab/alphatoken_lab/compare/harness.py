@@ -37,7 +37,7 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that are known and whose data are read.
+    """Tasks of lm-eval that exist and whose data were loaded.
 
     Attributes:
         wanted: metric of each task that was asked for; None for the first that it reports.

@@ -83,7 +83,7 @@ def make_judge(settings: Mapping[str, Any]) -> Judge:
     NAME, prompt: FILE}``. No model is loaded before the judge is first asked.
 
     Raises:
-        ConfigError: an unknown kind, settings that it does not take, or a file that is not there.
+        ConfigError: an unknown kind, settings that it does not take, or a file that does not exist.
     """
     kinds: dict[str, Any] = {"likelihood": LikelihoodJudge.load, "endpoint": EndpointJudge}
     own = dict(settings)
@@ -122,7 +122,7 @@ class LikelihoodJudge:
         from alphatoken.train.loading import load_causal_model, load_tokenizer
 
         if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-            raise ConfigError("the judge's model is not there", got=model)
+            raise ConfigError("the judge's model does not exist", got=model)
         judge = cls.__new__(cls)
         judge.chat = chat
         judge._load = cache(lambda: (load_causal_model(model), load_tokenizer(model)))

@@ -137,7 +137,7 @@ def read_judge_prompt(path: str | Path) -> JudgePrompt:
     """
     place = Path(path).expanduser()
     if not place.is_file():
-        raise ConfigError("the judge's prompt is not there", got=str(path))
+        raise ConfigError("the judge's prompt does not exist", got=str(path))
     text = place.read_text(encoding="utf-8")
     if place.suffix in (".yaml", ".yml"):
         parts = _of_yaml(text, str(path))

@@ -200,7 +200,7 @@ class SubmititLauncher:
         return self._most - self._running
 
     def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[Job]:
-        """All of them as one array."""
+        """Submit all jobs as one SLURM array."""
         with self._executor.batch():
             jobs = [self._executor.submit(_run, words, str(log)) for words, log in cells]
         self._running += len(jobs)

@@ -128,7 +128,7 @@ class _Run:
         return self.folder.status(self.cells)
 
     def _start_ready(self) -> None:
-        """Cells whose models are there, as many as may run; drop those that wait in vain."""
+        """Start cells whose models exist, up to the limit; drop those whose model is lost."""
         ready: list[Cell] = []
         room = self.launcher.room()
         for cell in list(self.waiting):
