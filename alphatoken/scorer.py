@@ -203,7 +203,7 @@ class Scorer:
             self.builder: DirectionBuilder = WalkBuilder(made_of, second)
         else:
             self.builder = DirectionBuilder(made_of)
-        witness = CaptureCheck(
+        capture_check = CaptureCheck(
             self.adapter,
             scored.scope,
             scored.parameters,
@@ -212,7 +212,7 @@ class Scorer:
             skipped=scored.scope.uncovered if config.uncovered == "skip" else {},
             sharding=sharding,
         )
-        self.valuer = Valuer(self.adapter, self.builder, witness)
+        self.valuer = Valuer(self.adapter, self.builder, capture_check)
         self._trained = trained_of(self.adapter.model)
         self._settings = settings_of(self.adapter.model)
 
@@ -280,7 +280,7 @@ class Scorer:
 
         Proofs run at the first use, on a few short rows; ``verify`` compares whole batches.
         """
-        return self.valuer.witness.report
+        return self.valuer.capture_check.report
 
     @property
     def scope(self) -> Scope:
@@ -377,7 +377,7 @@ class Scorer:
         valuer = self.valuer
         checked, weights = valuer.read(batch, token_weights, step_weights)
         require_gradients(self.adapter.model)
-        valuer.witness.see_arguments(checked)
+        valuer.capture_check.see_arguments(checked)
         frame = valuer.prepare(checked)
         # Label values along a fixed M run a dual forward of their own, and nothing before it.
         if not valuer.needs_recording:

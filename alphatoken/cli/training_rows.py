@@ -39,7 +39,7 @@ def check_source(arguments: Arguments) -> None:
     """Refuse what names no rows, or two of them, or rows that this command does not read.
 
     Raises:
-        ConfigError: no source or two, a file that does not exist, a stream, evaluation without rows.
+        ConfigError: no source or two, a missing file, a stream, evaluation without rows.
     """
     data = arguments.data
     given = [name for name in ("train_file", "dataset_name") if getattr(data, name)]

@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from alphatoken.direction.drift import FisherDrift, library_version
 from alphatoken.direction.moments import CorrectedMoments, DiagonalMoments, KroneckerMoments
 from alphatoken.direction.sampling import (
-    Given,
+    LabelledSequence,
     Prompts,
     draw_tokens,
-    read_given,
+    read_sequences,
     sample_generator,
     sample_responses,
     uniform_numbers,
@@ -165,7 +165,7 @@ def fitting(
         raise ConfigError("checkpoint_every must be 1 or more", got=repr(checkpoint_every))
     adapter = find_adapter(model) if adapter is None else adapter
     scope = ParameterChoice.read(settings.parameters).scope(adapter, layers)
-    given = read_given(prompts, labels=settings.labels)[: settings.samples]
+    given = read_sequences(prompts, labels=settings.labels)[: settings.samples]
     # Prompts and their lengths are checked before the first sample: a fit can take hours.
     budgets = _budgets(given, settings, adapter)
     with _undisturbed(adapter):
@@ -225,7 +225,7 @@ class _Fit:
     adapter: DecoderAdapter
     scope: Scope
     settings: Settings
-    given: list[Given]
+    given: list[LabelledSequence]
     budgets: list[int]
     trained: dict[str, Tensor]
     drawn: dict[int, Tensor]
@@ -388,7 +388,9 @@ def _trained(scope: Scope, settings: Settings) -> dict[str, Tensor]:
     return trained
 
 
-def _budgets(given: list[Given], settings: Settings, adapter: DecoderAdapter) -> list[int]:
+def _budgets(
+    given: list[LabelledSequence], settings: Settings, adapter: DecoderAdapter
+) -> list[int]:
     """Longest response per prompt: max_new_tokens, or what the model's limit leaves."""
     limit = adapter.max_positions()
     budgets = []
@@ -483,7 +485,7 @@ class _Checkpoint:
         tracker.resume(fit.done)
 
 
-def _prompts_fingerprint(given: list[Given]) -> str:
+def _prompts_fingerprint(given: list[LabelledSequence]) -> str:
     digest = hashlib.sha256()
     for one in given:
         digest.update(len(one.ids).to_bytes(8, "little"))

@@ -22,11 +22,11 @@ from alphatoken.errors import InputError, NumericalError
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = [
-    "Given",
+    "LabelledSequence",
     "Prompts",
     "draw_tokens",
     "greedy_responses",
-    "read_given",
+    "read_sequences",
     "sample_generator",
     "sample_responses",
     "uniform_numbers",
@@ -43,7 +43,7 @@ _CHUNK = 64  # positions whose full distributions are held in float64 at a time
 
 
 @dataclass(frozen=True)
-class Given:
+class LabelledSequence:
     """One sequence without padding, on the CPU.
 
     Attributes:
@@ -61,7 +61,7 @@ class Given:
         return self.ids[: int(first[0])] if len(first) else self.ids
 
 
-def read_given(prompts: Prompts, *, labels: str) -> list[Given]:
+def read_sequences(prompts: Prompts, *, labels: str) -> list[LabelledSequence]:
     """Sequences from a list of id tensors (or lists of ints), or from a batch.
 
     With ``labels="sequence"`` only the prompt of each matters: a list entry is a prompt; in a
@@ -86,7 +86,7 @@ def read_given(prompts: Prompts, *, labels: str) -> list[Given]:
         given = [_from_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
     if labels == "sequence" and not (isinstance(prompts, Mapping) and "labels" in prompts):
         # Nothing says where a response would begin: all of it is prompt.
-        given = [Given(one.ids, torch.zeros_like(one.predicted)) for one in given]
+        given = [LabelledSequence(one.ids, torch.zeros_like(one.predicted)) for one in given]
     if not given:
         raise InputError(
             "there are no prompts",
@@ -109,10 +109,10 @@ def read_given(prompts: Prompts, *, labels: str) -> list[Given]:
     return [_cut(one) for one in given] if labels == "token" else given
 
 
-def _cut(one: Given) -> Given:
+def _cut(one: LabelledSequence) -> LabelledSequence:
     """The sequence up to its last token to be resampled; what follows cannot change a gradient."""
     end = int(one.predicted.nonzero()[-1]) + 1
-    return Given(one.ids[:end], one.predicted[:end])
+    return LabelledSequence(one.ids[:end], one.predicted[:end])
 
 
 def _integers(values: Any, name: str) -> Tensor:
@@ -134,7 +134,7 @@ def _integers(values: Any, name: str) -> Tensor:
     return ids.detach().to("cpu", torch.int64)
 
 
-def _from_ids(values: Any, name: str) -> Given:
+def _from_ids(values: Any, name: str) -> LabelledSequence:
     ids = _integers(values, name)
     if ids.dim() != 1:
         raise InputError(
@@ -145,7 +145,7 @@ def _from_ids(values: Any, name: str) -> Given:
     _no_negative(ids, name)
     predicted = torch.ones(len(ids), dtype=torch.bool)
     predicted[:1] = False
-    return Given(ids, predicted)
+    return LabelledSequence(ids, predicted)
 
 
 def _no_negative(ids: Tensor, name: str) -> None:
@@ -158,7 +158,7 @@ def _no_negative(ids: Tensor, name: str) -> None:
         )
 
 
-def _from_batch(batch: Mapping[str, Any]) -> list[Given]:
+def _from_batch(batch: Mapping[str, Any]) -> list[LabelledSequence]:
     if "input_ids" not in batch:
         raise InputError(
             "the batch of prompts has no input_ids",
@@ -209,10 +209,12 @@ def _packed(name: str) -> InputError:
     )
 
 
-def _from_row(ids: Tensor, real: Tensor, wanted: Tensor, unlabelled: bool, row: int) -> Given:
+def _from_row(
+    ids: Tensor, real: Tensor, wanted: Tensor, unlabelled: bool, row: int
+) -> LabelledSequence:
     places = real.nonzero().flatten()
     if len(places) == 0:
-        return Given(ids[:0], real[:0])
+        return LabelledSequence(ids[:0], real[:0])
     first, last = int(places[0]), int(places[-1]) + 1
     if last - first != len(places):
         raise InputError(
@@ -225,7 +227,7 @@ def _from_row(ids: Tensor, real: Tensor, wanted: Tensor, unlabelled: bool, row: 
     predicted = wanted != _IGNORE
     predicted[:1] = False
     if unlabelled or predicted.any():
-        return Given(ids, predicted)
+        return LabelledSequence(ids, predicted)
     raise InputError(
         f"row {row} has no label",
         why="there is nothing that says where its prompt ends",

@@ -189,7 +189,7 @@ def read(
         config = setting.config(subject.config)
         scorer = scorer_for(subject, rows=subject.validation[:1], config=config)
         if setting.estimator in proved:  # of at least these layers
-            scorer.valuer.witness.take(proved[setting.estimator])
+            scorer.valuer.capture_check.take(proved[setting.estimator])
         own = along(subject.model, direction, scorer.parameters)
         values[setting] = values_along(subject, scorer, rows, [own], f"Values, {setting}")[:, 0]
         proved[setting.estimator] = scorer.coverage

@@ -95,9 +95,9 @@ class Observed:
         # Everything is read and refused before the first backward.
         batch = self._batch(labels)
         if valuer.config.captured:  # before a forward of the proofs', which a cache would confuse
-            valuer.witness.require_rule(recorder)
+            valuer.capture_check.require_rule(recorder)
         with recorder.aside():
-            valuer.witness.see_arguments(batch, observed=True)
+            valuer.capture_check.see_arguments(batch, observed=True)
         weights = Weights.read(batch.mask, token_weights, step_weights)
         head = watched_head(logits_or_log_probs)
         # Losses need their graph where errors are taken of them: by estimators that capture, and

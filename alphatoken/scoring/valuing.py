@@ -45,16 +45,16 @@ class Valuer:
     Args:
         adapter: of the model.
         builder: M at the current parameters; asked once a valuation, by ``prepare``.
-        witness: the proofs that run once, before the first values.
+        capture_check: the proofs that run once, before the first values.
 
     Attributes:
         warn: say so once when one side of M decides the ranking alone.
     """
 
     def __init__(
-        self, adapter: DecoderAdapter, builder: DirectionBuilder, witness: CaptureCheck
+        self, adapter: DecoderAdapter, builder: DirectionBuilder, capture_check: CaptureCheck
     ) -> None:
-        self.adapter, self.builder, self.witness = adapter, builder, witness
+        self.adapter, self.builder, self.capture_check = adapter, builder, capture_check
         self.config, self.scored = builder.made_of.config, builder.made_of.scored
         self.warn = True
         self._warned = False
@@ -101,7 +101,7 @@ class Valuer:
         require_gradients(self.adapter.model)
         # Before M: a model that is not covered is refused before the work on all validation
         # batches.
-        if self.witness.pending:
+        if self.capture_check.pending:
             shown = self.builder.made_of.first_batch() or batch
             if shown is not None:
                 self.prove(around_responses(shown) if self.scored.sharding is None else shown)
@@ -119,7 +119,7 @@ class Valuer:
             # processes at once, and one that left its proof out would keep the others waiting:
             # there the whole batch is shown, and its error is raised.
             try:
-                self.witness.see_arguments(batch)
+                self.capture_check.see_arguments(batch)
                 if not self.config.captured:
                     self._prove_label(batch)
                     return
@@ -128,13 +128,13 @@ class Valuer:
                 if self.scored.sharding is not None:
                     raise
                 return
-            self.witness.see(*seen.recorded, batch.mask)
+            self.capture_check.see(*seen.recorded, batch.mask)
 
     def _prove_label(self, batch: LabelledBatch) -> None:
         def prove(derivative: Derivative) -> None:
             with scoring_forward(self.adapter, self.scored.first):
                 losses = forward_losses(self.adapter, batch, "batch")
-            self.witness.see_derivatives(losses, derivative)
+            self.capture_check.see_derivatives(losses, derivative)
 
         self._derivative.prove(batch, prove)
 
@@ -142,7 +142,7 @@ class Valuer:
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:
         """A recorded forward of the scorer's own, in evaluation mode."""
         # The recorder outlives the forward: errors are taken inside the ``with`` of whoever calls.
-        with self.witness.recording() as recorder:
+        with self.capture_check.recording() as recorder:
             with scoring_forward(self.adapter, self.scored.first):
                 losses = forward_losses(self.adapter, batch, "batch")
             yield Pass(batch, weights, losses, recorder, products=recorder.products)
@@ -210,7 +210,7 @@ class Valuer:
             consume: gets each error inside the backward that makes it; none is kept then.
         """
         recorder, _ = seen.recorded
-        self.witness.require_rule(recorder)
+        self.capture_check.require_rule(recorder)
         errors = token_errors(
             recorder,
             seen.summed_loss(),
@@ -234,7 +234,7 @@ class Valuer:
         if not self.config.captured or self.scored.sharding is None:
             return seen
         errors = self.errors(seen)
-        self.witness.see(*seen.recorded, seen.batch.mask)
+        self.capture_check.see(*seen.recorded, seen.batch.mask)
         return replace(seen, kept_errors=errors)
 
     def _contracted(self, seen: Pass, sides: Sequence[Side]) -> list[Parts]:
@@ -245,7 +245,7 @@ class Valuer:
             sums = ColumnSums(recorder, sides, scored.names)
             self.errors(seen, sums.add)
             # After the errors, which also refuse a foreign graph; before any value is returned.
-            self.witness.see(recorder, losses, seen.batch.mask)
+            self.capture_check.see(recorder, losses, seen.batch.mask)
             columns = sums.columns()
         else:
             gather = None if scored.sharding is None else scored.sharding.gather
@@ -255,7 +255,9 @@ class Valuer:
 
     def _label(self, seen: Pass, sides: Sequence[Side]) -> list[Taken]:
         """Label values along each side."""
-        if self.witness.pending:  # M is built from no batch, and none was known before this one
+        if (
+            self.capture_check.pending
+        ):  # M is built from no batch, and none was known before this one
             with nullcontext() if seen.recorder is None else seen.recorder.aside():
                 self.prove(around_responses(seen.batch))
         shown = self.builder.made_of.first_batch

@@ -4,7 +4,7 @@ Needs ``alphatoken[train]``. Names are imported on first use, so that options ca
 TRL. Below ``sft``, ``dpo`` and ``trainer``, which say how one kind of trainer makes a loss of
 response tokens, the room is read from a step of training:
 
-1. :mod:`~alphatoken.train.options`, ``checks``, ``given_rows``, ``run_rows``: before the first
+1. :mod:`~alphatoken.train.options`, ``checks``, ``python_rows``, ``run_rows``: before the first
    step. Fields that configurations gain, rows and layouts that are refused by name,
    validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
 2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;

@@ -27,11 +27,11 @@ from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import cut_pair
 from alphatoken.train.fields import PairFields, check_fields
-from alphatoken.train.given_rows import read_pairs
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
+from alphatoken.train.python_rows import read_pairs
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
 
@@ -209,7 +209,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         labels: Tensor = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
         return predicted_labels(labels, inputs.get("attention_mask"))
 
-    def pools(self, rows: int) -> list[slice]:
+    def rank_groups(self, rows: int) -> list[slice]:
         """Chosen and rejected by themselves, unless ``shared_threshold``."""
         if self.args.shared_threshold:
             return [slice(0, rows)]

@@ -12,7 +12,7 @@ from typing import Any
 from alphatoken.data import Row, Turn, leak_keys, pair_of
 from alphatoken.data.rows import Fields, row_of
 from alphatoken.errors import AlphaTokenWarning, DataError, warn_caller
-from alphatoken.train.given_rows import form_of
+from alphatoken.train.python_rows import form_of
 
 __all__ = ["leaking_rows", "warn_of_leaks"]
 

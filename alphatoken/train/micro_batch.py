@@ -58,7 +58,7 @@ class MicroBatch:
         inputs: the trainer's batch.
         labels: (b, t) unshifted labels, -100 off the response.
         mask: (b, t) response tokens.
-        pools: rows that are ranked together; chosen, then rejected, in a preference trainer.
+        rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
         unit_of: (mask, num_items) -> ``unit``; asked only where it is needed, because its answer
             waits for the device.
         index: number of this micro-batch within its optimizer step.
@@ -69,7 +69,7 @@ class MicroBatch:
     inputs: Mapping[str, Any] = field(repr=False)
     labels: Tensor
     mask: Tensor
-    pools: Sequence[slice]
+    rank_groups: Sequence[slice]
     unit_of: Callable[[Tensor, Any], float] = field(repr=False)
     index: int = 0
     num_items: Any = None

@@ -249,7 +249,7 @@ class AlphaTrainerMixin(_Base):
 
     @staticmethod
     def read(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Rows as they were given, as the trainer below reads them; see ``given_rows``."""
+        """Rows as they were given, as the trainer below reads them; see ``python_rows``."""
         raise NotImplementedError
 
     def refuse_base(self) -> None:
@@ -262,7 +262,7 @@ class AlphaTrainerMixin(_Base):
         """Labels (b, t) of a training batch, unshifted, -100 off the response."""
         return predicted_labels(inputs["labels"], inputs.get("attention_mask"))
 
-    def pools(self, rows: int) -> list[slice]:
+    def rank_groups(self, rows: int) -> list[slice]:
         """Rows of a batch that are ranked together: all of them, or branch by branch."""
         return [slice(0, rows)]
 
@@ -443,14 +443,14 @@ class AlphaTrainerMixin(_Base):
     def read_micro_batch(
         self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
     ) -> MicroBatch:
-        """Labels, mask and pools of a batch."""
+        """Labels, mask and rank_groups of a batch."""
         labels = self.response_labels(inputs)
         mask = label_mask(labels)
         return MicroBatch(
             inputs=inputs,
             labels=labels,
             mask=mask,
-            pools=self.pools(len(mask)),
+            rank_groups=self.rank_groups(len(mask)),
             unit_of=self.loss_unit,
             index=carried.index,
             num_items=num_items,

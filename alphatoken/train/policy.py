@@ -98,7 +98,7 @@ class PolicyBatch:
         labels: (b, t), unshifted, -100 off the response.
         mask: (b, t) response tokens.
         log_probs: (b, t) of the current model, in the training forward.
-        pools: rows that are ranked together; chosen, then rejected, in a preference trainer.
+        rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
         columns: (b, t) by name, from ``prepare``.
         reference: (b, t) log-probabilities under the reference model.
         reference_logits: inputs of a forward -> (b, t, vocabulary) logits of the reference model,
@@ -115,7 +115,7 @@ class PolicyBatch:
     labels: Tensor
     mask: Tensor
     log_probs: Tensor
-    pools: Sequence[slice]
+    rank_groups: Sequence[slice]
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     reference: Tensor | None = None
     reference_logits: Callable[[Mapping[str, Any]], Tensor] | None = None
@@ -269,7 +269,7 @@ class TokenPolicy:
         """(b, t), 1 for the share ``ratio`` with the highest scores, in scope and rounding."""
         scores = self.scores(batch).detach()
         kept = torch.zeros_like(batch.mask)
-        for rows in batch.pools:
+        for rows in batch.rank_groups:
             kept[rows] = select_top(
                 scores[rows],
                 batch.mask[rows],
@@ -320,7 +320,7 @@ class TokenPolicy:
             if kind.budget_weights is not TokenPolicy.budget_weights:
                 return None
             ratio = self.settings.keep_ratio
-        counts = [batch.mask[rows].sum(-1).tolist() for rows in batch.pools]
+        counts = [batch.mask[rows].sum(-1).tolist() for rows in batch.rank_groups]
         if self._ranked == "batch":
             counts = [[sum(rows)] for rows in counts]
         total = sum(keep_count(ratio, n, rounding=self.rounding) for rows in counts for n in rows)

@@ -175,7 +175,7 @@ class PolicyWeigher:
             inputs=batch.inputs,
             labels=batch.labels,
             mask=batch.mask,
-            pools=batch.pools,
+            rank_groups=batch.rank_groups,
             columns={name: column.to(batch.mask.device) for name, column in columns.items()},
             step=self._trainer.state.global_step,
             **of_the_forward,

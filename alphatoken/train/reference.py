@@ -7,8 +7,8 @@ from typing import Any
 
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.model.token_ids import embedding_rows
-from alphatoken.train.given_rows import tokenizer_of
 from alphatoken.train.loading import has_tokenizer, limits_of, load_tokenizer, model_name
+from alphatoken.train.python_rows import tokenizer_of
 
 __all__ = ["check_reference", "check_tokens"]
 

@@ -19,10 +19,10 @@ from alphatoken.errors import (
 )
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.given_rows import read_rows
 from alphatoken.train.gradient_weights import by_token
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.python_rows import read_rows
 
 __all__ = ["AlphaSFTConfig", "AlphaSFTTrainer"]
 

@@ -35,7 +35,7 @@ class Ranked:
     ) -> Tensor:
         """Weights (b, t) of one micro-batch; 0 off the response."""
         mask, totals = batch.mask, self.ranks(batch, scored)
-        return torch.cat([self.of_pool(totals[r], mask[r], generator) for r in batch.pools])
+        return torch.cat([self.of_group(totals[r], mask[r], generator) for r in batch.rank_groups])
 
     def ranks(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
         """(b, t) by which tokens are ranked."""
@@ -44,7 +44,7 @@ class Ranked:
         by_response = self._options.value_unit == "response"
         return response_values(scored.totals, batch.mask) if by_response else scored.totals
 
-    def of_pool(self, totals: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+    def of_group(self, totals: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
         """Weights of tokens that are ranked together, in float32 or wider."""
         options, kept = self._options, mask
         if options.policy == "random":
@@ -60,4 +60,4 @@ class Ranked:
         if self._options.policy == "all":
             return int(mask.sum())
         ratio = self._options.keep_ratio
-        return sum(keep_count(ratio, int(mask[pool].sum())) for pool in batch.pools)
+        return sum(keep_count(ratio, int(mask[group].sum())) for group in batch.rank_groups)

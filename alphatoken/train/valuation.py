@@ -191,7 +191,7 @@ class Valuation:
     # --- one micro-batch --------------------------------------------------------------------------
 
     def wanted(self, batch: MicroBatch) -> bool:
-        """True if this micro-batch is valued: on all processes if on one, since it is collective."""
+        """True if this micro-batch is valued: on all processes if on one (it is collective)."""
         return self._options.needs_values and self._ranks.any(bool(batch.mask.any()))
 
     @contextmanager

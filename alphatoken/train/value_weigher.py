@@ -110,18 +110,18 @@ class ValueWeigher:
     def _choose_globally(
         self, batches: Sequence[MicroBatch], scores: Sequence[Scored | None]
     ) -> list[Tensor]:
-        """Weights of all micro-batches, each pool ranked over the whole step."""
+        """Weights of all micro-batches, each group ranked over the whole step."""
         totals = [self._rule.ranks(batch, one) for batch, one in zip(batches, scores, strict=True)]
         weights = [torch.zeros_like(total) for total in totals]
         step, seed = self._trainer.state.global_step, self._trainer.args.value_seed
-        for pool in range(len(batches[0].pools)):
-            rows = [batch.pools[pool] for batch in batches]
-            generator = torch.Generator().manual_seed(seed_of("whole step", seed, step, pool))
+        for group in range(len(batches[0].rank_groups)):
+            rows = [batch.rank_groups[group] for batch in batches]
+            generator = torch.Generator().manual_seed(seed_of("whole step", seed, step, group))
             chosen = global_selection(
                 Ranks(self._trainer.accelerator),
                 [total[r] for total, r in zip(totals, rows, strict=True)],
                 [batch.mask[r] for batch, r in zip(batches, rows, strict=True)],
-                partial(self._rule.of_pool, generator=generator),
+                partial(self._rule.of_group, generator=generator),
             )
             for weight, part, r in zip(weights, chosen, rows, strict=True):
                 weight[r] = part

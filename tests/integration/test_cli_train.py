@@ -31,9 +31,9 @@ from alphatoken.data.stdlib import write_files
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.report import read_values
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
-from alphatoken.train.given_rows import read_pairs, read_rows
 from alphatoken.train.manifest import RUN
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.python_rows import read_pairs, read_rows
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.small_world import saved_model
 from tests.places import nightly

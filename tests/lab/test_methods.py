@@ -291,7 +291,7 @@ def test_later_prompts_count_in_sstoken() -> None:
         labels=torch.where(mask, 1, -100),
         mask=mask,
         log_probs=-mask.double(),
-        pools=[slice(0, 1)],
+        rank_groups=[slice(0, 1)],
         columns={"initial_losses": mask.double()},
         attention=attention_of(query, key),
     )

@@ -97,7 +97,7 @@ class Pairs:
             labels=ids.masked_fill(~mask, -100),
             mask=mask,
             log_probs=self.log_probs(),
-            pools=[slice(0, half), slice(half, 2 * half)],
+            rank_groups=[slice(0, half), slice(half, 2 * half)],
             reference=self.log_probs(salt=3),
             columns={
                 "oracle_losses": self.place(self.draw(4)),
@@ -349,7 +349,7 @@ def test_ti_dpo_weights_know_neither_padding_nor_other_rows(case: Pairs, seed: i
                 inputs={k: v[rows] for k, v in first.inputs.items()},
                 mask=first.mask[rows],
                 log_probs=first.log_probs[rows],
-                pools=[slice(0, 1), slice(1, 2)],
+                rank_groups=[slice(0, 1), slice(1, 2)],
             )
         )
         close(alone, here[rows], 1.0 + here[rows], 1e-9, name="W of one pair")
@@ -565,7 +565,7 @@ def test_masks_know_neither_padding_nor_other_rows(case: Pairs) -> None:
                 mask=batch.mask[rows],
                 log_probs=batch.log_probs[rows],
                 columns={name: column[rows] for name, column in batch.columns.items()},
-                pools=[slice(0, 1), slice(1, 2)],
+                rank_groups=[slice(0, 1), slice(1, 2)],
             )
             assert torch.equal(policy.weights(part), here[rows])
 

@@ -142,20 +142,20 @@ TRAINERS = (
     _of(
         "one-threshold-for-both-branches",
         "chosen and rejected tokens are ranked together although they should not be",
-        (f"{DPO}.pools", "if self.args.shared_threshold:", "if True:"),
+        (f"{DPO}.rank_groups", "if self.args.shared_threshold:", "if True:"),
         PAIRS,
     ),
     _of(
         "shared-threshold-ignored",
         "branches keep thresholds of their own where one was asked for",
-        (f"{DPO}.pools", "if self.args.shared_threshold:", "if False:"),
+        (f"{DPO}.rank_groups", "if self.args.shared_threshold:", "if False:"),
         "full preconditioner, DPO, one threshold",
     ),
     _of(
         "pools-exchanged",
         "weights of the chosen go to the rejected, and the other way",
         (
-            f"{DPO}.pools",
+            f"{DPO}.rank_groups",
             "[slice(0, rows // 2), slice(rows // 2, rows)]",
             "[slice(rows // 2, rows), slice(0, rows // 2)]",
         ),
@@ -192,7 +192,7 @@ TRAINERS = (
     _of(
         "budget-over-both-branches",
         "the kept tokens are counted with one rounding for both branches",
-        (f"{RULES}.Ranked.kept", "in batch.pools", "in [slice(None)]"),
+        (f"{RULES}.Ranked.kept", "in batch.rank_groups", "in [slice(None)]"),
         "kept normalisation, DPO",
     ),
     _of(

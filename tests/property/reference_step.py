@@ -439,7 +439,7 @@ class Replay:
 
     # --- selection ------------------------------------------------------------------------------
 
-    def pools(self, micro: Micro) -> list[list[int]]:
+    def rank_groups(self, micro: Micro) -> list[list[int]]:
         """Tokens of one micro-batch that are ranked together, by their number in it."""
         rows = [d.branch for d in micro for _ in d.places]
         labels = [0] * len(rows)
@@ -451,13 +451,15 @@ class Replay:
 
     def groups(self, step: int) -> list[list[tuple[int, int]]]:
         """(micro-batch, token) of the tokens of one step that are ranked together."""
-        pools = [self.pools(micro) for micro in self.told.micro[step]]
+        rank_groups = [self.rank_groups(micro) for micro in self.told.micro[step]]
         if self.asked.keep_scope == "global":
             return [
-                [(i, t) for i, of_micro in enumerate(pools) for t in of_micro[number]]
-                for number in range(len(pools[0]))
+                [(i, t) for i, of_micro in enumerate(rank_groups) for t in of_micro[number]]
+                for number in range(len(rank_groups[0]))
             ]
-        return [[(i, t) for t in pool] for i, of_micro in enumerate(pools) for pool in of_micro]
+        return [
+            [(i, t) for t in pool] for i, of_micro in enumerate(rank_groups) for pool in of_micro
+        ]
 
     def ranked(self, micro: Micro, totals: Tensor) -> Tensor:
         """What tokens are ranked by: their values, or the mean value of their response."""

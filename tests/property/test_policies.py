@@ -51,7 +51,7 @@ def batch(
         labels=torch.where(mask, 1, -100),
         mask=mask,
         log_probs=-place(losses, 0.0, 0.0),
-        pools=[slice(0, len(losses))],
+        rank_groups=[slice(0, len(losses))],
         columns={name: place(rows, 0.0, 0.0) for name, rows in (columns or {}).items()},
         generator=torch.Generator().manual_seed(seed),
         **more,

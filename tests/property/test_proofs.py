@@ -427,7 +427,7 @@ def test_a_slice_shows_what_its_batch_shows(name: str, layout: str, seed: int) -
         assert word in str(error), f"{name}: {error}"
         valuer = Scorer(plain.model(), batch, config=ScorerConfig("direct", layers=1)).valuer
         valuer.prove(shown)
-        report = valuer.witness.report
+        report = valuer.capture_check.report
         assert report.isolated, f"isolation was not shown on {tuple(shown.labels.shape)}"
         assert report.relative_error is not None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import alphatoken
 from alphatoken.direction.sampling import (
     draw_tokens,
-    read_given,
+    read_sequences,
     sample_generator,
     sample_responses,
     uniform_numbers,
@@ -58,27 +58,29 @@ def test_padding_on_either_side_is_stripped(
     case: tuple[list[list[int]], list[int], dict[str, Tensor]],
 ) -> None:
     rows, starts, batch = case
-    found = read_given(batch, labels="sequence")
+    found = read_sequences(batch, labels="sequence")
     assert [one.prompt.tolist() for one in found] == [
         row[:start] for row, start in zip(rows, starts, strict=True)
     ]
-    whole = read_given(batch, labels="token")
+    whole = read_sequences(batch, labels="token")
     assert [one.ids.tolist() for one in whole] == rows
     assert [one.predicted.tolist() for one in whole] == [
         [i >= start for i in range(len(row))] for row, start in zip(rows, starts, strict=True)
     ]
     del batch["labels"]
     for unlabelled in (rows, batch):
-        assert [one.prompt.tolist() for one in read_given(unlabelled, labels="sequence")] == rows
-    listed = read_given(rows, labels="token")
-    for one, other in zip(read_given(batch, labels="token"), listed, strict=True):
+        assert [
+            one.prompt.tolist() for one in read_sequences(unlabelled, labels="sequence")
+        ] == rows
+    listed = read_sequences(rows, labels="token")
+    for one, other in zip(read_sequences(batch, labels="token"), listed, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
         assert one.predicted.tolist() == other.predicted.tolist()
 
 
 def test_what_follows_the_last_label_is_cut_off() -> None:
     batch = {"input_ids": [[4, 5, 6, 7, 8]], "labels": [[-100, 5, -100, 7, -100]]}
-    (one,) = read_given(batch, labels="token")
+    (one,) = read_sequences(batch, labels="token")
     assert one.ids.tolist() == [4, 5, 6, 7]
     assert one.predicted.tolist() == [False, True, False, True]
 
@@ -116,7 +118,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
 def test_bad_prompts_have_one_clear_error(name: str) -> None:
     prompts, message = BAD_PROMPTS[name]
     with pytest.raises(InputError, match=message):
-        read_given(prompts, labels="sequence")
+        read_sequences(prompts, labels="sequence")
 
 
 # --- one token ---------------------------------------------------------------------------------

@@ -579,7 +579,7 @@ def _check_stream(batches: Sequence[Micro], size: int, whole: int) -> None:
 def _compare_weights(seen: Seen, replay: Replay, step: int) -> None:
     if seen.asked.policy == "random":
         for micro, found in zip(replay.told.micro[step], seen.weights[step], strict=True):
-            for pool in replay.pools(micro):
+            for pool in replay.rank_groups(micro):
                 assert set(found.tolist()) <= {0.0, 1.0}
                 assert float(found[pool].sum()) == math.ceil(replay.ratio * len(pool))
         return

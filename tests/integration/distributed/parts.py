@@ -197,7 +197,7 @@ def selection(name: str, folder: Path) -> dict[str, Any]:
 
         def decide(values: Tensor, mask: Tensor, policy: dict[str, str] = policy) -> Tensor:
             rule = Ranked(SimpleNamespace(keep_ratio=0.3, keep_scope="global", **policy))
-            return rule.of_pool(values, mask, torch.Generator().manual_seed(7))
+            return rule.of_group(values, mask, torch.Generator().manual_seed(7))
 
         choose = partial(global_selection, decide=decide)
         alone = choose(Ranks(), *map(list, zip(*everything, strict=True)))
