@@ -318,11 +318,7 @@ TRAINERS = (
     _of(
         "validation-labels-shifted",
         "validation labels are off by one token",
-        (
-            "train.sft.padded_batch",
-            'labels[i, :n] = torch.as_tensor(row["labels"])',
-            'labels[i, : n - 1] = torch.as_tensor(row["labels"])[1:]',
-        ),
+        ("train.sft.padded_batch", 'row["labels"]', '[*row["labels"][1:], -100]'),
         PAPER,
     ),
     _of(
