@@ -13,17 +13,17 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_222,
     "certificate": 1_261,
-    "cli": 3_262,
-    "corpus": 2_290,
+    "cli": 3_273,
+    "corpus": 2_297,
     "data": 2_294,
     "demo": 347,
-    "direction": 4_114,
+    "direction": 4_118,
     "estimate": 2_423,
-    "fidelity": 6_226,
+    "fidelity": 6_228,
     "model": 5_579,
     "oracle": 5_214,
     "report": 1_545,
-    "scoring": 989,
+    "scoring": 991,
     "select": 452,
     "support": 451,
     "train": 8_803,
@@ -32,7 +32,7 @@ ROOMS = {
 
 LAB_ROOMS = {
     ".": 11,
-    "commands": 2_364,
+    "commands": 2_366,
     "compare": 4_054,
     "methods": 4_755,
     "paper": 814,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_411), ("tests", 55_527)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_411), ("tests", 55_528)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most
