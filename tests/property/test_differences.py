@@ -175,6 +175,10 @@ def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
             values = observed.values(logits + 1e-7 * torch.sin(1e3 * logits), CASE.batch["labels"])
         close(values.total, expected, scale, 1e-5, name="coarse base")
     assert values.derivative == "central"
+    scorer.refresh()  # as one that a resumed run builds: it knows nothing of coarse losses
+    with quiet(), scorer.observe() as observed:
+        values = observed.values(model(**inputs), CASE.batch["labels"])
+    assert values.derivative == "one_sided"
 
 
 @pytest.mark.parametrize("graph", [True, False])
