@@ -267,8 +267,8 @@ def rows_tokenizer(args: Any, tokenizer: Any) -> Any:
     return own
 
 
-def model_name(model: nn.Module) -> str:
-    """Name or folder that a model was loaded from, as its configuration says; "" if it does not."""
+def model_name(model: nn.Module | None) -> str:
+    """Name or folder that a model was loaded from, by its configuration; "" if none says."""
     return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
 
 
