@@ -12,9 +12,9 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
     ".": 1_222,
-    "certificate": 1_261,
-    "cli": 3_273,
-    "corpus": 2_297,
+    "certificate": 1_262,
+    "cli": 3_281,
+    "corpus": 2_298,
     "data": 2_294,
     "demo": 347,
     "direction": 4_118,
@@ -22,7 +22,7 @@ ROOMS = {
     "fidelity": 6_228,
     "model": 5_579,
     "oracle": 5_214,
-    "report": 1_545,
+    "report": 1_546,
     "scoring": 991,
     "select": 452,
     "support": 451,

@@ -141,9 +141,10 @@ class Certificate:
                 f"{self.stated_error:.1e}, three times as much is allowed"
             )
         if self.passed:
+            worst = max(self.checks, key=lambda check: check.error)
             lines.append(
-                f"  every component agrees with the per-token oracle: error {self.error:.1e} of "
-                f"the absolute terms of its entry (tolerance {self.tolerance:.0e})"
+                f"  every component agrees with the per-token oracle: error {worst.error:.1e} of "
+                f"the absolute terms of its entry (tolerance {worst.tolerance:.1e})"
             )
         else:
             lines += [f"  {check}" for check in self.failures]

@@ -51,11 +51,19 @@ def run(words: Sequence[str]) -> int:
     """
     request = read_request(*words)
     options = request.shared
-    if find_spec("matplotlib") is None:
-        raise ConfigError("diagnoses need matplotlib", remedy="pip install 'alphatoken[diagnose]'")
+    missing = [name for name in ("matplotlib", "sklearn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "diagnostics need a library that is not installed",
+            got=", ".join(missing),
+            remedy="pip install 'alphatoken[diagnose]'",
+        )
     check_files(options)
-    if len(request.entries) == 1 and request.entries[0].needs_retention:
+    blind = [entry.name for entry in request.entries if entry.needs_retention]
+    if len(request.entries) == 1 and blind:
         require_retention(options.retention_set)
+    elif blind and not options.retention_set:
+        print(f"note: {', '.join(blind)} will not run without --retention_set", file=sys.stderr)
     out = Path(options.output_dir)
     _check_out(out, options)
     try:

@@ -38,8 +38,9 @@ _HEADER = {
 _OF_GRADIENTS = {"score_layers", "value_parameters"}
 
 _LEAD = (
-    "Value of each response token: positive (blue) says that training on it lowers the validation "
-    "objective or keeps what the model knew; negative (orange) says the opposite."
+    "Value of each response token: positive (blue) says that a small step on it lowers the "
+    "validation objective or keeps what the model knew; negative (orange) says the opposite. It is "
+    "no verdict on the token."
 )
 
 
