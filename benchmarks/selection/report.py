@@ -251,6 +251,7 @@ def draw(tasks: Mapping[str, Sequence[Entry]], path: Path) -> None:
             axes.set_ylim(-0.6, top - 0.4)
             axes.set_title(title, fontsize=9)
             axes.set_xlabel("target loss minus that of all tokens, nats")
+            axes.tick_params(labelbottom=True)
         save(figure, path)
 
 
