@@ -32,6 +32,7 @@ _PROMPT_SHOWN = 300
 _HEADER = {
     "model_name_or_path": "model", "policy": "policy", "estimator": "estimator",
     "score_layers": "layers scored", "value_parameters": "parameters valued",
+    "last_loss": "training loss of the last log",
 }  # fmt: skip
 """Settings that stand at the top of the page -> what they are called there."""
 

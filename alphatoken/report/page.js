@@ -76,7 +76,7 @@
         if (prompt) { text.append(element("span", { class: "prompt" }, prompt)); prompt = ""; }
         const chosen = fate(example, index);
         const span = element("span", {
-          class: "tok " + chosen + (token.trim() ? "" : " blank"), role: "button", tabindex: spans.length ? "-1" : "0",
+          class: "tok " + chosen + (token.replace(/\u21b5/g, "").trim() ? "" : " blank"), role: "button", tabindex: spans.length ? "-1" : "0",
           "data-place": example.start + index,
         }, token);
         span.fate = chosen;

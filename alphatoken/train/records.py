@@ -96,8 +96,10 @@ class RunRecords:
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         # A plain trainer may have no tokenizer.
         texts = None if tokenizer is None else partial(token_texts, tokenizer)
-        seen_rows = None if rows is None else seen
-        page = write_run_report(folder, texts, seen_rows, model_name(trainer.model))
+        losses = [f"{log['loss']:.4g}" for log in trainer.state.log_history if "loss" in log]
+        facts = {"model_name_or_path": model_name(trainer.model), "last_loss": "".join(losses[-1:])}
+        shown = {name: text for name, text in facts.items() if text}
+        page = write_run_report(folder, texts, None if rows is None else seen, shown)
         print(f"values and report, which quote training rows: {page.parent}")
 
     def _all_ledgers(self) -> ValueLedger | None:

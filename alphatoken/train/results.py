@@ -120,7 +120,7 @@ def write_run_report(
     folder: str | Path,
     texts: Callable[[Sequence[int]], list[str]] | None = None,
     rows: tuple[int, int] | None = None,
-    model: str = "",
+    facts: Mapping[str, object] | None = None,
 ) -> Path:
     """Write the page of a run's values, whole or not at all, and return its path.
 
@@ -130,7 +130,7 @@ def write_run_report(
         folder: the run's ``output_dir``, with the files of :func:`export_values` in ``VALUES``.
         texts: token ids -> the text of each; without it tokens are shown by their numbers.
         rows: training rows that were seen, and those that were not; None for a stream.
-        model: name or folder that the run began with; "" shows none.
+        facts: more of the run, shown before its options.
 
     Raises:
         DataError: a value file cannot be read, or the page could not be written.
@@ -147,8 +147,7 @@ def write_run_report(
         folder / REPORT,
         summarise(read_values(folder / VALUES), texts=texts or _numbers),
         title=f"Values of the run {folder.resolve().name}",
-        settings=({"model_name_or_path": model} if model else {})
-        | (read_json(folder / RUN) or {}).get("options", {}),
+        settings={**(facts or {}), **(read_json(folder / RUN) or {}).get("options", {})},
         notes=notes,
     )
 

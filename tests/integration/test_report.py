@@ -341,6 +341,7 @@ def test_browser_strikes_dropped_tokens_through(browser: Browser) -> None:
     line = "getComputedStyle(document.querySelector('.tok.{}')).textDecorationLine"
     assert browser.evaluate(line.format("dropped")) == "line-through"
     assert browser.evaluate(line.format("kept")) == "none"
+    assert browser.evaluate(line.format("blank")) == "none"  # a line break alone
 
 
 def test_the_top_of_a_page_says_what_was_valued() -> None:
