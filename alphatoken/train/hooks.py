@@ -16,7 +16,7 @@ __all__ = ["OVERRIDDEN", "require_hooks"]
 OVERRIDDEN = (
     "_clip_grad_norm", "_get_output_dir",
     "_load_rng_state", "_run_epoch", "_save_checkpoint", "compute_loss",
-    "get_batch_samples", "log", "training_step",
+    "create_model_card", "get_batch_samples", "log", "training_step",
 )  # fmt: skip
 """Methods of transformers' Trainer that ours override."""
 

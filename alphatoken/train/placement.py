@@ -1,4 +1,4 @@
-"""What runs before training: the folder that keeps its result, and the accelerator, if it fits."""
+"""Placement of what runs before training: the folder of its result, and the accelerator."""
 
 from __future__ import annotations
 
