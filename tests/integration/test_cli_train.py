@@ -595,7 +595,7 @@ def test_a_run_in_this_process(
     assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
     assert list((tmp_path / "out" / "_alphatoken" / "values").glob("part-*"))
     assert "values and report, which quote training rows: " in said.out
-    page = (tmp_path / "out" / "_alphatoken" / "report.html").read_text()
+    page = (tmp_path / "out" / "_alphatoken" / "alphatoken-report.html").read_text()
     assert "<li><b>model</b><span>model</span></li>" in page  # that the run began with
     assert f"<b>{losses[-1]:.4g}</b><span>training loss of the last log</span>" in page
     card = (tmp_path / "out" / "README.md").read_text()

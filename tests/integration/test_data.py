@@ -119,7 +119,7 @@ GOOD = '{"prompt": "p", "response": "r"}\n'
             r"no response field.*'chosen'.*--response_column",
         ),
         ('{"title": "p"}\n', r"no prompt field.*'title'.*--prompt_column"),
-        ('{"prompt": 3, "response": "r"}\n', r"'prompt' is not text.*line 1: int"),
+        ('{"prompt": 3, "response": "r"}\n', r"'prompt' is neither text.*line 1: int"),
         ('{"messages": []}\n', r"not a list of messages"),
         ('{"messages": [{"role": "user", "content": "u"}]}\n', r"no assistant turn.*line 1"),
         ('{"messages": [{"role": "alien", "content": "u"}]}\n', r"unknown role.*'alien'"),

@@ -261,7 +261,7 @@ def test_an_estimator_without_split_shows_its_sides():
 
 
 def test_a_row_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         heatmap.diagnose(tiny_subject(), heatmap.Options(rows=(14,)))
 
 
