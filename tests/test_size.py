@@ -13,27 +13,27 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 ROOMS = {
     ".": 1_222,
     "certificate": 1_262,
-    "cli": 3_281,
-    "corpus": 2_298,
+    "cli": 3_279,
+    "corpus": 2_299,
     "data": 2_294,
     "demo": 347,
     "direction": 4_118,
     "estimate": 2_423,
-    "fidelity": 6_228,
+    "fidelity": 6_230,
     "model": 5_579,
     "oracle": 5_214,
-    "report": 1_547,
-    "scoring": 991,
+    "report": 1_544,
+    "scoring": 990,
     "select": 452,
     "support": 451,
-    "train": 8_804,
+    "train": 8_813,
 }
 
 
 LAB_ROOMS = {
     ".": 11,
     "commands": 2_366,
-    "compare": 4_054,
+    "compare": 4_055,
     "methods": 4_755,
     "paper": 814,
 }
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_412), ("tests", 55_539)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_412), ("tests", 55_554)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

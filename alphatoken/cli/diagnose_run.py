@@ -29,6 +29,7 @@ from alphatoken.corpus.folder import (
     same_settings,
 )
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
+from alphatoken.fidelity.clouds import require_sklearn
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import LEAD, section_of
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
@@ -51,13 +52,10 @@ def run(words: Sequence[str]) -> int:
     """
     request = read_request(*words)
     options = request.shared
-    missing = [name for name in ("matplotlib", "sklearn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            "diagnostics need a library that is not installed",
-            got=", ".join(missing),
-            remedy="pip install 'alphatoken[diagnose]'",
-        )
+    if find_spec("matplotlib") is None:
+        raise ConfigError("diagnoses need matplotlib", remedy="pip install 'alphatoken[diagnose]'")
+    if any(entry.needs_sklearn for entry in request.entries):
+        require_sklearn()
     check_files(options)
     blind = [entry.name for entry in request.entries if entry.needs_retention]
     if len(request.entries) == 1 and blind:

@@ -149,7 +149,6 @@ def prepare_job(options: ScoreOptions) -> Job:
     corpus = prepared.corpus
     reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
     survey = corpus.survey(reading.report)
-    reading.report(reading.total)
     survey.counts["validation"] = len(prepared.held)
     job = _job(options, prepared)
     for query in job.validation if options.queries and not options.quiet else ():

@@ -159,6 +159,8 @@ class Corpus:
                 encoded.add(row.encoded)
             if report is not None and number % 256 == 0:
                 report(number)
+        if report is not None:  # a line of its own for what was read
+            report(self.source.rows)
         reading.say()
         seen = {name: outcomes.count(place) for place, name in enumerate(OUTCOMES)}
         always = OUTCOMES[: OUTCOMES.index("train") + 1]

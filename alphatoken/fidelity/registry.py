@@ -19,11 +19,13 @@ class Entry:
         name: on the command line.
         question: what it answers.
         needs_retention: True if it cannot do without rows of what must not be forgotten.
+        needs_sklearn: True if it cannot do without scikit-learn.
     """
 
     name: str
     question: str
     needs_retention: bool = False
+    needs_sklearn: bool = False
 
     @property
     def module(self) -> str:
@@ -54,9 +56,10 @@ _QUESTIONS = {
     "stability": "Which keep or drop decisions are noise?",
     "arithmetic": "Is my dtype good enough?",
 }
-_OF_RETENTION = ("fisher", "drift")
+_OF_RETENTION, _OF_CLOUDS = ("fisher", "drift"), ("coverage", "drift")
 DIAGNOSTICS = tuple(
-    Entry(name, question, name in _OF_RETENTION) for name, question in _QUESTIONS.items()
+    Entry(name, question, name in _OF_RETENTION, name in _OF_CLOUDS)
+    for name, question in _QUESTIONS.items()
 )
 """In the order of the report."""
 

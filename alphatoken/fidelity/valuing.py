@@ -112,9 +112,8 @@ def values_along(
     done = 0
     for batch in subject.batches(rows):
         checked = read_batch(batch, max_length=scorer.adapter.max_positions())
-        if (
-            scorer.valuer.capture_check.pending
-        ):  # the proofs of coverage and isolation, on this model
+        # The proofs of coverage and isolation, on this model.
+        if scorer.valuer.capture_check.pending:
             scorer.valuer.prove(around_responses(checked))
         found = [values[checked.mask] for values in _along(scorer, checked, directions)]
         blocks.append(np.stack([one.detach().double().cpu().numpy() for one in found], axis=1))

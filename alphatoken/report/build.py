@@ -36,8 +36,6 @@ _HEADER = {
 }  # fmt: skip
 """Settings that stand at the top of the page -> what they are called there."""
 
-_OF_GRADIENTS = {"score_layers", "value_parameters"}
-
 _LEAD = (
     "Value of each response token: positive (blue) says that a small step on it lowers the "
     "validation objective or keeps what the model knew; negative (orange) says the opposite. It is "
@@ -90,12 +88,11 @@ def write_report(
 
 def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:
     """The settings that stand at the top of a page, each with its name there."""
-    shown = {key: str(settings[key]) for key in _HEADER if key in settings}
-    linears = shown.get("value_parameters", "linears") == "linears"
-    if shown.get("estimator") == "walk":  # all trainable parameters take part
-        shown = {key: text for key, text in shown.items() if key not in _OF_GRADIENTS}
-    else:
-        shown.pop("value_parameters" if linears else "score_layers", None)
+    linears = settings.get("value_parameters", "linears") == "linears"
+    hidden = {"value_parameters" if linears else "score_layers"}
+    if settings.get("estimator") == "walk":  # all trainable parameters take part
+        hidden = {"value_parameters", "score_layers"}
+    shown = {key: str(settings[key]) for key in _HEADER if key in settings and key not in hidden}
     if model := shown.get("model_name_or_path"):
         shown["model_name_or_path"] = Path(model).name or model  # a long path breaks in words
     return [(text, _HEADER[key]) for key, text in shown.items()]

@@ -75,8 +75,9 @@
         if (example.response[index] !== "1") { prompt += token; return; }
         if (prompt) { text.append(element("span", { class: "prompt" }, prompt)); prompt = ""; }
         const chosen = fate(example, index);
+        const blank = token.replace(/\u21b5/g, "").trim() ? "" : " blank";
         const span = element("span", {
-          class: "tok " + chosen + (token.replace(/\u21b5/g, "").trim() ? "" : " blank"), role: "button", tabindex: spans.length ? "-1" : "0",
+          class: "tok " + chosen + blank, role: "button", tabindex: spans.length ? "-1" : "0",
           "data-place": example.start + index,
         }, token);
         span.fate = chosen;

@@ -255,9 +255,8 @@ class Valuer:
 
     def _label(self, seen: Pass, sides: Sequence[Side]) -> list[Taken]:
         """Label values along each side."""
-        if (
-            self.capture_check.pending
-        ):  # M is built from no batch, and none was known before this one
+        # M is built from no batch then, and none was known before this one.
+        if self.capture_check.pending:
             with nullcontext() if seen.recorder is None else seen.recorder.aside():
                 self.prove(around_responses(seen.batch))
         shown = self.builder.made_of.first_batch

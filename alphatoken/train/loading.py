@@ -36,6 +36,7 @@ __all__ = [
     "model_name",
     "no_progress_bar",
     "rows_tokenizer",
+    "text_tokenizer",
 ]
 
 
@@ -265,6 +266,11 @@ def rows_tokenizer(args: Any, tokenizer: Any) -> Any:
         known = own.get_vocab()
         own.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
     return own
+
+
+def text_tokenizer(processing_class: Any) -> Any:
+    """The tokenizer that a processor holds; one that is a tokenizer, itself."""
+    return getattr(processing_class, "tokenizer", processing_class)
 
 
 def model_name(model: nn.Module | None) -> str:

@@ -22,6 +22,7 @@ from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.identity import run_options
 from alphatoken.train.layouts import layout
+from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.placement import cache_folder
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import PolicyStage, TokenPolicy
@@ -143,7 +144,7 @@ def make_stage(trainer: Any, policy: TokenPolicy, validation: Any) -> PolicyStag
         progress=False if options.disable_tqdm else None,
         train=partial(_train_copy, trainer) if can_train_copies else None,
         run=run_options(options),
-        tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
+        tokenizer=text_tokenizer(trainer.processing_class),
     )
 
 

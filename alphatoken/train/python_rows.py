@@ -26,7 +26,7 @@ from alphatoken.train.datasets import (
     response_text,
     usable_rows,
 )
-from alphatoken.train.loading import load_tokenizer, rows_tokenizer
+from alphatoken.train.loading import load_tokenizer, rows_tokenizer, text_tokenizer
 
 __all__ = ["as_dataset", "form_of", "read_pairs", "read_rows", "tokenizer_of"]
 
@@ -158,7 +158,7 @@ def tokenizer_of(given: Mapping[str, Any]) -> Any:
     tokenizer, model = given.get("processing_class"), given.get("model")
     if tokenizer is None and model is not None:
         tokenizer = load_tokenizer(model if isinstance(model, str) else model.config._name_or_path)
-    return getattr(tokenizer, "tokenizer", tokenizer)
+    return text_tokenizer(tokenizer)
 
 
 def _checked(

@@ -13,7 +13,7 @@ from alphatoken.data.pieces import token_texts
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.loading import model_name
+from alphatoken.train.loading import model_name, text_tokenizer
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.results import VALUES, export_values, write_run_report
@@ -93,11 +93,12 @@ class RunRecords:
         folder, data = Path(str(args.output_dir)), trainer.train_dataset
         rows = plain_rows(data) if hasattr(data, "__len__") else None
         seen = export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        tokenizer = text_tokenizer(trainer.processing_class)
         # A plain trainer may have no tokenizer.
         texts = None if tokenizer is None else partial(token_texts, tokenizer)
-        losses = [f"{log['loss']:.4g}" for log in trainer.state.log_history if "loss" in log]
-        facts = {"model_name_or_path": model_name(trainer.model), "last_loss": "".join(losses[-1:])}
+        losses = (log["loss"] for log in reversed(trainer.state.log_history) if "loss" in log)
+        last = next((f"{loss:.4g}" for loss in losses), "")
+        facts = {"model_name_or_path": model_name(trainer.model), "last_loss": last}
         shown = {name: text for name, text in facts.items() if text}
         page = write_run_report(folder, texts, None if rows is None else seen, shown)
         print(f"values and report, which quote training rows: {page.parent}")

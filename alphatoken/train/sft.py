@@ -20,6 +20,7 @@ from alphatoken.errors import (
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.gradient_weights import by_token
+from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.python_rows import read_rows
@@ -70,7 +71,7 @@ class LabelledRows(AlphaTrainerMixin):
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
         """One padded batch, by the collator that was handed over where there is one."""
         if self.own_collator is None:
-            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            tokenizer = text_tokenizer(self.processing_class)
             pad = getattr(tokenizer, "pad_token_id", None) or 0
             return padded_batch(rows, pad, self.args.device)
         if not self._rows_have_labels:  # which ``TrainingRows`` adds for policies

@@ -572,3 +572,14 @@ def test_interrupt_says_how_to_go_on(world: World, tmp_path: Path) -> None:
     assert "diagnoses are finished and kept" in error
     assert "--resume" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("name", "status"), [("coverage", 2), (ALL, 2), ("heatmap", 0)])
+def test_scikit_learn_is_asked_for_before_work_and_where_it_is_needed(
+    name: str, status: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert world.run(name, tmp_path / "out") == status
+    assert ("needs scikit-learn" in capsys.readouterr().err) == (status == 2)
+    assert (tmp_path / "out").exists() == (status == 0)

@@ -17,9 +17,13 @@ DPO = [*SFT, "--beta", "0.1"]
 
 CASES: dict[str, tuple[str, list[str], str]] = {
     "no file": ("sft", ["--train_file", "nowhere.jsonl"], "train_file does not exist"),
-    "no validation file": ("sft", ["--validation_file", "no.jsonl"], "validation_file does not exist"),
+    "no validation file": (
+        "sft", ["--validation_file", "no.jsonl"], "validation_file does not exist"
+    ),
     "no Fisher file": ("sft", ["--fisher_file", "no.safetensors"], "fisher_file does not exist"),
-    "no template": ("sft", ["--chat_template_path", "no.jinja"], "chat_template_path does not exist"),
+    "no template": (
+        "sft", ["--chat_template_path", "no.jinja"], "chat_template_path does not exist"
+    ),
     "a full folder": ("sft", ["--output_dir", "full"], "the output folder is not empty"),
     "a file for a folder": ("sft", ["--output_dir", "rows.jsonl"], "output_dir is a file"),
     "two sources": ("sft", ["--dataset_name", "a/b"], "from one place"),

@@ -29,6 +29,7 @@ from alphatoken.fidelity.pairs import choose_positions, see_calls, softmax_layer
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
+from alphatoken.train.identity import differences
 from alphatoken.train.layouts import SHARDED, layout
 
 __all__ = ["OPTION", "PROBE", "PairWatch", "taken_up", "watch_pairs"]
@@ -148,12 +149,12 @@ def taken_up(earlier: CollectedPairs, about: Mapping[str, Any], step: int) -> Co
     Raises:
         ConfigError: of another probe or other settings than ``about``; names what differs.
     """
-    differing = [n for n in {**earlier.about, **about} if earlier.about.get(n) != about.get(n)]
+    differing = differences(earlier.about, about)
     if differing:
-        name = differing[0]
+        name, (then, now) = next(iter(differing.items()))
         raise ConfigError(
             "pairs were collected with another probe or other settings before",
-            got=f"{name}: {earlier.about.get(name)} then, {about.get(name)} now",
+            got=f"{name}: {then} then, {now} now",
             why="counts of two probes cannot be compared step by step",
             remedy="the same probe and settings, or another file",
         )
