@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken.corpus.folder import refuse_foreign, require_writable
 from alphatoken.corpus.options import LogprobOptions
@@ -48,61 +50,36 @@ _BLOCK = 8_192
 """Rows of a value file."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One example of one file."""
-
-    number: int
-    place: str
-    ids: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    logprobs: NDArray[np.float64]
-
-    @property
-    def response(self) -> NDArray[np.bool_]:
-        return responses(self.labels)
-
-
-def _rows(path: str) -> Iterator[_Row]:
-    """The rows of one file, each checked by itself.
-
-    Raises:
-        DataError: names file, row and position.
-    """
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """A Parquet file; whatever goes wrong inside names it."""
     _, pq = pyarrow_modules()
     try:
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            lacking = [name for name in _LISTS if name not in names]
-            if lacking:
-                raise _bad(path, f"no column {lacking[0]!r}; it has {', '.join(names)}")
-            twice = [name for name in (*_LISTS, "row") if names.count(name) > 1]
-            if twice:
-                raise _bad(path, f"more than one column {twice[0]!r}")
-            wanted = [*_LISTS, *(n for n in ("row",) if n in names)]
-            number = 0
-            for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
-                columns = {name: batch[name].to_pylist() for name in wanted}
-                for index in range(batch.num_rows):
-                    own = {name: column[index] for name, column in columns.items()}
-                    yield _row(path, own.get("row", number), own)
-                    number += 1
+            yield file
     except DataError:
         raise
     except _UNREADABLE as error:
         raise _bad(path, quoted(error)) from error
 
 
-def _count(path: str) -> int:
-    _, pq = pyarrow_modules()
-    try:
-        with pq.ParquetFile(path) as file:
-            return int(file.metadata.num_rows)
-    except _UNREADABLE as error:
-        raise _bad(path, quoted(error)) from error
+def _rows(path: str) -> Iterator[ScoredExample]:
+    """The rows of one file, each checked by itself; an error names file, row and position."""
+    with _opened(path) as file:
+        names = file.schema_arrow.names
+        lacking = [name for name in _LISTS if name not in names]
+        if lacking:
+            raise _bad(path, f"no column {lacking[0]!r}; it has {', '.join(names)}")
+        twice = [name for name in (*_LISTS, "row") if names.count(name) > 1]
+        if twice:
+            raise _bad(path, f"more than one column {twice[0]!r}")
+        wanted = [name for name in (*_LISTS, "row") if name in names]
+        batches = file.iter_batches(batch_size=_ROWS, columns=wanted)
+        for number, own in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield _row(path, own.get("row", number), own)
 
 
-def _row(path: str, number: Any, own: dict[str, Any]) -> _Row:
+def _row(path: str, number: Any, own: dict[str, Any]) -> ScoredExample:
     place = f"{Path(path).name}, row {number}"
     missing = [name for name in _LISTS if own[name] is None]
     if missing or number is None:
@@ -113,26 +90,32 @@ def _row(path: str, number: Any, own: dict[str, Any]) -> _Row:
     logprobs = _list(place, "logprobs", own["logprobs"], np.float64)  # None becomes NaN
     if not len(ids) == len(labels) == len(logprobs):
         raise _bad(place, f"{len(ids)} input_ids, {len(labels)} labels, {len(logprobs)} logprobs")
-    row = _Row(number, place, ids, labels, logprobs)
-    read = row.response
-    for what, wrong, shown in (
-        ("a token that is no id", (ids < 0) | (ids >= _IDS), ids),
-        (
-            "a label that is neither -100 nor the token",
-            (labels != IGNORE) & (labels != ids),
+    read = responses(labels)
+    faults = {
+        "a token that is no id": (ids, (ids < 0) | (ids >= _IDS)),
+        "a label that is neither -100 nor the token": (
             labels,
+            (labels != IGNORE) & (labels != ids),
         ),
-        (
-            "a log-probability that is missing, NaN or infinite",
-            read & ~np.isfinite(logprobs),
+        "a log-probability that is missing, NaN or infinite": (
             logprobs,
+            read & ~np.isfinite(logprobs),
         ),
-        ("a log-probability above 0", read & (logprobs > 1e-3), logprobs),
-    ):
+        "a log-probability above 0": (logprobs, read & (logprobs > 1e-3)),
+    }
+    for what, (shown, wrong) in faults.items():
         if wrong.any():
             position = int(wrong.argmax())
             raise _bad(f"{place}, position {position}", f"{what}: {shown[position]}")
-    return row
+    return ScoredExample(
+        row=number,
+        place=place,
+        tokens=[],
+        ids=ids.tolist(),
+        labels=labels.tolist(),
+        kept=np.zeros(len(ids), bool),
+        values={"logprobs": logprobs},
+    )
 
 
 def _list(place: str, name: str, given: Any, dtype: type[np.generic]) -> NDArray[Any]:
@@ -168,27 +151,20 @@ def read_pair(before: str, after: str) -> Iterator[ScoredExample]:
             longer = first or second
             raise _unlike(f"{longer.place}: the other file ends before it")
         both = f"{first.place}; {second.place}"
-        if first.number != second.number:
+        if first.row != second.row:
             raise _unlike(f"{both}: other rows, or another order")
         for name in ("ids", "labels"):
-            one, two = getattr(first, name), getattr(second, name)
+            one, two = (np.asarray(getattr(row, name)) for row in (first, second))
             if len(one) != len(two):
                 raise _unlike(f"{both}: {len(one)} and {len(two)} tokens")
             if (one != two).any():
                 position = int((one != two).argmax())
                 what = "token" if name == "ids" else "label"
                 raise _unlike(f"{both}: {what} {one[position]} and {two[position]} at {position}")
-        read = first.response
-        values = np.where(read, second.logprobs - first.logprobs, 0.0)
-        yield ScoredExample(
-            row=first.number,
-            place=f"row {first.number}",
-            tokens=[],
-            ids=first.ids.tolist(),
-            labels=first.labels.tolist(),
-            kept=np.zeros(len(read), bool),
-            values={"total": values, "adaptation": values},
-        )
+        change = second.values["logprobs"] - first.values["logprobs"]
+        values = np.where(first.response, change, 0.0)
+        place = f"row {first.row}"
+        yield replace(first, place=place, values={"total": values, "adaptation": values})
 
 
 def _unlike(got: str) -> DataError:
@@ -203,16 +179,13 @@ def _unlike(got: str) -> DataError:
 def _selected(options: LogprobOptions) -> Iterator[ScoredExample]:
     """Add the selection of each batch, as a run with models has it."""
     waiting, done = read_pair(*options.logprobs), 0
-    rows = _count(options.logprobs[0])
+    with _opened(options.logprobs[0]) as file:
+        rows = int(file.metadata.num_rows)
     tracker = Tracker("Reading log-probabilities", rows, not options.quiet)
     while batch := list(islice(waiting, options.batch_size)):
-        longest = max(len(example.ids) for example in batch)
-        values = torch.zeros(len(batch), longest, dtype=torch.float64)
-        mask = torch.zeros(len(batch), longest, dtype=torch.bool)
-        for index, example in enumerate(batch):
-            length = len(example.ids)
-            values[index, :length] = torch.from_numpy(example.values["total"])
-            mask[index, :length] = torch.from_numpy(example.response)
+        totals = [torch.from_numpy(example.values["total"]) for example in batch]
+        read = [torch.from_numpy(example.response) for example in batch]
+        values, mask = (pad_sequence(one, batch_first=True) for one in (totals, read))
         scope = "batch" if options.scope == "dataset" else options.scope
         kept = select_top(values, mask, options.ratio, scope=scope).numpy()
         for index, example in enumerate(batch):
@@ -272,12 +245,7 @@ def score_logprobs(options: LogprobOptions) -> None:
     _summarise(options, settings, texts, start)
 
 
-def _summarise(
-    options: LogprobOptions,
-    settings: dict[str, Any],
-    texts: Callable[[Any], list[str]],
-    start: float,
-) -> None:
+def _summarise(options: LogprobOptions, settings: Any, texts: Any, start: float) -> None:
     folder = Path(options.output_dir)
     summary = summarise(read_values(folder / "values"), seed=options.seed, texts=texts)
     note = (

@@ -85,17 +85,17 @@ MUTANTS = (
     _corpus(
         "log-probabilities-the-other-way",
         "before less after",
-        _PAIR, "second.logprobs - first.logprobs", "first.logprobs - second.logprobs", DIFFERENCE,
+        _PAIR, "np.where(first.response, change", "np.where(first.response, -change", DIFFERENCE,
     ),
     _corpus(
         "prompts-have-values",
         "log-probabilities of the prompt are subtracted too",
-        _PAIR, "np.where(read, second", "np.where(True, second", DIFFERENCE,
+        _PAIR, "np.where(first.response, change", "np.where(True, change", DIFFERENCE,
     ),
     _corpus(
         "rows-in-another-order",
         "the numbers of two rows are not compared",
-        _PAIR, "first.number != second.number", "False", _bad("another order"),
+        _PAIR, "first.row != second.row", "False", _bad("another order"),
     ),
     _corpus(
         "other-tokens-in-the-second-file",
