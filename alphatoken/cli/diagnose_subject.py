@@ -276,14 +276,10 @@ def _reference(model: nn.Module, options: DiagnoseOptions) -> nn.Module | None:
     """The model before fine-tuning, if one is given; it must have the same weights by name."""
     if options.reference is None:
         return None
-    reference = _other_model(options.reference, options)
+    reference = options.other(options.reference).model()
     if options.adapter is None:
         _require_same_shapes(model, reference, "--reference")
     return reference
-
-
-def _other_model(path: str, options: DiagnoseOptions) -> nn.Module:
-    return replace(options, model_name_or_path=path, adapter=None).model()
 
 
 def _require_same_shapes(model: nn.Module, other: nn.Module, flag: str) -> None:
@@ -308,11 +304,12 @@ def _beside(
     loads: dict[str, Callable[[], nn.Module]] = {}
     digests: dict[str, str] = {}
     for name, path in beside_models(options.beside).items():
-        other = _other_model(path, options)
+        other = options.other(path)
+        loaded = other.model()
         if options.adapter is None:
-            _require_same_shapes(model, other, f"--beside {name}")
-        loads[name] = partial(_other_model, path, options)
-        digests[f"beside_sha256, {name}"] = weights_digest(other)
+            _require_same_shapes(model, loaded, f"--beside {name}")
+        loads[name] = other.model
+        digests[f"beside_sha256, {name}"] = weights_digest(loaded)
     return loads, digests
 
 

@@ -64,12 +64,12 @@ def run(options: FilterOptions) -> None:
     _check(options, out)
     known = {one.name for one in fields(ScoreOptions)}
     said: dict[str, Any] = {name: value for name, value in vars(options).items() if name in known}
-    prepared = prepare_rows(ScoreOptions(**said | {"output_dir": str(out.parent), "ratio": 1.0}))
+    of_score = ScoreOptions(**said | {"output_dir": str(out.parent), "ratio": 1.0})
+    corpus, rows, fisher = prepare_rows(of_score)
     config = replace(options.config, standard_errors=True)
-    corpus = prepared.corpus
     _check_records(corpus.source)
     survey = corpus.survey()
-    validation, _ = encode_some(prepared.held, corpus.tokenizer, corpus.how, "validation")
+    validation, _ = encode_some(rows, corpus.tokenizer, corpus.how, "validation")
     parts = min(options.validation_batches, len(validation))
     if parts < 2:
         raise DataError(
@@ -83,7 +83,7 @@ def run(options: FilterOptions) -> None:
         for k in range(parts)
         for batch in batches(validation[k::parts], len(validation))
     ]
-    scorer = Scorer(model, validation=held, retention=prepared.fisher, config=config)
+    scorer = Scorer(model, validation=held, retention=fisher, config=config)
     scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
     settings = {
         "config": repr(config),

@@ -45,20 +45,20 @@ class BlockValuer:
             DataError: a row that must not be passed over, or a file that cannot be written.
             ModelError: out of memory.
         """
-        first = number * self._job.block
+        block = self._job.stretch(number)
 
         def valued() -> Iterator[ScoredExample]:
-            for batch in self._batches(first):
+            for batch in self._batches(block):
                 yield from self._scored([row.example for row in batch if row.example])
                 if batch:
-                    report(batch[-1].index + 1 - first)
+                    report(batch[-1].index + 1 - block.start)
 
         write_values(self._job.part(number), valued())
 
-    def _batches(self, first: int) -> Iterator[list[CorpusRow]]:
+    def _batches(self, block: range) -> Iterator[list[CorpusRow]]:
         """Rows of the block, until so many of them are valued; then the next ones."""
         rows, valued = list[CorpusRow](), 0
-        for row in self._job.corpus.rows(first, first + self._job.block):
+        for row in self._job.corpus.rows(block.start, block.stop):
             rows.append(row)
             valued += row.example is not None
             if valued == self._job.options.batch_size:

@@ -108,12 +108,12 @@ class _Done:
         out = 0 if job.survey is None else self._rows - job.survey.counts["train"]
         label = f"Scoring ({out} rows are left out)" if out else "Scoring"
         self._tracker = Tracker(label, self._rows, not job.options.quiet)
-        self._done = self._rows - sum(map(self._size, left))
+        self._done = self._without(left)
         self._tracker.resume(self._done)
 
-    def _size(self, number: int) -> int:
-        first = number * self._job.block
-        return min(first + self._job.block, self._rows) - first
+    def _without(self, left: Sequence[int]) -> int:
+        """Rows of all blocks but these."""
+        return self._rows - sum(len(self._job.stretch(number)) for number in left)
 
     def within(self, rows: int) -> None:
         """Count so many rows of the block at work as done."""
@@ -121,12 +121,12 @@ class _Done:
 
     def finish(self, number: int) -> None:
         """A block is done."""
-        self._done += self._size(number)
+        self._done += len(self._job.stretch(number))
         self.within(0)
 
     def interrupted(self) -> KeyboardInterrupt:
         """Message about the finished part, and how to continue."""
-        done = self._rows - sum(map(self._size, self._job.missing()))
+        done = self._without(self._job.missing())
         return KeyboardInterrupt(
             f"{done} of {self._rows} rows are finished and kept; the same command with --resume "
             "continues after them"

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from alphatoken.corpus.queries import encode_queries, query_rows, read_as
 from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
 from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys
 from alphatoken.data.source import find_source, source_of
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import file_digest, weights_digest, write_json
 
-__all__ = ["Job", "Prepared", "on_device", "open_job", "prepare_job", "prepare_rows", "seal_job"]
+__all__ = ["Job", "on_device", "open_job", "prepare_job", "prepare_rows", "seal_job"]
 
 _FILES = 1024
 """Files that the rows are spread over where nothing else is asked for."""
@@ -43,21 +43,6 @@ def on_device(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """All rows of a job, before the model is loaded.
-
-    Attributes:
-        corpus: the rows to value.
-        held: the validation rows.
-        fisher: of the stability term.
-    """
-
-    corpus: Corpus
-    held: list[Row]
-    fisher: FisherDrift | None
-
-
-@dataclass(frozen=True)
 class Job:
     """Everything that the values depend on, read and checked.
 
@@ -67,7 +52,6 @@ class Job:
         validation: encoded validation rows; ``encoded`` says what happened to them.
         fisher: of the stability term.
         model: on its device.
-        settings: what the values depend on, by name.
         survey: of the corpus; None in a process that only values.
         second: the reference model.
     """
@@ -78,14 +62,8 @@ class Job:
     encoded: EncodeReport
     fisher: FisherDrift | None
     model: nn.Module
-    settings: dict[str, Any]
     survey: Survey | None = None
     second: nn.Module | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the results."""
-        return self.options.folder
 
     @property
     def block(self) -> int:
@@ -99,11 +77,16 @@ class Job:
 
     def part(self, number: int) -> Path:
         """The value file of a block."""
-        return self.folder / "values" / f"part-{number:05d}.parquet"
+        return self.options.folder / "values" / f"part-{number:05d}.parquet"
 
     def missing(self) -> list[int]:
         """Blocks that are not finished."""
         return [number for number in self.blocks if not self.part(number).exists()]
+
+    def stretch(self, number: int) -> range:
+        """The rows of a block."""
+        rows = range(self.corpus.source.rows)
+        return rows[number * self.block : (number + 1) * self.block]
 
     def scorer(self) -> Scorer:
         """A scorer of its own validation rows; it builds G when it is first used.
@@ -123,6 +106,44 @@ class Job:
         )
         scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
         return scorer
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the values, by the name of their flags; a resumed run must have the same."""
+        options, how = self.options, asdict(self.corpus.how)
+        drawn, fisher = options.validation_rows, options.fisher_file
+        valued = asdict(options.config)
+        del valued["preconditioner"], valued["damping"]  # of no consequence for the values
+        layers = valued.pop("layers")
+        del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them
+        return {
+            "model_name_or_path": options.model_name_or_path,
+            "adapter": options.adapter,
+            "train_file": options.train_file,
+            "validation_file": options.validation_file
+            or (f"{drawn} rows of the training file" if drawn else None),
+            "query": options.queries or None,
+            "reference": options.reference,
+            "reference_sha256": None if self.second is None else weights_digest(self.second),
+            "fisher_file": fisher or "none",
+            "score_layers": layers if isinstance(layers, (int, str)) else list(layers),
+            "value_parameters": valued.pop("parameters"),
+            **valued,
+            "keep_ratio": options.ratio,
+            "keep_scope": options.scope,
+            "per_device_train_batch_size": options.batch_size,
+            "shard_size": self.block,
+            "max_length": how.pop("max_length"),
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "leak_key": options.leak_key,
+            "seed": options.seed,
+            "row_format": self.encoded.format,
+            "rows_read": asdict(self.corpus.fields) | how,
+            "model_sha256": weights_digest(self.model),
+            "fisher_sha256": "none" if fisher is None else file_digest(fisher),
+            "train_sha256": self.corpus.source.sha256,
+            "validation_sha256": examples_digest(self.validation),
+        }
 
 
 def prepare_job(options: ScoreOptions) -> Job:
@@ -145,19 +166,18 @@ def prepare_job(options: ScoreOptions) -> Job:
             why="its steps are on all of them together, and its values have no part of each",
             remedy="one --query, or --estimator label",
         )
-    prepared = prepare_rows(options)
-    corpus = prepared.corpus
+    corpus, held, fisher = prepare_rows(options)
     reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
     survey = corpus.survey(reading.report)
-    survey.counts["validation"] = len(prepared.held)
-    job = _job(options, prepared)
+    survey.counts["validation"] = len(held)
+    job = _job(options, corpus, held, fisher, survey)
     for query in job.validation if options.queries and not options.quiet else ():
         print(read_as(query), file=sys.stderr)
-    return replace(job, survey=survey)
+    return job
 
 
-def prepare_rows(options: ScoreOptions) -> Prepared:
-    """The rows of a job: training rows, and validation rows of their own file or drawn from them.
+def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift | None]:
+    """Rows to value; validation rows, of their own file or drawn from them; Fisher of stability.
 
     Raises:
         AlphaTokenError: wrong input, with what and where.
@@ -165,20 +185,19 @@ def prepare_rows(options: ScoreOptions) -> Prepared:
     corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.limit))
     if options.reference is not None:
         _check_reference(options)
-        held, drawn = list[Row](), frozenset[int]()
-    elif options.queries or options.validation_file is not None:
-        held, drawn = _validation_rows(options), frozenset[int]()
-    else:
+    held, drawn = _validation_rows(options), frozenset[int]()
+    if not (options.reference or options.queries or options.validation_file):
         held = draw_rows(corpus, options.validation_rows or 0, options.seed)
         drawn = frozenset(row.index for row in held)
     # Of a query the rows that say the same are the answer that is looked for.
     keys = frozenset(key for row in held if not options.queries for key in leak_keys(row))
-    return Prepared(replace(corpus, drawn=drawn, held=keys), held, fisher)
+    return replace(corpus, drawn=drawn, held=keys), held, fisher
 
 
 def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | None]:
     """All rows, of which nothing is held out yet, and the Fisher that some may be of."""
-    tokenizer, fisher = options.tokenizer(), options.fisher()
+    tokenizer, file = options.tokenizer(), options.fisher_file
+    fisher = None if file is None else FisherDrift.load(file)
     corpus = Corpus(
         source,
         options.fields,
@@ -192,40 +211,32 @@ def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | N
 
 def _validation_rows(options: ScoreOptions) -> list[Row]:
     """The queries; or rows of the validation file, by the named columns where a row has them."""
-    if options.queries:
+    if options.reference is not None:
+        return []
+    if options.queries or options.validation_file is None:
         return query_rows(options.queries, options.fields)
-    assert options.validation_file is not None
     return options.rows(options.validation_file, optional=True)
 
 
-def _job(options: ScoreOptions, prepared: Prepared) -> Job:
-    corpus, fisher = prepared.corpus, prepared.fisher
-    how = corpus.how
+def _job(
+    options: ScoreOptions,
+    corpus: Corpus,
+    held: list[Row],
+    fisher: FisherDrift | None,
+    survey: Survey | None = None,
+) -> Job:
     if options.queries:
-        validation, encoded = encode_queries(prepared.held, corpus.tokenizer, how)
+        validation, encoded = encode_queries(held, corpus.tokenizer, corpus.how)
     else:
         encode = encode_rows if options.reference else partial(encode_some, what="validation")
-        validation, encoded = encode(prepared.held, corpus.tokenizer, how)
-    second = options.second()
-    job = Job(
-        options,
-        corpus,
-        validation,
-        encoded,
-        fisher,
-        options.model(),
-        {},
-        second=None if second is None else second.model(),
-    )
-    return replace(job, settings=_settings(job))
+        validation, encoded = encode(held, corpus.tokenizer, corpus.how)
+    model, path = options.model(), options.reference
+    second = None if path is None else options.other(path).model()
+    return Job(options, corpus, validation, encoded, fisher, model, survey, second)
 
 
 def _check_reference(options: ScoreOptions) -> None:
-    """Check that both models read the same tokens.
-
-    Raises:
-        ConfigError: they do not, or nothing reads the second model.
-    """
+    """Check that both models read the same tokens, and that something reads the second one."""
     if options.estimator != "walk":
         raise ConfigError(
             "--reference is read by --estimator walk alone",
@@ -233,9 +244,9 @@ def _check_reference(options: ScoreOptions) -> None:
             why="the others are inner products with a direction of the model itself",
             remedy="--estimator walk, or --validation_file in its place",
         )
-    second = options.second()
-    assert second is not None
-    own, other = (one.tokenizer().get_vocab() for one in (options, second))
+    assert options.reference is not None
+    both = options, options.other(options.reference)
+    own, other = (one.tokenizer().get_vocab() for one in both)
     if own != other:
         differing = [t for t in {**own, **other} if own.get(t) != other.get(t)]
         raise ConfigError(
@@ -256,44 +267,6 @@ def _block(rows: int) -> int:
     return max(_LEAST, -(-rows // _FILES // _LEAST) * _LEAST)
 
 
-def _settings(job: Job) -> dict[str, Any]:
-    """Settings of the values, by the name of their flags; a resumed run must have the same."""
-    options, how = job.options, asdict(job.corpus.how)
-    drawn, fisher = options.validation_rows, options.fisher_file
-    valued = asdict(options.config)
-    del valued["preconditioner"], valued["damping"]  # of no consequence for the values
-    layers = valued.pop("layers")
-    del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them
-    return {
-        "model_name_or_path": options.model_name_or_path,
-        "adapter": options.adapter,
-        "train_file": options.train_file,
-        "validation_file": options.validation_file
-        or (f"{drawn} rows of the training file" if drawn else None),
-        "query": options.queries or None,
-        "reference": options.reference,
-        "reference_sha256": None if job.second is None else weights_digest(job.second),
-        "fisher_file": fisher or "none",
-        "score_layers": layers if isinstance(layers, (int, str)) else list(layers),
-        "value_parameters": valued.pop("parameters"),
-        **valued,
-        "keep_ratio": options.ratio,
-        "keep_scope": options.scope,
-        "per_device_train_batch_size": options.batch_size,
-        "shard_size": job.block,
-        "max_length": how.pop("max_length"),
-        "dtype": str(next(job.model.parameters()).dtype).removeprefix("torch."),
-        "leak_key": options.leak_key,
-        "seed": options.seed,
-        "row_format": job.encoded.format,
-        "rows_read": asdict(job.corpus.fields) | how,
-        "model_sha256": weights_digest(job.model),
-        "fisher_sha256": "none" if fisher is None else file_digest(fisher),
-        "train_sha256": job.corpus.source.sha256,
-        "validation_sha256": examples_digest(job.validation),
-    }
-
-
 def seal_job(job: Job) -> None:
     """Write down what another process needs to value the same rows the same way."""
     document = {
@@ -302,7 +275,7 @@ def seal_job(job: Job) -> None:
         "drawn": sorted(job.corpus.drawn),
         "held": sorted(job.corpus.held),
     }
-    path = job.folder / "job" / "job.json"
+    path = job.options.folder / "job" / "job.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, document, default=str)
 
@@ -313,19 +286,13 @@ def open_job(options: ScoreOptions) -> Job:
     Raises:
         DataError: there is none, or its files changed. ConfigError: it is another one.
     """
-    path = options.folder / "job" / "job.json"
-    document = read_manifest(path)
-    source = source_of(document["source"])
-    if not source.rows:
-        raise DataError("the job has no rows", got=str(path))
-    corpus, fisher = _corpus(options, source)
+    document = read_manifest(options.folder / "job" / "job.json")
+    corpus, fisher = _corpus(options, source_of(document["source"]))
     drawn = document["drawn"]
     corpus = replace(corpus, drawn=frozenset(drawn), held=frozenset(document["held"]))
-    if options.queries or options.validation_file is not None:
-        held = _validation_rows(options)
-    else:
-        held = [row for index in drawn if isinstance(row := corpus.row(index), Row)]
-    job = _job(options, Prepared(corpus, held, fisher))
+    rows = (corpus.row(index) for index in drawn)
+    held = _validation_rows(options) or [row for row in rows if isinstance(row, Row)]
+    job = _job(options, corpus, held, fisher)
     due, found = document["settings"], json.loads(json.dumps(job.settings, default=str))
     differing = [key for key in due if due[key] != found.get(key)]
     if differing:
@@ -335,4 +302,4 @@ def open_job(options: ScoreOptions) -> Job:
             why="its values would not be those of the other processes",
             remedy="the same model, files and options on every machine",
         )
-    return replace(job, settings=due)
+    return job

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from alphatoken.support.options import option
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     import alphatoken.data.rows
-    from alphatoken import FisherDrift
     from alphatoken.config import ScorerConfig
     from alphatoken.data import EncodeOptions, Fields
 
@@ -79,6 +78,10 @@ class ModelOptions:
         parts = find_parts(self.model_name_or_path, self.adapter)
         return load_tokenizer(parts.tokenizer, trust_remote_code=self.trust_remote_code)
 
+    def other(self, path: str) -> Self:
+        """The same options of another model, which is loaded as this one is."""
+        return replace(self, model_name_or_path=path, adapter=None)
+
     def within(self, how: EncodeOptions, layers: str) -> EncodeOptions:
         """Encoding options for this model, which need not be loaded.
 
@@ -103,6 +106,9 @@ class ResultOptions:
     """Options of the results."""
 
     report: bool = option(True, "write an HTML report")
+    shard_size: int | None = option(
+        None, "rows in each value file (default: 64 or more, for about 1,000 files)", least=1
+    )
     write_dataset: bool = option(
         False, "write the rows as a data set too: labels, which any trainer reads, and loss_weights"
     )
@@ -166,6 +172,7 @@ class ValuationOptions:
         return ScorerConfig(
             estimator=self.estimator,
             layers=read_layers(self.layers, "--score_layers"),
+            parameters=getattr(self, "parameters", "linears"),  # not every command asks
             window=self.window,
             stability_weight=self.stability_weight,
             walk_steps=self.walk_steps,
@@ -339,15 +346,6 @@ class _Finer:
 
 
 @dataclass(kw_only=True)
-class _Output:
-    """Options for writing the values."""
-
-    shard_size: int | None = option(
-        None, "rows in each value file (default: 64 or more, for about 1,000 files)", least=1
-    )
-
-
-@dataclass(kw_only=True)
 class ScoreOptions(
     ModelOptions,
     _ScoredRows,
@@ -357,7 +355,6 @@ class ScoreOptions(
     _Finer,
     ReadingOptions,
     LeftOutOptions,
-    _Output,
     ResultOptions,
     EngineOptions,
     EarlierOptions,
@@ -366,34 +363,9 @@ class ScoreOptions(
     """Everything that ``alphatoken score`` is told: the rows, and what is made of them."""
 
     @property
-    def config(self) -> ScorerConfig:
-        """Configuration of the scorer.
-
-        Raises:
-            ConfigError: options without a meaning.
-        """
-        return replace(super().config, parameters=self.parameters)
-
-    @property
     def folder(self) -> Path:
         """Folder of the results."""
         return Path(self.output_dir)
-
-    def second(self) -> ModelOptions | None:
-        """The reference model, loaded as the other is."""
-        if self.reference is None:
-            return None
-        return replace(self, model_name_or_path=self.reference, adapter=None)
-
-    def fisher(self) -> FisherDrift | None:
-        """The Fisher of the stability term.
-
-        Raises:
-            AlphaTokenError: the file is missing, or holds something else.
-        """
-        from alphatoken import FisherDrift
-
-        return None if self.fisher_file is None else FisherDrift.load(self.fisher_file)
 
 
 @dataclass(kw_only=True)

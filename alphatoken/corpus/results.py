@@ -51,7 +51,7 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
         DataError: the value files do not hold the rows of the job.
         ModelError: the certificate did not pass.
     """
-    options, folder, survey = job.options, job.folder, job.survey
+    options, folder, survey = job.options, job.options.folder, job.survey
     assert survey is not None
     if survey.bad:
         write_jsonl(folder / "bad_rows.jsonl", survey.bad)
@@ -104,9 +104,8 @@ def _shown(query: Example, texts: Callable[[Sequence[int]], list[str]]) -> Shown
 def _checked(job: Job) -> Iterator[ScoredExample]:
     """Read everything back, and see that each file holds rows of its own stretch of the data."""
     for number in job.blocks:
-        stretch = range(number * job.block, (number + 1) * job.block)
         for example in read_values(job.part(number)):
-            if example.row not in stretch:
+            if example.row not in job.stretch(number):
                 raise DataError(
                     "the value files do not hold the training rows",
                     got=str(job.part(number)),
@@ -149,12 +148,13 @@ def _dataset(job: Job) -> DatasetCounts | None:
     """The rows with their weights, for other trainers, where that is asked for."""
     if not job.options.write_dataset:
         return None
-    counts = write_dataset(job.folder / "values", job.folder / "dataset")
+    folder = job.options.folder
+    counts = write_dataset(folder / "values", folder / "dataset")
     if not job.options.quiet:
         print(
             f"{counts.rows} rows with {counts.trained_tokens} of {counts.response_tokens} response "
             f"tokens; {counts.rows_without_weight} rows without weight left out: "
-            f"{job.folder / 'dataset'}",
+            f"{folder / 'dataset'}",
             file=sys.stderr,
         )
     return counts
@@ -185,7 +185,7 @@ def _say(
     notes: Sequence[str],
 ) -> None:
     """Say what was made, and refuse values that the oracle does not agree with."""
-    folder = job.folder
+    folder = job.options.folder
     if certificate is not None:
         print(certificate)
     for note in () if job.options.quiet else notes:

@@ -125,7 +125,7 @@ def _follow(options: ScoreOptions, here: Launched) -> None:
 
 def _open(job: Job) -> None:
     """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
-    folder = job.folder
+    folder = job.options.folder
     manifest = folder / "run.json"
     if job.options.overwrite_output and manifest.exists():
         manifest.unlink()
