@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-from alphatoken.cli.diagnose_options import (
-    DiagnoseOptions,
-    Request,
-    read_request,
-)
+from alphatoken.cli.diagnose_options import Request, read_request
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
 from alphatoken.corpus.folder import (
     collected_warnings,
@@ -63,7 +59,10 @@ def run(words: Sequence[str]) -> int:
     elif blind and not options.retention_set:
         print(f"note: {', '.join(blind)} will not run without --retention_set", file=sys.stderr)
     out = Path(options.output_dir)
-    _check_out(out, options)
+    require_writable(out)
+    out.mkdir(parents=True, exist_ok=True)
+    made = [out / entry.name for entry in DIAGNOSTICS]
+    refuse_foreign(out / _MANIFEST, made, resume=options.resume, overwrite=options.overwrite_output)
     try:
         prepared = prepare(options)
         for note in () if options.quiet else prepared.notes:
@@ -87,11 +86,7 @@ def run(words: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _run_each(
-    request: Request,
-    subject: Subject,
-    folder: _Folder,
-) -> None:
+def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
     quiet, count = request.shared.quiet, len(request.entries)
     for number, entry in enumerate(request.entries, start=1):
         if Diagnosis.finished(place := folder.path / entry.name):
@@ -150,21 +145,6 @@ def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
     print(f"  files: {folder.path / diagnosis.name}", flush=True)
 
 
-# --- before the model is loaded -------------------------------------------------------------------
-
-
-def _check_out(path: Path, options: DiagnoseOptions) -> None:
-    """Check that the folder can be written, and holds nothing that would be mixed up."""
-    require_writable(path)
-    path.mkdir(parents=True, exist_ok=True)
-    refuse_foreign(
-        path / _MANIFEST,
-        [path / entry.name for entry in DIAGNOSTICS],
-        resume=options.resume,
-        overwrite=options.overwrite_output,
-    )
-
-
 # --- the folder -----------------------------------------------------------------------------------
 
 
@@ -190,11 +170,7 @@ class _Folder:
 
     @classmethod
     def open(cls, path: Path, prepared: Prepared, request: Request) -> _Folder:
-        """A new run, or an earlier one with the same settings.
-
-        Raises:
-            ConfigError: the earlier one has others.
-        """
+        """A new run, or an earlier one, which must have the same settings."""
         known: dict[str, dict[str, Any]] = {}
         manifest = path / _MANIFEST
         if manifest.exists() and request.shared.overwrite_output:

@@ -44,6 +44,9 @@ VALIDATION_ROWS = 32
 
 _FIELDS = ("prompt", "response", "messages")
 
+_SAME = (*SIZES, "ratio", "batch_size", "tuning_rate", "seed")
+"""Options that a subject has by the same name; left out, its own defaults hold."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -165,11 +168,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         beside=beside,
         fisher=fisher,
         config=config,
-        ratio=options.ratio,
-        batch_size=options.batch_size,
-        **{name: size for name in SIZES if (size := getattr(options, name)) is not None},
-        tuning_rate=options.tuning_rate,
-        seed=options.seed,
+        **{name: said for name in _SAME if (said := getattr(options, name)) is not None},
         progress=not options.quiet,
         names={key: name for key, name in names.items() if name is not None},
     )
@@ -182,26 +181,22 @@ def prepare(options: DiagnoseOptions) -> Prepared:
 def _read(
     options: DiagnoseOptions, fisher: FisherDrift | None
 ) -> tuple[Pools, dict[str, list[Row]], list[str]]:
-    """Pools that share nothing, in ``fisher`` its prompts; retention rows by set; and sentences.
-
-    The sentences say what was drawn and removed.
-    """
+    """Pools that share nothing; retention rows by set; sentences on what was drawn and removed."""
     notes: list[str] = []
+    drawn = partial(_drawn, seed=options.seed, notes=notes)
     data = options.rows(options.train_file, limit=options.limit)
     held = None
     if options.validation_file is not None:
         # By the named columns where a row has them, else by those that are known.
         held = options.rows(options.validation_file, optional=True)
         most = options.validation_rows or VALIDATION_ROWS
-        held = _drawn(held, most, options.seed, "validation rows", "--validation_rows", notes)
+        held = drawn(held, most, "validation rows", "--validation_rows")
     retention = {
-        name: _drawn(
+        name: drawn(
             read_rows(path, fields=named),
             options.retention_rows,
-            options.seed,
             f"retention rows of {name}",
             "--retention_rows",
-            notes,
         )
         for name, (path, named) in retention_files(options.retention_set).items()
     }
@@ -218,27 +213,18 @@ def _read(
     retention = {name: [row for row in rows if id(row) in kept] for name, rows in retention.items()}
     notes += about_pools(pools.counts)
     pools = _held_out(pools, options, notes)
-    train = _drawn(
-        pools.train, options.train_rows, options.seed, "training rows", "--train_rows", notes
-    )
+    train = drawn(pools.train, options.train_rows, "training rows", "--train_rows")
     return replace(pools, train=train), retention, notes
 
 
 def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools:
-    """The same pools with rows drawn from the training rows for a Fisher, in ``fisher``.
-
-    Raises:
-        ConfigError: as many as there are, or more.
-    """
+    """The same pools with rows drawn from the training rows for a Fisher, in ``fisher``."""
     count = options.fisher_prompts
     if count is None:
         fifth = len(pools.train) // 5
         count = min(PROMPTS, fifth) if fifth >= FEWEST else 0
     drawn = split_pools(
-        pools.train,
-        fisher_rows=count,
-        leak_key=options.leak_key,
-        seed=options.seed,
+        pools.train, fisher_rows=count, leak_key=options.leak_key, seed=options.seed
     )
     if count:
         notes.append(
@@ -250,7 +236,7 @@ def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools
 
 
 def _drawn(
-    rows: list[Row], most: int, seed: int, what: str, flag: str, notes: list[str]
+    rows: list[Row], most: int, what: str, flag: str, *, seed: int, notes: list[str]
 ) -> list[Row]:
     """Draw at most so many rows at random, in their own order, with a note."""
     if len(rows) <= most:
