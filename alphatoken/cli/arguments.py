@@ -128,11 +128,7 @@ def _earlier_than_policy(recipes: Sequence[Recipe], words: Sequence[str]) -> set
 
 
 def _give_way(found: argparse.Namespace, training: Any, earlier: set[str]) -> tuple[str, ...]:
-    """Reset options that earlier recipes set for another policy, if a later one is named.
-
-    Returns:
-        The options that were set back.
-    """
+    """Reset options that earlier recipes set for another policy than a later one; their names."""
     neutral = unread_options(vars(found), training.FAMILY)
     names = [n for n, value in neutral.items() if n in earlier and getattr(found, n) != value]
     for name in names:

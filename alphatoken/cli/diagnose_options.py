@@ -149,6 +149,7 @@ class Request:
         shared: everything else.
         given: sizes that the command line says, and which no budget makes smaller.
         command: the whole command line, for the report.
+        budget: seconds of each diagnostic; None for no limit.
     """
 
     entries: tuple[Entry, ...]
@@ -156,11 +157,7 @@ class Request:
     shared: DiagnoseOptions
     given: frozenset[str]
     command: str
-
-    @property
-    def budget(self) -> float | None:
-        """Seconds of each diagnostic; None for no limit."""
-        return parse_budget(self.shared.budget)
+    budget: float | None
 
 
 def read_request(name: str, *words: str) -> Request:
@@ -183,9 +180,8 @@ def read_request(name: str, *words: str) -> Request:
     # Whoever draws them from the training rows must say how many; the budget may stop before.
     if shared.validation_rows is not None and shared.validation_file is not None:
         ours |= {"objective_rows"}
-    request = Request(entries, options, shared, frozenset(ours), command)
-    _ = request.budget  # a bad one is refused before any work
-    return request
+    budget = parse_budget(shared.budget)
+    return Request(entries, options, shared, frozenset(ours), command, budget)
 
 
 def parse_budget(text: str) -> float | None:

@@ -154,11 +154,7 @@ def _journal(out: Path) -> Path:
 
 
 def _earlier(path: Path, settings: dict[str, Any], options: FilterOptions) -> list[_Judged]:
-    """Rows that an interrupted run has valued; from now on ``path`` holds them and the settings.
-
-    Raises:
-        ConfigError: an earlier run and no word on it, or one with other settings.
-    """
+    """Rows that an interrupted run has valued; from now on ``path`` holds them and the settings."""
     found = list[_Judged]()
     if path.exists() and not options.overwrite_output:
         if not options.resume:

@@ -129,19 +129,14 @@ class Program:
         print(f"{self.name}{process}: {' '.join(message.split())}", file=sys.stderr)
 
 
-class _Notes(logging.Handler):
-    """Handler that prints the library's log of the rows as notes of a command."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"note: {record.getMessage()}", file=sys.stderr)
-
-
 @contextmanager
 def _said_in_notes(quiet: bool) -> Iterator[None]:
     """Inside, the first process says in lines what was read of each file, and our own warnings."""
     log, shown = logging.getLogger("alphatoken.data"), warnings.showwarning
     before = log.handlers, log.propagate, log.level
-    log.handlers, log.propagate = [_Notes()], False
+    notes = logging.StreamHandler()
+    notes.setFormatter(logging.Formatter("note: %(message)s"))
+    log.handlers, log.propagate = [notes], False
     first = os.environ.get("RANK", "0") == "0"
     log.setLevel(logging.INFO if first and not quiet else logging.ERROR)
 

@@ -77,11 +77,7 @@ def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
 
 
 def _run(command: str, words: Sequence[str]) -> int:
-    """``alphatoken sft`` or ``dpo``: train with TRL's trainer and token values; the exit status.
-
-    Raises:
-        AlphaTokenError: wrong arguments or input. KeyboardInterrupt: says how to go on.
-    """
+    """``alphatoken sft`` or ``dpo``: train with TRL's trainer and token values; the exit status."""
     if {"--help", "-h"} & set(words):
         print(help_text(command))
         return 0
@@ -260,11 +256,7 @@ def _train(arguments: Any, kind: type[Any]) -> None:
 
 
 def _save(trainer: Any, folder: str) -> None:
-    """Write the trained model.
-
-    Raises:
-        DataError: it could not be written; the checkpoints are as they were.
-    """
+    """Write the trained model; where it cannot be, the checkpoints are as they were."""
     from safetensors import SafetensorError
 
     try:
@@ -329,11 +321,7 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
 
 
 def _vocabulary(arguments: Any) -> int | None:
-    """Rows of the model's embedding; None where TRL makes it as large as a template's tokens ask.
-
-    Raises:
-        ModelError: the configuration cannot be loaded.
-    """
+    """Rows of the model's embedding; None where TRL makes it as large as a template asks."""
     from alphatoken.train.loading import find_limits, find_parts
 
     args, model = arguments.training, arguments.model

@@ -8,13 +8,13 @@ files are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from alphatoken import Scorer, TokenValues, select_top
 from alphatoken.corpus.job import Job, on_device
-from alphatoken.corpus.rows import CorpusRow
 from alphatoken.data import Example, collate
 from alphatoken.errors import ModelError
 from alphatoken.report import COMPONENTS, ScoredExample, write_values
@@ -46,25 +46,15 @@ class BlockValuer:
             ModelError: out of memory.
         """
         block = self._job.stretch(number)
+        rows = self._job.corpus.rows(block.start, block.stop)
+        examples = (row.example for row in rows if row.example is not None)
 
         def valued() -> Iterator[ScoredExample]:
-            for batch in self._batches(block):
-                yield from self._scored([row.example for row in batch if row.example])
-                if batch:
-                    report(batch[-1].index + 1 - block.start)
+            while batch := list(islice(examples, self._job.options.batch_size)):
+                yield from self._scored(batch)
+                report(batch[-1].row.index + 1 - block.start)
 
         write_values(self._job.part(number), valued())
-
-    def _batches(self, block: range) -> Iterator[list[CorpusRow]]:
-        """Rows of the block, until so many of them are valued; then the next ones."""
-        rows, valued = list[CorpusRow](), 0
-        for row in self._job.corpus.rows(block.start, block.stop):
-            rows.append(row)
-            valued += row.example is not None
-            if valued == self._job.options.batch_size:
-                yield rows
-                rows, valued = [], 0
-        yield rows
 
     def _by_query(self, values: TokenValues) -> dict[str, Tensor]:
         """Values (b, t) against each query; none where there are no queries."""
@@ -77,8 +67,6 @@ class BlockValuer:
         return {query_key(n): one for n, one in enumerate(values.by_batch().unbind(-1))}
 
     def _scored(self, examples: Sequence[Example]) -> Iterator[ScoredExample]:
-        if not examples:
-            return
         options = self._job.options
         try:
             values = self._scorer.score(on_device(collate(examples), self._job.model))

@@ -89,11 +89,7 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Check that no other run is at work in the output folder, for as long as this one is.
-
-    Raises:
-        ConfigError: one is.
-    """
+    """Check that no other run is at work in the output folder, for as long as this one is."""
     there = folder.exists()
     handle = try_lock(folder / "lock")
     if handle is None:
