@@ -154,17 +154,15 @@ class _Folder:
 
     Attributes:
         path: the folder.
-        settings: what all diagnoses in it depend on.
+        prepared: with the settings that all diagnoses in it depend on.
         diagnostics: ``options`` of each that was asked for, ``seconds`` once it has run.
-        notes: on the rows.
         command: the last one, for the report.
         failures: why diagnostics could not run.
     """
 
     path: Path
-    settings: dict[str, Any]
+    prepared: Prepared
     diagnostics: dict[str, dict[str, Any]]
-    notes: Sequence[str]
     command: str
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -188,7 +186,7 @@ class _Folder:
                 )
                 same_settings(then, now)
             known[name] = {**known.get(name, {}), "options": asked}
-        folder = cls(path, prepared.settings, known, prepared.notes, request.command)
+        folder = cls(path, prepared, known, request.command)
         folder._write()
         return folder
 
@@ -206,8 +204,9 @@ class _Folder:
         self._write()
 
     def _write(self) -> None:
-        model = Path(self.settings["model"])
-        document = {"settings": self.settings, "diagnostics": self.diagnostics}
+        settings = self.prepared.settings
+        model = Path(settings["model"])
+        document = {"settings": settings, "diagnostics": self.diagnostics}
         write_json(self.path / _MANIFEST, document, default=str)
         shown = [entry for entry in DIAGNOSTICS if entry.name in self.diagnostics]
         finished = [one.name for one in shown if Diagnosis.finished(self.path / one.name)]
@@ -221,13 +220,13 @@ class _Folder:
                     entry.question,
                     done.get(entry.name),
                     failure=self.failures.get(entry.name, ""),
-                    shared=self.settings,
+                    shared=settings,
                 )
                 for entry in shown
             ],
             contents=True,
-            rows=self.notes,
-            settings=self.settings,
+            rows=self.prepared.notes,
+            settings=settings,
             command=self.command,
         )
         write_page(self.path / _PAGE, page)

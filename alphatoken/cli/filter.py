@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from alphatoken.cli.options import option, read_options
 from alphatoken.corpus.options import (
@@ -87,10 +87,5 @@ class FilterOptions(
     """Everything that ``alphatoken filter`` is told."""
 
 
-def read(words: Sequence[str]) -> FilterOptions:
-    """The options that ``words``, the arguments after ``alphatoken filter``, stand for.
-
-    Raises:
-        ConfigError: words that cannot be read.
-    """
-    return read_options("filter", FilterOptions, words, description=_ABOUT, epilog=_MORE)
+read = partial(read_options, "filter", FilterOptions, description=_ABOUT, epilog=_MORE)
+"""The options that the arguments after ``alphatoken filter`` stand for."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from alphatoken.cli.options import option, read_options
@@ -47,10 +47,5 @@ class FisherOptions(ModelOptions, _Fit, ReadingOptions, RunningOptions):
     """Everything that ``alphatoken fisher`` is told."""
 
 
-def read(words: Sequence[str]) -> FisherOptions:
-    """The options that ``words``, the arguments after ``alphatoken fisher``, stand for.
-
-    Raises:
-        ConfigError: words that cannot be read.
-    """
-    return read_options("fisher", FisherOptions, words, description=_ABOUT)
+read = partial(read_options, "fisher", FisherOptions, description=_ABOUT)
+"""The options that the arguments after ``alphatoken fisher`` stand for."""

@@ -227,9 +227,7 @@ def check_launch(arguments: Any) -> None:
 
 def _train(arguments: Any, kind: type[Any]) -> None:
     """Read, build the trainer, train, save."""
-    tokenizer = load_tokenizer(arguments)
-    trainer, notes = build_trainer(arguments, kind, tokenizer)
-
+    trainer, notes = build_trainer(arguments, kind)
     args, first = arguments.training, trainer.accelerator.is_main_process
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
     policy = args.policy
@@ -270,10 +268,8 @@ def _save(trainer: Any, folder: str) -> None:
         ) from OSError(str(error))
 
 
-def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tuple[Any, list[str]]:
+def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     """The trainer with its model and data, and what is to be said about the data.
-
-    A ``tokenizer`` that is loaded already is not loaded again.
 
     Raises:
         AlphaTokenError: model or data cannot be used.
@@ -286,8 +282,7 @@ def build_trainer(arguments: Any, kind: type[Any], tokenizer: Any = None) -> tup
     from alphatoken.train.loading import freeze_unreached
 
     args, model = arguments.training, arguments.model
-    if tokenizer is None:
-        tokenizer = load_tokenizer(arguments)
+    tokenizer = load_tokenizer(arguments)
     data = load_run_data(arguments, tokenizer, _vocabulary(arguments))
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already

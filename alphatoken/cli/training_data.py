@@ -55,11 +55,7 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
         "fisher": data.fisher_data if fisher is not None else None,
         "retention": data.retention_data,
     }
-    own = {
-        name: reader.file_rows(source, name)
-        for name, source in sources.items()
-        if source is not None
-    }
+    own = {name: reader.file_rows(file, name) for name, file in sources.items() if file is not None}
     kept, notes = _separate(arguments, validation, fisher, train, own)
     found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
     evaluation = None
@@ -159,9 +155,7 @@ def _separate(
     """Pools that share nothing, by name, and what was done to make them so."""
     items = {"train": train, **own}
     rows = {name: [item.row for item in some] for name, some in items.items()}
-    item_of = {
-        id(row): item for name in rows for row, item in zip(rows[name], items[name], strict=True)
-    }
+    item_of = {id(item.row): item for some in items.values() for item in some}
     retention = rows.get("retention", [])
     keys = {key for row in retention for key in leak_keys(row)}
     pools = split_pools(
@@ -173,12 +167,8 @@ def _separate(
         fisher_keys=keys | _fitted_keys(arguments.data),
         leak_key=arguments.data.leak_key,
     )
-    kept = {
-        "train": pools.train,
-        "validation": pools.validation,
-        "fisher": pools.fisher,
-        "retention": retention,
-    }
+    kept = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
+    kept["retention"] = retention
     found = {name: [item_of[id(row)] for row in some] for name, some in kept.items()}
     return found, _pool_notes(pools.counts, arguments)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from alphatoken import FisherDrift, ScorerConfig
+from alphatoken import FisherDrift
+from alphatoken.corpus.job import Job
+from alphatoken.corpus.rows import Survey
 from alphatoken.data import EncodeReport
 from alphatoken.report import ValueSummary
 
@@ -18,19 +20,14 @@ _APPROXIMATE = (
 
 
 def write_notes(
-    counts: Mapping[str, int],
-    encoded: Mapping[str, EncodeReport],
-    fisher: FisherDrift | None,
-    config: ScorerConfig,
-    summary: ValueSummary,
-    warned: Sequence[str],
-    queries: int = 0,
+    job: Job, survey: Survey, summary: ValueSummary, warned: Sequence[str]
 ) -> list[str]:
     """Sentences for the report, the summary and the console; what is trivially so is left out."""
-    notes = [_APPROXIMATE] if config.estimator == "alphatoken" else []
-    if config.estimator != "walk" and (fisher is not None or not queries):
-        notes += _about_stability(fisher, summary)
-    validation = encoded["validation"]
+    estimator, queries = job.options.estimator, len(job.options.queries)
+    notes = [_APPROXIMATE] if estimator == "alphatoken" else []
+    if estimator != "walk" and (job.fisher is not None or not queries):
+        notes += _about_stability(job.fisher, summary)
+    validation, counts = job.encoded, survey.counts
     if queries > 1:
         notes.append(
             f"Value and adaptation are against all {queries} queries together, each counted by its "
@@ -44,8 +41,7 @@ def write_notes(
     notes += about_pools(counts)
     if counts.get("bad_rows"):
         notes.append(f"{counts['bad_rows']} rows cannot be read; bad_rows.jsonl names them.")
-    for name, report in encoded.items():
-        notes += about_encoding(name, report)
+    notes += about_encoding("train", survey.encoded) + about_encoding("validation", validation)
     return [*notes, *warned]
 
 

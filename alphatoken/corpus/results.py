@@ -61,14 +61,11 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     dataset = _dataset(job)
     ranks, texts = QueryRanks(len(options.queries)), partial(token_texts, job.corpus.tokenizer)
     summary = summarise(ranks.through(_checked(job)), seed=options.seed, texts=texts)
-    encoded = {"train": survey.encoded, "validation": job.encoded}
-    notes = write_notes(
-        survey.counts, encoded, job.fisher, options.config, summary, warned, len(options.queries)
-    )
+    notes = write_notes(job, survey, summary, warned)
     document = {
         "settings": job.settings,
         "pools": survey.counts,
-        "encoded": {name: asdict(report) for name, report in encoded.items()},
+        "encoded": {"train": asdict(survey.encoded), "validation": asdict(job.encoded)},
         "values": summary.as_dict(),
         "queries": ranks.as_dict(),
         "certificate": None if certificate is None else str(certificate),
