@@ -92,9 +92,9 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
             contradict each other.
     """
     parser = _parser(command, training)
-    recipes = _recipes(command, words)
+    recipes = recipes_of(words)
     for recipe in recipes:
-        _set_defaults(parser, recipe)
+        _set_defaults(parser, recipe, command)
     found, unknown = parser.parse_known_args(list(words))
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
@@ -147,20 +147,14 @@ def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> N
             setattr(found, other, None)
 
 
-def _recipes(command: str, words: Sequence[str]) -> list[Recipe]:
-    """Options of the recipes that ``--config`` names; later recipes override earlier ones."""
-    recipes = recipes_of(words)
-    for recipe in recipes:
-        if recipe.command not in (None, command):
-            raise ConfigError(
-                "the recipe belongs to another command",
-                got=f"{recipe.name} is for `alphatoken {recipe.command}`",
-                remedy=f"alphatoken {recipe.command} --config {recipe.name}",
-            )
-    return recipes
-
-
-def _set_defaults(parser: _Parser, recipe: Recipe) -> None:
+def _set_defaults(parser: _Parser, recipe: Recipe, command: str) -> None:
+    """Take the options of a recipe as defaults; later recipes override earlier ones."""
+    if recipe.command not in (None, command):
+        raise ConfigError(
+            "the recipe belongs to another command",
+            got=f"{recipe.name} is for `alphatoken {recipe.command}`",
+            remedy=f"alphatoken {recipe.command} --config {recipe.name}",
+        )
     known = {action.dest for action in parser._actions}
     options = {name.replace("-", "_"): value for name, value in recipe.options.items()}
     for name in options:

@@ -150,19 +150,11 @@ def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
 
 @dataclass
 class _Folder:
-    """The results of one run, which may be added to; ``report.html`` shows what is there.
-
-    Attributes:
-        path: the folder.
-        prepared: with the settings that all diagnoses in it depend on.
-        diagnostics: ``options`` of each that was asked for, ``seconds`` once it has run.
-        command: the last one, for the report.
-        failures: why diagnostics could not run.
-    """
+    """The results of one run, which may be added to; ``report.html`` shows what is there."""
 
     path: Path
     prepared: Prepared
-    diagnostics: dict[str, dict[str, Any]]
+    diagnostics: dict[str, dict[str, Any]]  # their options, and the seconds once they have run
     command: str
     failures: dict[str, str] = field(default_factory=dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -140,15 +140,24 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     pools, retention, notes = _read(options, fisher)
     how = options.within(options.how, options.layers)
-    encode = partial(_encoded, tokenizer=tokenizer, notes=notes)
+
+    def encode(rows: Sequence[Row], what: str, how: EncodeOptions) -> list[Example]:
+        examples, report = encode_some(rows, tokenizer, how, what)
+        notes.extend(about_encoding(what, report))
+        return examples
+
     train = encode(pools.train, "training", how)
     validation = encode(pools.validation, "validation", how)
     how = replace(how, on_empty="skip")  # of the others such rows are counted, never an error
     held_out = encode(pools.fisher, "Fisher prompts", how) if pools.fisher else []
     held = {n: encode(rows, f"retention ({n})", how) for n, rows in retention.items()}
     model = options.model()
-    reference = _reference(model, options)
-    beside, digests = _beside(model, options)
+    before, beside = options.reference, beside_models(options.beside)
+    reference = None if before is None else _other(model, options, before, "--reference")
+    digests = {  # each is loaded once for this
+        f"beside_sha256, {name}": weights_digest(_other(model, options, path, f"--beside {name}"))
+        for name, path in beside.items()
+    }
     names = {
         "model": options.model_name_or_path,
         "train": options.train_file,
@@ -165,7 +174,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         prompts=held_out,
         tokenizer=tokenizer,
         reference=reference,
-        beside=beside,
+        beside={name: options.other(path).model for name, path in beside.items()},
         fisher=fisher,
         config=config,
         **{name: said for name in _SAME if (said := getattr(options, name)) is not None},
@@ -246,34 +255,16 @@ def _drawn(
     return [rows[index] for index in chosen]
 
 
-def _encoded(
-    rows: Sequence[Row], what: str, how: EncodeOptions, *, tokenizer: Any, notes: list[str]
-) -> list[Example]:
-    """Rows to examples, with a sentence on each loss in ``notes``."""
-    examples, report = encode_some(rows, tokenizer, how, what)
-    notes += about_encoding(what, report)
-    return examples
-
-
 # --- models ---------------------------------------------------------------------------------------
 
 
-def _reference(model: nn.Module, options: DiagnoseOptions) -> nn.Module | None:
-    """The model before fine-tuning, if one is given; it must have the same weights by name."""
-    if options.reference is None:
-        return None
-    reference = options.other(options.reference).model()
-    if options.adapter is None:
-        _require_same_shapes(model, reference, "--reference")
-    return reference
-
-
-def _require_same_shapes(model: nn.Module, other: nn.Module, flag: str) -> None:
-    """Refuse a second model whose weights are not those of the first by name and shape."""
+def _other(model: nn.Module, options: DiagnoseOptions, path: str, flag: str) -> nn.Module:
+    """A model beside the first, which must have the same weights by name and shape."""
+    other = options.other(path).model()
     ours, theirs = (
         {name: tuple(p.shape) for name, p in one.named_parameters()} for one in (model, other)
     )
-    if ours != theirs:
+    if options.adapter is None and ours != theirs:
         name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
         raise ConfigError(
             f"{flag} is another kind of model",
@@ -281,30 +272,14 @@ def _require_same_shapes(model: nn.Module, other: nn.Module, flag: str) -> None:
             why="models are compared state by state and weight by weight",
             remedy="give models that one fine-tuning began with or ended in",
         )
-
-
-def _beside(
-    model: nn.Module, options: DiagnoseOptions
-) -> tuple[dict[str, Callable[[], nn.Module]], dict[str, str]]:
-    """Loaders of the other models, and digests of their weights; each is loaded once for this."""
-    loads: dict[str, Callable[[], nn.Module]] = {}
-    digests: dict[str, str] = {}
-    for name, path in beside_models(options.beside).items():
-        other = options.other(path)
-        loaded = other.model()
-        if options.adapter is None:
-            _require_same_shapes(model, loaded, f"--beside {name}")
-        loads[name] = other.model
-        digests[f"beside_sha256, {name}"] = weights_digest(loaded)
-    return loads, digests
+    return other
 
 
 def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
     """Settings on which the numbers depend, by name; a resumed run must have the same."""
-    settings = subject.settings()
     reference, fisher = subject.reference, options.fisher_file
     return {
-        **settings,
+        **subject.settings(),
         "batch_size": subject.batch_size,
         **{name: getattr(subject, name) for name in SIZES},
         "tuning_rate": subject.rate,

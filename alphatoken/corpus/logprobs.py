@@ -48,6 +48,10 @@ _ROWS = 256
 """Rows of a file that are in memory at a time."""
 _BLOCK = 8_192
 """Rows of a value file."""
+_NOTE = (
+    "Values are log-probabilities after the walk less those before it, in nats, as two files "
+    "have them: exact for the whole way, up to the rounding of the engine that wrote them."
+)
 
 
 @contextmanager
@@ -205,7 +209,7 @@ def score_logprobs(options: LogprobOptions) -> None:
     keep_count(options.ratio, 1, name="--keep_ratio")
     require_writable(folder)
     name = options.model_name_or_path
-    texts = _ids if name is None else partial(token_texts, load_tokenizer(name))
+    tokenizer = None if name is None else load_tokenizer(name)
     manifest, values = folder / "run.json", folder / "values"
     lost = [one for one in options.logprobs if values.resolve() in Path(one).resolve().parents]
     if lost:
@@ -242,31 +246,19 @@ def score_logprobs(options: LogprobOptions) -> None:
         raise
     if options.scope == "dataset":
         keep_over_all(folder, options.ratio)
-    _summarise(options, settings, texts, start)
-
-
-def _summarise(options: LogprobOptions, settings: Any, texts: Any, start: float) -> None:
-    folder = Path(options.output_dir)
-    summary = summarise(read_values(folder / "values"), seed=options.seed, texts=texts)
-    note = (
-        "Values are log-probabilities after the walk less those before it, in nats, as two files "
-        "have them: exact for the whole way, up to the rounding of the engine that wrote them."
-    )
+    texts = partial(map, str) if tokenizer is None else partial(token_texts, tokenizer)
+    summary = summarise(read_values(values), seed=options.seed, texts=lambda ids: list(texts(ids)))
     document = {
         "settings": settings,
         "values": summary.as_dict(),
-        "notes": [note],
+        "notes": [_NOTE],
         "seconds": round(time.monotonic() - start, 3),
     }
     write_json(folder / "summary.json", document)
     if options.report:
         title = f"Token values of {Path(options.logprobs[0]).name}"
-        write_report(folder / "report.html", summary, title=title, settings=settings, notes=[note])
+        write_report(folder / "report.html", summary, title=title, settings=settings, notes=[_NOTE])
     print(
         f"{summary.response_tokens} response tokens valued, {summary.kept_tokens} kept; "
-        f"values: {folder / 'values'}"
+        f"values: {values}"
     )
-
-
-def _ids(ids: Any) -> list[str]:
-    return [str(one) for one in ids]

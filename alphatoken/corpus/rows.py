@@ -138,7 +138,7 @@ class Corpus:
             return CorpusRow(row.index, row.place, "train", "", examples[0], report)
         return CorpusRow(row.index, row.place, "without_response", encoded=report)
 
-    def survey(self, report: Callable[[int], None] | None = None) -> Survey:
+    def survey(self, report: Callable[[int], None] = lambda _: None) -> Survey:
         """Go through all rows once, before any work; one line says what was read and left out.
 
         Args:
@@ -157,10 +157,9 @@ class Corpus:
                 bad.append({"index": row.index, "place": row.place, "reason": row.reason})
             if row.encoded is not None:
                 encoded.add(row.encoded)
-            if report is not None and number % 256 == 0:
+            if number % 256 == 0:
                 report(number)
-        if report is not None:  # a line of its own for what was read
-            report(self.source.rows)
+        report(self.source.rows)  # so that what was read has a line of its own
         reading.say()
         seen = {name: outcomes.count(place) for place, name in enumerate(OUTCOMES)}
         always = OUTCOMES[: OUTCOMES.index("train") + 1]
