@@ -14,11 +14,7 @@ import torch
 
 from alphatoken import Scorer
 from alphatoken.cli.filter import FilterOptions
-from alphatoken.corpus.folder import (
-    check_output_file,
-    examples_digest,
-    same_settings,
-)
+from alphatoken.corpus.folder import check_output_file, examples_digest, same_settings
 from alphatoken.corpus.job import on_device, prepare_rows
 from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.rows import OUTCOMES, Corpus, encode_some

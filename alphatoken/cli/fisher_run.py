@@ -16,13 +16,7 @@ from alphatoken.cli.fisher import FisherOptions
 from alphatoken.corpus.folder import check_output_file, require_writable
 from alphatoken.corpus.notes import about_encoding
 from alphatoken.corpus.rows import encode_some
-from alphatoken.data import (
-    EncodeOptions,
-    Row,
-    collate,
-    encode_prompt,
-    leak_keys,
-)
+from alphatoken.data import EncodeOptions, Row, collate, encode_prompt, leak_keys
 from alphatoken.errors import DataError
 from alphatoken.model.layer_choice import read_layers
 

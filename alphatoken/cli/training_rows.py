@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments
-from alphatoken.data import (
-    EncodeOptions,
-    Example,
-    Pair,
-    Reading,
-    encode_row,
-    pair_of,
-    row_of,
-)
+from alphatoken.data import EncodeOptions, Example, Pair, Reading, encode_row, pair_of, row_of
 from alphatoken.data.encode import require_shown
 from alphatoken.data.source import Found, each_row, find_source
 from alphatoken.errors import ConfigError, DataError, InputError

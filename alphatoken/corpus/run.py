@@ -10,13 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from alphatoken.corpus.engines import (
-    Launched,
-    check_engine,
-    launched,
-    value_blocks,
-    value_with_ray,
-)
+from alphatoken.corpus.engines import Launched, check_engine, launched, value_blocks, value_with_ray
 from alphatoken.corpus.folder import (
     collected_warnings,
     read_manifest,
