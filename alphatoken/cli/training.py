@@ -277,7 +277,6 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     from safetensors import SafetensorError
     from trl.trainer.utils import get_peft_config, get_quantization_config
 
-    from alphatoken import FisherDrift
     from alphatoken.cli.training_data import load_run_data
     from alphatoken.train.loading import freeze_unreached
 
@@ -287,7 +286,6 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = model_options(arguments)
-    file = arguments.data.fisher_file
     try:
         with warnings.catch_warnings():
             # Rows in common were found by text, and are counted in the notes.
@@ -302,7 +300,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
                 peft_config=get_peft_config(model),
                 validation_dataset=data.validation,
                 retention_dataset=data.retention,
-                fisher=None if file is None else FisherDrift.load(file),
+                fisher=data.fitted,
                 fisher_dataset=data.fisher,
             )
     except SafetensorError as error:  # TRL loads the model

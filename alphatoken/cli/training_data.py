@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from alphatoken.cli.arguments import Arguments, DataArguments
+from alphatoken import FisherDrift
+from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
 from alphatoken.corpus.notes import about_pools
 from alphatoken.data import leak_keys, split_pools
@@ -23,6 +24,7 @@ class RunData:
 
     Attributes:
         train: a ``datasets.Dataset``; validation, retention, fisher and evaluation likewise.
+        fitted: a Fisher of earlier.
         notes: what was held out and removed, in sentences.
     """
 
@@ -31,6 +33,7 @@ class RunData:
     retention: Any = None
     fisher: Any = None
     evaluation: Any = None
+    fitted: FisherDrift | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -56,12 +59,13 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
         "retention": data.retention_data,
     }
     own = {name: reader.file_rows(file, name) for name, file in sources.items() if file is not None}
-    kept, notes = _separate(arguments, validation, fisher, train, own)
+    fitted = None if data.fisher_file is None else FisherDrift.load(data.fisher_file)
+    kept, notes = _separate(arguments, validation, fisher, train, own, fitted)
     found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
     evaluation = None
     if evaluates(arguments):
         evaluation = reader.dataset(reader.file_rows(data.eval_data or "", "evaluation"))
-    return RunData(**found, evaluation=evaluation, notes=notes)
+    return RunData(**found, evaluation=evaluation, fitted=fitted, notes=notes)
 
 
 # --- how many rows are held out -----------------------------------------------------------------
@@ -151,6 +155,7 @@ def _separate(
     fisher: int | None,
     train: Sequence[Item],
     own: Mapping[str, Sequence[Item]],
+    fitted: FisherDrift | None,
 ) -> tuple[dict[str, list[Item]], list[str]]:
     """Pools that share nothing, by name, and what was done to make them so."""
     items = {"train": train, **own}
@@ -158,28 +163,20 @@ def _separate(
     item_of = {id(item.row): item for some in items.values() for item in some}
     retention = rows.get("retention", [])
     keys = {key for row in retention for key in leak_keys(row)}
+    keys |= set(() if fitted is None else fitted.metadata.get("row_keys", ()))
     pools = split_pools(
         rows["train"],
         validation=rows.get("validation"),
         validation_rows=validation or 0,
         fisher=rows.get("fisher"),
         fisher_rows=fisher or 0,
-        fisher_keys=keys | _fitted_keys(arguments.data),
+        fisher_keys=keys,
         leak_key=arguments.data.leak_key,
     )
     kept = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
     kept["retention"] = retention
     found = {name: [item_of[id(row)] for row in some] for name, some in kept.items()}
     return found, _pool_notes(pools.counts, arguments)
-
-
-def _fitted_keys(data: DataArguments) -> set[str]:
-    """Digests of the rows that a Fisher file was fitted on."""
-    if data.fisher_file is None:
-        return set()
-    from alphatoken import FisherDrift
-
-    return set(FisherDrift.load(data.fisher_file).metadata.get("row_keys", []))
 
 
 def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:
