@@ -18,7 +18,7 @@ from alphatoken.corpus.folder import check_output_file, examples_digest, same_se
 from alphatoken.corpus.job import on_device, prepare_rows
 from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.rows import OUTCOMES, Corpus, encode_some
-from alphatoken.data import Example, batches
+from alphatoken.data import Example, collate
 from alphatoken.data.source import RowSource
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.select.confidence import select_harmless
@@ -74,11 +74,7 @@ def run(options: FilterOptions) -> None:
             remedy="more rows in --validation_file, or a larger --validation_rows",
         )
     model = options.model()
-    held = [
-        on_device(batch, model)
-        for k in range(parts)
-        for batch in batches(validation[k::parts], len(validation))
-    ]
+    held = [on_device(collate(validation[k::parts]), model) for k in range(parts)]
     scorer = Scorer(model, validation=held, retention=fisher, config=config)
     scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
     settings = {
@@ -193,8 +189,7 @@ def _valued(
 
 def _of_batch(scorer: Scorer, examples: Sequence[Example]) -> Iterator[_Judged]:
     """Mean value of each response, and its standard error."""
-    (batch,) = batches(examples, len(examples))
-    values = scorer.score(on_device(batch, scorer.adapter.model))
+    values = scorer.score(on_device(collate(examples), scorer.adapter.model))
     assert values.parts is not None
     assert values.part_shares is not None
     mask = values.mask
