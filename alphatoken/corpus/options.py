@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from alphatoken.support.options import option
 
@@ -78,7 +78,7 @@ class ModelOptions:
         parts = find_parts(self.model_name_or_path, self.adapter)
         return load_tokenizer(parts.tokenizer, trust_remote_code=self.trust_remote_code)
 
-    def other(self, path: str) -> Self:
+    def other(self, path: str) -> ModelOptions:
         """The same options of another model, which is loaded as this one is."""
         return replace(self, model_name_or_path=path, adapter=None)
 
