@@ -160,7 +160,9 @@ def _separate(
     """Pools that share nothing, by name, and what was done to make them so."""
     items = {"train": train, **own}
     rows = {name: [item.row for item in some] for name, some in items.items()}
-    item_of = {id(item.row): item for some in items.values() for item in some}
+    item_of = {  # a pair makes its row anew each time
+        id(row): item for name in rows for row, item in zip(rows[name], items[name], strict=True)
+    }
     retention = rows.get("retention", [])
     keys = {key for row in retention for key in leak_keys(row)}
     keys |= set(() if fitted is None else fitted.metadata.get("row_keys", ()))
