@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken.data.encode import Example
 from alphatoken.errors import InputError
@@ -16,15 +17,13 @@ __all__ = ["batches", "collate", "padded"]
 
 def padded(rows: Sequence[tuple[Any, Any]], pad: int = 0) -> dict[str, Tensor]:
     """Rows of (ids, labels) padded on the right: input_ids, attention_mask, labels, (b, t)."""
-    shape = (len(rows), max(len(ids) for ids, _ in rows))
-    input_ids = torch.full(shape, pad, dtype=torch.long)
-    labels = torch.full(shape, -100, dtype=torch.long)
-    attention_mask = torch.zeros(shape, dtype=torch.long)
-    for index, (own, learned) in enumerate(rows):
-        input_ids[index, : len(own)] = torch.as_tensor(own)
-        labels[index, : len(own)] = torch.as_tensor(learned)
-        attention_mask[index, : len(own)] = 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    columns = zip(*rows, strict=True)
+    ids, labels = ([torch.as_tensor(own, dtype=torch.long) for own in one] for one in columns)
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence(list(map(torch.ones_like, ids)), batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+    }
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:

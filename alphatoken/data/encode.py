@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from alphatoken.data.rows import Row, Turn
 from alphatoken.errors import ConfigError, DataError, require_choice
 
@@ -138,8 +140,7 @@ def encode_rows(
         except DataError as error:
             if options.on_bad_rows == "error":
                 raise
-            report.skipped_bad += 1
-            report.first_skipped = [*report.first_skipped, f"{row.place}: {error}"][:10]
+            report.add(EncodeReport(skipped_bad=1, first_skipped=[f"{row.place}: {error}"]))
             continue
         limit = options.max_length or len(ids)
         example = Example(row, ids[:limit], labels[:limit], max(0, len(ids) - limit))
@@ -152,8 +153,7 @@ def encode_rows(
             continue
         if options.on_empty == "error":
             raise _no_response(example, len(ids), options.max_length)
-        report.skipped_empty += 1
-        report.first_skipped = [*report.first_skipped, f"{row.place}: empty"][:10]
+        report.add(EncodeReport(skipped_empty=1, first_skipped=[f"{row.place}: empty"]))
     report.examples = len(examples)
     return examples, report
 
@@ -211,7 +211,7 @@ def encode_row(
     row = replace(row, turns=turns)
     require_shown(row, tokenizer, options)
     if not _uses_template(tokenizer, options) or len(turns) == 1:  # plain text is no conversation
-        ids, labels = _plain(turns, said, tokenizer, options)
+        ids, labels = _plain(turns, said, tokenizer)
     elif "generation" in _block_tags(tokenizer):
         ids, labels = _marked(row, said, tokenizer)
     else:
@@ -245,13 +245,12 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
     """
     options = options or EncodeOptions()
     first = next(i for i, turn in enumerate(row.turns) if turn.role == "assistant")
-    turns = row.turns[:first]
-    require_shown(replace(row, turns=turns), tokenizer, options)
-    if _uses_template(tokenizer, options) and turns:
-        text = _render(tokenizer, turns, row, generation=True)
-        ids = _ids(tokenizer, text)
+    row = replace(row, turns=row.turns[:first])
+    require_shown(row, tokenizer, options)
+    if _uses_template(tokenizer, options) and row.turns:
+        ids = _ids(tokenizer, _rendered(row, tokenizer, generation=True))
     else:
-        ids, _ = _plain(turns, [], tokenizer, options)
+        ids, _ = _plain(row.turns, [], tokenizer)
     if not ids:
         raise DataError(
             "a row has an empty prompt",
@@ -264,7 +263,7 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
 
 
 def _plain(
-    turns: Sequence[Turn], labelled: Sequence[int], tokenizer: Any, options: EncodeOptions
+    turns: Sequence[Turn], labelled: Sequence[int], tokenizer: Any
 ) -> tuple[list[int], list[int]]:
     ids = _start(tokenizer)
     labels = [IGNORE] * len(ids)
@@ -302,11 +301,7 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
 
 
 def require_shown(row: Row, tokenizer: Any, options: EncodeOptions) -> None:
-    """Check that the thoughts of a row are in the text that is made of it.
-
-    Raises:
-        DataError: the chat template leaves them out, or there is none.
-    """
+    """Refuse a row whose thoughts are not in the text that is made of it."""
     if not any(turn.thought for turn in row.turns):
         return
     bare = replace(row, turns=tuple(replace(turn, thought="") for turn in row.turns))
@@ -322,14 +317,11 @@ def require_shown(row: Row, tokenizer: Any, options: EncodeOptions) -> None:
     )
 
 
-def _rendered(row: Row, tokenizer: Any) -> str:
-    return _render(tokenizer, row.turns, row, generation=False)
-
-
-def _render(tokenizer: Any, turns: Sequence[Turn], row: Row, *, generation: bool) -> str:
+def _rendered(row: Row, tokenizer: Any, generation: bool = False) -> str:
+    """The conversation as the chat template writes it, or its error, named by row."""
     try:
         text = tokenizer.apply_chat_template(
-            messages_of(turns), tokenize=False, add_generation_prompt=generation
+            messages_of(row.turns), tokenize=False, add_generation_prompt=generation
         )
     except Exception as error:  # templates raise whatever their author wrote
         raise DataError(
@@ -354,8 +346,8 @@ def _marked(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    ids, marks = list(encoded["input_ids"]), list(encoded["assistant_masks"])
-    runs = _runs(marks)
+    ids, marks = list(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], np.int8)
+    runs = np.flatnonzero(np.diff(marks, prepend=0, append=0)).reshape(-1, 2).tolist()
     wanted = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     if labelled and len(runs) != len(wanted):
         raise DataError(
@@ -368,17 +360,6 @@ def _marked(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int
         if turn in labelled:
             labels[start:end] = ids[start:end]
     return ids, labels
-
-
-def _runs(marks: Sequence[int]) -> list[tuple[int, int]]:
-    runs, start = [], None
-    for index, mark in enumerate([*marks, 0]):
-        if mark and start is None:
-            start = index
-        elif not mark and start is not None:
-            runs.append((start, index))
-            start = None
-    return runs
 
 
 def _templated(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -409,9 +390,9 @@ def _templated(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[
 
 def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int]:
     """Characters [start, end) of assistant turn ``index`` in the whole rendered ``text``."""
-    turns = row.turns
-    before = _render(tokenizer, turns[:index], row, generation=True) if index else ""
-    through = _render(tokenizer, turns[: index + 1], row, generation=False)
+    asked, said = (replace(row, turns=row.turns[:count]) for count in (index, index + 1))
+    before = _rendered(asked, tokenizer, generation=True) if index else ""
+    through = _rendered(said, tokenizer)
     if not (index and through.startswith(before) and text.startswith(through)):
         raise DataError(
             "the chat template gives no consistent assistant span",
@@ -425,7 +406,7 @@ def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int]:
             remedy="label the last turn only (--turns last), split the conversation into one row "
             f"a response, or {_WITHOUT}",
         )
-    return len(before), _trim(through, len(before), turns[index].text)
+    return len(before), _trim(through, len(before), row.turns[index].text)
 
 
 def _trim(text: str, start: int, content: str) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from alphatoken.data.rows import (
     value_turns,
     with_system,
 )
-from alphatoken.data.source import find_source, take_rows
+from alphatoken.data.source import take_rows
 from alphatoken.errors import DataError
 
 __all__ = ["CHOSEN", "REJECTED", "Pair", "pair_of", "read_pairs"]
@@ -62,8 +61,7 @@ def read_pairs(
     Raises:
         DataError: as for ``read_rows``; a record that is no pair. The message names file and line.
     """
-    found, make = find_source(path).read(0, limit), partial(pair_of, fields=fields)
-    return take_rows(found, make, Reading(Path(path).name))
+    return take_rows(path, pair_of, fields, limit)
 
 
 def pair_of(
@@ -85,11 +83,15 @@ def pair_of(
     rejected = columns.take(_name(columns, fields.rejected, REJECTED, "rejected"), "rejected")
     name = fields.prompt or columns.first((*PROMPTS, *CHATS))
     prompt = None if name is None else prompt_turns(columns, name)
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        asked, *said = _of_texts(prompt, chosen, rejected, place)
-    else:
-        good, bad = (value_turns(v, "assistant", "a response", place) for v in (chosen, rejected))
-        asked, *said = _of_messages(prompt, good, bad, place)
+    if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+        raise DataError(
+            "a pair of texts has no prompt",
+            got=f"{place}: {short(chosen, 40)!r} and {short(rejected, 40)!r}",
+            remedy="name its column with --prompt_column, or write it into one: what both texts "
+            "begin with (trl.extract_prompt)",
+        )
+    good, bad = (value_turns(v, "assistant", "a response", place) for v in (chosen, rejected))
+    asked, *said = _of_messages(prompt, good, bad, place)
     if prompt is None:
         asked = with_system(columns, asked)
     require_read(columns)
@@ -131,20 +133,8 @@ def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) 
     return name
 
 
-def _of_texts(prompt: Turns | None, chosen: str, rejected: str, place: str) -> Parts:
-    """Pair of three texts."""
-    if prompt is not None:
-        return prompt, (Turn("assistant", chosen),), (Turn("assistant", rejected),)
-    raise DataError(
-        "a pair of texts has no prompt",
-        got=f"{place}: {short(chosen, 40)!r} and {short(rejected, 40)!r}",
-        remedy="name its column with --prompt_column, or write it into one: what both texts "
-        "begin with (trl.extract_prompt)",
-    )
-
-
 def _of_messages(prompt: Turns | None, chosen: Turns, rejected: Turns, place: str) -> Parts:
-    """Messages, after a prompt of their own or with it at their head."""
+    """Responses, after a prompt of their own or with it at their head."""
     if prompt is None:
         return _split(chosen, rejected, place)
     if chosen[0].role == rejected[0].role == "assistant":
@@ -163,7 +153,7 @@ def _of_messages(prompt: Turns | None, chosen: Turns, rejected: Turns, place: st
     return (*system, *head), said[0], said[1]
 
 
-def _split(chosen: tuple[Turn, ...], rejected: tuple[Turn, ...], place: str) -> Parts:
+def _split(chosen: Turns, rejected: Turns, place: str) -> Parts:
     """Two conversations at the last turn before they part."""
     count = 0
     shortest = min(len(chosen), len(rejected)) - 1  # each keeps a response, also where both agree

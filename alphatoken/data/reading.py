@@ -60,11 +60,7 @@ class Columns:
         return replace(fields, **dict.fromkeys(absent))
 
     def take(self, name: str, role: str) -> Any:
-        """The column ``name``, read as ``role``.
-
-        Raises:
-            DataError: there is none.
-        """
+        """The column ``name``, read as ``role``; a DataError where there is none."""
         if name not in self._values:
             raise DataError(
                 f"the row has no field {name!r}",
@@ -75,11 +71,7 @@ class Columns:
         return self._values[name]
 
     def text(self, name: str, role: str) -> str:
-        """The same, which must be text.
-
-        Raises:
-            DataError: it is not.
-        """
+        """The same, which must be text; a DataError where it is not."""
         value = self.take(name, role)
         if not isinstance(value, str):
             raise DataError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from alphatoken.data.reading import Columns, Reading, short
@@ -76,12 +77,8 @@ class Row:
     @property
     def prompt(self) -> str:
         """Text of all turns before the first assistant turn, joined by line breaks."""
-        texts = []
-        for turn in self.turns:
-            if turn.role == "assistant":
-                break
-            texts.append(turn.text)
-        return "\n".join(texts)
+        before = takewhile(lambda turn: turn.role != "assistant", self.turns)
+        return "\n".join(turn.text for turn in before)
 
     @property
     def response(self) -> str:
@@ -147,38 +144,21 @@ def row_of(
 
 
 def require_text(turns: Sequence[Turn], place: str) -> None:
-    """Check that every text can be read by a tokenizer.
-
-    Raises:
-        DataError: half of a surrogate pair.
-    """
+    """Refuse half of a surrogate pair, which no tokenizer can read."""
     for turn in turns:
-        require_whole(turn.text + turn.thought, place)
-
-
-def require_whole(text: str, place: str) -> None:
-    """Check that a text has no half of a character.
-
-    Raises:
-        DataError: half of a surrogate pair.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            "a text holds half of a character",
-            got=f"{place}: {error.object[error.start]!r} at character {error.start}",
-            why="a surrogate without its other half is no text that a tokenizer can read",
-            remedy="mend or drop the row; the text may have been cut in the middle of a pair",
-        ) from None
+        try:
+            (turn.text + turn.thought).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "a text holds half of a character",
+                got=f"{place}: {error.object[error.start]!r} at character {error.start}",
+                why="a surrogate without its other half is no text that a tokenizer can read",
+                remedy="mend or drop the row; the text may have been cut in the middle of a pair",
+            ) from None
 
 
 def require_read(columns: Columns) -> None:
-    """Check that no column is lost that changes the conversation.
-
-    Raises:
-        DataError: names it.
-    """
+    """Refuse a row that would lose a column that changes the conversation."""
     for name, value in columns.left.items():
         if name in CHANGING and value not in ("", [], {}):
             raise DataError(
@@ -256,11 +236,7 @@ def _plain_text(columns: Columns, name: str) -> tuple[Turn, ...]:
 
 
 def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
-    """System text and prompt of a record, the prompt with what is put under it.
-
-    Raises:
-        DataError: one of them is of another form.
-    """
+    """System text and prompt of a record, the prompt with what is put under it."""
     value, place = columns.take(name, "prompt"), columns.place
     asked = value_turns(value, "user", name, place)
     if isinstance(value, str):
@@ -270,11 +246,7 @@ def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
 
 
 def with_system(columns: Columns, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """The turns with the record's system text before them.
-
-    Raises:
-        DataError: the turns have another one.
-    """
+    """The turns with the record's system text before them, unless they have another one."""
     name = columns.first(_SYSTEMS)
     if name is None or not (text := columns.text(name, "system")):
         return turns
@@ -327,11 +299,7 @@ def _answered(turns: tuple[Turn, ...], place: str, prompt_only: bool) -> tuple[T
 
 
 def value_turns(value: Any, role: str, name: str, place: str) -> tuple[Turn, ...]:
-    """A text, which is said by ``role``; a message, or a list of messages.
-
-    Raises:
-        DataError: it is none of them.
-    """
+    """A text, which is said by ``role``; a message, or a list of messages."""
     if isinstance(value, str):
         return (Turn(role, value),)
     if isinstance(value, Mapping):

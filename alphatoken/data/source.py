@@ -72,10 +72,8 @@ def each_row(
 ) -> Iterator[tuple[Found, T | DataError]]:
     """Every record with the row that is made of it, or with what is wrong with it.
 
-    Args:
-        found: the records.
-        make: a row of a record, its index and its place.
-        on_bad_rows: "error" stops at the first record that is no row, "skip" goes on after it.
+    ``make`` gives a row of a record, its index and its place. ``on_bad_rows`` "error" stops at the
+    first record that is no row, "skip" goes on after it.
 
     Raises:
         DataError: such a record, under "error"; a choice about the columns of all rows, always.
@@ -96,21 +94,16 @@ def each_row(
 
 
 def take_rows(
-    found: Iterable[Found], make: Callable[..., T], reading: Reading, on_bad_rows: str = "error"
+    path: str | Path,
+    make: Callable[..., T],
+    fields: Fields | None,
+    limit: int | None,
+    on_bad_rows: str = "error",
 ) -> list[T]:
-    """The rows that are made of these records; one line says what was read and what was left out.
-
-    Args:
-        found: the records.
-        make: as of :func:`each_row`, with ``reading`` beside: ``row_of``, ``pair_of``.
-        reading: is told what was read, and logs it.
-        on_bad_rows: as of :func:`each_row`.
-
-    Raises:
-        DataError: as of :func:`each_row`; under "skip" the first one where no row is left.
-    """
+    """The rows of a file or folder as ``make`` reads them (``row_of``); see :func:`read_rows`."""
+    found, reading = find_source(path).read(0, limit), Reading(Path(path).name)
     rows, first = list[T](), None
-    for one, row in each_row(found, partial(make, reading=reading), on_bad_rows):
+    for one, row in each_row(found, partial(make, fields=fields, reading=reading), on_bad_rows):
         if isinstance(row, DataError):
             first = first or row
             reading.leave(row.what, one.place)
@@ -144,8 +137,7 @@ def read_rows(
         DataError: no such file, unknown suffix, not UTF-8, a broken line, a missing or wrong
             field, a file without rows, an unreadable Parquet file. The message names file and line.
     """
-    found, make = find_source(path).read(0, limit), partial(row_of, fields=fields)
-    return take_rows(found, make, Reading(Path(path).name), on_bad_rows)
+    return take_rows(path, row_of, fields, limit, on_bad_rows)
 
 
 def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
@@ -219,9 +211,6 @@ def source_of(document: Mapping[str, Any]) -> RowSource:
 
 def find_source(path: str | Path) -> RowSource:
     """Count the rows of a file or folder.
-
-    Args:
-        path: see above.
 
     Raises:
         DataError: no such file, an unknown kind, no rows, or a file that cannot be read.
@@ -309,11 +298,7 @@ def _is_one_document(path: Path) -> bool:
 
 @lru_cache(maxsize=1)
 def _items(path: Path, stamp: tuple[int, int]) -> list[Any]:
-    """All items of a JSON list; read once while it is the same.
-
-    Raises:
-        DataError: the file is none.
-    """
+    """All items of a JSON list; read once while it is the same."""
     try:
         items: list[Any] = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
@@ -426,11 +411,7 @@ def _read_parquet(source: RowSource, path: Path, start: int, stop: int) -> Itera
 
 @contextmanager
 def _parquet_file(path: Path) -> Iterator[Any]:
-    """An open Parquet file; whatever is wrong with it, also while it is read, names it.
-
-    Raises:
-        DataError: it cannot be read, or pyarrow is not installed.
-    """
+    """An open Parquet file; whatever is wrong with it, also while it is read, names it."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -35,7 +35,6 @@ _LEFT_OUT = {
 _PROMPT = range(40, 1200)  # characters
 _RESPONSE = range(40, 1600)
 _PASSAGE = range(150, 2000)
-_FILES = ("train", "validation", "test", "retention", "pairs")
 
 
 def code_rows(count: int, seed: int = 0) -> list[Row]:
@@ -124,7 +123,20 @@ def write_files(
         ConfigError: a file of that name is there; it may hold rows of the caller's own.
     """
     folder = Path(folder)
-    there = [path for name in _FILES if (path := folder / f"{name}.jsonl").exists()]
+    rows = code_rows(train + 2 * held_out, seed)
+    asked = [{"prompt": row.prompt, "response": row.response} for row in rows]
+    pairs = code_pairs(len(rows), seed)[:train]
+    files: dict[str, list[dict[str, str]]] = {
+        "train": asked[:train],
+        "validation": asked[train : train + held_out],
+        "test": asked[train + held_out :],
+        "retention": [{"text": row.response} for row in text_rows(held_out, seed)],
+        "pairs": [
+            {name: getattr(pair, name)[0].text for name in ("prompt", "chosen", "rejected")}
+            for pair in pairs
+        ],
+    }
+    there = [path for name in files if (path := folder / f"{name}.jsonl").exists()]
     if there:
         raise ConfigError(
             "the rows of the standard library would replace a file",
@@ -132,30 +144,8 @@ def write_files(
             remedy="name another folder, or use the files that are there",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    rows = code_rows(train + 2 * held_out, seed)
-    bounds = (0, train, train + held_out, len(rows))
-    for name, first, last in zip(
-        ("train", "validation", "test"), bounds[:-1], bounds[1:], strict=True
-    ):
-        write_jsonl(
-            folder / f"{name}.jsonl",
-            ({"prompt": row.prompt, "response": row.response} for row in rows[first:last]),
-        )
-    write_jsonl(
-        folder / "retention.jsonl", ({"text": row.response} for row in text_rows(held_out, seed))
-    )
-    pairs = code_pairs(len(rows), seed)[:train]
-    write_jsonl(
-        folder / "pairs.jsonl",
-        (
-            {
-                "prompt": pair.prompt[0].text,
-                "chosen": pair.chosen[0].text,
-                "rejected": pair.rejected[0].text,
-            }
-            for pair in pairs
-        ),
-    )
+    for name, records in files.items():
+        write_jsonl(folder / f"{name}.jsonl", records)
 
 
 def _library() -> list[Path]:

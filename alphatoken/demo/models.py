@@ -10,7 +10,6 @@ time. These are the dequantised models: say so in results.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 from filelock import FileLock
 
 from alphatoken.errors import DataError
+from alphatoken.support.storage import file_digest, write_json
 
 __all__ = [
     "GEMMA3",
@@ -180,10 +180,7 @@ def _part(packages: Path, name: str) -> Path:
 
 
 def _check_file(path: Path, model: RealModel) -> None:
-    found = "no such file"
-    if path.is_file():
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = file_digest(path) if path.is_file() else "no such file"
     if found != model.sha256:
         raise DataError(
             f"{' '.join(model.packages)}: not the expected weights",
@@ -244,9 +241,7 @@ def _convert() -> None:
             got=f"mean loss {loss:.4f} for {said.loss:.4f}",
             remedy="convert it with the torch of constraints.txt and transformers 5.23",
         )
-    Path(out, "source.json").write_text(
-        json.dumps(asdict(said) | {"weights": "dequantised to float32"}, indent=2)
-    )
+    write_json(Path(out, "source.json"), asdict(said) | {"weights": "dequantised to float32"})
 
 
 def main() -> int:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.report.examples import COMPONENTS, ScoredExample, Visits
@@ -125,27 +124,17 @@ def write_parquet(path: Path, types: Mapping[str, str], records: Iterable[Record
     Args:
         path: of the file, which is written whole or not at all.
         types: of the columns, by name: Arrow's names, those of lists in brackets.
-        records: one a row; the arrays of a list column are written one after the other.
+        records: one a row.
 
     Raises:
         ConfigError: pyarrow is missing.
     """
     pa, pq = pyarrow_modules()
     kinds = {name: pa.type_for_alias(kind.strip("[]")) for name, kind in types.items()}
-    lists = {name for name, kind in types.items() if kind.startswith("[")}
-    schema = pa.schema({n: pa.list_(k) if n in lists else k for n, k in kinds.items()})
+    schema = pa.schema({n: pa.list_(k) if "[" in types[n] else k for n, k in kinds.items()})
     with replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for group in _groups(records):
-            arrays = []
-            for name, kind in kinds.items():
-                entries = [record[name] for record in group]
-                if name in lists and entries[0] is not None:
-                    ends = np.cumsum([0, *map(len, entries)], dtype=np.int32)
-                    flat = pa.array(np.concatenate(entries), kind)
-                    arrays.append(pa.ListArray.from_arrays(pa.array(ends), flat))
-                else:
-                    arrays.append(pa.array(entries, schema.field(name).type))
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
 def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -186,45 +175,32 @@ def read_values(path: str | Path) -> Iterator[ScoredExample]:
 
 
 def _parquet(path: Path) -> Iterator[ScoredExample]:
-    for batch in _batches(path):
-        facts, lists = {}, {}
-        for field, column in zip(batch.schema, batch.columns, strict=True):
-            if not hasattr(column, "offsets"):
-                facts[field.name] = column.to_pylist()
-            elif column.null_count == 0:
-                lists[field.name] = _list(column)
-        for index in range(batch.num_rows):
-            own = {k: flat[ends[index] : ends[index + 1]] for k, (flat, ends) in lists.items()}
-            yield _example({name: entries[index] for name, entries in facts.items()}, own)
-
-
-def _batches(path: Path) -> Iterator[Any]:
     _, pq = pyarrow_modules()
     with pq.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_ROWS)
+        for batch in file.iter_batches(batch_size=_ROWS):
+            columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
+            for entries in zip(*columns, strict=True):
+                named = zip(batch.schema.names, entries, strict=True)
+                yield _example({name: entry for name, entry in named if entry is not None})
 
 
-def _list(column: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """All entries of a column of lists, and where each list begins and the last one ends."""
-    return column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-
-
-def _example(facts: Mapping[str, Any], lists: Mapping[str, NDArray[Any]]) -> ScoredExample:
+def _example(record: Record) -> ScoredExample:
     # Copies of numbers, because Arrow's own memory must not be written to.
     visits = None
-    if "visits" in facts:
-        rows, share = lists["rows"].tolist(), lists["kept_share"].copy()
-        visits = Visits(facts["visits"], facts["last_step"], facts["branch"], rows, share)
+    if "visits" in record:
+        rows, share = record["rows"].tolist(), record["kept_share"].copy()
+        count, last_step = int(record["visits"]), int(record["last_step"])
+        visits = Visits(count, last_step, record.get("branch"), rows, share)
     return ScoredExample(
-        row=int(facts["row"]),
-        place=str(facts["place"]),
+        row=int(record["row"]),
+        place=str(record["place"]),
         tokens=[],
-        ids=lists["input_ids"].tolist(),
-        labels=lists["labels"].tolist(),
-        kept=lists["keep"].astype(bool),
+        ids=record["input_ids"].tolist(),
+        labels=record["labels"].tolist(),
+        kept=record["keep"].astype(bool),
         values={
             _KEYS.get(column, column): values.copy()
-            for column, values in lists.items()
+            for column, values in record.items()
             if column in _KEYS or column.startswith(_QUERY)
         },
         visits=visits,

@@ -82,10 +82,8 @@ def write_json(
 ) -> None:
     """Write ``content`` as indented JSON, whole or not at all.
 
-    Args:
-        path: the file.
-        content: what JSON can say; TypeError otherwise, and nothing is written.
-        default: makes something sayable of what JSON does not know, such as ``str``.
+    ``default``, such as ``str``, makes something of what JSON does not know; without it that is a
+    TypeError, and nothing is written.
     """
     with replacing(path) as temporary:
         text = json.dumps(content, indent=2, default=default)
@@ -160,19 +158,15 @@ def read_tensors(
         error: no such file, truncated, altered, or not written by :func:`write_tensors`; the
             message names the file.
     """
-    with _reading(path, error):
+    try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        _check(sorted(tensors.items()), metadata)
-    return tensors, metadata
-
-
-@contextmanager
-def _reading(path: str | os.PathLike[str], error: type[AlphaTokenError]) -> Iterator[None]:
-    """Turn whatever goes wrong with a file inside into ``error``, with the file's name."""
-    try:
-        yield
+        stored = metadata.pop("sha256", None)
+        if stored is None:
+            raise ValueError("it holds no sha256 of itself")
+        if stored != _digest(sorted(tensors.items()), metadata):
+            raise ValueError("its content does not match the sha256 it holds of itself")
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as problem:
         raise error(
             f"the file '{os.fspath(path)}' cannot be read",
@@ -180,6 +174,7 @@ def _reading(path: str | os.PathLike[str], error: type[AlphaTokenError]) -> Iter
             why="it is missing, truncated or altered, or was not written by this library",
             remedy="give the right path, or write the file again",
         ) from problem
+    return tensors, metadata
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -203,15 +198,6 @@ def _digest(
     if metadata is not None:
         digest.update(json.dumps(metadata, sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _check(tensors: Iterable[tuple[str, Tensor]], metadata: dict[str, str]) -> None:
-    """Take the digest out of the metadata of a file, and compare it with that of the content."""
-    stored = metadata.pop("sha256", None)
-    if stored is None:
-        raise ValueError("it holds no sha256 of itself")
-    if stored != _digest(tensors, metadata):
-        raise ValueError("its content does not match the sha256 it holds of itself")
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
