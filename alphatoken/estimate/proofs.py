@@ -175,6 +175,7 @@ def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator:
 # What rounding explains in each dtype; a use that was missed is of the size of the gradient itself.
 _COVERAGE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 _COVERAGE_TOLERANCE_HALF = 2e-2
+_FOLLOWED = "estimator='label', which follows the weight through every use"
 
 
 def compare_gradients(
@@ -182,7 +183,7 @@ def compare_gradients(
     expected: Mapping[str, Tensor | None],
     *,
     narrow: bool = False,
-    remedy: str = "estimator='label', which follows the weight through every use",
+    remedy: str = _FOLLOWED,
 ) -> float:
     """Compare what the captured uses explain with autograd's gradient of the same loss.
 
@@ -232,6 +233,8 @@ def prove_coverage(
     losses: Tensor,
     parameters: Mapping[str, Tensor],
     names: Mapping[str, str],
+    *,
+    remedy: str = _FOLLOWED,
 ) -> float:
     """Prove that the captured uses are all uses: sum of delta (x) x equals autograd's gradient.
 
@@ -240,6 +243,7 @@ def prove_coverage(
         losses: its token losses; the graph stays.
         parameters: name -> parameter, everything in scope.
         names: place of a parameter -> its name; see ``columns.ColumnSums``.
+        remedy: what the error tells the user to do.
 
     Returns:
         The largest relative error (Frobenius norm).
@@ -262,7 +266,8 @@ def prove_coverage(
     captured_gradients(recorder, errors, names, add)
     gradients = gradient_of(loss, list(parameters.values()), retain_graph=True)
     narrow = any(use.s.dtype not in _COVERAGE_TOLERANCE for use in recorder.linears)
-    return compare_gradients(captured, dict(zip(parameters, gradients, strict=True)), narrow=narrow)
+    expected = dict(zip(parameters, gradients, strict=True))
+    return compare_gradients(captured, expected, narrow=narrow, remedy=remedy)
 
 
 Forward = Callable[[Mapping[str, Any]], Tensor]
