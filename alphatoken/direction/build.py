@@ -20,11 +20,10 @@ from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import (
     GradientReducer,
     captured_parts,
-    captured_sums,
     mean_gradient,
     objective_sums,
     require_finite_gradient,
-    sharded_sums,
+    stream_losses,
 )
 from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
@@ -223,31 +222,25 @@ class Ingredients:
         return tuple(parts), tuple(shares)
 
     def _gradient(self, role: str, batches: Sequence[Any]) -> dict[str, Tensor]:
-        """Mean gradient of one objective, by autograd or, under sharding, from captured errors."""
+        """Mean gradient of one objective, by autograd; of sharded linears from captured errors."""
         adapter, scored = self.adapter, self.scored
-        if scored.sharding is None:
-            sums, count = objective_sums(
-                adapter, scored.parameters, batches, first=scored.first, role=role
+        first, sharding = scored.first, scored.sharding
+        if sharding is None or not self.config.captured:
+            return self._mean(
+                role,
+                *objective_sums(
+                    adapter, scored.parameters, batches, first=first, role=role, sharding=sharding
+                ),
             )
-        elif not self.config.captured:
-            sums, count = sharded_sums(
-                adapter,
-                scored.parameters,
-                scored.sharding,
-                batches,
-                first=scored.first,
-                role=role,
-            )
-        else:
-            sums, count = captured_sums(
-                adapter,
-                scored.names,
-                scored.sharding,
-                batches,
-                first=scored.first,
-                recording=self._recording,
-                role=role,
-            )
+        sums: dict[str, Tensor] = {}
+
+        def add(weighted: Tensor, recorder: Recorder | None) -> None:
+            assert recorder is not None
+            for name, part in captured_parts(recorder, weighted, scored.names, sharding).items():
+                sums[name] = sums[name] + part if name in sums else part
+
+        recording = self._recording
+        count = stream_losses(adapter, batches, add, first=first, role=role, recording=recording)
         return self._mean(role, sums, count)
 
     def _mean(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
