@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.config import ScorerConfig
-from alphatoken.direction.algebra import Direction, norms, precondition
+from alphatoken.direction.algebra import Direction, precondition
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.drift_parts import ShardedDrift
 from alphatoken.direction.influence import InfluenceFactors
@@ -31,10 +31,10 @@ from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.sharding import MasterWeights, Sharding
+from alphatoken.model.sharding import MasterWeights
 from alphatoken.support.precision import wide
 
-__all__ = ["Ingredients", "Retention", "sizes"]
+__all__ = ["Ingredients", "Retention"]
 
 Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
 """A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
@@ -347,20 +347,6 @@ class Ingredients:
 
 
 Scaling = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-
-Sizes = tuple[dict[str, float], dict[str, float]]
-"""Norms of G and of V by parameter."""
-
-
-def sizes(
-    adaptation: Mapping[str, Tensor],
-    stability: Mapping[str, Tensor] | None,
-    sharding: Sharding | None,
-) -> Sizes:
-    """Norms of both sides by parameter; under sharded weights by all processes together."""
-    measure = norms if sharding is None else sharding.norms
-    return measure(adaptation), measure(stability or {})
-
 
 _COUNT = "tokens of the batch"
 """Stands beside the summed gradients of a part; no parameter has a space in its name."""

@@ -159,7 +159,7 @@ class Valuer:
             return values if components else values.total_alone()
         frame = self.at(frame, seen)
         direction = frame.direction
-        (adaptation, stability), balance = frame.sides(components=components)
+        adaptation, stability, balance = frame.sides(components=components)
         parts = tuple(Side(part) for part in direction.parts)
         ahead = list(parts) if adaptation is None or parts else [adaptation]
         sides = ahead if stability is None else [*ahead, stability]
