@@ -10,6 +10,7 @@ from torch import Tensor
 
 from alphatoken.direction.current import Frame
 from alphatoken.errors import ModelError
+from alphatoken.model.backward import graph_nodes
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
@@ -139,13 +140,4 @@ class Observed:
 def _follows(scores: Tensor, recorder: Recorder) -> bool:
     """True if a recorded linear lies in the graph of the scores; true of scores without a graph."""
     uses = {use.s.grad_fn for use in recorder.linears}
-    waiting: list[Any] = [] if scores.grad_fn is None else [scores.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node in uses:
-            return True
-        above = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        seen |= above
-        waiting += above
-    return scores.grad_fn is None
+    return scores.grad_fn is None or any(node in uses for node in graph_nodes(scores))
