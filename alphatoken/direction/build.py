@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from types import ModuleType
@@ -239,7 +238,8 @@ class Ingredients:
             for name, part in captured_parts(recorder, weighted, scored.names, sharding).items():
                 sums[name] = sums[name] + part if name in sums else part
 
-        recording = self._recording
+        # G needs ordinary errors only, for which the model's own attention backward is right.
+        recording = partial(record, adapter, scored.scope, attention=False, sharding=sharding)
         count = stream_losses(adapter, batches, add, first=first, role=role, recording=recording)
         return self._mean(role, sums, count)
 
@@ -247,11 +247,6 @@ class Ingredients:
         mean = (self.reduce or mean_gradient)(role, sums, count)
         require_finite_gradient(role, mean)
         return mean
-
-    def _recording(self) -> AbstractContextManager[Recorder]:
-        # G needs ordinary errors only, for which the model's own attention backward is right.
-        scored = self.scored
-        return record(self.adapter, scored.scope, attention=False, sharding=scored.sharding)
 
     def _stability(self) -> dict[str, Tensor] | None:
         if not self.retains:

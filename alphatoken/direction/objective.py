@@ -317,16 +317,12 @@ def captured_parts(
     errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
     like = next((e for e in errors if e is not None), loss)
     parts: dict[str, Tensor] = {}
-
-    def reduce(name: str, gradient: Tensor | None, _: Tensor | float) -> None:
+    for name, gradient, _ in captured_gradients(recorder, errors, names):
         # A weight that this process did not use may have been used by others, and ``reduce`` waits
         # for all of them: it must be called with zeros.
         if gradient is None:
             gradient = like.new_zeros(sharding.shape(name), dtype=wide(like.dtype))
-        part = sharding.reduce(name, gradient)
-        parts[name] = parts[name] + part if name in parts else part
-
-    captured_gradients(recorder, errors, names, reduce)
+        parts[name] = sharding.reduce(name, gradient)
     return parts
 
 

@@ -253,17 +253,14 @@ def prove_coverage(
     """
     with torch.enable_grad():
         loss = losses.sum()
-    captured: dict[str, tuple[Tensor, float]] = {}
-
-    def add(name: str, gradient: Tensor | None, size: Tensor | float) -> None:
-        if gradient is not None:
-            before, known = captured.get(name, (torch.zeros_like(gradient), 0.0))
-            captured[name] = (before + gradient, known + float(torch.as_tensor(size).detach()))
-
     # Ordinary errors, whatever the estimator: only they sum to the gradient. What is proved holds
     # for the self-only ones too, since it is about where the weights are used.
     errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
-    captured_gradients(recorder, errors, names, add)
+    captured = {
+        name: (gradient, float(torch.as_tensor(size).detach()))
+        for name, gradient, size in captured_gradients(recorder, errors, names)
+        if gradient is not None
+    }
     gradients = gradient_of(loss, list(parameters.values()), retain_graph=True)
     narrow = any(use.s.dtype not in _COVERAGE_TOLERANCE for use in recorder.linears)
     expected = dict(zip(parameters, gradients, strict=True))
