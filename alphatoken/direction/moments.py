@@ -40,11 +40,11 @@ class DiagonalMoments:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._first: dict[int, str] = {}
+        first: dict[int, str] = {}
         self._unique: dict[str, Tensor] = {}
         self._key: dict[str, str] = {}
         for name, parameter in parameters.items():
-            key = self._key[name] = self._first.setdefault(id(parameter), name)
+            key = self._key[name] = first.setdefault(id(parameter), name)
             self._unique[key] = parameter
         self.sums = {
             name: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
@@ -207,14 +207,15 @@ class CorrectedMoments(KroneckerMoments):
         for key, gradient in gradients.items():
             self.sums[f"square/{key}"] += gradient.square()
 
-    def corrected(self, count: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """(left, right, eigenvalues) of each weight in its stored layout; see ``influence``."""
-        found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    def corrected(self, count: int) -> tuple[dict[str, Tensor], ...]:
+        """Left, right and eigenvalues, by weight in its stored layout; see ``influence``."""
+        found: tuple[dict[str, Tensor], ...] = {}, {}, {}
         for name, key in self._key.items():
             left, right = self.sums[f"S/{key}"], self.sums[f"A/{key}"]
             values = self.sums[f"square/{key}"] / count
             turned = self._linears[name].transposed
-            found[name] = (right, left, values.T) if turned else (left, right, values)
+            found[0][name], found[1][name] = (right, left) if turned else (left, right)
+            found[2][name] = values.T if turned else values
         return found
 
 
