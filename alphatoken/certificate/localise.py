@@ -36,7 +36,7 @@ def values_by_parameter(
     checked, weights = valuer.read(batch, token_weights, step_weights)
     frame = valuer.prepare(checked)
     with valuer.forward(checked, weights) as seen:
-        sides, _ = valuer.at(frame, seen).sides(components=True)
+        *sides, _ = valuer.at(frame, seen).sides(components=True)
         present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
         if not scorer.config.captured:
             return {

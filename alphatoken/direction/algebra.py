@@ -7,7 +7,7 @@ Dictionaries map parameter names to tensors in the parameter's own shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,8 @@ class Direction:
             whole[name] = whole[name] + weighted if name in whole else weighted
         return whole
 
-    def balance(self) -> dict[str, float]:
+    def balance(
+        self, norms: Callable[[Mapping[str, Tensor]], dict[str, float]] = norms
+    ) -> dict[str, float]:
         """``||lambda V|| / ||G||`` per parameter, both preconditioned; see ``balance``."""
         return balance(norms(self.adaptation), norms(self.stability or {}), self.stability_weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from types import ModuleType
@@ -13,18 +12,17 @@ import torch
 from torch import Tensor
 
 from alphatoken.config import ScorerConfig
-from alphatoken.direction.algebra import Direction, norms, precondition
+from alphatoken.direction.algebra import Direction, precondition
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.drift_parts import ShardedDrift
 from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import (
     GradientReducer,
     captured_parts,
-    captured_sums,
     mean_gradient,
     objective_sums,
     require_finite_gradient,
-    sharded_sums,
+    stream_losses,
 )
 from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
@@ -32,10 +30,10 @@ from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.sharding import MasterWeights, Sharding
+from alphatoken.model.sharding import MasterWeights
 from alphatoken.support.precision import wide
 
-__all__ = ["Ingredients", "Retention", "sizes"]
+__all__ = ["Ingredients", "Retention"]
 
 Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
 """A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
@@ -223,42 +221,32 @@ class Ingredients:
         return tuple(parts), tuple(shares)
 
     def _gradient(self, role: str, batches: Sequence[Any]) -> dict[str, Tensor]:
-        """Mean gradient of one objective, by autograd or, under sharding, from captured errors."""
+        """Mean gradient of one objective, by autograd; of sharded linears from captured errors."""
         adapter, scored = self.adapter, self.scored
-        if scored.sharding is None:
-            sums, count = objective_sums(
-                adapter, scored.parameters, batches, first=scored.first, role=role
+        first, sharding = scored.first, scored.sharding
+        if sharding is None or not self.config.captured:
+            return self._mean(
+                role,
+                *objective_sums(
+                    adapter, scored.parameters, batches, first=first, role=role, sharding=sharding
+                ),
             )
-        elif not self.config.captured:
-            sums, count = sharded_sums(
-                adapter,
-                scored.parameters,
-                scored.sharding,
-                batches,
-                first=scored.first,
-                role=role,
-            )
-        else:
-            sums, count = captured_sums(
-                adapter,
-                scored.names,
-                scored.sharding,
-                batches,
-                first=scored.first,
-                recording=self._recording,
-                role=role,
-            )
+        sums: dict[str, Tensor] = {}
+
+        def add(weighted: Tensor, recorder: Recorder | None) -> None:
+            assert recorder is not None
+            for name, part in captured_parts(recorder, weighted, scored.names, sharding).items():
+                sums[name] = sums[name] + part if name in sums else part
+
+        # G needs ordinary errors only, for which the model's own attention backward is right.
+        recording = partial(record, adapter, scored.scope, attention=False, sharding=sharding)
+        count = stream_losses(adapter, batches, add, first=first, role=role, recording=recording)
         return self._mean(role, sums, count)
 
     def _mean(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
         mean = (self.reduce or mean_gradient)(role, sums, count)
         require_finite_gradient(role, mean)
         return mean
-
-    def _recording(self) -> AbstractContextManager[Recorder]:
-        # G needs ordinary errors only, for which the model's own attention backward is right.
-        scored = self.scored
-        return record(self.adapter, scored.scope, attention=False, sharding=scored.sharding)
 
     def _stability(self) -> dict[str, Tensor] | None:
         if not self.retains:
@@ -354,20 +342,6 @@ class Ingredients:
 
 
 Scaling = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-
-Sizes = tuple[dict[str, float], dict[str, float]]
-"""Norms of G and of V by parameter."""
-
-
-def sizes(
-    adaptation: Mapping[str, Tensor],
-    stability: Mapping[str, Tensor] | None,
-    sharding: Sharding | None,
-) -> Sizes:
-    """Norms of both sides by parameter; under sharded weights by all processes together."""
-    measure = norms if sharding is None else sharding.norms
-    return measure(adaptation), measure(stability or {})
-
 
 _COUNT = "tokens of the batch"
 """Stands beside the summed gradients of a part; no parameter has a space in its name."""

@@ -11,18 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from alphatoken.direction.age import age_of, weights_age
-from alphatoken.direction.algebra import Direction, balance
-from alphatoken.direction.build import Ingredients, Retention, sizes
+from alphatoken.direction.algebra import Direction, norms
+from alphatoken.direction.build import Ingredients, Retention
 from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import ModelError
-from alphatoken.estimate.columns import Side, total_side
+from alphatoken.estimate.columns import Side
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import Recorder
 
-__all__ = ["DirectionBuilder", "End", "Frame", "Sides"]
-
-Sides = tuple[Side | None, Side | None]
-"""Adaptation and stability; a side that is not asked for is None."""
+__all__ = ["DirectionBuilder", "End", "Frame"]
 
 
 @runtime_checkable
@@ -59,31 +56,30 @@ class Frame:
 
         Measured when it is first asked for; under sharded weights by all processes together.
         """
-        direction = self.direction
-        found = sizes(direction.adaptation, direction.stability, self.scored.sharding)
-        return balance(*found, direction.stability_weight)
+        sharding = self.scored.sharding
+        return self.direction.balance(norms if sharding is None else sharding.norms)
 
     def at_step(self, loss: Tensor, recorder: Recorder) -> Frame:
         """The frame for the step that this loss makes; for ``preconditioner="full"``."""
         gradient = self.made_of.step_gradient(loss, recorder)
         return replace(self, direction=self.made_of.at_step(self.direction, gradient))
 
-    def sides(self, *, components: bool) -> tuple[Sides, dict[str, float]]:
-        """Directions to contract with: both sides of M with their balance, or M as one side.
+    def sides(self, *, components: bool) -> tuple[Side | None, Side | None, dict[str, float]]:
+        """Adaptation and stability to contract with, None for no such side, and their balance.
 
-        Without ``components`` both sides are summed first, which saves a contraction; the balance
-        is left empty there. With ``standard_errors`` the sides are never summed, since the parts
+        Without ``components`` both are summed to M as one side, which saves a contraction; the
+        balance is left empty there. With ``standard_errors`` they are never summed, since the parts
         of the adaptation side are contracted in its place.
         """
         direction = self.direction
         adaptation = Side(direction.adaptation) if self.made_of.config.adapts else None
         stability = None if direction.stability is None else Side(direction.stability)
         if components:
-            return (adaptation, stability), self.balance
-        whole = total_side(adaptation, stability, direction.stability_weight)
-        if direction.parts or whole is None:
-            return (adaptation, stability), {}
-        return (whole, None), {}
+            return adaptation, stability, self.balance
+        if direction.parts or adaptation is None or stability is None:
+            return adaptation, stability, {}
+        weight = direction.stability_weight
+        return Side(adaptation.matrices, stability.matrices, weight), None, {}
 
 
 class DirectionBuilder:

@@ -40,6 +40,7 @@ from alphatoken.errors import (
     FisherError,
     InputError,
     NumericalError,
+    require_choice,
 )
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.parameter_choice import ParameterChoice
@@ -198,17 +199,8 @@ class Settings:
                 raise ConfigError(f"{name} must be an integer of 1 or more", got=repr(value))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError("seed must be an integer", got=repr(self.seed))
-        choices = {
-            "structure": ("diagonal", "kronecker"),
-            "labels": ("sequence", "token"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name} is not one that exists",
-                    got=repr(getattr(self, name)),
-                    remedy="one of " + ", ".join(map(repr, allowed)),
-                )
+        require_choice("structure", self.structure, ("diagonal", "kronecker"))
+        require_choice("labels", self.labels, ("sequence", "token"))
         choice = ParameterChoice.read(self.parameters)
         if self.structure == "kronecker" and not choice.only_linears:
             raise ConfigError(
@@ -437,6 +429,8 @@ class _Checkpoint:
         # All that the sums depend on. A file in which anything differs is refused, since sums of
         # two models would look like sums of one.
         self._bound = {
+            "kind": _KIND,
+            "format_version": _FORMAT,
             "settings": json.dumps(asdict(fit.settings)),
             "layers": json.dumps(fit.scope.layers),
             "model": json.dumps(fit.adapter.identity(), sort_keys=True),
@@ -451,9 +445,8 @@ class _Checkpoint:
         # Not after the last sample: the result itself is about to be made.
         if fit.done % self._every or fit.done >= fit.total:
             return
-        description = {"kind": _KIND, "format_version": _FORMAT, **self._bound}
-        description |= {"done": str(fit.done), "response_tokens": str(fit.response_tokens)}
-        write_tensors(self._path, fit.moments.sums, description, error=FisherError)
+        counts = {"done": str(fit.done), "response_tokens": str(fit.response_tokens)}
+        write_tensors(self._path, fit.moments.sums, self._bound | counts, error=FisherError)
 
     def resume(self, tracker: Tracker) -> None:
         """Go on from the sums in the file, if there is one.
@@ -465,8 +458,7 @@ class _Checkpoint:
             return
         fit = self._fit
         sums, description = read_tensors(self._path, error=FisherError)
-        expected = {"kind": _KIND, "format_version": _FORMAT, **self._bound}
-        differing = [key for key in expected if description.get(key) != expected[key]]
+        differing = [key for key, bound in self._bound.items() if description.get(key) != bound]
         if differing or {k: (v.shape, v.dtype) for k, v in sums.items()} != {
             k: (v.shape, v.dtype) for k, v in fit.moments.sums.items()
         }:

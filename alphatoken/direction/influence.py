@@ -205,10 +205,5 @@ def fit_influence(
         corrected=True,
     ) as fit:  # fmt: skip
         assert isinstance(fit.moments, CorrectedMoments)
-        found = fit.moments.corrected(fit.response_tokens)
-        return InfluenceFactors(
-            {name: left for name, (left, _, _) in found.items()},
-            {name: right for name, (_, right, _) in found.items()},
-            {name: values for name, (_, _, values) in found.items()},
-            fit.metadata,
-        )
+        left, right, eigenvalues = fit.moments.corrected(fit.response_tokens)
+        return InfluenceFactors(left, right, eigenvalues, fit.metadata)

@@ -6,14 +6,14 @@ log-likelihood of one response is squared, never the gradient of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from alphatoken.errors import NumericalError
-from alphatoken.estimate.proofs import compare_gradients
+from alphatoken.estimate.proofs import prove_coverage
 from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope
@@ -40,11 +40,11 @@ class DiagonalMoments:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._first: dict[int, str] = {}
+        first: dict[int, str] = {}
         self._unique: dict[str, Tensor] = {}
         self._key: dict[str, str] = {}
         for name, parameter in parameters.items():
-            key = self._key[name] = self._first.setdefault(id(parameter), name)
+            key = self._key[name] = first.setdefault(id(parameter), name)
             self._unique[key] = parameter
         self.sums = {
             name: torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
@@ -138,46 +138,21 @@ class KroneckerMoments:
 
     def _uses(self, log_likelihood: Tensor) -> list[tuple[LinearUse, tuple[Tensor, Tensor]]]:
         """Each use of a scored linear in this sequence, with its input and error as rows."""
-        assert self._recorder is not None
-        uses, self._recorder.linears = self._recorder.linears, []
-        # The first sequence also asks for the weights' own gradients, to compare them. The same
-        # call must give both, since it frees the graph.
-        weights = [] if self._proved else [linear.weight for linear in self._scope.linears]
-        gradients = torch.autograd.grad(
-            log_likelihood, [use.s for use in uses] + weights, allow_unused=True
+        recorder = self._recorder
+        assert recorder is not None
+        uses = list(recorder.linears)
+        # The proof, on the first sequence, takes errors and gradients through the graph again.
+        errors = torch.autograd.grad(
+            log_likelihood, recorder.outputs, allow_unused=True, retain_graph=not self._proved
         )
-        # Errors come first, gradients of weights after them: ``zip`` stops where the uses end.
-        rows = [_rows(use, error) for use, error in zip(uses, gradients, strict=False)]
+        rows = [_rows(use, error) for use, error in zip(uses, errors, strict=True)]
         if not self._proved:
-            self._prove(uses, rows, gradients[len(uses) :])
-        self._recorder.clear()
+            weights = {self._key[name]: one.weight for name, one in self._linears.items()}
+            remedy = "structure='diagonal', which follows the weight through every use"
+            prove_coverage(recorder, log_likelihood, weights, self._key, remedy=remedy)
+            self._proved = True
+        recorder.clear()
         return list(zip(uses, rows, strict=True))
-
-    def _prove(
-        self,
-        uses: Sequence[LinearUse],
-        rows: Sequence[tuple[Tensor, Tensor]],
-        gradients: Sequence[Tensor | None],
-    ) -> None:
-        """The captured uses must add up to autograd's gradient of every weight."""
-        captured: dict[str, tuple[Tensor, float]] = {}
-        for use, (x, delta) in zip(uses, rows, strict=True):
-            key = self._key[use.linear.weight_name]
-            product = x.T @ delta if use.linear.transposed else delta.T @ x
-            before, size = captured.get(key, (torch.zeros_like(product), 0.0))
-            size += float((x.norm(dim=1) * delta.norm(dim=1)).sum())
-            captured[key] = (before + product, size)
-        expected = {
-            self._key[linear.weight_name]: gradient
-            for linear, gradient in zip(self._scope.linears, gradients, strict=True)
-        }
-        compare_gradients(
-            captured,
-            expected,
-            narrow=any(use.s.dtype in (torch.bfloat16, torch.float16) for use in uses),
-            remedy="structure='diagonal', which follows the weight through every use",
-        )
-        self._proved = True
 
     def factors(self, count: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Factors (left, right) of each parameter in its stored layout."""
@@ -232,14 +207,15 @@ class CorrectedMoments(KroneckerMoments):
         for key, gradient in gradients.items():
             self.sums[f"square/{key}"] += gradient.square()
 
-    def corrected(self, count: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """(left, right, eigenvalues) of each weight in its stored layout; see ``influence``."""
-        found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    def corrected(self, count: int) -> tuple[dict[str, Tensor], ...]:
+        """Left, right and eigenvalues, by weight in its stored layout; see ``influence``."""
+        found: tuple[dict[str, Tensor], ...] = {}, {}, {}
         for name, key in self._key.items():
             left, right = self.sums[f"S/{key}"], self.sums[f"A/{key}"]
             values = self.sums[f"square/{key}"] / count
             turned = self._linears[name].transposed
-            found[name] = (right, left, values.T) if turned else (left, right, values)
+            found[0][name], found[1][name] = (right, left) if turned else (left, right)
+            found[2][name] = values.T if turned else values
         return found
 
 

@@ -40,7 +40,6 @@ from alphatoken.support.precision import wide
 __all__ = [
     "GradientReducer",
     "captured_parts",
-    "captured_sums",
     "mean_gradient",
     "objective_gradient",
     "objective_sums",
@@ -238,10 +237,14 @@ def objective_sums(
     *,
     first: int | None,
     role: str = "validation",
+    sharding: Sharding | None = None,
 ) -> tuple[dict[str, Tensor], float]:
     """Summed gradient of an objective, one tensor a parameter, and the count for the mean.
 
     By autograd with respect to the parameters. Shapes, dtypes and errors: ``objective_gradient``.
+    Under ``sharding`` they are parts of sums over all processes, with the count of this one: a
+    whole gradient exists while the backward makes it. The processes need equally many items, and
+    must meet the parameters in one order, as they do where all run the same modules.
     """
     total: dict[str, Tensor] = {}
 
@@ -251,130 +254,56 @@ def objective_sums(
         p = parameters[name]
         return torch.zeros_like(p, dtype=wide(p.dtype), requires_grad=False)
 
-    def take(name: str, gradient: Tensor) -> Tensor | None:
+    def add_up(name: str, gradient: Tensor) -> None:
+        if sharding is not None:
+            gradient = sharding.reduce(name, gradient.to(wide(gradient.dtype)))
         # Made here and not before the forward, whose activations would lie beside it.
         if name not in total:
-            total[name] = zeros(name)
+            total[name] = zeros(name) if sharding is None else torch.zeros_like(gradient)
         total[name] += gradient.to(total[name].dtype)
-        # What autograd holds until its backward ends, in the gradient's place: one number.
-        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
-
-    def add(weighted: Tensor, _: Recorder | None) -> None:
-        # Each gradient is added as the backward makes it and let go, so that sums and gradients of
-        # all parameters never lie in memory side by side.
-        hooks = [p.register_hook(partial(take, name)) for name, p in parameters.items()]
-        try:
-            gradient_of(weighted, list(parameters.values()))
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    count = stream_losses(adapter, items, add, first=first, role=role)
-    if count and not total:
-        raise ModelError(
-            "the loss depends on no parameter in scope",
-            got=f"{len(parameters)} parameters, such as {next(iter(parameters))}",
-            why="every value would be zero",
-            remedy="unmerge the adapter that they belong to, or score parameters that the forward "
-            "uses",
-        )
-    # Zeros where no loss leads to a parameter; in one order, whichever the backward took.
-    return {name: total[name] if name in total else zeros(name) for name in parameters}, count
-
-
-def captured_sums(
-    adapter: DecoderAdapter,
-    names: Mapping[str, str],
-    sharding: Sharding,
-    items: Iterable[Mapping[str, Any] | PreferenceBatch],
-    *,
-    first: int | None,
-    recording: Callable[[], AbstractContextManager[Recorder]],
-    role: str = "validation",
-) -> tuple[dict[str, Tensor], float]:
-    """``objective_sums`` for sharded weights: from captured inputs and errors, matrix by matrix.
-
-    Autograd is never asked for a weight's gradient. Each process forms its own sum of outer
-    products, ``sharding.reduce`` adds them up over the processes and keeps this process's part.
-
-    Args:
-        adapter: of the model.
-        names: place of a scored parameter -> its name; see ``estimate.columns.ColumnSums``.
-        sharding: of the weights.
-        items: batches or pairs, equally many on every process.
-        first: first scored layer.
-        recording: what each forward is recorded in.
-        role: "validation" or "retention".
-
-    Returns:
-        Parts of sums over all processes; the count of this one.
-    """
-    total: dict[str, Tensor] = {}
-
-    def add(weighted: Tensor, recorder: Recorder | None) -> None:
-        assert recorder is not None
-        for name, part in captured_parts(recorder, weighted, names, sharding).items():
-            total[name] = total[name] + part if name in total else part
-
-    count = stream_losses(adapter, items, add, first=first, role=role, recording=recording)
-    return total, count
-
-
-def sharded_sums(
-    adapter: DecoderAdapter,
-    names: Iterable[str],
-    sharding: Sharding,
-    items: Iterable[Mapping[str, Any] | PreferenceBatch],
-    *,
-    first: int | None,
-    role: str = "validation",
-) -> tuple[dict[str, Tensor], float]:
-    """``objective_sums`` over any sharded parameters, by autograd: this process's part of each.
-
-    The gradient of a whole matrix exists while the backward makes it; ``sharding.reduce`` adds it
-    up over the processes and keeps this process's part. The processes must meet the parameters in
-    one order, as they do where all run the same modules.
-
-    Args:
-        adapter: of the model.
-        names: of the parameters; tied ones under one name.
-        sharding: of the weights.
-        items: batches or pairs, equally many on every process.
-        first: first layer that a parameter lies in; None where some lie below the layers.
-        role: "validation" or "retention".
-
-    Returns:
-        Parts of sums over all processes; the count of this one.
-    """
-    names = list(names)
-    total: dict[str, Tensor] = {}
-
-    def reduce(name: str, gradient: Tensor) -> None:
-        part = sharding.reduce(name, gradient)
-        total[name] = total[name] + part if name in total else part
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
         taken: set[str] = set()
 
-        def take(name: str, gradient: Tensor) -> Tensor:
+        def take(name: str, gradient: Tensor) -> Tensor | None:
             taken.add(name)
-            reduce(name, gradient.to(wide(gradient.dtype)))
-            return gradient.new_zeros(()).expand_as(gradient)
+            add_up(name, gradient)
+            # What autograd holds until its backward ends, in the gradient's place: one number.
+            return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
-        held = [(name, one) for name, one in in_use.values() if one.requires_grad]
+        # Each gradient is added as the backward makes it and let go, so that sums and gradients of
+        # all parameters never lie in memory side by side.
+        held = list(parameters.items())
+        if sharding is not None:
+            held = [(name, one) for name, one in in_use.values() if one.requires_grad]
         hooks = [one.register_hook(partial(take, name)) for name, one in held]
         try:
-            with sharding.repeatable():
+            with nullcontext() if sharding is None else sharding.repeatable():
                 gradient_of(weighted, [one for _, one in held])
         finally:
             for hook in hooks:
                 hook.remove()
-        for name in (n for n in names if n not in taken):  # no loss leads to it, on any process
-            reduce(name, weighted.new_zeros(sharding.shape(name), dtype=wide(weighted.dtype)))
+        for name in parameters:  # ``reduce`` is collective, also where no loss leads to a parameter
+            if sharding is not None and name not in taken:
+                add_up(name, weighted.new_zeros(sharding.shape(name)))
 
-    with objects_in_use(adapter.model, names) as in_use:
+    using: AbstractContextManager[dict[int, tuple[str, Tensor]]] = nullcontext({})
+    if sharding is not None:
+        using = objects_in_use(adapter.model, parameters)
+    with using as in_use:
         count = stream_losses(adapter, items, add, first=first, role=role)
-    return {name: total[name] for name in names if name in total}, count
+    if sharding is None:
+        if count and not total:
+            raise ModelError(
+                "the loss depends on no parameter in scope",
+                got=f"{len(parameters)} parameters, such as {next(iter(parameters))}",
+                why="every value would be zero",
+                remedy="unmerge the adapter that they belong to, or score parameters that the "
+                "forward uses",
+            )
+        total |= {name: zeros(name) for name in parameters if name not in total}
+    # In one order, whichever the backward took.
+    return {name: total[name] for name in parameters if name in total}, count
 
 
 def captured_parts(
@@ -388,16 +317,12 @@ def captured_parts(
     errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
     like = next((e for e in errors if e is not None), loss)
     parts: dict[str, Tensor] = {}
-
-    def reduce(name: str, gradient: Tensor | None, _: Tensor | float) -> None:
+    for name, gradient, _ in captured_gradients(recorder, errors, names):
         # A weight that this process did not use may have been used by others, and ``reduce`` waits
         # for all of them: it must be called with zeros.
         if gradient is None:
             gradient = like.new_zeros(sharding.shape(name), dtype=wide(like.dtype))
-        part = sharding.reduce(name, gradient)
-        parts[name] = parts[name] + part if name in parts else part
-
-    captured_gradients(recorder, errors, names, reduce)
+        parts[name] = sharding.reduce(name, gradient)
     return parts
 
 

@@ -99,12 +99,7 @@ def full_preconditioners(
         ConfigError: see :func:`frozen_preconditioners`.
         InputError: a parameter without a gradient, or one of another shape.
     """
-
-    def derivative(update: Update, g: Tensor | None) -> Tensor:
-        assert g is not None
-        return full_preconditioner(update, g)
-
-    return _by_parameter(optimizer, parameters, gradients, after, derivative)
+    return _by_parameter(optimizer, parameters, gradients, after, full_preconditioner)
 
 
 def read_update(
@@ -141,7 +136,7 @@ def _by_parameter(
     parameters: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor] | None,
     after: int,
-    make: Callable[[Update, Tensor | None], Tensor],
+    make: Callable[[Update, Any], Tensor],
 ) -> dict[str, Tensor] | None:
     """P of each parameter's next step, or None where one has taken too few.
 

@@ -25,7 +25,6 @@ __all__ = [
     "Gather",
     "Side",
     "contract_columns",
-    "total_side",
     "uses_by_weight",
 ]
 
@@ -64,18 +63,6 @@ class Side:
     def whole(self) -> dict[str, Tensor]:
         """All matrices of this side, by the parameters' names."""
         return {name: self.of(name) for name in self.matrices}
-
-
-def total_side(
-    adaptation: Side | None, stability: Side | None, stability_weight: float
-) -> Side | None:
-    """``M = P o (G + lambda V)`` as one side, for one contraction instead of two.
-
-    The result is None where there is one side only, and nothing to save.
-    """
-    if adaptation is None or stability is None:
-        return None
-    return Side(adaptation.matrices, stability.matrices, stability_weight)
 
 
 Gather = Callable[[str, Tensor], Tensor]

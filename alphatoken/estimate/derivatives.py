@@ -9,7 +9,6 @@ Where the two differ, they would be of a gradient that nobody takes a step along
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from alphatoken.errors import UnsupportedError
 from alphatoken.estimate.gradients import gradient_of
+from alphatoken.model.backward import graph_nodes
 from alphatoken.support.precision import wide
 
 __all__ = ["Derivative", "prove_derivatives"]
@@ -50,7 +50,9 @@ def prove_derivatives(
     """
     with torch.enable_grad():
         loss = losses.sum()
-    dtypes = {p.dtype for p in parameters.values()} | _dtypes_in_graph(loss)
+    # A trainer casts within the forward, which is over: the graph has the dtypes of its products.
+    inputs = (one.dtype for node in graph_nodes(loss) for one in node._input_metadata)
+    dtypes = {p.dtype for p in parameters.values()}.union(d for d in inputs if d.is_floating_point)
     gradients = dict(zip(parameters, gradient_of(loss, list(parameters.values())), strict=True))
     sizes = {name: 0.0 if g is None else float(g.norm()) for name, g in gradients.items()}
     largest = max(sizes.values(), default=0.0)
@@ -86,19 +88,6 @@ def _drawn(name: str, parameter: Tensor) -> Tensor:
     generator = torch.Generator(parameter.device).manual_seed(crc32(name.encode()))
     dtype = wide(parameter.dtype)
     return torch.randn(parameter.shape, generator=generator, dtype=dtype, device=parameter.device)
-
-
-def _dtypes_in_graph(loss: Tensor) -> set[torch.dtype]:
-    """Dtypes of the forward's products: a trainer casts within the forward, which is over."""
-    found, seen, waiting = set[torch.dtype](), set[Any](), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found |= {one.dtype for one in node._input_metadata if one.dtype.is_floating_point}
-        waiting += [following for following, _ in node.next_functions]
-    return found
 
 
 def _tolerance(device: str, dtypes: Iterable[torch.dtype]) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
@@ -85,37 +86,14 @@ class _Rules(TorchFunctionMode):
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _moves(*args[:3]):
-            return _attend(*args, **kwargs)
+            # A model calls torch's kernels itself, of which the plain one alone has forward mode.
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _moves(*tensors: Any) -> bool:
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention of a model that calls torch's kernel itself, which has no forward mode."""
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
-    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones_like(logits, dtype=torch.bool).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # Not -inf: padding may have no key at all, and would be NaN.
-        logits = logits.masked_fill(~attn_mask, torch.finfo(logits.dtype).min)
-    elif attn_mask is not None:
-        logits = logits + attn_mask
-    return logits.softmax(-1) @ value
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,34 +32,33 @@ def gradient_of(
     )
 
 
-@full_precision
 def captured_gradients(
-    recorder: Recorder,
-    errors: Sequence[Tensor | None],
-    names: Mapping[str, str],
-    consume: Callable[[str, Tensor | None, Tensor | float], None],
-) -> None:
+    recorder: Recorder, errors: Sequence[Tensor | None], names: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor | None, Tensor | float]]:
     """Weight gradients from captured uses, one parameter at a time: sums of delta (x) x.
 
     Args:
         recorder: one recorded forward.
         errors: ordinary errors at its linear uses.
         names: as in ``columns.ColumnSums``; tied parameters gather in one entry.
-        consume: gets (name, gradient as stored, sum of the norms of its terms) of every scored
-            weight in scope, in one order on every process; None where no use was seen.
+
+    Yields:
+        (name, gradient as stored, sum of the norms of its terms) of every scored weight in scope,
+        in one order on every process; None where no use was seen.
     """
     for name, uses in uses_by_weight(recorder, names):
-        total: tuple[Tensor, Tensor | float] | None = None
+        total: Tensor | None = None
+        size: Tensor | float = 0.0
         for index in uses:
             error = errors[index]
             if error is not None:
-                part, size = _term(recorder.linears[index], error)
-                before, known = total or (torch.zeros_like(part), 0.0)
-                total = before + part, known + size
+                part, norms = _term(recorder.linears[index], error)
+                total, size = part if total is None else total + part, size + norms
         # Every name is handed over, used or not: under sharded weights what follows is collective.
-        consume(name, *(total or (None, 0.0)))
+        yield name, total, size
 
 
+@full_precision
 def _term(use: LinearUse, error: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of a use's weight, and the sum of the norms of its terms."""
     linear, experts = use.linear, use.experts

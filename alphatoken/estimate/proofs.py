@@ -175,6 +175,7 @@ def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator:
 # What rounding explains in each dtype; a use that was missed is of the size of the gradient itself.
 _COVERAGE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 _COVERAGE_TOLERANCE_HALF = 2e-2
+_FOLLOWED = "estimator='label', which follows the weight through every use"
 
 
 def compare_gradients(
@@ -182,7 +183,7 @@ def compare_gradients(
     expected: Mapping[str, Tensor | None],
     *,
     narrow: bool = False,
-    remedy: str = "estimator='label', which follows the weight through every use",
+    remedy: str = _FOLLOWED,
 ) -> float:
     """Compare what the captured uses explain with autograd's gradient of the same loss.
 
@@ -232,6 +233,8 @@ def prove_coverage(
     losses: Tensor,
     parameters: Mapping[str, Tensor],
     names: Mapping[str, str],
+    *,
+    remedy: str = _FOLLOWED,
 ) -> float:
     """Prove that the captured uses are all uses: sum of delta (x) x equals autograd's gradient.
 
@@ -240,6 +243,7 @@ def prove_coverage(
         losses: its token losses; the graph stays.
         parameters: name -> parameter, everything in scope.
         names: place of a parameter -> its name; see ``columns.ColumnSums``.
+        remedy: what the error tells the user to do.
 
     Returns:
         The largest relative error (Frobenius norm).
@@ -249,20 +253,18 @@ def prove_coverage(
     """
     with torch.enable_grad():
         loss = losses.sum()
-    captured: dict[str, tuple[Tensor, float]] = {}
-
-    def add(name: str, gradient: Tensor | None, size: Tensor | float) -> None:
-        if gradient is not None:
-            before, known = captured.get(name, (torch.zeros_like(gradient), 0.0))
-            captured[name] = (before + gradient, known + float(torch.as_tensor(size).detach()))
-
     # Ordinary errors, whatever the estimator: only they sum to the gradient. What is proved holds
     # for the self-only ones too, since it is about where the weights are used.
     errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
-    captured_gradients(recorder, errors, names, add)
+    captured = {
+        name: (gradient, float(torch.as_tensor(size).detach()))
+        for name, gradient, size in captured_gradients(recorder, errors, names)
+        if gradient is not None
+    }
     gradients = gradient_of(loss, list(parameters.values()), retain_graph=True)
     narrow = any(use.s.dtype not in _COVERAGE_TOLERANCE for use in recorder.linears)
-    return compare_gradients(captured, dict(zip(parameters, gradients, strict=True)), narrow=narrow)
+    expected = dict(zip(parameters, gradients, strict=True))
+    return compare_gradients(captured, expected, narrow=narrow, remedy=remedy)
 
 
 Forward = Callable[[Mapping[str, Any]], Tensor]

@@ -9,7 +9,12 @@ from alphatoken.estimate.columns import Columns
 from alphatoken.model.batch import to_token_index
 from alphatoken.values import TokenValues
 
-__all__ = ["assign_columns", "combine"]
+__all__ = ["assign_columns", "combine", "undivided"]
+
+
+def undivided(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values by token as (direct, causal, unassigned), without a split or a foreign column."""
+    return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
 
 
 def assign_columns(
@@ -36,10 +41,10 @@ def combine(
     stability: tuple[Tensor, Tensor, Tensor] | None,
     *,
     mask: Tensor,
-    split: bool,
     estimator: str,
-    stability_weight: float,
-    balance: dict[str, float],
+    split: bool = False,
+    stability_weight: float = 0.0,
+    balance: dict[str, float] | None = None,
 ) -> TokenValues:
     """TokenValues from (direct, causal, unassigned) of both sides; a side that is None is zero."""
     given = adaptation or stability
@@ -60,5 +65,5 @@ def combine(
         unassigned=g_rest + stability_weight * v_rest,
         estimator=estimator,
         stability_weight=stability_weight,
-        balance=balance,
+        balance=balance or {},
     )

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alphatoken.model.capture import Recorder
 
-__all__ = ["accumulate_errors", "stream_errors"]
+__all__ = ["accumulate_errors", "graph_nodes", "stream_errors"]
+
+
+def graph_nodes(tensor: Tensor) -> Iterator[Any]:
+    """Nodes of the graph that ends in a tensor, each once."""
+    seen, waiting = set[Any](), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [above for above, _ in node.next_functions]
 
 
 def accumulate_errors(

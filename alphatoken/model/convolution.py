@@ -81,15 +81,7 @@ def switchable_convolution(
 ) -> tuple[Tensor, ConvolutionStatistics]:
     """Run the model's own convolution inside a graph whose backward obeys ``switch``.
 
-    Forward values, and gradients in ordinary mode, are the kernel's own.
-
-    Args:
-        call: its input belongs to the graph.
-        native: the model's kernel.
-        switch: read at backward time.
-
-    Returns:
-        The outputs (b, c, t), and the call's statistics.
+    As ``attention.switchable_attention``: the outputs (b, c, t), and the call's statistics.
 
     Exactness: self mode is the last tap, exactly. Oracle: ``alphatoken.oracle.influence`` and
     ``alphatoken.oracle.delta_net.held_taps``.

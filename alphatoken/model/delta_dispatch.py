@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,14 +47,8 @@ _LOCK = threading.Lock()  # held while contexts are entered and left, never duri
 _RUNNING = threading.local()  # the overridden layers that this thread is in, innermost last
 
 
-@dataclass(frozen=True, eq=False)
-class _Entered:
-    """One override that is active; compared by identity, as one may be entered twice."""
-
-    convolution: ConvolutionOverride
-    rule: DeltaOverride
-
-
+_Entered = tuple[ConvolutionOverride, DeltaOverride]
+"""One override that is active; compared by identity, as one may be entered twice."""
 _ACTIVE: dict[nn.Module, tuple[_Entered, ...]] = {}
 
 
@@ -99,7 +93,7 @@ def rerouted(
 
     Overrides of one module are called one within the other, the last one entered outermost.
     """
-    chosen, entered = tuple(dict.fromkeys(modules)), _Entered(convolution, rule)
+    chosen, entered = tuple(dict.fromkeys(modules)), (convolution, rule)
     with ExitStack() as stack:
         stack.enter_context(_entering(chosen, entered))
         for module in chosen:
@@ -185,8 +179,8 @@ def _convolve(
     function = None if activation is None else ACT2FN[activation]
     call = ConvolutionCall(module, hidden_states, weight, bias, function)
     run: NativeConvolution = native
-    for one in _ACTIVE.get(module, ()):
-        run = partial(_through, one.convolution, call, ("x",), run)
+    for convolution, _ in _ACTIVE.get(module, ()):
+        run = partial(_through, convolution, call, ("x",), run)
     return run(hidden_states)
 
 
@@ -232,8 +226,8 @@ def _step(
         cached=initial_state is not None,
     )
     run: NativeDelta = native
-    for one in _ACTIVE.get(module, ()):
-        run = partial(_through, one.rule, call, ("query", "key", "value", "decay", "beta"), run)
+    for _, rule in _ACTIVE.get(module, ()):
+        run = partial(_through, rule, call, ("query", "key", "value", "decay", "beta"), run)
     return run(q, k, v, decay, strength).transpose(1, 2), last[0]
 
 

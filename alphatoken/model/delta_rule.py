@@ -270,15 +270,7 @@ def switchable_delta_rule(
 ) -> tuple[Tensor, DeltaStatistics]:
     """Run the model's own rule inside a graph whose backward obeys ``switch``.
 
-    Forward values, and gradients in ordinary mode, are the kernel's own.
-
-    Args:
-        call: its tensors belong to the graph.
-        native: the model's kernel.
-        switch: read at backward time.
-
-    Returns:
-        The outputs (b, h, t, v), and the call's statistics.
+    As ``attention.switchable_attention``: the outputs (b, h, t, v), and the call's statistics.
 
     Exactness: self mode equals the derivative with the incoming state held, exactly. Oracle:
     ``alphatoken.oracle.influence`` and ``alphatoken.oracle.delta_net.held_state``.

@@ -60,11 +60,6 @@ class ScoredLinear:
         assert isinstance(weight, Tensor)
         return weight
 
-    @property
-    def active(self) -> float:
-        """The part of the weight that works on one token."""
-        return 1.0
-
 
 @dataclass(frozen=True)
 class ScoredExperts(ScoredLinear):
@@ -72,12 +67,10 @@ class ScoredExperts(ScoredLinear):
 
     ``weight`` is (experts, d_out, d_in), or (experts, d_in, d_out) when ``transposed``, and
     ``bias``, where there is one, (experts, d_out). ``module`` holds them as ``parameter`` and
-    ``parameter + "_bias"``; ``name`` is the tensor's own key in ``model.named_parameters()``. Each
-    token is sent to ``chosen`` of the experts, and so uses that many of the matrices.
+    ``parameter + "_bias"``; ``name`` is the tensor's own key in ``model.named_parameters()``.
     """
 
     parameter: str = ""
-    chosen: int = 1
 
     @property
     def weight_name(self) -> str:
@@ -101,11 +94,6 @@ class ScoredExperts(ScoredLinear):
         """Number of experts; of a tensor that ZeRO-3 leaves in parts, of the whole one."""
         weight = self.weight
         return int(getattr(weight, "ds_shape", weight.shape)[0])
-
-    @property
-    def active(self) -> float:
-        """The part of the tensor that works on one token."""
-        return min(1.0, self.chosen / self.count)
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,8 @@ class TransformersAdapter:
                 for parameter, weight in module.named_parameters(recurse=False):
                     if parameter in PARAMETERS and weight.requires_grad:
                         name = f"{self._names[module]}.{parameter}"
-                        turned, chosen = bool(module.is_transposed), _chosen(module)
-                        tensor = ScoredExperts(name, module, layer, turned, parameter, chosen)
+                        turned = bool(module.is_transposed)
+                        tensor = ScoredExperts(name, module, layer, turned, parameter)
                         found.setdefault(name, tensor)
         return list(found.values())
 
@@ -415,14 +415,6 @@ def _is_mixture(module: nn.Module) -> bool:
     # ``use_experts_implementation`` sets these flags, which its kernels read.
     flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "config")
     return all(hasattr(module, flag) for flag in flags)
-
-
-def _chosen(mixture: nn.Module) -> int:
-    """Number of experts that a token is sent to by the config; else all of them."""
-    config: Any = mixture.config
-    named = (getattr(config, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k"))
-    every: Any = getattr(mixture, "num_experts", 1)
-    return next((int(n) for n in named if isinstance(n, int)), int(every))
 
 
 def _dimensions(parameter: Tensor) -> int:

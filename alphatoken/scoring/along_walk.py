@@ -8,7 +8,7 @@ from torch import Tensor
 from alphatoken.direction.current import End
 from alphatoken.direction.objective import forward_losses
 from alphatoken.estimate.estimators import WALK
-from alphatoken.estimate.token_values import combine
+from alphatoken.estimate.token_values import combine, undivided
 from alphatoken.model.modes import draws, evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scoring.passes import Pass
@@ -44,16 +44,7 @@ def along_walk(
     values = (here.to(dtype) - there.to(dtype)).masked_fill(~seen.batch.mask, 0.0)
     if seen.weights.token is not None:
         values = values * seen.weights.token.to(values)
-    whole = values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
-    return combine(
-        whole,
-        None,
-        mask=seen.batch.mask,
-        split=False,
-        estimator=WALK,
-        stability_weight=0.0,
-        balance={},
-    )
+    return combine(undivided(values), None, mask=seen.batch.mask, estimator=WALK)
 
 
 def _losses(adapter: DecoderAdapter, seen: Pass, *, compare: bool) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from alphatoken.direction.current import Frame
 from alphatoken.errors import ModelError
+from alphatoken.model.backward import graph_nodes
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
@@ -72,53 +73,38 @@ class Observed:
                 ``Scorer.score``.
         """
         with self._lock:  # the weights may be moved meanwhile
-            return self._values(
-                logits_or_log_probs,
-                labels,
-                token_weights,
-                step_weights,
-                components=components,
-            )
-
-    def _values(
-        self,
-        logits_or_log_probs: Tensor,
-        labels: Tensor,
-        token_weights: Tensor | None,
-        step_weights: Tensor | None,
-        *,
-        components: bool,
-    ) -> TokenValues:
-        valuer, recorder = self._valuer, self._recorder
-        self._require_open()
-        valuer.builder.require_current()
-        # Everything is read and refused before the first backward.
-        batch = self._batch(labels)
-        if valuer.config.captured:  # before a forward of the proofs', which a cache would confuse
-            valuer.capture_check.require_rule(recorder)
-        with recorder.aside():
-            valuer.capture_check.see_arguments(batch, observed=True)
-        weights = Weights.read(batch.mask, token_weights, step_weights)
-        head = watched_head(logits_or_log_probs)
-        # Losses need their graph where errors are taken of them: by estimators that capture, and
-        # below a watched head, whose errors label values share with the training step. Otherwise
-        # label values along a fixed M compare them with those of the dual forward: numbers do.
-        graph = self._self_only or valuer.needs_recording or head is not None
-        with nullcontext() if graph else torch.no_grad():
-            losses = token_losses(logits_or_log_probs, batch.labels)
-        require_finite(losses, batch.mask, "batch")
-        # Estimators that take errors see by themselves whether any arrives.
-        if (
-            not valuer.config.captured
-            and recorder.linears
-            and not _follows(logits_or_log_probs, recorder)
-        ):
-            raise foreign_scores("the graph of another forward")
-        seen = Pass(batch, weights, losses, recorder, head=head, products=recorder.products)
-        seen = valuer.with_kept_errors(seen)
-        values = valuer.values(self._frame, seen, components=components)
-        self._valued = True
-        return values
+            valuer, recorder = self._valuer, self._recorder
+            self._require_open()
+            valuer.builder.require_current()
+            # Everything is read and refused before the first backward.
+            batch = self._batch(labels)
+            # Before a forward of the proofs', which a cache would confuse.
+            if valuer.config.captured:
+                valuer.capture_check.require_rule(recorder)
+            with recorder.aside():
+                valuer.capture_check.see_arguments(batch, observed=True)
+            weights = Weights.read(batch.mask, token_weights, step_weights)
+            head = watched_head(logits_or_log_probs)
+            # Losses need their graph where errors are taken of them: by estimators that capture,
+            # and below a watched head, whose errors label values share with the training step.
+            # Otherwise label values along a fixed M compare them with those of the dual forward:
+            # numbers do.
+            graph = self._self_only or valuer.needs_recording or head is not None
+            with nullcontext() if graph else torch.no_grad():
+                losses = token_losses(logits_or_log_probs, batch.labels)
+            require_finite(losses, batch.mask, "batch")
+            # Estimators that take errors see by themselves whether any arrives.
+            if (
+                not valuer.config.captured
+                and recorder.linears
+                and not _follows(logits_or_log_probs, recorder)
+            ):
+                raise foreign_scores("the graph of another forward")
+            seen = Pass(batch, weights, losses, recorder, head=head, products=recorder.products)
+            seen = valuer.with_kept_errors(seen)
+            values = valuer.values(self._frame, seen, components=components)
+            self._valued = True
+            return values
 
     def close(self) -> None:
         """Called when the context ends: what was recorded is gone."""
@@ -154,13 +140,4 @@ class Observed:
 def _follows(scores: Tensor, recorder: Recorder) -> bool:
     """True if a recorded linear lies in the graph of the scores; true of scores without a graph."""
     uses = {use.s.grad_fn for use in recorder.linears}
-    waiting: list[Any] = [] if scores.grad_fn is None else [scores.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node in uses:
-            return True
-        above = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        seen |= above
-        waiting += above
-    return scores.grad_fn is None
+    return scores.grad_fn is None or any(node in uses for node in graph_nodes(scores))

@@ -24,7 +24,7 @@ from alphatoken.estimate.derivatives import Derivative
 from alphatoken.estimate.differences import CHECKED_EVERY
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
 from alphatoken.estimate.proofs import CaptureCheck
-from alphatoken.estimate.token_values import assign_columns, combine
+from alphatoken.estimate.token_values import assign_columns, combine, undivided
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.protocol import DecoderAdapter
@@ -159,12 +159,12 @@ class Valuer:
             return values if components else values.total_alone()
         frame = self.at(frame, seen)
         direction = frame.direction
-        (adaptation, stability), balance = frame.sides(components=components)
+        adaptation, stability, balance = frame.sides(components=components)
         parts = tuple(Side(part) for part in direction.parts)
         ahead = list(parts) if adaptation is None or parts else [adaptation]
         sides = ahead if stability is None else [*ahead, stability]
         taken = [] if self.config.captured else self._label(seen, sides)
-        found = [_whole(one.values) for one in taken] or self._contracted(seen, sides)
+        found = [undivided(one.values) for one in taken] or self._contracted(seen, sides)
         values = combine(
             _summed(found[: len(ahead)]),
             None if stability is None else found[-1],
@@ -286,11 +286,6 @@ def _weighted(taken: Taken, seen: Pass) -> Taken:
     if weights is None:
         return taken
     return replace(taken, values=taken.values * weights.to(taken.values))
-
-
-def _whole(values: Tensor) -> Parts:
-    """Label values as one side, which has no split and assigns no column to another position."""
-    return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
 
 
 def _summed(parts: Sequence[Parts]) -> Parts | None:

@@ -253,8 +253,8 @@ _DEMANDED = (
             (
                 "direction.objective.captured_parts",
                 "captured_gradients(recorder, errors,",
-                "kept = vars(recorder)['kept']; "
-                "captured_gradients(recorder, [e if e is None else e * kept for e in errors],",
+                "captured_gradients(recorder, [e if e is None else e * vars(recorder)['kept'] "
+                "for e in errors],",
             ),
         ],
         SHARDED_OF_SEVERAL,

@@ -234,7 +234,7 @@ MUTANTS = (
         "sharded-gradient-of-the-first-module-alone",
         "a weight in use in two places has the gradient of one of them",
         (
-            "direction.objective.sharded_sums",
+            "direction.objective.objective_sums",
             "held = [(name, one) for name, one in in_use.values() if one.requires_grad]",
             "held = [*dict(v for v in in_use.values() if v[1].requires_grad).items()]",
         ),

@@ -287,12 +287,9 @@ def test_weights_are_explained(case: MixtureCase) -> None:
         losses = gradients.run_losses(plain_forward(model), batch)
         loss = torch.stack(list(losses.values())).sum()
         errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
-
-        def take(name: str, gradient: Tensor | None, _: Tensor | float) -> None:
-            if gradient is not None:
-                found[name] = gradient
-
-        captured_gradients(recorder, errors, scorer.scored.names, take)
+        for name, captured, _ in captured_gradients(recorder, errors, scorer.scored.names):
+            if captured is not None:
+                found[name] = captured
         expected = torch.autograd.grad(loss, list(scorer.parameters.values()))
     for (name, parameter), gradient in zip(scorer.parameters.items(), expected, strict=True):
         assert name in found, f"{name} has no gradient"
