@@ -13,13 +13,12 @@ from typing import Any
 
 from alphatoken.errors import DataError
 from alphatoken.fidelity.intervals import Estimate
-from alphatoken.support.storage import replacing
+from alphatoken.support.storage import write_text
 
 __all__ = ["Cell", "Diagnosis", "Drawing", "Table"]
 
 Cell = str | int | float | bool | None
 _FILE = "diagnosis.json"
-_TEXTS = ("key", "title", "caption", "alt")  # of a figure
 
 
 @dataclass(frozen=True)
@@ -155,25 +154,17 @@ class Diagnosis:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for table in (*self.tables, *(figure.data for figure in self.figures)):
-            _write(folder / f"{table.key}.csv", table.csv().encode())
+            write_text(folder / f"{table.key}.csv", table.csv())
         for figure in self.figures:
-            _write(folder / f"{figure.key}.svg", figure.svg.encode())
-        _write(folder / _FILE, self._json().encode())
+            write_text(folder / f"{figure.key}.svg", figure.svg)
+        write_text(folder / _FILE, self._json())
 
     def _json(self) -> str:
-        record = {
-            "name": self.name,
-            "question": self.question,
-            "conclusion": self.conclusion,
-            "tables": [_table_record(table) for table in self.tables],
-            "figures": [
-                {name: getattr(figure, name) for name in _TEXTS}
-                | {"data": _table_record(figure.data)}
-                for figure in self.figures
-            ],
-            "notes": self.notes,
-            "settings": dict(self.settings),
-        }
+        record = asdict(self)
+        for figure in record["figures"]:
+            del figure["svg"]  # has a file of its own
+        for table in (*record["tables"], *(figure["data"] for figure in record["figures"])):
+            table["rows"] = [[_finite(cell) for cell in row] for row in table["rows"]]
         return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
     @staticmethod
@@ -191,23 +182,12 @@ class Diagnosis:
         folder = Path(folder)
         try:
             record = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-            figures = tuple(
-                Drawing(
-                    **{name: entry[name] for name in _TEXTS},
-                    data=_read_table(entry["data"]),
-                    svg=(folder / f"{entry['key']}.svg").read_text(encoding="utf-8"),
-                )
-                for entry in record["figures"]
-            )
-            return cls(
-                name=record["name"],
-                question=record["question"],
-                conclusion=record["conclusion"],
-                tables=tuple(_read_table(entry) for entry in record["tables"]),
-                figures=figures,
-                notes=tuple(record["notes"]),
-                settings=record["settings"],
-            )
+            for figure in record["figures"]:
+                figure["data"] = _read_table(figure["data"])
+                figure["svg"] = (folder / f"{figure['key']}.svg").read_text(encoding="utf-8")
+            record["figures"] = tuple(Drawing(**figure) for figure in record["figures"])
+            record["tables"] = tuple(map(_read_table, record["tables"]))
+            return cls(**{**record, "notes": tuple(record["notes"])})
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise DataError(
                 "a finished diagnosis cannot be read",
@@ -216,24 +196,10 @@ class Diagnosis:
             ) from problem
 
 
-def _table_record(table: Table) -> dict[str, Any]:
-    rows = [
-        [None if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in row]
-        for row in table.rows
-    ]
-    return {**asdict(table), "rows": rows}
+def _finite(cell: Cell) -> Cell:
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
 def _read_table(record: Mapping[str, Any]) -> Table:
-    return Table(
-        record["key"],
-        record["title"],
-        tuple(record["columns"]),
-        tuple(tuple(row) for row in record["rows"]),
-        record["note"],
-    )
-
-
-def _write(path: Path, content: bytes) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
+    rows = tuple(map(tuple, record["rows"]))
+    return Table(**{**record, "columns": tuple(record["columns"]), "rows": rows})
