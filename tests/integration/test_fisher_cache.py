@@ -241,7 +241,7 @@ def test_a_newcomer_fits_none_and_who_does_is_told(
     first = said.index("fitting the Fisher before training: 7 samples")
     assert "at most 8 tokens" in said
     assert "none: retention='none'" in said
-    assert re.search(r"Fisher: 7/7 \(100%\), [0-9.]+/s", said[first:])
+    assert re.search(r"Fisher: 7/7 \(100%\), +[0-9.]+/s", said[first:])
     trainer(kind, tmp_path, disable_tqdm=False)
     assert "fitting" not in capfd.readouterr().err, "it is found again"
 
