@@ -19,8 +19,6 @@ from benchmarks.selection import page as selection
 from benchmarks.standings import page as standings
 from benchmarks.targets import table_of_targets
 
-__all__ = ["WRITERS", "pages"]
-
 WRITERS: dict[str, Writer] = {
     "targets": table_of_targets,
     "frontier": frontier.tables,

@@ -16,21 +16,14 @@ import torch
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.estimate.contraction import contract, outer_sum
 from alphatoken.estimate.forward_mode import label_values
+from alphatoken.fidelity.cost import flops
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.protocol import find_adapter
 from benchmarks.floors import Shape
 from benchmarks.gram import contract_gram, gram_flops, projected_flops
-from benchmarks.measure import Run, alternate, flops
+from benchmarks.measure import Run, alternate
 from benchmarks.models import DEEP, TINY, Size
 from benchmarks.peak import LAYERS, fresh_peak, observed_step, plain_step, scorer_for
-
-__all__ = [
-    "label_vs_per_token",
-    "label_vs_step",
-    "projected_vs_gram",
-    "score_overhead",
-    "score_peak_memory",
-]
 
 Row = dict[str, Any]
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from alphatoken.errors import DataError
 
-__all__ = ["cut", "data_folder", "read"]
-
 Row = dict[str, Any]
 
 

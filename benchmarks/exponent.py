@@ -30,8 +30,6 @@ from benchmarks.machine import timed, wait
 from benchmarks.measure import Run, alternate
 from benchmarks.models import Size
 
-__all__ = ["AttentionClock", "fitted_exponent", "time_against_validation", "time_exponent"]
-
 Row = dict[str, Any]
 
 

@@ -24,8 +24,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Shape"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["contract_gram", "gram_flops", "projected_flops"]
-
 
 @full_precision
 def contract_gram(

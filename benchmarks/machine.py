@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["timed", "wait"]
-
 
 def timed(work: Callable[[], object]) -> float:
     """Seconds of one call; on an accelerator the clock waits for it."""

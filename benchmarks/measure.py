@@ -11,20 +11,7 @@ from typing import Any
 
 import torch
 
-from alphatoken.fidelity.cost import flops
 from benchmarks.machine import timed
-
-__all__ = [
-    "Ceiling",
-    "Run",
-    "alternate",
-    "ceiling",
-    "compared",
-    "flops",
-    "in_turn",
-    "machine",
-    "quiet",
-]
 
 
 @dataclass(frozen=True)

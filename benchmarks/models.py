@@ -12,8 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken import FisherDrift
 from benchmarks.floors import Shape
 
-__all__ = ["DEEP", "TINY", "Size", "decoder", "fisher", "random_batch"]
-
 
 def decoder(
     width: int,

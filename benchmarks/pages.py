@@ -16,8 +16,6 @@ from typing import Any
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["DOCS", "Writer", "filled", "load", "number", "span", "table"]
-
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 Writer = Callable[..., str]
 

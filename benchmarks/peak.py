@@ -22,16 +22,6 @@ import torch
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
 from benchmarks.models import Size, fisher
 
-__all__ = [
-    "fresh_environment",
-    "fresh_mib",
-    "fresh_peak",
-    "observed_step",
-    "peak_mib",
-    "plain_step",
-    "print_peak",
-]
-
 LAYERS = 3
 STEPS = {
     "step_alphatoken": {"components": True, "retention": False},

@@ -25,13 +25,12 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.demo import models
 from alphatoken.estimate.differences import FORMS
 from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.fidelity.cost import flops
 from benchmarks.cases import scoring_floor
 from benchmarks.floors import Shape
-from benchmarks.measure import Run, compared, flops, in_turn
+from benchmarks.measure import Run, compared, in_turn
 from benchmarks.peak import LAYERS, observed_step, plain_step
 from benchmarks.real_rows import batches, source
-
-__all__ = ["GEMMA3", "MODELS", "SIZES", "SMOLLM2", "Real", "differences_of", "rows_of"]
 
 Row = dict[str, Any]
 

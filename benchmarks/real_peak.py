@@ -23,8 +23,6 @@ from benchmarks.peak import LAYERS, fresh_mib, observed_step, plain_step, print_
 from benchmarks.real import MODELS, QUICK, SIZES, Real
 from benchmarks.real_rows import source
 
-__all__ = ["real_memory"]
-
 
 def real_memory(run: Run) -> Iterator[dict[str, Any]]:
     """Peak memory of fresh processes on real models: steps with values at K = 3, and without."""

@@ -12,8 +12,6 @@ from alphatoken.data import EncodeOptions, Row, collate, encode_rows
 from alphatoken.data.rows import Turn
 from benchmarks.frontier.draws import FORMATS
 
-__all__ = ["batches", "source"]
-
 
 def source() -> str:
     """Where the rows come from: ``$ALPHATOKEN_DATA``, or the Python standard library."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,8 @@ from alphatoken.support.storage import write_text
 from benchmarks.measure import Ceiling
 from benchmarks.targets import judged
 
-__all__ = ["Places", "finished", "load", "merged", "remember", "write"]
-
 Row = dict[str, Any]
 HERE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the outcome goes."""
-
-    folder: Path = HERE
-
-    @property
-    def results(self) -> Path:
-        """The newest row of each measurement."""
-        return self.folder / "results.json"
-
-    @property
-    def history(self) -> Path:
-        """A line a run."""
-        return self.folder / "history.jsonl"
 
 
 def load(path: Path) -> list[Row]:

@@ -24,9 +24,7 @@ import torch
 from benchmarks import cases, exponent, peers, real
 from benchmarks.measure import Ceiling, Run, ceiling, machine, quiet
 from benchmarks.real_peak import real_memory
-from benchmarks.results import Places, finished, load, merged, remember, write
-
-__all__ = ["CASES", "Case", "main", "measure"]
+from benchmarks.results import HERE, finished, load, merged, remember, write
 
 Row = dict[str, Any]
 
@@ -98,7 +96,7 @@ def chosen(names: Sequence[str]) -> list[Case]:
     return [case for case in CASES if (case.name in names if names else case.target)]
 
 
-def measure(picked: Sequence[Case], run: Run, places: Places) -> None:
+def measure(picked: Sequence[Case], run: Run, folder: Path) -> None:
     """Run the cases one after the other; after each, the results are whole."""
     best: Ceiling | None = ceiling(run)
     found, calm = machine(run.device), quiet()
@@ -120,8 +118,8 @@ def measure(picked: Sequence[Case], run: Run, places: Places) -> None:
             print(_line(rows[-1]), flush=True)
         done += case.minutes
         new += rows
-        write(places.results, merged(load(places.results), rows))
-    remember(places.history, found, calm, new)
+        write(folder / "results.json", merged(load(folder / "results.json"), rows))
+    remember(folder / "history.jsonl", found, calm, new)
 
 
 def _line(row: Row) -> str:
@@ -149,12 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for case in CASES:
             print(f"{case.name:28}{'target  ' if case.target else '        '}{case.title}")
         return
-    places = Places() if options.out is None else Places(options.out)
     torch.set_num_threads(options.threads)
     cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
     run = Run(torch.device("cuda" if cuda else "cpu"), options.quick)
     try:
-        measure(chosen(options.cases), run, places)
+        measure(chosen(options.cases), run, options.out or HERE)
     except KeyboardInterrupt:
         print("# interrupted; finished cases are written", file=sys.stderr)
         raise SystemExit(130) from None

@@ -9,8 +9,6 @@ from typing import Any
 
 from benchmarks.pages import number, span, table
 
-__all__ = ["TARGETS", "Target", "judged", "table_of_targets"]
-
 Row = dict[str, Any]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from alphatoken.fidelity.diagnosis import Diagnosis
 
-__all__ = ["FACTS", "Fact", "cell"]
-
 
 @dataclass(frozen=True)
 class Fact:

@@ -12,8 +12,6 @@ from alphatoken.fidelity.registry import DIAGNOSTICS
 from benchmarks.diagnoses.facts import FACTS, cell
 from benchmarks.diagnoses.subjects import Subject
 
-__all__ = ["collect"]
-
 
 def collect(subject: Subject, folder: Path) -> dict[str, Any]:
     """Figures of the diagnoses that are finished in a folder."""

@@ -12,8 +12,6 @@ from typing import Any
 from benchmarks.diagnoses.facts import FACTS
 from benchmarks.pages import DOCS, Writer, load, table
 
-__all__ = ["WRITERS"]
-
 Figures = Mapping[str, Any]
 
 _RANKED = (

@@ -8,8 +8,6 @@ from pathlib import Path
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from benchmarks.data import data_folder
 
-__all__ = ["SUBJECTS", "Subject"]
-
 _RETENTION = {
     "tinystories": "tinystories/stories.jsonl,response=text",
     "gsm8k": "gsm8k/train.jsonl",

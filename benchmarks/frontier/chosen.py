@@ -20,8 +20,6 @@ from benchmarks.frontier.price import Scope
 from benchmarks.frontier.settings import Setting
 from benchmarks.frontier.tables import Draws, Record, measured
 
-__all__ = ["BUDGETS", "chosen"]
-
 BUDGETS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
 
 

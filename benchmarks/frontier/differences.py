@@ -31,8 +31,6 @@ from benchmarks.frontier.price import Scope
 from benchmarks.frontier.settings import Setting
 from benchmarks.frontier.tables import Draws, measured
 
-__all__ = ["LENGTHS", "differences", "records_of"]
-
 LENGTHS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.0)
 """Norms of h M over all parameters; ``None`` beside them is the library's own h."""
 

@@ -17,8 +17,6 @@ from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from alphatoken.errors import DataError
 from benchmarks.data import data_folder
 
-__all__ = ["FORMATS", "MODELS", "Draw", "Model", "draw_rows", "formats_of"]
-
 VALUED, VALIDATION = 4, 8
 """Rows of a draw: those that are valued, and others that the direction is built from."""
 

@@ -15,8 +15,6 @@ from benchmarks.frontier.price import Scope
 from benchmarks.frontier.settings import Setting, plain
 from benchmarks.frontier.tables import Draws, measured, records
 
-__all__ = ["collect", "save", "with_differences", "worth"]
-
 _OF_ADAM = {
     "frozen": "label, all parameters, frozen denominator",
     "plain": "label, all parameters, without P",

@@ -26,8 +26,6 @@ from alphatoken.support.storage import replacing
 from benchmarks.frontier.draws import VALUED, Draw, draw_rows, formats_of
 from benchmarks.frontier.parts import part_names, part_values
 
-__all__ = ["CAPTURED", "RATE", "STEPS", "Shares", "measure", "trained"]
-
 CAPTURED = ("alphatoken", "direct", "path")
 STEPS, RATE = 8, 5e-5  # of AdamW, before its next step is looked at
 _TOLERANCE = 1e-3  # of float32 sums of a thousand terms, against the size of all values

@@ -9,8 +9,6 @@ from typing import Any
 from benchmarks.frontier.figures import with_differences, worth
 from benchmarks.pages import DOCS, load, number, span, table
 
-__all__ = ["tables"]
-
 Record = Mapping[str, Any]
 
 _KINDS = (

@@ -27,8 +27,6 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.partial_forward import hidden_of, with_hidden
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 
-__all__ = ["Parts", "norm_groups", "part_names", "part_values"]
-
 _ATTENTION, _MLP, _NORMS = range(3)  # kinds of a layer's parameters
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

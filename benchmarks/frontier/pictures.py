@@ -13,8 +13,6 @@ from alphatoken.fidelity.intervals import Estimate
 from alphatoken.support.storage import write_text
 from benchmarks.frontier.figures import with_differences, worth
 
-__all__ = ["draw"]
-
 Figures = Mapping[str, Any]
 
 _CURVES = {

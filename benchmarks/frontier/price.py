@@ -24,8 +24,6 @@ from dataclasses import dataclass
 
 from benchmarks.floors import Shape
 
-__all__ = ["Scope", "flops_of"]
-
 _BACKWARD = {"label": 2.0, "path": 2.5, "direct": 3.1, "alphatoken": 4.0}
 
 

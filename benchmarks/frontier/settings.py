@@ -11,8 +11,6 @@ from benchmarks.frontier.measure import CAPTURED, Numbers, Shares
 from benchmarks.frontier.parts import norm_groups
 from benchmarks.frontier.price import Scope
 
-__all__ = ["Setting", "plain", "spread"]
-
 
 @dataclass(frozen=True)
 class Setting:

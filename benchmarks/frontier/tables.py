@@ -17,8 +17,6 @@ from benchmarks.frontier.measure import Numbers, Shares
 from benchmarks.frontier.price import flops_of
 from benchmarks.frontier.settings import Setting
 
-__all__ = ["Draws", "Record", "agreement", "records"]
-
 MEASURES: dict[str, Callable[..., float]] = {"spearman": spearman, "overlap": top_overlap}
 _RESAMPLES = 100
 

@@ -28,8 +28,6 @@ from benchmarks.gpu.training import training
 from benchmarks.measure import Run, machine
 from benchmarks.pages import load
 
-__all__ = ["PARTS", "main"]
-
 PARTS: dict[str, Callable[[Run], Iterator[dict[str, Any]]]] = {
     "numbers": numbers,
     "training": training,

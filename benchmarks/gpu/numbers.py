@@ -16,8 +16,6 @@ from alphatoken.errors import AlphaTokenError
 from benchmarks.measure import Run
 from benchmarks.models import Size
 
-__all__ = ["ALLOWED", "LAYOUTS", "kernels", "layout_of", "numbers"]
-
 Row = dict[str, Any]
 ESTIMATORS = ("alphatoken", "direct", "path", "label")
 LAYOUTS = ("plain", "padded", "packed")

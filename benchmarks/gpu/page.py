@@ -8,8 +8,6 @@ from typing import Any
 
 from benchmarks.pages import load, table
 
-__all__ = ["JSON", "tables"]
-
 JSON = Path(__file__).resolve().parents[1] / "gpu.json"
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from benchmarks.measure import Run
 
-__all__ = ["properties"]
-
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300
 _FILES = ("tests/property/test_transformers.py", "tests/property/test_contraction.py")

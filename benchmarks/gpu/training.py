@@ -14,8 +14,6 @@ from alphatoken.data.stdlib import code_rows
 from benchmarks.machine import timed
 from benchmarks.measure import Run
 
-__all__ = ["training"]
-
 Row = dict[str, Any]
 
 

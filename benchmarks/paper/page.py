@@ -12,8 +12,6 @@ from alphatoken_lab.paper.layout import Filled, Row, filled, shown
 from benchmarks.pages import DOCS, table
 from benchmarks.paper.store import RESULTS, kept_records, work_of
 
-__all__ = ["keep_figure", "tables"]
-
 _MEASURES = ("retention", "target", "overall", "hours_per_epoch", "selection_gb")
 """Of the paper's columns those that stand beside ours: means, not single benchmarks."""
 

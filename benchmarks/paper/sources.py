@@ -24,8 +24,6 @@ from benchmarks.selection.rows import (
     programs,
 )
 
-__all__ = ["write_sources"]
-
 GENERAL, STORIES = 11, 5
 
 

@@ -20,8 +20,6 @@ from alphatoken_lab.paper.rows import LETTERS, OTHER, SIZES
 from benchmarks.paper.sources import GENERAL, STORIES
 from benchmarks.selection.store import keep, lines_of, restore, spec_of
 
-__all__ = ["RESULTS", "kept_records", "synchronise", "work_of"]
-
 RESULTS = Path(__file__).with_name("results")
 
 

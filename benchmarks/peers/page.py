@@ -9,8 +9,6 @@ from typing import Any
 from benchmarks.pages import number, table
 from benchmarks.peers.registry import ALL
 
-__all__ = ["tables"]
-
 _RESULTS = Path(__file__).resolve().parents[1] / "results.json"
 
 

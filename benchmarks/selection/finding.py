@@ -31,8 +31,6 @@ from alphatoken.data import EncodeOptions, Example, batches, encode_rows, read_r
 from alphatoken.model.batch import label_mask
 from alphatoken.model.response_losses import response_losses
 
-__all__ = ["ROWS", "examples_of", "excess", "find_dirt", "walk"]
-
 ROWS, HELD, PARTS, BATCH, DRAWS = 80, 16, 4, 4, 500
 SHORT = 0.02
 LENGTH = 160

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from benchmarks.selection.paired import Difference, Each, difference
 
-__all__ = ["HYPOTHESES", "Effect", "Hypothesis", "effects"]
-
 
 @dataclass(frozen=True)
 class Hypothesis:

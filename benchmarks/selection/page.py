@@ -7,8 +7,6 @@ from typing import Any
 
 from benchmarks.pages import DOCS, load, number, table
 
-__all__ = ["tables"]
-
 Entry = Mapping[str, Any]
 Gap = Mapping[str, float]
 

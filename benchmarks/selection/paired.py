@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Difference", "difference"]
-
 Each = Mapping[str, Sequence[float]]
 """Of each held-out row: ``loss``, its mean over the response, and its ``tokens``."""
 

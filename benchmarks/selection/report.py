@@ -23,8 +23,6 @@ from benchmarks.selection.hypotheses import effects
 from benchmarks.selection.paired import Difference, Each, difference
 from benchmarks.selection.store import RESULTS, synchronised, to_read
 
-__all__ = ["MODELS", "in_nats", "over_steps", "write_report"]
-
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
     "long": "SmolLM2-135M-Instruct, hundreds of steps",

@@ -28,20 +28,6 @@ from alphatoken.data.stdlib import code_rows
 from alphatoken.support.storage import write_jsonl
 from benchmarks.data import cut, read
 
-__all__ = [
-    "DIRT",
-    "LETTERS",
-    "SIZES",
-    "exchanged",
-    "general_instructions",
-    "library",
-    "mathematics",
-    "preferences",
-    "programs",
-    "replaced",
-    "write_rows",
-]
-
 Row = dict[str, Any]
 
 LETTERS = 480

@@ -29,17 +29,6 @@ from benchmarks.selection.rows import (
     TARGET,
 )
 
-__all__ = [
-    "RESULTS",
-    "digest_of",
-    "keep",
-    "lines_of",
-    "restore",
-    "spec_of",
-    "synchronised",
-    "to_read",
-]
-
 RESULTS = Path(__file__).with_name("results")
 
 PLACES = ("SELECTION_ROWS", "ALPHATOKEN_MODELS", "ALPHATOKEN_DATA")

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from benchmarks.standings.runs import Setting, encoded
 from benchmarks.standings.values import VALUES
 
-__all__ = ["Exam", "Fact", "asked", "facts", "places", "shared_words", "taught"]
-
 PEOPLE, LENGTH = 40, 96
 
 _SYLLABLES = ("ba", "do", "fe", "gi", "ku", "la", "mo", "ne", "pi", "ra", "so", "ta", "vi", "zu")

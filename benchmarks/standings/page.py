@@ -18,8 +18,6 @@ from benchmarks.standings.tasks import TASKS
 from benchmarks.standings.values import ONE_STEP
 from benchmarks.standings.yardsticks import DROPS, ENDS, above, lds, precision, rivals, subset
 
-__all__ = ["recalled", "summary", "tables", "write_report"]
-
 
 def summary(cells: Any) -> dict[str, Any]:
     """LDS of every value, J after dropping its best and worst tokens, and the ceilings."""

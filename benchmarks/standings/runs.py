@@ -24,8 +24,6 @@ from alphatoken.model.batch import token_losses
 from alphatoken.oracle.evaluate import batch_mask
 from alphatoken.oracle.run import Run
 
-__all__ = ["Numbers", "Setting", "Trained", "encoded", "forward_of", "losses_of"]
-
 Numbers = NDArray[np.float64]
 """One number for each response token of the training rows, row by row."""
 

@@ -14,8 +14,6 @@ from benchmarks.selection.rows import exchanged, library, mathematics, programs,
 from benchmarks.standings.runs import Setting, encoded
 from benchmarks.standings.yardsticks import UNITS
 
-__all__ = ["TASKS", "Scale", "setting_of"]
-
 Texts = list[dict[str, Any]]
 
 

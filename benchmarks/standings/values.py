@@ -19,8 +19,6 @@ from alphatoken import Scorer, ScorerConfig, fit_influence
 from alphatoken.oracle.run import ledger_values, run_values
 from benchmarks.standings.runs import Numbers, Setting, forward_of, losses_of
 
-__all__ = ["OF_THE_RUN", "ONE_STEP", "VALUES"]
-
 WARM = 8
 """Steps of training before Adam's own step is read: without them it has no second moments."""
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from alphatoken.certificate.metrics import spearman
 from benchmarks.standings.runs import Numbers, Setting
 
-__all__ = ["DROPS", "ENDS", "UNITS", "above", "drop", "lds", "precision", "rivals", "subset"]
-
 UNITS = ("tokens", "rows")
 DROPS = (0.01, 0.05, 0.2)
 """Shares of the tokens that are left out."""

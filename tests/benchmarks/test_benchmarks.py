@@ -92,7 +92,7 @@ def test_a_row_is_judged_by_its_target(
 
 
 def test_committed_results_hold_every_promise() -> None:
-    rows = results.load(results.Places().results)
+    rows = results.load(results.HERE / "results.json")
     text = targets.table_of_targets()
     for name in targets.TARGETS:
         found = [one for one in rows if one["name"] == name and one["device"] == "cpu"]

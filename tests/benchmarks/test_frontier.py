@@ -18,6 +18,7 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.certificate.metrics import spearman
 from alphatoken.data import Example, Row
 from alphatoken.data.rows import Turn
+from alphatoken.fidelity.cost import flops
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
@@ -32,7 +33,6 @@ from benchmarks.frontier.parts import part_names, part_values
 from benchmarks.frontier.price import Scope, flops_of
 from benchmarks.frontier.settings import Setting, plain, spread
 from benchmarks.frontier.tables import Draws, agreement
-from benchmarks.measure import flops
 from benchmarks.models import Size, decoder
 from tests.places import nightly
 

@@ -84,31 +84,18 @@ class Run:
         given |= self.options
         adapters = tiny.lora()
         adapters.lora_dropout = given.pop("lora_dropout", 0.0)
-        arguments = {
-            "model": tiny.model(dropout=given.pop("dropout", 0.0)),
-            "processing_class": tiny.tokenizer(),
-            "peft_config": adapters if self.peft else None,
-        }
+        given["model"] = tiny.model(dropout=given.pop("dropout", 0.0))
+        given["peft_config"] = adapters if self.peft else None
+        rows = tiny.preference_rows if self.kind == "dpo" else tiny.sft_rows
+        given["train_dataset"] = rows(24)
         if given.pop("evaluate", False):
-            arguments["eval_dataset"] = tiny.sft_rows(8, seed=9)
+            given["eval_dataset"] = tiny.sft_rows(8, seed=9)
         if self.kind == "plain":
-            args = train.AlphaSFTConfig(**tiny.options(self.out, policy="standard", **given))
-            return train.AlphaSFTTrainer(args=args, train_dataset=tiny.sft_rows(24), **arguments)
-        named = {**tiny.ALPHA, "fisher_cache": str(self.folder.parent / "fisher"), **given}
+            return tiny.made(train.AlphaSFTTrainer, self.out, **{"policy": "standard", **given})
+        given = {"fisher_cache": str(self.folder.parent / "fisher"), **given}
         if self.kind == "sft":
-            return train.AlphaSFTTrainer(
-                args=train.AlphaSFTConfig(**tiny.options(self.out, **named)),
-                train_dataset=tiny.sft_rows(24),
-                validation_dataset=tiny.sft_rows(24, seed=5),
-                **arguments,
-            )
-        return train.AlphaDPOTrainer(
-            ref_model=None if self.peft else tiny.model(),
-            args=train.AlphaDPOConfig(**tiny.options(self.out, **named)),
-            train_dataset=tiny.preference_rows(24),
-            validation_dataset=tiny.preference_rows(12, seed=5),
-            **arguments,
-        )
+            return tiny.sft(self.out, validation_dataset=tiny.sft_rows(24, seed=5), **given)
+        return tiny.dpo(self.out, ref_model=None if self.peft else tiny.model(), **given)
 
 
 # --- inside a process -----------------------------------------------------------------------------

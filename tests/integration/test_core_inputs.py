@@ -122,16 +122,6 @@ def test_two_threads() -> None:
         assert [torch.equal(x, expected[number]) for x in found[number]] == [True] * 4
 
 
-@EACH
-def test_frozen_and_refreshed(estimator: str) -> None:
-    model = model_of()
-    scorer = scorer_of(model, estimator)
-    scorer.score(BATCH)
-    model.model.layers[-1].mlp.requires_grad_(False)
-    scorer.refresh()
-    assert torch.equal(scorer.score(BATCH).total, scorer_of(model, estimator).score(BATCH).total)
-
-
 # --- compiled models ------------------------------------------------------------------------------
 
 

@@ -15,19 +15,8 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, FisherError, InputError
 from alphatoken.support.progress import Tracker
-from alphatoken.train import (
-    AlphaConfig,
-    AlphaDPOConfig,
-    AlphaDPOTrainer,
-    AlphaSFTConfig,
-    AlphaSFTTrainer,
-    AlphaTrainer,
-)
-from alphatoken.train.fisher_cache import (
-    cache_key,
-    fisher_settings,
-    fitted_fisher,
-)
+from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, AlphaTrainer
+from alphatoken.train.fisher_cache import cache_key, fisher_settings, fitted_fisher
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.placement import cache_folder
 from tests.integration import tiny_training as tiny
@@ -174,49 +163,24 @@ def test_sharded_weights_are_refused(tmp_path: Path) -> None:
 HELD_OUT = 5  # fewer than the samples: the fit goes round them
 
 
+ROWS = {"sft": tiny.sft_rows, "dpo": tiny.preference_rows, "plain": tiny.tokenised}
+KINDS = {"sft": AlphaSFTTrainer, "dpo": AlphaDPOTrainer, "plain": AlphaTrainer}
+
+
 def trainer(kind: str, folder: Path, **more: Any) -> Any:
-    """A real trainer; ``rows`` are those of ``fisher_dataset``, other arguments options."""
-    rows, fisher = more.pop("rows", None), more.pop("fisher", None)
-    named = tiny.options(folder / "out", **{**tiny.ALPHA, "fisher_samples": 7, **more})
-    if kind == "plain":
-        del named["max_length"]
-    configuration, built, training, validation = {
-        "sft": (AlphaSFTConfig, AlphaSFTTrainer, tiny.sft_rows(12), tiny.sft_rows(8, seed=5)),
-        "dpo": (
-            AlphaDPOConfig,
-            AlphaDPOTrainer,
-            tiny.preference_rows(12),
-            tiny.preference_rows(8, seed=5),
-        ),
-        "plain": (AlphaConfig, AlphaTrainer, tokenised(12, 0), tokenised(8, 5)),
-    }[kind]
-    references = {"ref_model": tiny.model()} if kind == "dpo" else {}
-    return built(
-        model=tiny.model(),
-        args=configuration(**named),
-        train_dataset=training,
-        processing_class=tiny.tokenizer(),
-        validation_dataset=validation,
-        fisher=fisher,
-        fisher_dataset=rows,
-        **references,
-    )
-
-
-def tokenised(rows: int, seed: int) -> Dataset:
-    found = []
-    for row in tiny.sums(rows, seed):
-        prompt, response = (
-            tiny.tokenizer()(row[name])["input_ids"] for name in ("prompt", "completion")
-        )
-        labels = [-100] * len(prompt) + response
-        found.append({"input_ids": prompt + response, "labels": labels})
-    return Dataset.from_list(found)
+    """A real trainer; ``rows`` are those of ``fisher_dataset``."""
+    given = {
+        "fisher_samples": 7,
+        "train_dataset": ROWS[kind](12),
+        "validation_dataset": ROWS[kind](8, seed=5),
+        "fisher_dataset": more.pop("rows", None),
+        **({"ref_model": tiny.model()} if kind == "dpo" else {}),
+    }
+    return tiny.made(KINDS[kind], folder / "out", **{**tiny.ALPHA, **given, **more})
 
 
 def held_out(kind: str, rows: int = HELD_OUT, seed: int = 8) -> Dataset:
-    made = {"sft": tiny.sft_rows, "dpo": tiny.preference_rows, "plain": tokenised}
-    return made[kind](rows, seed)
+    return ROWS[kind](rows, seed)
 
 
 def by_hand(seed: int, rows: int = HELD_OUT) -> FisherDrift:
@@ -267,8 +231,7 @@ def test_a_newcomer_fits_none_and_who_does_is_told(
     tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of 0.26 million parameters the default's 1,000 samples took 160 silent seconds."""
-    configuration = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig, "plain": AlphaConfig}[kind]
-    default = configuration(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    default = KINDS[kind].CONFIG(output_dir=str(tmp_path), report_to=[], use_cpu=True)
     made = trainer(kind, tmp_path, retention=default.retention)
     assert made.rows.fisher is None
     assert not (tmp_path / "fisher").exists()
@@ -278,7 +241,7 @@ def test_a_newcomer_fits_none_and_who_does_is_told(
     first = said.index("fitting the Fisher before training: 7 samples")
     assert "at most 8 tokens" in said
     assert "none: retention='none'" in said
-    assert re.search(r"Fisher: 7/7 \(100%\), [0-9.]+/s", said[first:])
+    assert re.search(r"Fisher: 7/7 \(100%\), +[0-9.]+/s", said[first:])
     trainer(kind, tmp_path, disable_tqdm=False)
     assert "fitting" not in capfd.readouterr().err, "it is found again"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
@@ -22,82 +21,43 @@ from alphatoken.train import (
     AlphaSFTTrainer,
     AlphaTrainer,
 )
-from tests.integration.tiny_training import (
-    model,
-    preference_rows,
-    sft_rows,
-    tokenizer,
-)
-
-FEW = {"bf16": False, "use_cpu": True, "report_to": [], "max_steps": 2, "save_strategy": "no",
-       "per_device_train_batch_size": 4, "disable_tqdm": True, "learning_rate": 1e-2,
-       "logging_steps": 1, "dataloader_pin_memory": False}  # fmt: skip
+from tests.integration import tiny_training as tiny
+from tests.integration.tiny_training import model, sft_rows
 
 
-def tokenised(rows: int, seed: int = 0) -> list[dict[str, Any]]:
-    found = []
-    for row in sft_rows(rows, seed):
-        prompt, answer = (tokenizer()(row[k])["input_ids"] for k in ("prompt", "completion"))
-        found.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
-    return found
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    width = max(len(row["input_ids"]) for row in rows)
-    pad = {"input_ids": 0, "labels": -100}
-    found = {
-        name: torch.tensor([row[name] + [fill] * (width - len(row[name])) for row in rows])
-        for name, fill in pad.items()
-    }
-    return {**found, "attention_mask": (found["labels"] != -100).long()}
-
-
-def sft(args: Any, **more: Any) -> AlphaSFTTrainer:
-    given = {
-        "model": model(), "train_dataset": sft_rows(8), "processing_class": tokenizer(),
-        "validation_dataset": sft_rows(8, seed=5), **more,
-    }  # fmt: skip
-    return AlphaSFTTrainer(args=args, **given)
-
-
-def dpo(args: Any, **more: Any) -> AlphaDPOTrainer:
-    given = {
-        "model": model(), "ref_model": model(),
-        "train_dataset": preference_rows(8), "processing_class": tokenizer(),
-        "validation_dataset": preference_rows(8, seed=5), **more,
-    }  # fmt: skip
-    return AlphaDPOTrainer(args=args, **given)
-
-
-def plain(args: Any, **more: Any) -> AlphaTrainer:
-    given = {
-        "model": model(), "train_dataset": tokenised(8), "data_collator": collate,
-        "validation_dataset": tokenised(8, seed=5), **more,
-    }  # fmt: skip
-    return AlphaTrainer(args=args, **given)
+def trainer(kind: Any, args: Any) -> Any:
+    """With everything that it needs beside its configuration."""
+    rows = {AlphaTrainer: tiny.tokenised, AlphaDPOTrainer: tiny.preference_rows}
+    make = rows.get(kind, sft_rows)
+    given = {"ref_model": model()} if kind is AlphaDPOTrainer else {}
+    return kind(
+        model=model(), args=args, train_dataset=make(8), validation_dataset=make(8, seed=5),
+        processing_class=tiny.tokenizer(), **given,
+    )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")  # torch, without a GPU
 def test_no_arguments_are_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = sft(None)
-    assert trainer.args == AlphaSFTConfig()
+    args = trainer(AlphaSFTTrainer, None).args
+    assert args == AlphaSFTConfig()
     with pytest.raises(TypeError, match="multiple values for argument"):
-        AlphaSFTTrainer(model(), trainer.args, args=trainer.args, train_dataset=sft_rows(8))
+        AlphaSFTTrainer(model(), args, args=args, train_dataset=sft_rows(8))
 
 
 def test_arguments_of_another_trainer_are_refused(tmp_path: Path) -> None:
     """TRL's own too: the message says which class has their fields."""
 
     def of(kind: type) -> Any:
-        return kind(output_dir=str(tmp_path), **FEW)
+        return kind(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to=[])
 
-    for make, wrong in (
-        (sft, of(SFTConfig)), (sft, of(AlphaDPOConfig)), (sft, {"max_steps": 2}),
-        (sft, of(TrainingArguments)), (dpo, of(AlphaSFTConfig)), (plain, of(AlphaDPOConfig)),
+    for kind, wrong in (
+        (AlphaSFTTrainer, of(SFTConfig)), (AlphaSFTTrainer, of(AlphaDPOConfig)),
+        (AlphaSFTTrainer, {"max_steps": 2}), (AlphaSFTTrainer, of(TrainingArguments)),
+        (AlphaDPOTrainer, of(AlphaSFTConfig)), (AlphaTrainer, of(AlphaDPOConfig)),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="args must be an Alpha"):
-            make(wrong)
+            trainer(kind, wrong)
 
 
 # --- parsers of command lines -------------------------------------------------------------------

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.ledger import UNIT
 from alphatoken.train.results import REPORT
-from tests.integration.tiny_training import model, options, sft_rows, tokenizer
+from tests.integration.tiny_training import sft, sft_rows
 
 BOUNDS = {"sgd": (1e-3, 0.99, 1.01), "adamw_torch": (1e-5, 5.0, 100.0)}
 """Optimizer -> learning rate, and bounds on decrease over sum."""
@@ -33,17 +32,11 @@ def test_the_sum_is_the_decrease_under_plain_sgd(tmp_path: Path, optim: str) -> 
     """Nowhere is it called one: it depends on the optimizer, and the page shows it under any."""
     rate, low, high = BOUNDS[optim]
     listening = _Sums()
-    trainer = AlphaSFTTrainer(
-        model=model(),
-        args=AlphaSFTConfig(**options(
-            tmp_path, policy="all", estimator="label", score_layers="all", value_parameters="all",
-            retention="none", validation_batch_size=8, held_out_steps=1, held_out_share=0.5,
-            max_grad_norm=0.0, max_steps=8, optim=optim, learning_rate=rate,
-        )),
-        train_dataset=sft_rows(64),
-        validation_dataset=sft_rows(16, seed=5),
-        processing_class=tokenizer(),
-        callbacks=[listening],
+    trainer = sft(
+        tmp_path, policy="all", estimator="label", score_layers="all", value_parameters="all",
+        retention="none", validation_batch_size=8, held_out_steps=1, held_out_share=0.5,
+        max_grad_norm=0.0, max_steps=8, optim=optim, learning_rate=rate,
+        train_dataset=sft_rows(64), validation_dataset=sft_rows(16, seed=5), callbacks=[listening],
     )  # fmt: skip
     listening.trainer = trainer
     trainer.train()

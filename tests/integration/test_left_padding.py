@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from tests.integration.tiny_training import ALPHA, model, options, tokenizer
+from tests.integration.tiny_training import model, sft, tokenizer
 
 LENGTHS = (9, 4, 12, 2, 7, 10, 3, 8, 11, 5, 6, 12)
 
@@ -25,20 +25,15 @@ def texts() -> Dataset:
 def trainer(folder: Path, **more: Any) -> Any:
     from transformers import DataCollatorForSeq2Seq
 
-    from alphatoken.train import AlphaConfig, AlphaTrainer
+    from alphatoken.train import AlphaTrainer
 
-    given = {**options(folder), **ALPHA, **more}
-    del given["max_length"]
     side = tokenizer()
     side.padding_side = "left"
-    return AlphaTrainer(
-        model(),
-        AlphaConfig(**given),
-        DataCollatorForSeq2Seq(side, padding=True),
-        texts(),
-        processing_class=side,
-        validation_dataset=texts().select(range(6)),
-    )
+    return sft(
+        folder, AlphaTrainer, data_collator=DataCollatorForSeq2Seq(side, padding=True),
+        train_dataset=texts(), processing_class=side,
+        validation_dataset=texts().select(range(6)), **more,
+    )  # fmt: skip
 
 
 def gradients(folder: Path, pad: int, **more: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -73,12 +73,6 @@ def test_another_file_than_expected_is_refused_and_nothing_stays(
     assert left(tmp_path) == []
 
 
-def fill(folder: Path, files: dict[str, bytes]) -> None:
-    folder.mkdir(parents=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-
-
 def test_a_model_that_is_there_is_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

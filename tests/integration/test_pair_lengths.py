@@ -14,6 +14,7 @@ from alphatoken.cli.training_data import load_run_data
 from alphatoken.errors import AlphaTokenWarning, ConfigError
 from alphatoken.train.datasets import cut_pair, is_longer
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
+from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import model, options, preference_rows, tokenizer
 from tests.rows import jsonl
 
@@ -22,12 +23,9 @@ DROPPED = "1 of 9 training rows have no response token within max_length=64"
 PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
-def trainer(folder: Path, rows: Any, **more: Any) -> AlphaDPOTrainer:
-    args = AlphaDPOConfig(**options(folder, policy="all", export_values=False, max_steps=2, **more))
-    return AlphaDPOTrainer(
-        model=model(), ref_model=model(), train_dataset=rows, processing_class=tokenizer(),
-        args=args,
-    )  # fmt: skip
+def trainer(folder: Path, rows: Any, **more: Any) -> Any:
+    own = {"policy": "all", "export_values": False, "max_steps": 2, **more}
+    return tiny.made(AlphaDPOTrainer, folder, ref_model=model(), train_dataset=rows, **own)
 
 
 def test_a_prompt_keeps_its_end_and_a_response_its_start(tmp_path: Path) -> None:

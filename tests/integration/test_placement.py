@@ -17,7 +17,7 @@ from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import PolicySettings
 from alphatoken.train.records import RunRecords
-from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train.sft import AlphaSFTTrainer
 from alphatoken_lab.methods.stm import STM
 from tests.integration import tiny_training as tiny
 from tests.integration.test_ledger import Doc, add, visit
@@ -82,14 +82,10 @@ def test_fisher_and_static_passes_run_there(
 
     spying(fisher_cache, "fisher")
     spying(policy_weigher, "policy")
-    made: dict[str, Any] = {"train_dataset": tiny.sft_rows(8), "processing_class": tiny.tokenizer()}
-    options = tiny.options(tmp_path / "a", **tiny.ALPHA) | {"retention": "diagonal"}
-    options |= {"fisher_samples": 2, "fisher_max_new_tokens": 2}
-    AlphaSFTTrainer(
-        tiny.model(), AlphaSFTConfig(**options), validation_dataset=tiny.sft_rows(8, 1), **made
-    )
-    plain = AlphaSFTConfig(**tiny.options(tmp_path / "b"), retention="none")
-    AlphaSFTTrainer(tiny.model(), plain, policy=STM(PolicySettings("budget", 0.5)), **made)
+    few = {"fisher_samples": 2, "fisher_max_new_tokens": 2}
+    tiny.sft(tmp_path / "a", train_dataset=tiny.sft_rows(8), **few)
+    more = {"train_dataset": tiny.sft_rows(8), "retention": "none"}
+    tiny.made(AlphaSFTTrainer, tmp_path / "b", policy=STM(PolicySettings("budget", 0.5)), **more)
     cpu = torch.device("cpu")
     assert seen == [("fisher", cpu), ("fisher", "left"), ("policy", cpu), ("policy", "left")]
 

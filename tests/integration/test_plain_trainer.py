@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import DataCollatorForLanguageModeling, Trainer
 
 from alphatoken.errors import UnsupportedError
-from alphatoken.train import AlphaConfig, AlphaSFTConfig, AlphaSFTTrainer, AlphaTrainer
-from tests.integration.tiny_training import (
-    ALPHA,
-    furthest,
-    model,
-    options,
-    tokenizer,
-)
+from alphatoken.train import AlphaTrainer
+from tests.integration import tiny_training as tiny
 
 
 def ids(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -82,25 +76,10 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-def arguments(folder: Path, **more: Any) -> dict[str, Any]:
-    found = options(folder, **{"max_steps": 2, **more})
-    del found["max_length"]
-    return found
-
-
 def ours(folder: Path, rows: Any, validation: Any, collator: Any, **more: Any) -> AlphaTrainer:
-    given = {**ALPHA, "retention": "none", "remove_unused_columns": False, **more}
-    start = given.pop("model", None) or model()
-    return AlphaTrainer(
-        start, AlphaConfig(**arguments(folder, **given)), collator, rows,
-        validation_dataset=validation, processing_class=tokenizer(),
-    )  # fmt: skip
-
-
-def theirs(folder: Path, rows: Any, collator: Any, **more: Any) -> Trainer:
-    start = more.pop("model", None) or model()
-    args = TrainingArguments(**arguments(folder, remove_unused_columns=False, **more))
-    return Trainer(start, args, collator, rows, processing_class=tokenizer())
+    given = {"train_dataset": rows, "validation_dataset": validation, "data_collator": collator}
+    own = {"max_steps": 2, "retention": "none", "remove_unused_columns": False, **more}
+    return cast("AlphaTrainer", tiny.sft(folder, AlphaTrainer, **given, **own))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -112,7 +91,7 @@ def test_rows_in_every_form_have_the_values_of_lists(tmp_path: Path, form: str) 
         trainer.train()
         trained.append(trainer)
         assert list((tmp_path / name / "_alphatoken" / "values").glob("part-*.parquet"))
-    assert furthest(*trained) == 0
+    assert tiny.furthest(*trained) == 0
     values = [trainer.ledger.sums() for trainer in trained]
     assert values[0].tolist() == values[1].tolist()
 
@@ -120,14 +99,9 @@ def test_rows_in_every_form_have_the_values_of_lists(tmp_path: Path, form: str) 
 @pytest.mark.parametrize("form", ["tensors", "transform"])
 def test_tokenised_rows_of_tensors_in_the_trainer_of_trl(tmp_path: Path, form: str) -> None:
     skip = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
-    trainer = AlphaSFTTrainer(
-        model=model(),
-        args=AlphaSFTConfig(**{**options(tmp_path), **ALPHA, **skip, "retention": "none"}),
-        train_dataset=FORMS[form](labelled(16)),
-        validation_dataset=FORMS[form](labelled(8, 5)),
-        processing_class=tokenizer(),
-        data_collator=padded,
-    )
+    rows, held = FORMS[form](labelled(16)), FORMS[form](labelled(8, 5))
+    given = {"train_dataset": rows, "validation_dataset": held, "data_collator": padded}
+    trainer = tiny.sft(tmp_path, retention="none", **given, **skip)
     trainer.train()
     assert "alpha/kept_share" in trainer.state.log_history[0]
 
@@ -135,13 +109,14 @@ def test_tokenised_rows_of_tensors_in_the_trainer_of_trl(tmp_path: Path, form: s
 @pytest.mark.parametrize("form", ["list", "dataset", "torch"])
 def test_the_collator_makes_the_labels(tmp_path: Path, form: str) -> None:
     """transformers' collator for language modelling, the usual one: ids are all that rows have."""
-    collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
     made = FORMS[form]
     all_kept = ours(tmp_path / "all", made(ids(16)), made(ids(8, 5)), collator, keep_ratio=1.0)
-    plain = theirs(tmp_path / "plain", made(ids(16)), collator)
+    same = {"max_steps": 2, "remove_unused_columns": False, "data_collator": collator}
+    plain = tiny.made(Trainer, tmp_path / "plain", train_dataset=made(ids(16)), **same)
     all_kept.train()
     plain.train()
-    assert furthest(all_kept, plain) < 1e-4
+    assert tiny.furthest(all_kept, plain) < 1e-4
     half = ours(tmp_path / "half", made(ids(16)), made(ids(8, 5)), collator)
     half.train()
     assert 0.4 < half.state.log_history[0]["alpha/kept_share"] < 0.6
@@ -150,7 +125,7 @@ def test_the_collator_makes_the_labels(tmp_path: Path, form: str) -> None:
 
 
 def test_a_loss_with_a_part_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    start = model()
+    start = tiny.model()
     forward = start.forward
 
     def with_more(**inputs: Any) -> Any:

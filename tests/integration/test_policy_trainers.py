@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOTrainer, SFTTrainer
 
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train import (
-    AlphaConfig,
     AlphaDPOConfig,
     AlphaDPOTrainer,
     AlphaSFTConfig,
@@ -30,18 +30,9 @@ from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
 from alphatoken_lab.methods.talr import TALR
 from tests.integration import policy_examples as examples
+from tests.integration import tiny_training as tiny
 from tests.integration.killed_run import Moment, Run, finish, kill
-from tests.integration.tiny_training import (
-    furthest,
-    lora,
-    losses,
-    model,
-    options,
-    preference_rows,
-    sft_rows,
-    tokenizer,
-    weights,
-)
+from tests.integration.tiny_training import furthest, losses, model, options, sft_rows, weights
 
 EVERY_SFT = (
     "random", "validation-first", "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1",
@@ -50,62 +41,17 @@ EVERY_SFT = (
 SGD = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1}
 
 
-def sft(folder: Path, policy: Any = None, *, peft: bool = False, **more: Any) -> AlphaSFTTrainer:
-    torch.manual_seed(11)
-    arguments = {
-        "train_dataset": more.pop("train_dataset", None) or sft_rows(48),
-        "validation_dataset": more.pop("validation_dataset", None),
-    }
-    trained = more.pop("model", None) or model()
-    if "args_policy" in more:
-        more["policy"] = more.pop("args_policy")
-    return AlphaSFTTrainer(
-        model=trained,
-        args=AlphaSFTConfig(**options(folder, **more)),
-        processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
-        policy=policy,
-        **arguments,
-    )
+def sft(folder: Path, policy: Any = None, **more: Any) -> Any:
+    """By a policy: an object, a class, or a name as a recipe has it."""
+    return tiny.made(AlphaSFTTrainer, folder, policy=policy, **more)
 
 
-def plain_sft(folder: Path, *, peft: bool = False, **more: Any) -> SFTTrainer:
-    torch.manual_seed(11)
-    rows = more.pop("train_dataset", None) or sft_rows(48)
-    return SFTTrainer(
-        model=model(),
-        args=SFTConfig(**options(folder, **more)),
-        train_dataset=rows,
-        processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
-    )
+def dpo(folder: Path, policy: Any = None, *, kind: Any = AlphaDPOTrainer, **more: Any) -> Any:
+    more = {"ref_model": None if more.get("peft") else model(1), "learning_rate": 1e-3, **more}
+    return tiny.made(kind, folder, **({"policy": policy} if policy else {}), **more)
 
 
-def dpo(folder: Path, policy: Any = None, *, peft: bool = False, **more: Any) -> AlphaDPOTrainer:
-    torch.manual_seed(11)
-    if "args_policy" in more:
-        more["policy"] = more.pop("args_policy")
-    return AlphaDPOTrainer(
-        model=model(),
-        ref_model=None if peft else model(1),
-        args=AlphaDPOConfig(**options(folder, **{"learning_rate": 1e-3, **more})),
-        train_dataset=preference_rows(32),
-        processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
-        policy=policy,
-    )
-
-
-def plain_dpo(folder: Path, *, peft: bool = False, **more: Any) -> DPOTrainer:
-    torch.manual_seed(11)
-    return DPOTrainer(
-        model=model(),
-        ref_model=None if peft else model(1),
-        args=DPOConfig(**options(folder, **{"learning_rate": 1e-3, **more})),
-        train_dataset=preference_rows(32),
-        processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
-    )
+plain_sft, plain_dpo = partial(tiny.made, SFTTrainer), partial(dpo, kind=DPOTrainer)
 
 
 def logged(trainer: Any, name: str) -> list[float]:
@@ -130,7 +76,7 @@ def test_uniform_weights_are_trl(tmp_path: Path) -> None:
         trainer.train()
     assert losses(found) == losses(plain)
     assert furthest(found, plain) == 0.0
-    assert sft(tmp_path / "name", peft=True, args_policy="standard", **shared).token_policy is None
+    assert sft(tmp_path / "name", peft=True, policy="standard", **shared).token_policy is None
 
 
 @pytest.mark.slow
@@ -142,8 +88,7 @@ def test_dpo_is_trl(tmp_path: Path, peft: bool, policy: Any) -> None:
     shared = {"gradient_accumulation_steps": 2, "max_steps": 3}
     plain = plain_dpo(tmp_path / "trl", peft=peft, **shared)
     plain.train()
-    given = {"args_policy" if isinstance(policy, str) else "policy": policy}
-    found = dpo(tmp_path / "own", peft=peft, **shared, **given)
+    found = dpo(tmp_path / "own", policy, peft=peft, **shared)
     found.train()
     assert losses(found) == pytest.approx(losses(plain), rel=1e-6, abs=1e-6)
     assert furthest(found, plain) < 1e-6
@@ -191,7 +136,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = plain_sft(folder / "run", train_dataset=sft_rows(32, seed=8), max_steps=6)
     trainer.train()
     trainer.model.save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
     return folder / "model"
 
 
@@ -229,7 +174,7 @@ def test_every_sft_policy_trains(
         policy_options=small.get(name),
         model=warm(),
         validation_dataset=sft_rows(8, seed=5),
-        args_policy=name,
+        policy=name,
         gradient_accumulation_steps=2,
         max_steps=3,
         keep_ratio=0.4,
@@ -258,17 +203,11 @@ def test_names_that_stand_for_options(tmp_path: Path) -> None:
 
 
 def test_transformers_trainer_takes_policies(tmp_path: Path) -> None:
-    given = options(tmp_path)
-    del given["max_length"]
     from transformers import DataCollatorForSeq2Seq
 
-    trainer = AlphaTrainer(
-        model(),
-        AlphaConfig(**given, policy="sstoken"),
-        DataCollatorForSeq2Seq(tokenizer(), padding=True),
-        masked_rows(),
-        processing_class=tokenizer(),
-    )
+    collator = DataCollatorForSeq2Seq(tiny.tokenizer(), padding=True)
+    given = {"data_collator": collator, "train_dataset": masked_rows(), "policy": "sstoken"}
+    trainer = tiny.made(AlphaTrainer, tmp_path, **given)
     trainer.train()
     assert all(0.6 <= share < 0.75 for share in logged(trainer, "kept_share"))
 
@@ -334,7 +273,7 @@ def test_ten_lines_by_object_class_and_name(tmp_path: Path) -> None:
     ends = [
         sft(tmp_path / "object", examples.Surprising()),
         sft(tmp_path / "class", examples.Surprising),
-        sft(tmp_path / "name", args_policy=place),
+        sft(tmp_path / "name", policy=place),
     ]
     for trainer in ends:
         trainer.train()
@@ -405,24 +344,24 @@ def streamed() -> IterableDataset:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda d: sft(d, args_policy="rho-1"), "needs a reference model"),
-        (lambda d: sft(d, args_policy="less"), "validation"),
-        (lambda d: sft(d, args_policy="confpo"), "preference pairs"),
-        (lambda d: sft(d, args_policy="dpo"), "DPO"),
-        (lambda d: dpo(d, args_policy="talr"), "supervised fine-tuning"),
-        (lambda d: sft(d, args_policy="rho1"), "did you mean rho-1"),
-        (lambda d: sft(d, args_policy="talr", policy_options="{'tau': 1}"), "cannot be read"),
-        (lambda d: sft(d, args_policy="talr", policy_options="[1]"), "a mapping of arguments"),
-        (lambda d: sft(d, args_policy="talr", policy_options={"to": 1}), "does not take"),
-        (lambda d: sft(d, args_policy="top", policy_options={"to": 1}), "no options of its own"),
-        (lambda d: sft(d, args_policy="label", policy_options={"to": 1}), "no options of its own"),
-        (lambda d: sft(d, args_policy="talr", policy_mode="soft"), "policy_mode"),
-        (lambda d: sft(d, args_policy="talr", keep_scope="global"), "keep_scope"),
+        (lambda d: sft(d, policy="rho-1"), "needs a reference model"),
+        (lambda d: sft(d, policy="less"), "validation"),
+        (lambda d: sft(d, policy="confpo"), "preference pairs"),
+        (lambda d: sft(d, policy="dpo"), "DPO"),
+        (lambda d: dpo(d, policy="talr"), "supervised fine-tuning"),
+        (lambda d: sft(d, policy="rho1"), "did you mean rho-1"),
+        (lambda d: sft(d, policy="talr", policy_options="{'tau': 1}"), "cannot be read"),
+        (lambda d: sft(d, policy="talr", policy_options="[1]"), "a mapping of arguments"),
+        (lambda d: sft(d, policy="talr", policy_options={"to": 1}), "does not take"),
+        (lambda d: sft(d, policy="top", policy_options={"to": 1}), "no options of its own"),
+        (lambda d: sft(d, policy="label", policy_options={"to": 1}), "no options of its own"),
+        (lambda d: sft(d, policy="talr", policy_mode="soft"), "policy_mode"),
+        (lambda d: sft(d, policy="talr", keep_scope="global"), "keep_scope"),
         (
-            lambda d: sft(d, args_policy="talr", kept_normalization="kept"),
+            lambda d: sft(d, policy="talr", kept_normalization="kept"),
             "divides by the response",
         ),
-        (lambda d: dpo(d, args_policy="confpo", kept_normalization="kept"), "loss of its own"),
+        (lambda d: dpo(d, policy="confpo", kept_normalization="kept"), "loss of its own"),
         (lambda d: sft(d, Empty), "chose rows"),
         (lambda d: sft(d, Twice), "chose rows"),
         (lambda d: sft(d, examples.FirstRows, packing=True), "packed"),

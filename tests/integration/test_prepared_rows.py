@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
-from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer
 from alphatoken.train.checks import check_tokens
 from tests.integration import tiny_training as tiny
 
 LONG = "what is the sum of these two numbers, if you please? "
 """A prompt that fills the 16 tokens of these tests."""
-KINDS = {"sft": (AlphaSFTTrainer, AlphaSFTConfig), "dpo": (AlphaDPOTrainer, AlphaDPOConfig)}
+KINDS = {"sft": AlphaSFTTrainer, "dpo": AlphaDPOTrainer}
 
 
 def rows(kind: str, prompts: list[str]) -> Dataset:
@@ -28,15 +28,11 @@ def rows(kind: str, prompts: list[str]) -> Dataset:
 
 
 def trainer(kind: str, folder: Path, prompts: list[str], **given: Any) -> Any:
-    trained, config = KINDS[kind]
-    given = {"processing_class": tiny.tokenizer(), "model": tiny.model(), **given}
+    own = {"policy": "random", "retention": "none", "export_values": False, "max_length": 16}
+    given = {"model": tiny.model(), "train_dataset": rows(kind, prompts), **own, **given}
     if kind == "dpo":
         given["ref_model"] = copy.deepcopy(given["model"])
-    policy = given.pop("policy", "random")
-    length = given.pop("max_length", 16)
-    own = {"policy": policy, "retention": "none", "export_values": False}
-    args = config(**tiny.options(folder, max_length=length, **own))
-    return trained(args=args, train_dataset=rows(kind, prompts), **given)
+    return tiny.made(KINDS[kind], folder, **given)
 
 
 @pytest.mark.parametrize("policy", ["all", "random"])
@@ -91,21 +87,14 @@ def test_rows_in_arrow_are_refused_as_they_are_one_by_one(bad: int) -> None:
         assert f"id {bad} at token 1" in caught.value.got
 
 
-def packed(folder: Path, prompts: list[str], strategy: str = "bfd") -> Any:
-    own = {"policy": "random", "retention": "none", "export_values": False, "max_length": 16}
-    return tiny.sft(
-        folder, train_dataset=rows("sft", prompts), validation_dataset=None, packing=True,
-        packing_strategy=strategy, **own,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_packed_rows_are_not_called_left_out(strategy: str, tmp_path: Path) -> None:
     """They are fewer than the rows that are in them; parts of a split row are no rows."""
     long = [] if strategy == "bfd" else [LONG]
     with warnings.catch_warnings():
         warnings.simplefilter("error", AlphaTokenWarning)
-        packed(tmp_path, [*long, *(f"{n}+{n}=" for n in range(5))], strategy)
+        prompts = [*long, *(f"{n}+{n}=" for n in range(5))]
+        trainer("sft", tmp_path, prompts, packing=True, packing_strategy=strategy)
 
 
 def paired(folder: Path, reference: Any, policy: Any = None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import ModelError, UnsupportedError
@@ -32,7 +32,7 @@ def load(folder: Path, bits: int) -> Any:
 
 def sft(folder: Path, bits: int, **more: Any) -> Any:
     torch.manual_seed(7)  # of the adapters
-    return tiny.sft(folder / "ours", model=load(folder, bits), peft_config=tiny.lora(), **more)
+    return tiny.sft(folder / "ours", model=load(folder, bits), peft=True, **more)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -41,13 +41,7 @@ def test_ratio_one_equals_trl(tmp_path: Path, bits: int, retention: str) -> None
     """A Fisher's forwards without gradients come first: bitsandbytes packs 4-bit weights there."""
     ours = sft(tmp_path, bits, keep_ratio=1.0, retention=retention)
     torch.manual_seed(7)
-    theirs = SFTTrainer(
-        model=load(tmp_path, bits),
-        args=SFTConfig(**tiny.options(tmp_path / "trl")),
-        train_dataset=tiny.sft_rows(),
-        processing_class=tiny.tokenizer(),
-        peft_config=tiny.lora(),
-    )
+    theirs = tiny.made(SFTTrainer, tmp_path / "trl", model=load(tmp_path, bits), peft=True)
     ours.train()
     theirs.train()
     trained = {n: p for n, p in theirs.model.named_parameters() if p.requires_grad}
@@ -68,8 +62,7 @@ def test_options_train(tmp_path: Path, bits: int, more: dict[str, Any]) -> None:
 
 
 def test_pairs_train(tmp_path: Path) -> None:
-    own = {"model": load(tmp_path, 4), "peft_config": tiny.lora()}
-    trainer = tiny.dpo(tmp_path, retention="none", **own)
+    trainer = tiny.dpo(tmp_path, retention="none", model=load(tmp_path, 4), peft=True)
     trainer.train()
     assert "alpha/kept_share" in trainer.state.log_history[0]
 

@@ -154,20 +154,11 @@ def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer
         assert float(values[i]) == pytest.approx(wanted, abs=allowed * absolute)
 
 
-def arguments(folder: Path) -> dict[str, Any]:
-    from tests.integration.tiny_training import options
-
-    return options(
-        folder,
-        per_device_train_batch_size=2,
-        max_steps=1,
-        learning_rate=1e-4,
-        max_length=80,
-        score_layers="1",
-        validation_batch_size=2,
-        retention="none",
-        held_out_share=0.0,
-    )
+STEP = {
+    "per_device_train_batch_size": 2, "max_steps": 1, "learning_rate": 1e-4, "score_layers": "1",
+    "validation_batch_size": 2, "retention": "none", "held_out_share": 0.0,
+    "gradient_checkpointing": False,
+}  # fmt: skip
 
 
 def logged(trainer: Any, key: str) -> float:
@@ -179,19 +170,15 @@ def logged(trainer: Any, key: str) -> float:
 def test_one_step_of_sft(folder: Path, tokenizer: Any, rows: list[Row], tmp_path: Path) -> None:
     from datasets import Dataset
 
-    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+    from alphatoken.train import AlphaSFTTrainer
+    from tests.integration.tiny_training import made
 
     data = Dataset.from_list([{"prompt": r.prompt, "completion": r.response} for r in rows])
     model = load(folder)
     before = {n: p.detach().clone() for n, p in model.model.layers[-1].named_parameters()}
-    options = arguments(tmp_path) | {"optim": "sgd", "gradient_checkpointing": False}
-    trainer = AlphaSFTTrainer(
-        model=model,
-        args=AlphaSFTConfig(**options),
-        train_dataset=data.select(range(2)),
-        validation_dataset=data.select(range(4, 6)),
-        processing_class=tokenizer,
-    )
+    given = {"train_dataset": data.select(range(2)), "validation_dataset": data.select(range(4, 6))}
+    options = {"optim": "sgd", "max_length": 80, **STEP, **given}
+    trainer = made(AlphaSFTTrainer, tmp_path, model=model, processing_class=tokenizer, **options)
     trainer.train()
     assert logged(trainer, "alpha/kept_share") == pytest.approx(0.5, abs=0.02)
     assert 0 < logged(trainer, "loss") < 6
@@ -208,7 +195,8 @@ def test_one_step_of_dpo_with_adapters(
     from datasets import Dataset
     from peft import LoraConfig
 
-    from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
+    from alphatoken.train import AlphaDPOTrainer
+    from tests.integration.tiny_training import made
 
     data = Dataset.from_list([
         {"prompt": p.prompt[0].text, "chosen": p.chosen[0].text, "rejected": p.rejected[0].text}
@@ -216,16 +204,12 @@ def test_one_step_of_dpo_with_adapters(
     ])  # fmt: skip
     model = load(folder)
     before = model.model.layers[-1].self_attn.q_proj.weight.detach().clone()
-    trainer = AlphaDPOTrainer(
-        model=model,
-        args=AlphaDPOConfig(
-            **arguments(tmp_path) | {"gradient_checkpointing": False, "max_length": 160}
-        ),
-        train_dataset=data.select(range(2)),
-        validation_dataset=data.select(range(2, 4)),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
+    given = {"train_dataset": data.select(range(2)), "validation_dataset": data.select(range(2, 4))}
+    given["peft_config"] = LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]
     )
+    options = {"max_length": 160, **STEP, **given}
+    trainer = made(AlphaDPOTrainer, tmp_path, model=model, processing_class=tokenizer, **options)
     trainer.train()
     assert logged(trainer, "loss") == pytest.approx(math.log(2), abs=1e-4)
     assert logged(trainer, "alpha/kept_share") == pytest.approx(0.5, abs=0.02)

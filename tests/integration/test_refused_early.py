@@ -6,31 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from alphatoken.errors import AlphaTokenError
 from alphatoken.train import AlphaSFTConfig
-from tests.integration.tiny_training import (
-    ALPHA,
-    furthest,
-    model,
-    options,
-    sft,
-    sft_rows,
-    tokenizer,
-)
+from tests.integration.tiny_training import ALPHA, furthest, made, model, options, sft, sft_rows
 
 
 def config(folder: Path, **more: Any) -> AlphaSFTConfig:
     return AlphaSFTConfig(**{**options(folder), **ALPHA, **more})
-
-
-def plain(folder: Path, rows: int = 48, **more: Any) -> SFTTrainer:
-    """TRL's own trainer."""
-    return SFTTrainer(
-        model=model(), args=SFTConfig(**options(folder, **more)),
-        train_dataset=sft_rows(rows), processing_class=tokenizer(),
-    )  # fmt: skip
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -53,15 +37,14 @@ def test_settings_are_refused_where_the_configuration_is_made(tmp_path: Path, na
 def test_a_run_that_weighs_nothing_refuses_nothing_of_the_trainers_below(
     tmp_path: Path, name: str
 ) -> None:
-    made = config(tmp_path, policy="standard", **REFUSED[name][0])
-    assert not made.weighs
+    assert not config(tmp_path, policy="standard", **REFUSED[name][0]).weighs
 
 
 @pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated:FutureWarning")
 def test_standard_is_trls_trainer_with_what_weights_would_refuse(tmp_path: Path) -> None:
     more = {"label_smoothing_factor": 0.1}
     ours = sft(tmp_path / "ours", validation_dataset=None, policy="standard", **more)
-    theirs = plain(tmp_path / "theirs", **more)
+    theirs = made(SFTTrainer, tmp_path / "theirs", **more)
     ours.train()
     theirs.train()
     assert furthest(ours, theirs) == 0
@@ -76,7 +59,8 @@ def test_packed_rows_may_be_longer_than_the_model(tmp_path: Path) -> None:
     assert model().config.max_position_embeddings < 256
     trainer = sft(tmp_path / "ours", train_dataset=sft_rows(96), keep_ratio=1.0, **more)
     assert max(len(row["input_ids"]) for row in trainer.train_dataset) > 128
-    theirs = plain(tmp_path / "trl", 96, packing=True, max_length=256)
+    plain = {"train_dataset": sft_rows(96), "packing": True, "max_length": 256}
+    theirs = made(SFTTrainer, tmp_path / "trl", **plain)
     trainer.train()
     theirs.train()
     assert furthest(trainer, theirs) == 0

@@ -11,7 +11,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from alphatoken.errors import AlphaTokenError
-from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration import tiny_training as tiny
 
 pytestmark = pytest.mark.slow  # fifty short runs
@@ -63,22 +62,15 @@ def run(kind: str, folder: Path, given: Mapping[str, Any]) -> None:
     made = {name: value() if callable(value) else value for name, value in given.items()}
     rows = {"sft": tiny.sft_rows, "dpo": tiny.preference_rows}[kind]
     arguments = {
-        "model": made.pop("model", None) or tiny.model(),
         "train_dataset": rows(8),
-        "processing_class": tiny.tokenizer(),
-        "validation_dataset": rows(12, seed=5) if made.pop("validation", True) else None,
         "retention_dataset": rows(6, seed=7) if made.pop("kept", False) else None,
         "fisher_dataset": rows(4, seed=8) if made.pop("prompts", False) else None,
         "peft_config": made.pop("peft", None),
+        **({} if made.pop("validation", True) else {"validation_dataset": None}),
+        **({"ref_model": tiny.model()} if kind == "dpo" else {}),
     }
-    own = {**tiny.ALPHA, "retention": "none", "max_steps": 2, **made}
-    if kind == "dpo":
-        arguments["ref_model"] = tiny.model()
-        args: Any = AlphaDPOConfig(**tiny.options(folder, **own))
-        AlphaDPOTrainer(args=args, **arguments).train()
-    else:
-        args = AlphaSFTConfig(**tiny.options(folder, **own))
-        AlphaSFTTrainer(args=args, **arguments).train()
+    make = {"sft": tiny.sft, "dpo": tiny.dpo}[kind]
+    make(folder, **{"retention": "none", "max_steps": 2, **arguments, **made}).train()
 
 
 LABEL, PATH = {"estimator": "label"}, {"estimator": "path"}

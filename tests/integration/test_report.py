@@ -9,7 +9,6 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ from alphatoken.report.build import MOST_TOKENS, setting_tiles, shown_examples
 from alphatoken.report.examples import visible
 from alphatoken.report.page import script_safe
 from tests.integration.browser import Browser, opened
+from tests.integration.test_diagnose_page import Page
 
 pytestmark = pytest.mark.pictures
 
@@ -162,29 +162,14 @@ def test_truncated_value_file_is_named(tmp_path: Path) -> None:
 # --- the page as text -----------------------------------------------------------------------------
 
 
-class _Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside: list[str] = []
-        self.scripts = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.scripts += tag == "script"
-        for name, value in attrs:
-            fetched = name in ("src", "href", "action", "data", "xlink:href")
-            if fetched and not (value or "").startswith(("#", "data:")):
-                self.outside.append(f"{tag} {name}={value}")
-
-
 def test_page_is_self_contained_and_hostile_tokens_stay_text(tmp_path: Path) -> None:
     summary = summarise([example(0, HOSTILE, seed=3)])
     text = write_report(
         tmp_path / "r.html", summary, settings={"<b>": "</td><script>"}, notes=["<i>note</i>"]
     ).read_text(encoding="utf-8")
-    page = _Page()
-    page.feed(text)
-    assert page.outside == []
-    assert page.scripts == 2
+    page = Page(text)
+    assert page.fetched == []
+    assert page.tags.count("script") == 2
     assert not re.search(r"@import|url\((?!#)", text)
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     script = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)

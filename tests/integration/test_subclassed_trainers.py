@@ -9,27 +9,17 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import BatchEncoding, Trainer, TrainingArguments
+from transformers import BatchEncoding
 
 from alphatoken import FisherDrift, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train import (
-    AlphaConfig,
-    AlphaDPOTrainer,
     AlphaSFTTrainer,
     AlphaTrainer,
 )
 from alphatoken.train.step_guard import StepGuard
 from tests.integration import tiny_training as tiny
-from tests.integration.tiny_training import (
-    lora,
-    model,
-    options,
-    preference_rows,
-    sft_rows,
-    tokenizer,
-    weights,
-)
+from tests.integration.tiny_training import model, sft_rows, weights
 
 SCOPES = ["batch", "global"]
 
@@ -97,15 +87,9 @@ def test_labels_may_be_made_when_inputs_are_prepared(tmp_path: Path, scope: str)
         return {"tokens": torch.tensor([row["input_ids"] for row in rows])}
 
     rows = [{"input_ids": [4 + (i + j) % 26 for j in range(9)]} for i in range(16)]
-    arguments = options(tmp_path, max_steps=2, remove_unused_columns=False)
-    del arguments["max_length"]
-    trainer = Embedded(
-        model(),
-        AlphaConfig(**arguments, policy="random", keep_scope=scope, export_values=False),
-        collate,
-        rows,
-        processing_class=tokenizer(),
-    )
+    given = {"data_collator": collate, "train_dataset": rows, "remove_unused_columns": False}
+    own = {"policy": "random", "keep_scope": scope, "export_values": False}
+    trainer = tiny.made(Embedded, tmp_path, max_steps=2, **given, **own)
     masks = recorded_masks(trainer)
     trainer.train()
     assert [int(mask.sum()) for mask in masks] == [32, 32]
@@ -164,24 +148,6 @@ def test_a_fisher_that_nothing_reads_is_part_of_the_run(tmp_path: Path) -> None:
 
 
 # --- a loss with its outputs, and a loss of one's own -------------------------------------------
-
-ID_ROWS = [{"input_ids": (ids := [4 + (i + j) % 26 for j in range(9)]), "labels": ids}
-           for i in range(16)]  # fmt: skip
-
-
-def plain(kind: type[Trainer], folder: Path, **more: Any) -> Trainer:
-    arguments = options(folder, max_steps=2)
-    del arguments["max_length"]
-    made = AlphaConfig if issubclass(kind, AlphaTrainer) else TrainingArguments
-    args = made(**arguments, **more)
-    return kind(model(), args, train_dataset=ID_ROWS, processing_class=tokenizer())
-
-
-def dpo(kind: type[AlphaDPOTrainer], folder: Path, **more: Any) -> AlphaDPOTrainer:
-    held = preference_rows(8, seed=5) if "policy" not in more else None
-    rows = {"train_dataset": preference_rows(16), "validation_dataset": held}
-    made = tiny.dpo(folder, kind, peft_config=lora(), **{"max_steps": 2, **rows, **more})
-    return cast("AlphaDPOTrainer", made)
 
 
 @pytest.mark.parametrize("way", ["never asks", "asks and goes its own way", "evaluation mode"])

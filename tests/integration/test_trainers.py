@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,69 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Trainer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOTrainer, SFTTrainer
 
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
-from alphatoken.train import (
-    AlphaConfig,
-    AlphaDPOConfig,
-    AlphaDPOTrainer,
-    AlphaSFTConfig,
-    AlphaSFTTrainer,
-    AlphaTrainer,
-)
+from alphatoken.train import AlphaDPOConfig, AlphaTrainer
 from tests.flash_standin import NAME, standin
-from tests.integration.tiny_training import (
-    ALPHA,
-    furthest,
-    lora,
-    losses,
-    mixture,
-    model,
-    options,
-    preference_rows,
-    sft_rows,
-    tokenizer,
-    weights,
-)
+from tests.integration import tiny_training as tiny
+from tests.integration.tiny_training import furthest, losses, model, sft_rows, weights
 from tests.property.tolerance import allowed, close
 
 
-def sft(folder: Path, *, alpha: bool = True, peft: bool = False, **more: Any) -> Any:
-    kind = {**ALPHA, **more} if alpha else more
-    arguments = {
-        "model": kind.pop("model", None) or model(dropout=kind.pop("dropout", 0.0)),
-        "train_dataset": kind.pop("train_dataset", None) or sft_rows(96),
-        "processing_class": tokenizer(),
-        "peft_config": lora() if peft else None,
-    }
-    torch.manual_seed(11)  # of LoRA's initial factors
+def sft(folder: Path, *, alpha: bool = True, **more: Any) -> Any:
+    more = {"train_dataset": sft_rows(96), **more}
     if not alpha:
-        return SFTTrainer(args=SFTConfig(**options(folder, **kind)), **arguments)
-    return AlphaSFTTrainer(
-        args=AlphaSFTConfig(**options(folder, **kind)),
-        validation_dataset=sft_rows(24, seed=5),
-        **arguments,
-    )
+        return tiny.made(SFTTrainer, folder, **more)
+    return tiny.sft(folder, validation_dataset=sft_rows(24, seed=5), **more)
 
 
 def dpo(folder: Path, *, alpha: bool = True, peft: bool = False, **more: Any) -> Any:
-    kind = {**ALPHA, **more} if alpha else more
-    arguments = {
-        "model": model(),
-        "ref_model": None if peft else kind.pop("ref_model", None) or model(),
-        "train_dataset": preference_rows(96),
-        "processing_class": tokenizer(),
-        "peft_config": lora() if peft else None,
-    }
-    torch.manual_seed(11)
-    if not alpha:
-        return DPOTrainer(args=DPOConfig(**options(folder, **kind)), **arguments)
-    return AlphaDPOTrainer(
-        args=AlphaDPOConfig(**options(folder, **kind)),
-        validation_dataset=preference_rows(12, seed=5),
-        **arguments,
-    )
+    more |= {"ref_model": None if peft else model(), "train_dataset": tiny.preference_rows(96)}
+    return (tiny.dpo if alpha else partial(tiny.made, DPOTrainer))(folder, peft=peft, **more)
 
 
 # --- ratio 1 --------------------------------------------------------------------------------------
@@ -87,8 +45,7 @@ def test_ratio_one_equals_trl_bit_for_bit(tmp_path: Path, peft: bool) -> None:
     valued.train()
     assert losses(plain) == losses(valued)
     assert len(losses(plain)) == 4
-    expected, found = weights(plain.model), weights(valued.model)
-    assert all(torch.equal(expected[n], found[n]) for n in expected)
+    assert furthest(plain, valued) == 0
 
 
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
@@ -126,31 +83,26 @@ def test_ratio_one_equals_trl_under_its_options(tmp_path: Path, extra: dict[str,
     # Made only now: both begin with the random state that their constructor sets.
     valued = sft(tmp_path / "alpha", keep_ratio=1.0, **extra)
     valued.train()
-    expected, found = weights(plain.model), weights(valued.model)
     assert losses(plain) == losses(valued)
-    assert all(torch.equal(expected[n], found[n]) for n in expected)
+    assert furthest(plain, valued) == 0
 
 
 def test_transformers_trainer_at_ratio_one(tmp_path: Path) -> None:
     """Our cross-entropy of the logits equals the loss that the model computes itself."""
-    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+    from transformers import DataCollatorForSeq2Seq
 
     rows = sft(tmp_path / "rows", alpha=False).train_dataset
     rows = rows.select_columns(["input_ids", "labels"])
     # In the first steps of Adam rounding decides the sign of a step; a larger epsilon does not.
-    arguments = options(tmp_path, max_steps=8, adam_epsilon=1e-4)
-    del arguments["max_length"]
-    collator = DataCollatorForSeq2Seq(tokenizer(), padding=True)
-    trained = rows.select(range(12, len(rows)))
-    plain = Trainer(model(), TrainingArguments(**arguments), collator, trained)
-    valued = AlphaTrainer(
-        model(),
-        AlphaConfig(**arguments, **ALPHA, keep_ratio=1.0),
-        collator,
-        trained,
-        processing_class=tokenizer(),
-        validation_dataset=rows.select(range(12)),
-    )
+    shared = {
+        "data_collator": DataCollatorForSeq2Seq(tiny.tokenizer(), padding=True),
+        "train_dataset": rows.select(range(12, len(rows))),
+        "max_steps": 8,
+        "adam_epsilon": 1e-4,
+    }
+    plain = tiny.made(Trainer, tmp_path, **shared)
+    held = {"validation_dataset": rows.select(range(12))}
+    valued = tiny.sft(tmp_path, AlphaTrainer, keep_ratio=1.0, **held, **shared)
     plain.train()
     valued.train()
     assert losses(valued) == pytest.approx(losses(plain), rel=1e-5)
@@ -172,14 +124,14 @@ def test_transformers_trainer_at_ratio_one(tmp_path: Path) -> None:
 )
 def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(more))):
-        AlphaDPOConfig(**options(tmp_path, **ALPHA, masked_logit=True, **more))
+        AlphaDPOConfig(**tiny.options(tmp_path, **tiny.ALPHA, masked_logit=True, **more))
 
 
 @pytest.mark.slow
 def test_a_mixture_trains_on_values_over_its_experts(tmp_path: Path) -> None:
     """Experts are scored and move; the router, whose loss TRL adds, is named as left out."""
     more = {"value_parameters": "linears,experts", "uncovered": "skip", "max_steps": 5}
-    trainer = sft(tmp_path, model=mixture(), **more)
+    trainer = sft(tmp_path, model=tiny.mixture(), **more)
     before = weights(trainer.model)
     trainer.train()
     coverage = trainer.valuation.scorer.coverage
@@ -196,15 +148,9 @@ def test_a_mixture_trains_on_values_over_its_experts(tmp_path: Path) -> None:
 def test_prompt_learning_is_refused(tmp_path: Path) -> None:
     from peft import PromptTuningConfig
 
+    learned = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises((ConfigError, UnsupportedError), match="prompt learning|PromptTuning"):
-        AlphaSFTTrainer(
-            model(),
-            AlphaSFTConfig(**options(tmp_path, **ALPHA)),
-            train_dataset=sft_rows(8),
-            validation_dataset=sft_rows(8, seed=5),
-            processing_class=tokenizer(),
-            peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-        )
+        sft(tmp_path, peft_config=learned)
 
 
 @pytest.mark.parametrize(
@@ -314,9 +260,7 @@ def test_bf16_autocast(tmp_path: Path) -> None:
     plain.train()
     same = sft(tmp_path / "alpha", bf16=True, keep_ratio=1.0)
     same.train()
-    expected, found = weights(plain.model), weights(same.model)
-    assert all(torch.equal(expected[n], found[n]) for n in expected)
-
+    assert furthest(plain, same) == 0
     common = {"retention": "none"}
     exact = totals_of_first_step(sft(tmp_path / "fp32", **common))
     rough = totals_of_first_step(sft(tmp_path / "bf16", bf16=True, **common))

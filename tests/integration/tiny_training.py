@@ -123,6 +123,15 @@ def preference_rows(rows: int = 32, seed: int = 0) -> Dataset:
     return Dataset.from_list(found)
 
 
+def tokenised(rows: int = 48, seed: int = 0) -> Dataset:
+    """Of ``sums``, as transformers' own trainer takes them."""
+    written, found = tokenizer(), []
+    for row in sums(rows, seed):
+        prompt, answer = (written(row[name])["input_ids"] for name in ("prompt", "completion"))
+        found.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
+    return Dataset.from_list(found)
+
+
 def options(folder: Any, **more: Any) -> dict[str, Any]:
     """Arguments that every run of these tests shares."""
     return {
@@ -155,51 +164,58 @@ ALPHA: dict[str, Any] = {
 """Small values of our own options."""
 
 
+def made(kind: Any, folder: Any, *, peft: bool = False, **more: Any) -> Any:
+    """A trainer of this class, of ours or of those below them; what is missing is made.
+
+    Fields of its configuration are options, all others (and a policy that is no name) go to the
+    trainer by themselves.
+    """
+    from transformers import Trainer, TrainingArguments
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    theirs = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, Trainer: TrainingArguments}
+    config = getattr(kind, "CONFIG", None) or theirs[kind]
+    own = set(config.__dataclass_fields__)
+    if not isinstance(more.get("policy", ""), str):
+        own.remove("policy")
+    chosen = options(folder, **{name: value for name, value in more.items() if name in own})
+    given = {name: value for name, value in more.items() if name not in own}
+    makers = {
+        "model": model,
+        "train_dataset": preference_rows if issubclass(kind, DPOTrainer) else sft_rows,
+        "processing_class": tokenizer,
+    } | ({"peft_config": lora} if peft else {})
+    given |= {name: make() for name, make in makers.items() if name not in given}
+    args = config(**{name: value for name, value in chosen.items() if name in own})
+    return kind(args=args, **given)
+
+
 def sft(folder: Any, kind: Any = None, **more: Any) -> Any:
-    """An ``AlphaSFTTrainer``, or a subclass: its own arguments by name, all others are options."""
-    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+    """An ``AlphaSFTTrainer``, or a subclass, with small values of our own options."""
+    from alphatoken.train import AlphaSFTTrainer
 
-    given = _given(more, sft_rows)
-    args = AlphaSFTConfig(**options(folder, **{**ALPHA, **more}))
-    return (kind or AlphaSFTTrainer)(args=args, **given)
-
-
-def prepared(folder: Any, rows: Dataset) -> list[dict[str, list[int]]]:
-    """Token ids and labels as a trainer has them."""
-    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
-
-    trainer = AlphaSFTTrainer(
-        model=model(layers=2),
-        args=AlphaSFTConfig(**options(folder, policy="all", export_values=False)),
-        train_dataset=rows,
-        processing_class=tokenizer(),
-    )
-    return [
-        {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
-        for row in trainer.train_dataset
-    ]
+    more = {"validation_dataset": sft_rows(12, seed=5), **ALPHA, **more}
+    return made(kind or AlphaSFTTrainer, folder, **more)
 
 
 def dpo(folder: Any, kind: Any = None, **more: Any) -> Any:
     """The same of preference pairs."""
-    from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
+    from alphatoken.train import AlphaDPOTrainer
 
-    given = _given(more, preference_rows)
-    args = AlphaDPOConfig(**options(folder, **{**ALPHA, **more}))
-    return (kind or AlphaDPOTrainer)(args=args, **given)
+    more = {"validation_dataset": preference_rows(12, seed=5), **ALPHA, **more}
+    return made(kind or AlphaDPOTrainer, folder, **more)
 
 
-def _given(more: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """What a trainer takes beside its options, out of ``more``; what is missing is made."""
-    made = {
-        "model": model,
-        "train_dataset": rows,
-        "validation_dataset": lambda: rows(12, seed=5),
-        "processing_class": tokenizer,
-    }
-    found = {name: more.pop(name) if name in more else make() for name, make in made.items()}
-    others = ("ref_model", "peft_config", "fisher")
-    return found | {name: more.pop(name) for name in others if name in more}
+def prepared(folder: Any, rows: Dataset) -> list[dict[str, list[int]]]:
+    """Token ids and labels as a trainer has them."""
+    from alphatoken.train import AlphaSFTTrainer
+
+    own = {"policy": "all", "export_values": False}
+    trainer = made(AlphaSFTTrainer, folder, model=model(layers=2), train_dataset=rows, **own)
+    return [
+        {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
+        for row in trainer.train_dataset
+    ]
 
 
 def weights(trained: torch.nn.Module) -> dict[str, torch.Tensor]:

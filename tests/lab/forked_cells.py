@@ -21,8 +21,6 @@ import pytest
 
 from alphatoken_lab.compare.launchers import PARENT
 
-__all__ = ["ForkedLauncher", "forked_cells"]
-
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["alphatoken_lab.compare.cell", "alphatoken.train.sft", "alphatoken.train.dpo", "matplotlib"]

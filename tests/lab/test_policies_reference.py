@@ -24,7 +24,7 @@ from tests.property.test_policies_validation_first import (
 def run(folder: Path, policy: Rho1, **more: Any) -> AlphaSFTTrainer:
     """Trained on 16 rows, 8 others for validation."""
     given = {} if policy.needs.validation else {"validation_dataset": None}
-    return validation_first.run(folder, policy, given=given, **more)
+    return validation_first.run(folder, policy, **given, **more)
 
 
 POLICY = {"reference_epochs": EPOCHS, "reference_learning_rate": RATE}

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trl import DPOConfig, DPOTrainer
+from trl import DPOTrainer
 
 from alphatoken.errors import ConfigError, InputError, ModelError
 from alphatoken.model.batch import label_mask
-from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer
+from alphatoken.train import AlphaDPOTrainer
 from alphatoken.train.micro_batch import Carried
 from alphatoken.train.policy import PolicyBatch
 from alphatoken_lab.methods.preference import PreferencePolicy
 from alphatoken_lab.methods.sepo import SePO
 from tests.integration.tiny_training import (
     furthest,
+    made,
     model,
     options,
     preference_rows,
@@ -44,29 +45,18 @@ class Uniform(PreferencePolicy):
         return batch.mask.to(batch.log_probs.dtype)
 
 
-def trained(folder: Path, **more: Any) -> AlphaDPOTrainer:
-    """Three steps, if not told otherwise; policy objects go to the trainer itself."""
-    own = {}
-    if not isinstance(more.get("policy", ""), str):
-        own["policy"] = more.pop("policy")
-    args = AlphaDPOConfig(**options(folder, **{**STEPS, **more}))
-    return run(AlphaDPOTrainer, args, **own)
+def trained(folder: Path, **more: Any) -> Any:
+    """Three steps, if not told otherwise."""
+    return run(AlphaDPOTrainer, folder, **more)
 
 
-def plain(folder: Path, **more: Any) -> DPOTrainer:
-    return run(DPOTrainer, DPOConfig(**options(folder, **{**STEPS, **more})))
+def plain(folder: Path, **more: Any) -> Any:
+    return run(DPOTrainer, folder, **more)
 
 
-def run(kind: type[Any], args: Any, **own: Any) -> Any:
-    torch.manual_seed(11)
-    trainer = kind(
-        model=model(),
-        ref_model=model(),
-        train_dataset=preference_rows(24),
-        processing_class=tokenizer(),
-        args=args,
-        **own,
-    )
+def run(kind: type[Any], folder: Path, **more: Any) -> Any:
+    own = {"ref_model": model(), "train_dataset": preference_rows(24), **STEPS, **more}
+    trainer = made(kind, folder, **own)
     trainer.train()
     return trainer
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle.gradients import token_losses
-from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train import AlphaSFTTrainer
 from alphatoken.train.policy import PolicySettings
 from alphatoken_lab.methods import self_evolving
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
@@ -29,17 +29,8 @@ def run(
     folder: Path, policy: Any = None, peft: bool = False, reference: Any = None, **more: Any
 ) -> AlphaSFTTrainer:
     """Train by a policy: an object, or a name as a recipe has it."""
-    torch.manual_seed(11)
-    if isinstance(policy, str):
-        more, policy = {"policy": policy, **more}, None
-    trainer = AlphaSFTTrainer(
-        model=tiny.model(layers=2),
-        args=AlphaSFTConfig(**tiny.options(folder, **{**OPTIONS, **more})),
-        train_dataset=tiny.sft_rows(ROWS),
-        processing_class=tiny.tokenizer(),
-        peft_config=tiny.lora() if peft else None,
-        policy=policy,
-    )
+    own = {"model": tiny.model(layers=2), "train_dataset": tiny.sft_rows(ROWS), **OPTIONS, **more}
+    trainer = tiny.made(AlphaSFTTrainer, folder, peft=peft, policy=policy, **own)
     trainer.train()
     return trainer
 
@@ -49,20 +40,15 @@ def by_hand(
 ) -> torch.nn.Module:
     """TRL's own trainer; ``keep`` marks the tokens whose label stays."""
     torch.manual_seed(11)
-    trainer = SFTTrainer(
-        model=start,
-        args=SFTConfig(**tiny.options(folder, **OPTIONS)),
-        train_dataset=Dataset.from_list(
-            [
-                {
-                    "input_ids": row["input_ids"],
-                    "labels": [x if k else -100 for x, k in zip(row["labels"], one, strict=True)],
-                }
-                for row, one in zip(rows, keep, strict=True)
-            ]
-        ),
-        processing_class=tiny.tokenizer(),
-    )
+    marked = [
+        {
+            "input_ids": row["input_ids"],
+            "labels": [x if k else -100 for x, k in zip(row["labels"], one, strict=True)],
+        }
+        for row, one in zip(rows, keep, strict=True)
+    ]
+    given = {"model": start, "train_dataset": Dataset.from_list(marked), **OPTIONS}
+    trainer = tiny.made(SFTTrainer, folder, **given)
     trainer.train()
     found: torch.nn.Module = trainer.model
     return found

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.support.progress import Tracker
-from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train import AlphaSFTTrainer
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicyStage
 from alphatoken.train.sft import padded_batch
@@ -175,11 +175,8 @@ def test_a_pass_that_draws_leaves_the_random_state(tmp_path: Path) -> None:
     for count in (0, 5):
         torch.manual_seed(1)
         random.seed(1)
-        AlphaSFTTrainer(
-            model=tiny.model(), args=AlphaSFTConfig(**tiny.options(tmp_path)),
-            train_dataset=tiny.sft_rows(8), processing_class=tiny.tokenizer(),
-            policy=Drawing(count),
-        )  # fmt: skip
+        given = {"train_dataset": tiny.sft_rows(8), "policy": Drawing(count)}
+        tiny.made(AlphaSFTTrainer, tmp_path, **given)
         numpys = str(np.random.get_state())  # noqa: NPY002
         found.append((torch.get_rng_state().tolist(), random.getstate(), numpys))
     assert found[0] == found[1]

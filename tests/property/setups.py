@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from alphatoken import (
     AlphaTokenWarning,
     FisherDrift,
-    InfluenceFactors,
     Scorer,
     ScorerConfig,
     TokenValues,
@@ -276,29 +275,26 @@ def make_scorer(
     estimator: str,
     *,
     model: ReferenceDecoder | None = None,
-    retention: bool = True,
-    optimizer: torch.optim.Optimizer | None = None,
-    influence: InfluenceFactors | None = None,
-    **options: Any,
+    retention: Any = True,
+    **more: Any,
 ) -> Scorer:
-    """A scorer of the setup, with the random direction on its stability side.
+    """A scorer of the setup, with the random direction on its stability side if not told otherwise.
 
-    Label values are taken by forward mode, which is exact to rounding.
+    Label values are taken by forward mode, which is exact to rounding. Other arguments of the
+    scorer go by their names, all else is options.
     """
     if estimator == "label":
-        options = {"derivative": "forward_mode", **options}
+        more = {"derivative": "forward_mode", **more}
     model = setup.case.model() if model is None else model
-    drift = FisherDrift(*drift_of(setup, model)) if retention else None
-    config = ScorerConfig(
-        estimator=estimator,
-        layers=setup.layers,
-        stability_weight=LAMBDA,
-        max_relative_drift=None,
-        **{"window": None, **options},
-    )
-    return Scorer(
-        model, setup.case.validation, drift, config, optimizer=optimizer, influence=influence
-    )
+    if isinstance(retention, bool):
+        retention = FisherDrift(*drift_of(setup, model)) if retention else None
+    own = ScorerConfig.__dataclass_fields__.keys()
+    options = {"layers": setup.layers, "stability_weight": LAMBDA, "window": None, **more}
+    options = {"max_relative_drift": None, **options}
+    config = ScorerConfig(estimator, **{n: x for n, x in options.items() if n in own})
+    given = {n: x for n, x in more.items() if n not in own}
+    validation = given.pop("validation", setup.case.validation)
+    return Scorer(model, validation, retention, config, **given)
 
 
 @contextmanager

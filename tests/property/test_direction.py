@@ -178,11 +178,9 @@ def test_retention_by_data(setup: Setup) -> None:
     data = [setup.case.batch, *setup.case.validation]
     parameters = parameters_of(setup, ReferenceAdapter(model))
     v = gradients.validation_gradient(model, forward_of(model), data, parameters)
-    config = ScorerConfig(estimator="path", layers=setup.layers)
     for retention in (data, data[0]):
-        values = quiet_score(
-            Scorer(model, setup.case.validation, retention, config), setup.case.batch
-        )
+        scorer = make_scorer(setup, "path", model=model, retention=retention)
+        values = quiet_score(scorer, setup.case.batch)
         if retention is not data:
             v = gradients.validation_gradient(model, forward_of(model), data[0], parameters)
         compare_path(setup, model, values, v, "stability, retention data")
@@ -193,15 +191,8 @@ def test_retention_by_data(setup: Setup) -> None:
 def test_lambda(setup: Setup, weight: float) -> None:
     """stability is reported before lambda; total = adaptation + lambda stability."""
     values = quiet_score(make_scorer(setup, "direct"), setup.case.batch)
-    model = setup.case.model()
-    config = ScorerConfig(
-        estimator="direct",
-        layers=setup.layers,
-        stability_weight=weight,
-        max_relative_drift=None,
-    )
-    drift = FisherDrift(*drift_of(setup, model))
-    other = quiet_score(Scorer(model, setup.case.validation, drift, config), setup.case.batch)
+    scorer = make_scorer(setup, "direct", stability_weight=weight)
+    other = quiet_score(scorer, setup.case.batch)
     assert torch.equal(other.stability, values.stability)
     assert torch.equal(other.adaptation, values.adaptation)
     expected = values.adaptation + weight * values.stability
@@ -238,12 +229,9 @@ def test_preference_validation(setup: Setup, beta: float, normalization: str) ->
                 total[name] += gradient
     gain = {n: t / count for n, t in total.items()}
     for estimator in ("path", "label"):
-        config = ScorerConfig(
-            estimator=estimator,
-            layers=setup.layers,
-        )
-        validation: Any = items if len(items) > 1 else items[0]
-        values = quiet_score(Scorer(model, validation, None, config), setup.case.batch)
+        given = {"validation": items if len(items) > 1 else items[0], "derivative": "auto"}
+        scorer = make_scorer(setup, estimator, model=model, retention=False, **given)
+        values = quiet_score(scorer, setup.case.batch)
         psi = oracle_influence(setup, model, gain)
         how = influence.column_sums if estimator == "path" else influence.row_sums
         expected, scale = (

@@ -300,12 +300,8 @@ def test_frozen_linears_are_out_of_scope(setup: Setup) -> None:
         "direct": influence.diagonal, "path": influence.column_sums, "label": influence.row_sums
     }  # fmt: skip
     for estimator, how in readouts.items():
-        config = ScorerConfig(
-            estimator=estimator,
-            layers=setup.layers,
-            max_relative_drift=None,
-        )
-        values = quiet_score(Scorer(model, setup.case.validation, drift, config), setup.case.batch)
+        options = {"model": model, "retention": drift, "derivative": "auto"}
+        values = quiet_score(make_scorer(setup, estimator, **options), setup.case.batch)
         expected, scale = (
             influence.to_token_index(how(x)) * values.mask for x in (psi.matrix, psi.absolute_scale)
         )

@@ -16,9 +16,9 @@ import pytest
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.estimate.estimators import SELF_ONLY
+from alphatoken.fidelity.cost import flops
 from alphatoken.model.batch_slice import LENGTH, ROWS
 from benchmarks.floors import Shape
-from benchmarks.measure import flops
 from benchmarks.models import Size, fisher
 from benchmarks.peak import observed_step, plain_step
 from tests.places import nightly

@@ -22,12 +22,13 @@ from alphatoken.model import delta_dispatch
 from alphatoken.model.capture import record
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope
-from alphatoken.oracle import gradients, influence
+from alphatoken.oracle import influence
 from alphatoken.oracle.influence import Influence
-from tests.property.architectures import BY_NAME, VOCABULARY, Architecture, plain_forward
+from tests.property.architectures import BY_NAME, VOCABULARY, Architecture
 from tests.property.profiles import budget
 from tests.property.setups import at_tokens, refusal
 from tests.property.strategies import Rows, make_batch
+from tests.property.test_transformers import Oracle
 from tests.property.tolerance import allowed, close
 
 CACHE = (
@@ -77,8 +78,12 @@ class HybridCase:
     slow: bool = True
     seed: int = 0
 
+    @property
+    def architecture(self) -> Architecture:
+        return FAMILIES[self.family]
+
     def build(self) -> nn.Module:
-        model = FAMILIES[self.family].build(
+        model = self.architecture.build(
             self.seed,
             layer_types=list(self.pattern),
             linear_num_value_heads=2 * self.ratio,
@@ -133,33 +138,19 @@ def hybrid_cases(draw: st.DrawFn, **pins: Any) -> HybridCase:
     return HybridCase(**fields)
 
 
-class Truth:
+class Truth(Oracle):
     """Per-token autograd on a plain model of its own."""
 
-    def __init__(self, case: HybridCase) -> None:
-        self.case, self.model = case, case.build()
-        self.forward = plain_forward(self.model)
-        prefixes = tuple(f"model.layers.{layer}." for layer in case.layers)
-        self.modules = {
-            name: module
-            for name, module in self.model.named_modules()
-            if name.startswith(prefixes) and isinstance(module, nn.Linear)
-        }
-        self.parameters = {f"{n}.weight": m.weight for n, m in self.modules.items()}
+    def influence(self, direction: Mapping[str, Tensor] | None = None) -> Influence:
+        return super().influence(direction or self.slopes)
 
     @cached_property
-    def gradient(self) -> dict[str, Tensor]:
-        return gradients.validation_gradient(
-            self.model, self.forward, self.case.validations, self.parameters
-        )
-
-    def influence(self, direction: Mapping[str, Tensor] | None = None) -> Influence:
-        return influence.exact_influence(
-            self.model, self.forward, self.case.batch, self.modules, direction or self.gradient
-        )
+    def slopes(self) -> dict[str, Tensor]:
+        """G."""
+        return self.gradient()
 
     def at_tokens(self, by_position: Tensor) -> Tensor:
-        return at_tokens(by_position, self.case.batch["labels"])
+        return at_tokens(by_position, self.batch["labels"])
 
     def scale(self, exact: Influence) -> Tensor:
         absolute = exact.absolute_scale
@@ -283,7 +274,7 @@ def test_propagation_is_exact_for_the_value_rows(case: HybridCase) -> None:
     assert case.pattern[-1] == LINEAR
     kept = {
         name: m * value_rows(truth.model, name.removesuffix(".weight"), m)
-        for name, m in truth.gradient.items()
+        for name, m in truth.slopes.items()
     }
     exact = truth.influence(kept)
     found = case.scorer(model, "alphatoken").score(case.batch)

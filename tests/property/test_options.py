@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken import FisherDrift, Scorer, ScorerConfig, TokenValues
 from alphatoken.errors import ConfigError, InputError, NumericalError
 from alphatoken.model.batch import read_batch
 from alphatoken.model.batch_slice import LENGTH, ROWS
@@ -60,19 +60,8 @@ def full_scorer(
     setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, estimator: str, **options: Any
 ) -> Scorer:
     """Values of the optimizer's step; stability is the loss on given retention data."""
-    if estimator == "label":
-        options["derivative"] = "forward_mode"
-    config = ScorerConfig(
-        estimator=estimator,
-        layers=setup.layers,
-        stability_weight=LAMBDA,
-        window=None,
-        preconditioner="full",
-        precondition_after=1,
-        **options,
-    )
-    data = setup.case.validation
-    return Scorer(model, data, [setup.case.batch], config, optimizer=optimizer)
+    options |= {"preconditioner": "full", "precondition_after": 1, "optimizer": optimizer}
+    return make_scorer(setup, estimator, model=model, retention=[setup.case.batch], **options)
 
 
 def random_weights(setup: Setup) -> Tensor:
@@ -172,7 +161,6 @@ SPLIT = ("alphatoken", "direct", "paper_literal")
 def test_objective_and_part(setup: Setup, choice: tuple[str, str, str]) -> None:
     """The chosen components are the oracle's, the others zero, the total is the chosen ones'."""
     estimator, objective, part = choice
-    model = setup.case.model()
     direct = readout(setup, influence.diagonal)
     causal: Sides | None = propagated(setup, window=None)
     if estimator == "direct":
@@ -185,18 +173,9 @@ def test_objective_and_part(setup: Setup, choice: tuple[str, str, str]) -> None:
     elif estimator == "paper_literal":
         direct = readout(setup, influence.column_sums)
         causal = propagated(setup, window=None, head_reduction="mean", aggregated=True)
-    config = ScorerConfig(
-        estimator=estimator,
-        objective=objective,
-        part=part,
-        layers=setup.layers,
-        window=None,
-        stability_weight=LAMBDA,
-        max_relative_drift=None,
-    )
-    validation = None if objective == "stability" else setup.case.validation
-    scorer = Scorer(model, validation, FisherDrift(*drift_of(setup, model)), config)
-    values = quiet_score(scorer, setup.case.batch)
+    options = {"objective": objective, "part": part, "derivative": "auto"}
+    options |= {"validation": None} if objective == "stability" else {}
+    values = quiet_score(make_scorer(setup, estimator, **options), setup.case.batch)
     keep_direct, keep_causal = part != "causal", part != "direct"
     compare_values(
         values,
@@ -421,11 +400,12 @@ def test_reduced_gradient(setup: Setup, estimator: str) -> None:
     model = setup.case.model()
     batch, validation = setup.case.batch, setup.case.validation
     data = [*validation, batch]
-    config = ScorerConfig(
-        estimator=estimator, layers=setup.layers,
-        stability_weight=LAMBDA, window=None,
-    )  # fmt: skip
-    expected = quiet_score(Scorer(model, data, data, config), batch)
+
+    def score(rows: Any, **more: Any) -> TokenValues:
+        sides = {"validation": rows, "retention": rows, "derivative": "auto"}
+        return quiet_score(make_scorer(setup, estimator, model=model, **sides, **more), batch)
+
+    expected = score(data)
     sent: dict[str, tuple[dict[str, Tensor], float]] = {}
 
     def keep(role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
@@ -436,9 +416,9 @@ def test_reduced_gradient(setup: Setup, estimator: str) -> None:
         others, more = sent[role]
         return {n: (s + others[n]) / (count + more) for n, s in sums.items()}
 
-    quiet_score(Scorer(model, data[:1], data[:1], config, reduce=keep), batch)
+    score(data[:1], reduce=keep)
     assert set(sent) == {"validation", "retention"}
-    found = quiet_score(Scorer(model, data[1:], data[1:], config, reduce=add), batch)
+    found = score(data[1:], reduce=add)
     parameters = parameters_of(setup, ReferenceAdapter(model))
     size = oracle_influence(setup, model, mean_size(model, data, parameters)).absolute_scale.sum()
     for part in ("adaptation", "stability", "total"):

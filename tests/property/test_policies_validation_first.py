@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from alphatoken.errors import ConfigError
-from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train import AlphaSFTTrainer
 from alphatoken.train.policies.validation_first import ValidationFirst
 from tests.integration import tiny_training as tiny
 from tests.property.test_trainer_oracle import _padded
@@ -27,12 +27,8 @@ def reference_by_hand(folder: Path) -> torch.nn.Module:
     options = {**OPTIONS, "max_steps": -1, "num_train_epochs": EPOCHS, "learning_rate": RATE}
     options["per_device_train_batch_size"] = 1
     torch.manual_seed(11)
-    trainer = SFTTrainer(
-        model=tiny.model(layers=2),
-        args=SFTConfig(**tiny.options(folder / "hand", **options)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tiny.tokenizer(),
-    )
+    own = {"model": tiny.model(layers=2), "train_dataset": Dataset.from_list(rows), **options}
+    trainer = tiny.made(SFTTrainer, folder / "hand", **own)
     trainer.train()
     found: torch.nn.Module = trainer.model
     return found
@@ -49,36 +45,20 @@ def run(folder: Path, policy: ValidationFirst, **more: Any) -> AlphaSFTTrainer:
     return trainer
 
 
-def made(
-    folder: Path,
-    policy: ValidationFirst,
-    kind: type[AlphaSFTTrainer] = AlphaSFTTrainer,
-    given: dict[str, Any] | None = None,
-    **more: Any,
-) -> AlphaSFTTrainer:
-    """A trainer that has trained on the validation rows; ``given`` are arguments of its own."""
-    torch.manual_seed(11)
+def made(folder: Path, policy: Any, kind: Any = AlphaSFTTrainer, **more: Any) -> Any:
+    """A trainer that has trained on the validation rows."""
     rows = tiny.sft_rows(24)
     own = {"model": tiny.model(layers=2), "validation_dataset": rows.select(range(16, 24))}
-    return kind(
-        **{**own, **(given or {})},
-        args=AlphaSFTConfig(**tiny.options(folder, **{**OPTIONS, **more})),
-        train_dataset=rows.select(range(16)),
-        processing_class=tiny.tokenizer(),
-        policy=policy,
-    )
+    own["train_dataset"] = rows.select(range(16))
+    return tiny.made(kind, folder, policy=policy, **{**own, **OPTIONS, **more})
 
 
 def test_validation_rows_come_first(tmp_path: Path) -> None:
     """The run is TRL's on the validation rows, and then TRL's on the training rows."""
     first = reference_by_hand(tmp_path)
     torch.manual_seed(11)
-    second = SFTTrainer(
-        model=first,
-        args=SFTConfig(**tiny.options(tmp_path / "second", **OPTIONS)),
-        train_dataset=tiny.sft_rows(24).select(range(16)),
-        processing_class=tiny.tokenizer(),
-    )
+    rows = tiny.sft_rows(24).select(range(16))
+    second = tiny.made(SFTTrainer, tmp_path / "second", model=first, train_dataset=rows, **OPTIONS)
     second.train()
     ours = run(tmp_path / "ours" / "run", ValidationFirst(**POLICY))
     assert furthest(tiny.weights(ours.model), tiny.weights(second.model)) < 1e-6
@@ -115,7 +95,7 @@ def test_the_first_training_has_a_schedule_of_its_own(tmp_path: Path, more: dict
     """Two dozen steps are all inside a warm-up, and one step if they accumulate."""
     plain = made(tmp_path / "plain" / "run", ValidationFirst(**POLICY))
     rows = {"eval_dataset": tiny.sft_rows(4, 9)} if "eval_strategy" in more else {}
-    other = made(tmp_path / "other" / "run", ValidationFirst(**POLICY), given=rows, **more)
+    other = made(tmp_path / "other" / "run", ValidationFirst(**POLICY), **rows, **more)
     assert furthest(tiny.weights(plain.model), tiny.weights(tiny.model(layers=2))) > 0.01
     assert furthest(tiny.weights(plain.model), tiny.weights(other.model)) == 0
 
@@ -146,7 +126,7 @@ def test_it_has_two_dozen_steps_where_the_rows_allow(
 def test_an_evaluation_at_the_start_is_of_the_run(tmp_path: Path) -> None:
     rows = {"eval_dataset": tiny.sft_rows(4, 9)}
     more = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = made(tmp_path / "run", ValidationFirst(**POLICY), given=rows, **more)
+    trainer = made(tmp_path / "run", ValidationFirst(**POLICY), **rows, **more)
     trainer.train()
     assert "eval_loss" in trainer.state.log_history[0]
 
@@ -156,9 +136,8 @@ def test_an_optimizer_that_was_handed_over_has_its_kind_and_settings(tmp_path: P
     model = tiny.model(layers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     given = {"model": model, "optimizers": (optimizer, None)}
-    handed = made(
-        tmp_path / "a" / "run", ValidationFirst(**POLICY), given=given, optim="adamw_torch"
-    )
+    given["optim"] = "adamw_torch"
+    handed = made(tmp_path / "a" / "run", ValidationFirst(**POLICY), **given)
     named = made(tmp_path / "b" / "run", ValidationFirst(**POLICY), optim_args="momentum=0.9")
     assert furthest(tiny.weights(handed.model), tiny.weights(named.model)) < 1e-6
 
@@ -181,7 +160,7 @@ class Half:
 @pytest.mark.slow
 def test_a_collator_of_ones_own_makes_its_batches_too(tmp_path: Path) -> None:
     collator = Half()
-    made(tmp_path / "run", ValidationFirst(**POLICY), given={"data_collator": collator})
+    made(tmp_path / "run", ValidationFirst(**POLICY), data_collator=collator)
     assert collator.calls >= 16
 
 
@@ -200,7 +179,7 @@ class Asking(AlphaSFTTrainer):
 def test_a_subclass_has_no_part_in_it_and_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = made(tmp_path / "run", ValidationFirst(**POLICY), Asking, {"factor": 0.5})
+    trainer = made(tmp_path / "run", ValidationFirst(**POLICY), Asking, factor=0.5)
     assert "by AlphaSFTTrainer: Asking has no part in it" in capfd.readouterr().err
     trainer.train()
     assert trainer.state.global_step == 3
@@ -214,10 +193,4 @@ def test_bad_numbers_are_refused(options: dict[str, float]) -> None:
 
 def test_without_validation_rows_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a validation dataset"):
-        AlphaSFTTrainer(
-            model=tiny.model(layers=2),
-            args=AlphaSFTConfig(**tiny.options(tmp_path)),
-            train_dataset=tiny.sft_rows(8),
-            processing_class=tiny.tokenizer(),
-            policy=ValidationFirst(),
-        )
+        made(tmp_path, ValidationFirst(), validation_dataset=None)

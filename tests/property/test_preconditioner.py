@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken import FisherDrift, TokenValues
 from alphatoken.direction import optimizers, preconditioner
 from alphatoken.oracle import gradients, influence, utility
 from alphatoken.support import precision
@@ -194,21 +194,16 @@ def test_adam_preconditioner(setup: Setup, steps: int) -> None:
         model, forward_of(model), setup.case.validation, parameters
     )
     v = {n: drift.fisher[n] * (w.detach() - drift.reference[n]) for n, w in parameters.items()}
-    config = ScorerConfig(
-        estimator="path",
-        layers=setup.layers,
-        preconditioner="frozen",
-        precondition_after=steps,
-        max_relative_drift=None,
-    )
-    scorer = Scorer(model, setup.case.validation, drift, config, optimizer=optimizer)
-    values = quiet_score(scorer, setup.case.batch)
+
+    def score(after: int) -> TokenValues:
+        options = {"preconditioner": "frozen", "precondition_after": after, "optimizer": optimizer}
+        scorer = make_scorer(setup, "path", model=model, retention=drift, **options)
+        return quiet_score(scorer, setup.case.batch)
+
+    values = score(steps)
     compare_path(setup, model, values, {n: p[n] * g for n, g in plain.items()}, "adaptation, P")
     compare_path(setup, model, values, {n: p[n] * g for n, g in v.items()}, "stability, P")
-    patient = replace(config, precondition_after=steps + 1)  # P = 1 before that many steps
-    values = quiet_score(
-        Scorer(model, setup.case.validation, drift, patient, optimizer=optimizer), setup.case.batch
-    )
+    values = score(steps + 1)  # P = 1 before that many steps
     compare_path(setup, model, values, plain, "adaptation, not yet P")
 
 

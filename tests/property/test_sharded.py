@@ -21,12 +21,12 @@ from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import (
     BETAS,
-    LAMBDA,
     MODEL,
     Setup,
     drift_of,
     forward_of,
     label_truth,
+    make_scorer,
     oracle_influence,
     quiet_score,
     scored,
@@ -160,18 +160,11 @@ def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention
         data = FisherDrift(*drift_of(setup, model))
     if retention == "kronecker":
         data = _kronecker(setup, model, data)  # type: ignore[arg-type]
-    config = ScorerConfig(
-        estimator=estimator,
-        layers=setup.layers,
-        stability_weight=LAMBDA,
-        window=None,
-        max_relative_drift=None,
-    )
-    whole = Scorer(model, setup.case.validation, data, config)  # type: ignore[arg-type]
+    whole = make_scorer(setup, estimator, model=model, retention=data)
     expected = quiet_score(whole, setup.case.batch)
     sharding = FlatSharding(model)
     assert isinstance(sharding, Sharding)
-    scorer = Scorer(model, setup.case.validation, data, config, sharding=sharding)  # type: ignore[arg-type]
+    scorer = make_scorer(setup, estimator, model=model, retention=data, sharding=sharding)
     with other_objects_inside(model):
         found = quiet_score(scorer, setup.case.batch)
     direction = whole.direction
@@ -197,11 +190,10 @@ def test_a_sharded_direction_is_never_stale(setup: Setup, retention: str) -> Non
     data: object = [setup.case.batch]
     if retention != "data":
         data = FisherDrift(*drift_of(setup, model))
-    config = ScorerConfig("path", layers=setup.layers, window=None, max_relative_drift=None)
 
     def scorer() -> Scorer:
         sharding = FlatSharding(model)
-        return Scorer(model, setup.case.validation, data, config, sharding=sharding)  # type: ignore[arg-type]
+        return make_scorer(setup, "path", model=model, retention=data, sharding=sharding)
 
     lasting = scorer()
     before = quiet_score(lasting, setup.case.batch).total
@@ -224,21 +216,11 @@ def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
         linear.weight_name: torch.rand(linear.weight.shape, dtype=torch.float64)
         for linear in scored(setup, ReferenceAdapter(model))
     }
-    config = ScorerConfig(
-        estimator="path",
-        layers=setup.layers,
-        window=None,
-        preconditioner=kind if kind != "given" else given,
-        precondition_after=1,
-    )
-    data = [setup.case.batch]
-    expected = quiet_score(
-        Scorer(model, setup.case.validation, data, config, optimizer=optimizer), setup.case.batch
-    )
+    options = {"preconditioner": kind if kind != "given" else given, "precondition_after": 1}
+    options |= {"model": model, "retention": [setup.case.batch], "optimizer": optimizer}
+    expected = quiet_score(make_scorer(setup, "path", **options), setup.case.batch)
     sharding = WholeSharding(model)
-    scorer = Scorer(
-        model, setup.case.validation, data, config, optimizer=optimizer, sharding=sharding
-    )
+    scorer = make_scorer(setup, "path", sharding=sharding, **options)
     found = quiet_score(scorer, setup.case.batch)
     for part in ("adaptation", "stability"):
         one, two = getattr(found, part), getattr(expected, part)

@@ -5,31 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration import policy_examples
-from tests.integration.distributed.trainers import arguments, run
-from tests.integration.tiny_training import model, sft_rows, tokenizer
+from tests.integration.distributed.trainers import run, sft
 
 
 def trained(layout: str, folder: Path, **more: Any) -> dict[str, Any]:
-    torch.manual_seed(11)
     given = {"policy_cache": str(folder / "cache"), "dataset_num_proc": None, **more}
-    own = given.pop("own", None)
-    trainer = AlphaSFTTrainer(
-        model=model(),
-        args=AlphaSFTConfig(**arguments(layout, folder, **given)),
-        train_dataset=sft_rows(64),
-        processing_class=tokenizer(),
-        policy=own,
-    )
-    return run(trainer)
+    return run(sft(layout, folder, validation_dataset=None, **given))
 
 
 def kept(layout: str, folder: Path) -> dict[str, Any]:
     """A static mask, divided by the kept tokens of the whole step."""
-    return trained(layout, folder, own=policy_examples.EvenIds)
+    return trained(layout, folder, policy=policy_examples.EvenIds)
 
 
 def attention(layout: str, folder: Path) -> dict[str, Any]:
@@ -39,4 +26,4 @@ def attention(layout: str, folder: Path) -> dict[str, Any]:
 
 def rows(layout: str, folder: Path) -> dict[str, Any]:
     """Chosen rows: the first process's choice."""
-    return trained(layout, folder, own=policy_examples.FirstRows)
+    return trained(layout, folder, policy=policy_examples.FirstRows)

@@ -12,24 +12,16 @@ from torch import Tensor
 from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.errors import ConfigError
-from alphatoken.train import (
-    AlphaConfig,
-    AlphaDPOConfig,
-    AlphaDPOTrainer,
-    AlphaSFTConfig,
-    AlphaSFTTrainer,
-    AlphaTrainer,
-)
+from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.layouts import needs_own_forward, sharding_of
 from tests.integration.distributed.launch import CLIP, WORLD
 from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
     ALPHA,
     hybrid,
-    lora,
+    made,
     mixture,
     model,
-    options,
     preference_rows,
     sft_rows,
     tokenizer,
@@ -39,57 +31,32 @@ STEPS = 3
 ACCUMULATION = 2
 
 
-def arguments(layout: str, folder: Path, **more: Any) -> dict[str, Any]:
+def arguments(layout: str, **more: Any) -> dict[str, Any]:
     """One process accumulates as many micro-batches as two processes together."""
     return {
-        **options(
-            folder,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=ACCUMULATION * (WORLD if layout == "single" else 1),
-            max_steps=STEPS,
-            max_grad_norm=CLIP,
-            # Rounding in a gradient near zero is not to decide the sign of a step.
-            adam_epsilon=1e-4,
-            learning_rate=3e-3,
-        ),
         **ALPHA,
-        "held_out_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": ACCUMULATION * (WORLD if layout == "single" else 1),
+        "max_steps": STEPS,
+        "max_grad_norm": CLIP,
+        # Rounding in a gradient near zero is not to decide the sign of a step.
+        "adam_epsilon": 1e-4,
+        "learning_rate": 3e-3,
+        "train_dataset": sft_rows(64),
+        "validation_dataset": sft_rows(10, seed=5),
         **device_options(layout),
         **more,
     }
 
 
-def sft(
-    layout: str,
-    folder: Path,
-    *,
-    peft: bool = False,
-    rows: Any = None,
-    loaded: Any = None,
-    validation: int | None = None,
-    **more: Any,
-) -> AlphaSFTTrainer:
-    torch.manual_seed(11)  # of LoRA's initial factors
-    return AlphaSFTTrainer(
-        model=model() if loaded is None else loaded,
-        args=AlphaSFTConfig(**arguments(layout, folder, **more)),
-        train_dataset=sft_rows(64) if rows is None else rows,
-        processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
-        validation_dataset=sft_rows(10 if validation is None else validation, seed=5),
-    )
+def sft(layout: str, folder: Path, **more: Any) -> Any:
+    return made(AlphaSFTTrainer, folder, **arguments(layout, **more))
 
 
-def dpo(layout: str, folder: Path, **more: Any) -> AlphaDPOTrainer:
-    torch.manual_seed(11)
-    return AlphaDPOTrainer(
-        model=model(),
-        ref_model=model(),
-        args=AlphaDPOConfig(**arguments(layout, folder, **more)),
-        train_dataset=preference_rows(64),
-        processing_class=tokenizer(),
-        validation_dataset=preference_rows(10, seed=5),
-    )
+def dpo(layout: str, folder: Path, **more: Any) -> Any:
+    held = {"validation_dataset": preference_rows(10, seed=5), "ref_model": model()}
+    given = {"train_dataset": preference_rows(64), **held, **more}
+    return made(AlphaDPOTrainer, folder, **arguments(layout, **given))
 
 
 def watched(trainer: Any) -> list[dict[str, Any]]:
@@ -165,7 +132,7 @@ def lora_global(layout: str, folder: Path) -> dict[str, Any]:
 def hybrid_global(layout: str, folder: Path) -> dict[str, Any]:
     """Gated delta nets and attention, all of them scored by the paper's values."""
     more = {"estimator": "alphatoken", "score_layers": "3", "uncovered": "skip"}
-    return run(sft(layout, folder, loaded=hybrid(), keep_scope="global", **more))
+    return run(sft(layout, folder, model=hybrid(), keep_scope="global", **more))
 
 
 def label_global(layout: str, folder: Path) -> dict[str, Any]:
@@ -177,7 +144,7 @@ def label_global(layout: str, folder: Path) -> dict[str, Any]:
 def experts_global(layout: str, folder: Path) -> dict[str, Any]:
     """Values over the matrices of experts, whose rows each process has of its own micro-batches."""
     more = {"value_parameters": "linears,experts", "score_layers": "2", "uncovered": "skip"}
-    return run(sft(layout, folder, loaded=mixture(), keep_scope="global", **more))
+    return run(sft(layout, folder, model=mixture(), keep_scope="global", **more))
 
 
 def half_empty() -> Any:
@@ -191,18 +158,12 @@ def half_empty() -> Any:
     return Dataset.from_list(rows)
 
 
-def plain(layout: str, folder: Path, **more: Any) -> AlphaTrainer:
+def plain(layout: str, folder: Path, **more: Any) -> Any:
     """transformers' own Trainer on tokenised rows, some of them without a response."""
-    found = arguments(layout, folder, per_device_train_batch_size=1, **more)
-    del found["max_length"]
-    return AlphaTrainer(
-        model(),
-        AlphaConfig(**{**found, "retention": "none"}),
-        DataCollatorForSeq2Seq(tokenizer(), padding=True),
-        half_empty(),
-        processing_class=tokenizer(),
-        validation_dataset=half_empty(),
-    )
+    given = {"train_dataset": half_empty(), "validation_dataset": half_empty(), **more}
+    collator = DataCollatorForSeq2Seq(tokenizer(), padding=True)
+    given |= {"data_collator": collator, "per_device_train_batch_size": 1, "retention": "none"}
+    return made(AlphaTrainer, folder, **arguments(layout, **given))
 
 
 def empty_global(layout: str, folder: Path) -> dict[str, Any]:
@@ -262,7 +223,7 @@ def saved_model(folder: Path) -> str:
 def own_weights(layout: str, folder: Path) -> dict[str, Any]:
     """A model that each process has made at random for itself."""
     try:
-        sft(layout, folder, loaded=model(seed=PartialState().process_index))
+        sft(layout, folder, model=model(seed=PartialState().process_index))
     except ConfigError as error:
         return {"refused": str(error)}
     return {"refused": ""}
@@ -270,7 +231,7 @@ def own_weights(layout: str, folder: Path) -> dict[str, Any]:
 
 def by_name(layout: str, folder: Path) -> dict[str, Any]:
     """The same run as ``sft_global``, with the model loaded by the trainer."""
-    return run(sft(layout, folder, loaded=saved_model(folder), keep_scope="global"))
+    return run(sft(layout, folder, model=saved_model(folder), keep_scope="global"))
 
 
 def sft_bf16(layout: str, folder: Path) -> dict[str, Any]:
