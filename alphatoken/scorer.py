@@ -52,19 +52,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The user's arguments to a scorer, unchanged: all that the certificate takes from one.
-
-    Attributes:
-        model: with its wrappers.
-        validation: batches or pairs; None for none.
-        retention: as in ``Scorer``.
-        config: the options.
-        optimizer: as in ``Scorer``.
-        adapter: the user's own; None where it was looked up.
-        whole: no ``reduce`` and no ``sharding``: this process has everything.
-        reference: the second model; None where there is none.
-        influence: as in ``Scorer``.
-    """
+    """The user's arguments to a :class:`Scorer`, unchanged: all that the certificate takes."""
 
     model: nn.Module
     validation: Any
@@ -72,9 +60,16 @@ class HandedOver:
     config: ScorerConfig
     optimizer: torch.optim.Optimizer | None
     adapter: DecoderAdapter | None
-    whole: bool
-    reference: nn.Module | None = None
-    influence: InfluenceFactors | None = None
+    reduce: GradientReducer | None
+    sharding: Sharding | None
+    masters: MasterWeights | None
+    reference: nn.Module | None
+    influence: InfluenceFactors | None
+
+    @property
+    def whole(self) -> bool:
+        """True if this process has everything: there is no ``reduce`` and no ``sharding``."""
+        return self.reduce is None and self.sharding is None
 
 
 class Scorer:
@@ -165,10 +160,11 @@ class Scorer:
                 got=f"reference={type(reference).__name__}, estimator={config.estimator!r}",
                 remedy="ScorerConfig('walk'), or leave reference out",
             )
-        if reference is not None and _shared(model, reference):
+        others = () if reference is None else reference.parameters()
+        if shared := {*map(id, model.parameters())} & {*map(id, others)}:
             raise ConfigError(
                 "the reference model holds parameters of the model itself",
-                got=f"{_shared(model, reference)} of them",
+                got=f"{len(shared)} of them",
                 why="an adapter that is put onto a model is in use in both, and each value would "
                 "be 0",
                 remedy="load the second model by itself",
@@ -176,11 +172,10 @@ class Scorer:
         # G is rebuilt whenever the weights change; an iterator would be empty the second time.
         if isinstance(validation, Iterator):
             validation = list(validation)
-        whole = reduce is None and sharding is None
         self.given = HandedOver(
-            model, validation, retention, config, optimizer, adapter, whole, reference, influence
-        )
-        self._spread = reduce, sharding, masters
+            model, validation, retention, config, optimizer, adapter, reduce, sharding, masters,
+            reference, influence,
+        )  # fmt: skip
         self._trained: object = None
         self._settings: object = None
         self._observing = False
@@ -188,13 +183,13 @@ class Scorer:
 
     def _build(self) -> None:
         """Choose scope and parameters in the model as it is now; nothing is proved of it yet."""
-        given, (reduce, sharding, masters) = self.given, self._spread
+        given, config = self.given, self.given.config
         self.adapter = given.adapter or find_adapter(given.model)
-        config = given.config
-        scored = choose_parameters(self.adapter, config, sharding)
-        made_of = Ingredients(self.adapter, scored, config, given.optimizer, reduce, masters)
-        to_reference = given.reference is not None
-        made_of = replace(made_of, to_reference=to_reference, influence=given.influence)
+        scored = choose_parameters(self.adapter, config, given.sharding)
+        made_of = Ingredients(
+            self.adapter, scored, config, given.optimizer, given.reduce, given.masters,
+            to_reference=given.reference is not None, influence=given.influence,
+        )  # fmt: skip
         made_of.check_preconditioner()
         made_of = made_of.against(() if given.validation is None else as_batches(given.validation))
         made_of = made_of.retaining(given.retention)
@@ -210,7 +205,7 @@ class Scorer:
             scored.names,
             config.estimator,
             skipped=scored.scope.uncovered if config.uncovered == "skip" else {},
-            sharding=sharding,
+            sharding=given.sharding,
         )
         self.valuer = Valuer(self.adapter, self.builder, capture_check)
         self._trained = trained_of(self.adapter.model)
@@ -362,28 +357,18 @@ class Scorer:
             ``TokenValues``; index i of each tensor is the value of predicting token i.
         """
         with self._lock():
-            return self._score(batch, token_weights, step_weights, components=components)
-
-    def _score(
-        self,
-        batch: Mapping[str, Any],
-        token_weights: Tensor | None,
-        step_weights: Tensor | None,
-        *,
-        components: bool,
-    ) -> TokenValues:
-        self._require_outside("score")
-        self._follow()
-        valuer = self.valuer
-        checked, weights = valuer.read(batch, token_weights, step_weights)
-        require_gradients(self.adapter.model)
-        valuer.capture_check.see_arguments(checked)
-        frame = valuer.prepare(checked)
-        # Label values along a fixed M run a dual forward of their own, and nothing before it.
-        if not valuer.needs_recording:
-            return valuer.values(frame, Pass(checked, weights), components=components)
-        with valuer.forward(checked, weights) as seen:
-            return valuer.values(frame, valuer.with_kept_errors(seen), components=components)
+            self._require_outside("score")
+            self._follow()
+            valuer = self.valuer
+            checked, weights = valuer.read(batch, token_weights, step_weights)
+            require_gradients(self.adapter.model)
+            valuer.capture_check.see_arguments(checked)
+            frame = valuer.prepare(checked)
+            # Label values along a fixed M run a dual forward of their own, and nothing before it.
+            if not valuer.needs_recording:
+                return valuer.values(frame, Pass(checked, weights), components=components)
+            with valuer.forward(checked, weights) as seen:
+                return valuer.values(frame, valuer.with_kept_errors(seen), components=components)
 
     @contextmanager
     def observe(self) -> Iterator[Observed]:
@@ -408,13 +393,7 @@ class Scorer:
             watch_head(self.adapter),
             record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
         ):
-            observed = Observed(
-                self.valuer,
-                frame,
-                recorder,
-                self_only=self_only,
-                lock=lock,
-            )
+            observed = Observed(self.valuer, frame, recorder, self_only=self_only, lock=lock)
             self._observing = True
             try:
                 yield observed
@@ -503,8 +482,3 @@ class Scorer:
             fisher_file=fisher_file,
             progress=progress,
         )
-
-
-def _shared(model: nn.Module, other: nn.Module) -> int:
-    """Number of parameters that two models have in common."""
-    return len({id(p) for p in model.parameters()} & {id(p) for p in other.parameters()})

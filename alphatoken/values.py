@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from alphatoken.errors import ConfigError
 
 __all__ = ["TokenValues", "standard_error"]
+
+_WHOLE = ("adaptation", "stability")
+_SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,17 +100,11 @@ class TokenValues:
 
         Empty where they were not asked for.
         """
-        split = {
-            "adaptation_direct": self.adaptation_direct,
-            "adaptation_causal": self.adaptation_causal,
-            "stability_direct": self.stability_direct,
-            "stability_causal": self.stability_causal,
-        }
-        whole = {"adaptation": self.adaptation, "stability": self.stability}
+        held = {name: getattr(self, name) for name in (*_SPLIT, *_WHOLE)}
         # Both sets sum to the total, so only one of them may be given: the finer where there is
         # one.
-        parts = {k: v for k, v in split.items() if v is not None}
-        parts = parts or {k: v for k, v in whole.items() if v is not None}
+        names = _WHOLE if all(held[name] is None for name in _SPLIT) else _SPLIT
+        parts = {name: held[name] for name in names if held[name] is not None}
         weight = self.stability_weight
         return {k: v * weight if k.startswith("stability") else v for k, v in parts.items()}
 
@@ -155,16 +153,8 @@ class TokenValues:
 
     def total_alone(self) -> TokenValues:
         """The same values without components, as ``components=False`` returns them."""
-        return replace(
-            self,
-            adaptation=None,
-            stability=None,
-            adaptation_direct=None,
-            adaptation_causal=None,
-            stability_direct=None,
-            stability_causal=None,
-            balance={},
-        )
+        left_out: dict[str, Any] = dict.fromkeys((*_WHOLE, *_SPLIT))
+        return replace(self, balance={}, **left_out)
 
     def shares(self) -> dict[str, float]:
         """Each component's share of the summed magnitudes over the response tokens."""

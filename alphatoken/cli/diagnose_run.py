@@ -31,8 +31,8 @@ from alphatoken.fidelity.page import LEAD, section_of
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
-from alphatoken.report.page import render_page, write_page
-from alphatoken.support.storage import write_json
+from alphatoken.report.page import render_page
+from alphatoken.support.storage import write_json, write_text
 
 __all__ = ["run"]
 
@@ -221,7 +221,7 @@ class _Folder:
             settings=settings,
             command=self.command,
         )
-        write_page(self.path / _PAGE, page)
+        write_text(self.path / _PAGE, page)
 
 
 def _clear(path: Path) -> None:

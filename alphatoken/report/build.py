@@ -11,15 +11,9 @@ import numpy as np
 
 from alphatoken.report.examples import COMPONENTS, ScoredExample, visible
 from alphatoken.report.numbers import number
-from alphatoken.report.page import (
-    Column,
-    Section,
-    ShownTable,
-    environment,
-    render_page,
-    write_page,
-)
+from alphatoken.report.page import Column, Section, ShownTable, environment, render_page
 from alphatoken.report.statistics import Extreme, ValueSummary
+from alphatoken.support.storage import write_text
 
 __all__ = ["setting_tiles", "shown_example", "shown_examples", "window", "write_report"]
 
@@ -83,7 +77,8 @@ def write_report(
         settings=settings,
         data=data,
     )
-    return write_page(path, html)
+    write_text(path, html)
+    return Path(path)
 
 
 def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
@@ -23,7 +22,6 @@ from alphatoken.errors import DataError
 from alphatoken.report.drawing import MINUS, PLUS
 from alphatoken.report.examples import visible
 from alphatoken.report.numbers import number
-from alphatoken.support.storage import write_text
 
 __all__ = [
     "Column",
@@ -34,7 +32,6 @@ __all__ = [
     "environment",
     "render_page",
     "script_safe",
-    "write_page",
 ]
 
 _SIZE = re.compile(r'<svg\b[^>]*?\swidth="([0-9.]+)(pt)?"')
@@ -55,11 +52,7 @@ class Picture:
 
     @property
     def width(self) -> int:
-        """Its natural width in CSS pixels.
-
-        Raises:
-            DataError: it is no SVG.
-        """
+        """Its natural width in CSS pixels; a DataError where it is no SVG."""
         found = _SIZE.search(self.svg)
         if found is None:
             raise DataError("a figure is no SVG with a width", got=self.anchor)
@@ -142,21 +135,12 @@ def render_page(
     command: str = "",
     data: object = None,
 ) -> str:
-    """The page as text.
+    """The page as text; title, notes, warnings and settings are as of ``write_report``.
 
-    Args:
-        title: heading.
-        lead: what the page is about.
-        sections: in order.
-        contents: whether the page begins with a card for each of its sections, its verdict, and
-            has their names in view wherever one reads.
-        tiles: the few numbers at the top: (number, what it is).
-        notes: sentences a reader must know before trusting the numbers.
-        warnings: what is probably wrong, apart from these.
-        rows: sentences about the rows used, at the end.
-        settings: what was run, at the end.
-        command: what made the page, to be run again.
-        data: what the page's script reads; None for no script.
+    With ``contents`` it begins with a card for each of its sections, its verdict, and has their
+    names in view wherever one reads. ``tiles`` are the few numbers at the top: (number, what it
+    is). At the end stand ``rows``, sentences about the rows used, and the ``command`` that made the
+    page. Its script reads ``data``; with None there is no script.
 
     Raises:
         DataError: a picture is no SVG.
@@ -185,16 +169,6 @@ def render_page(
             minus=", ".join(map(str, MINUS)),
         )
     )
-
-
-def write_page(path: str | Path, html: str) -> Path:
-    """Write a rendered page, whole or not at all, and return its path.
-
-    Raises:
-        DataError: the file could not be written; an old one is intact.
-    """
-    write_text(path, html)
-    return Path(path)
 
 
 def environment() -> jinja2.Environment:

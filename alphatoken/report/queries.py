@@ -13,8 +13,9 @@ from typing import Any
 from alphatoken.report.build import setting_tiles, shown_example, window
 from alphatoken.report.examples import ScoredExample, query_key, visible
 from alphatoken.report.numbers import number
-from alphatoken.report.page import Section, render_page, write_page
+from alphatoken.report.page import Section, render_page
 from alphatoken.report.statistics import worded
+from alphatoken.support.storage import write_text
 
 __all__ = ["QueryRanks", "Ranked", "ShownQuery", "write_query_report"]
 
@@ -131,17 +132,10 @@ def write_query_report(
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> Path:
-    """Write the page, whole or not at all, and return its path.
+    """Write the page, whole or not at all, and return its path; options as of ``write_report``.
 
-    Args:
-        path: the HTML file.
-        queries: in the order of the values' columns.
-        ranks: of the training rows.
-        title: heading of the page.
-        texts: token ids -> text of each token; asked for the rows that are shown.
-        settings: what was run, shown as a table.
-        notes: sentences a reader must know before trusting the numbers.
-        warnings: what is probably wrong, shown apart from the notes.
+    ``queries`` are in the order of the values' columns, ``ranks`` of the training rows, and
+    ``texts``, token ids -> text of each token, is asked for the rows that are shown.
 
     Raises:
         DataError: the file could not be written; an old one is intact.
@@ -162,7 +156,8 @@ def write_query_report(
         settings=settings,
         data={"lists": lists},
     )
-    return write_page(path, html)
+    write_text(path, html)
+    return Path(path)
 
 
 def _section(
@@ -170,31 +165,24 @@ def _section(
 ) -> tuple[Section, list[dict[str, Any]]]:
     """The section of one query, and the lists of rows that the page's script draws in it."""
     key, html, lists = query_key(n), [_text(query)], []
-    chosen = {"raise": side.highest, "lower": side.lowest}
-    rows_of = {w: [worded(one.example, texts) for one in found] for w, found in chosen.items()}
-    spans = {w: [window(e, _TOKENS, _PROMPT) for e in rows] for w, rows in rows_of.items()}
-    sizes = [
-        abs(e.values[key][start:end]).max()
-        for w, rows in rows_of.items()
-        for e, (start, end) in zip(rows, spans[w], strict=True)
-    ]
-    for word, found in chosen.items():
+    found = {"raise": side.highest, "lower": side.lowest}
+    shown = {word: [_shown(one, key, texts) for one in rows] for word, rows in found.items()}
+    largest = max(
+        (abs(v) for rows in shown.values() for e in rows for v in e["values"][key]), default=0
+    )
+    for word, examples in shown.items():
         anchor = f"{key.replace('_', '-')}-{word}"
         html.append(f"<h3>Rows that {word} it most</h3>")
-        if not found:
+        if not examples:
             html.append(f"<p>No training row does {word} it.</p>")
             continue
         html.append(f'<div id="{anchor}"></div>')
-        shown = [
-            shown_example(example, *span, [key]) | {"kept": None, "said": _said(one, span)}
-            for one, example, span in zip(found, rows_of[word], spans[word], strict=True)
-        ]
         lists.append(
             {
                 "anchor": anchor,
-                "examples": shown,
+                "examples": examples,
                 "component": {"key": key, "name": "Value"},
-                "saturation": float(f"{max(sizes):.4g}"),
+                "saturation": largest,
             }
         )
     read = f"{query.read_as[:1].upper()}{query.read_as[1:]}."
@@ -209,11 +197,14 @@ def _section(
     return section, lists
 
 
-def _said(found: Ranked, span: tuple[int, int]) -> str:
-    example, (start, end) = found.example, span
+def _shown(found: Ranked, key: str, texts: Callable[[Sequence[int]], list[str]]) -> dict[str, Any]:
+    """One row as the page's script draws it, with a sentence about it."""
+    example = worded(found.example, texts)
+    start, end = window(example, _TOKENS, _PROMPT)
     count, length = int(example.response.sum()), len(example.ids)
     part = f"; tokens {start} to {end - 1} of {length} shown" if end - start < length else ""
-    return f"sum {number(found.total, signed=True)} over {count} response tokens{part}"
+    said = f"sum {number(found.total, signed=True)} over {count} response tokens{part}"
+    return shown_example(example, start, end, [key]) | {"kept": None, "said": said}
 
 
 def _short(text: str, length: int = 90) -> str:

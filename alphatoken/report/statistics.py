@@ -88,43 +88,40 @@ def summarise(
         texts: token ids -> text of each token, for examples that come without; asked for those
             that are shown.
     """
-    summary, chosen = ValueSummary(), _Reservoir(sample, seed)
-    sums = _Sums()
+    summary, sums = ValueSummary(), _Sums()
+    chosen, draw = dict[int, ScoredExample](), random.Random(seed)
     high: list[_Token] = []
     low: list[_Token] = []
-    for example in examples:
+    for number, example in enumerate(examples):
         summary.sequences += 1
         summary.tokens += len(example.ids)
         summary.kept_tokens += int(example.kept.sum())
-        chosen.offer(example)
+        # Of a stream of unknown length each example is in the sample with the same chance.
+        place = number if number < sample else draw.randrange(number + 1)
+        if place < sample:
+            chosen[place] = example
         response = example.response
         own = {key: np.asarray(v, float)[response] for key, v in example.values.items()}
         sums.add(own)
         summary.response_tokens += int(response.sum())
-        total, places = own["total"], np.flatnonzero(response)
         # Of equal values the first one seen comes first.
-        high = heapq.nlargest(extremes, [*high, *_ends(-total, places, total, example, extremes)],
-                              key=itemgetter(0))  # fmt: skip
-        low = heapq.nsmallest(extremes, [*low, *_ends(total, places, total, example, extremes)],
-                              key=itemgetter(0))  # fmt: skip
+        high += _ends(example, -own["total"], extremes)
+        high = heapq.nlargest(extremes, high, key=itemgetter(0))
+        low += _ends(example, own["total"], extremes)
+        low = heapq.nsmallest(extremes, low, key=itemgetter(0))
     summary.components = sums.summaries()
     summary.highest = [_extreme(worded(e, texts), place) for _, e, place in high]
     summary.lowest = [_extreme(worded(e, texts), place) for _, e, place in low]
-    picked = sorted(chosen.items, key=lambda example: example.row)
+    picked = sorted(chosen.values(), key=lambda example: example.row)
     summary.sample = [worded(example, texts) for example in picked]
     return summary
 
 
-def _ends(
-    order: NDArray[np.float64],
-    places: NDArray[np.int64],
-    total: NDArray[np.float64],
-    example: ScoredExample,
-    count: int,
-) -> list[_Token]:
-    """The first ``count`` tokens of a sequence in this order."""
+def _ends(example: ScoredExample, order: NDArray[np.float64], count: int) -> list[_Token]:
+    """The first ``count`` response tokens of a sequence in this order."""
     first = np.sort(np.argsort(order, kind="stable")[:count])
-    return [(float(total[i]), example, int(places[i])) for i in first]
+    places, total = np.flatnonzero(example.response)[first], example.values["total"]
+    return [(float(total[place]), example, int(place)) for place in places]
 
 
 def worded(
@@ -167,23 +164,6 @@ class _Sums:
             if c.key in self._found
             for total, low, high, positive in [self._found[c.key]]
         ]
-
-
-class _Reservoir:
-    """A uniform sample of a stream of unknown length."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.items: list[ScoredExample] = []
-        self._size, self._seen, self._random = size, 0, random.Random(seed)
-
-    def offer(self, example: ScoredExample) -> None:
-        self._seen += 1
-        if len(self.items) < self._size:
-            self.items.append(example)
-            return
-        place = self._random.randrange(self._seen)
-        if place < self._size:
-            self.items[place] = example
 
 
 def _extreme(example: ScoredExample, position: int) -> Extreme:
