@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ from alphatoken.scorer import Scorer
 
 __all__ = [
     "PARTS",
-    "CausalParts",
     "causal_columns",
     "causal_parts",
     "causal_scorer",
@@ -49,26 +48,6 @@ PARTS = {
     "longer": "longer hops",
 }
 """The four parts of the exact causal value, and how they are called."""
-
-
-@dataclass(frozen=True)
-class CausalParts:
-    """Causal values of the response tokens by layer, flat, in (row, position) order.
-
-    Attributes:
-        row: of each token.
-        parts: layer -> part (a key of ``PARTS``, or "exact") -> one number a token.
-    """
-
-    row: Numbers
-    parts: dict[int, dict[str, Numbers]]
-
-    def total(self) -> dict[str, Numbers]:
-        """Summed over the layers."""
-        return {
-            name: np.sum([parts[name] for parts in self.parts.values()], axis=0)
-            for name in next(iter(self.parts.values()))
-        }
 
 
 def causal_columns(
@@ -148,30 +127,34 @@ def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:
     return Scorer(subject.model, subject.batches(subject.validation), None, config)
 
 
-def causal_parts(subject: Subject, scorer: Scorer, rows: Sequence[Example]) -> CausalParts:
-    """The parts of every response token of ``rows``, at the position that predicts it."""
+def causal_parts(
+    subject: Subject, scorer: Scorer, rows: Sequence[Example]
+) -> dict[str, dict[str, Numbers]]:
+    """The parts of every response token of ``rows``, at the position that predicts it.
+
+    Layer, by its number or "all" for their sum -> part, a key of ``PARTS`` or "exact" -> one number
+    a token, in (row, position) order.
+    """
     direction = scorer.direction.adaptation
     batches = subject.batches(rows)
     scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
     tracker = subject.tracker("Causal parts", len(batches))
-    numbers: list[Numbers] = []
-    columns: dict[int, dict[str, list[Numbers]]] = {}
+    columns: dict[str, dict[str, list[Numbers]]] = {}
     for number, given in enumerate(batches):
         batch = read_batch(given, max_length=subject.adapter.max_positions())
-        numbers.append(batch.mask.nonzero()[:, 0].cpu().numpy() + number * subject.batch_size)
         found = causal_columns(scorer, batch, subject.config.window, direction)
         for layer, parts in found.items():
             for name, column in parts.items():
                 flat = to_token_index(column)[batch.mask].detach().double().cpu().numpy()
-                columns.setdefault(layer, {}).setdefault(name, []).append(flat)
+                columns.setdefault(str(layer), {}).setdefault(name, []).append(flat)
         tracker.report(number + 1)
-    return CausalParts(
-        np.concatenate(numbers),
-        {
-            layer: {name: np.concatenate(parts) for name, parts in by_name.items()}
-            for layer, by_name in columns.items()
-        },
-    )
+    layers = {
+        layer: {name: np.concatenate(parts) for name, parts in by_name.items()}
+        for layer, by_name in columns.items()
+    }
+    names = ("exact", *PARTS)
+    total = {name: np.sum([parts[name] for parts in layers.values()], axis=0) for name in names}
+    return {**layers, "all": total}
 
 
 def share_records(parts: Mapping[str, Numbers], rows: Numbers, layer: str) -> list[dict[str, Any]]:

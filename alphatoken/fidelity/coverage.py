@@ -24,7 +24,7 @@ from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.states import TokenStates, token_states
+from alphatoken.fidelity.states import HeadStates, token_states
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.tokenwise import draw
 from alphatoken.fidelity.valuing import retention_term, scorer_for
@@ -77,7 +77,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     states = token_states(
         subject.model, subject.batches(rows), subject.tracker("States", len(rows))
     )
-    belongs = places_of(rows)[:, 0]
+    where = places_of(rows)
+    belongs = where[:, 0]
     labels = clusters_of(states.states, options.clusters, subject.seed)
     kept = {
         name: metrics.kept(_ranking(subject, rows, states, name), subject.ratio)
@@ -94,7 +95,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         subject,
         _conclusion(even, band),
         [_entropy_table(even, band, entropy(labels, _count(labels)))],
-        [_map(belongs, labels, states, kept, drawn, places)],
+        [_map(rows, where, labels, states, kept, drawn, places)],
         valued=rows,
         notes=_notes(subject, states, len(union), len(drawn)),
         settings={
@@ -117,12 +118,10 @@ def band_of(labels: Indices, kept: int, draws: int, seed: int) -> tuple[float, f
     return float(low), float(high)
 
 
-def _ranking(
-    subject: Subject, rows: Sequence[Example], states: TokenStates, policy: str
-) -> Numbers:
+def _ranking(subject: Subject, rows: Sequence[Example], states: HeadStates, policy: str) -> Numbers:
     """Scores by which a policy ranks; the highest is kept."""
     if policy == "random":
-        return np.random.default_rng(subject.seed).random(len(states.ids))
+        return np.random.default_rng(subject.seed).random(len(states.losses))
     if policy in POLICIES:
         return -states.losses if policy == "low-perplexity" else states.losses
     scorer = scorer_for(subject, policy, retention=retention_term(subject))
@@ -150,17 +149,18 @@ def _entropy_table(even: Mapping[str, float], band: tuple[float, float], whole: 
 
 
 def _map(
-    rows: Indices,
+    rows: Sequence[Example],
+    where: Indices,
     labels: Indices,
-    states: TokenStates,
+    states: HeadStates,
     kept: Mapping[str, Mask],
     drawn: Indices,
     places: Numbers,
 ) -> Figure:
     records = [
         {
-            "row": int(rows[token]),
-            "token_id": int(states.ids[token]),
+            "row": int(where[token, 0]),
+            "token_id": rows[where[token, 0]].labels[where[token, 1]],
             "x": float(x),
             "y": float(y),
             "loss": float(states.losses[token]),
@@ -198,17 +198,13 @@ def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
     )
 
 
-def _notes(subject: Subject, states: TokenStates, union: int, drawn: int) -> list[str]:
-    where = (
-        "the input of the output head (after the final norm)"
-        if states.has_head
-        else "the output of the last decoder block (no head was found)"
-    )
+def _notes(subject: Subject, states: HeadStates, union: int, drawn: int) -> list[str]:
     notes = [
-        f"A token's embedding is {where} at the position that predicts it: its context, not the "
-        "token itself.",
-        f"The picture is fitted on tokens that some policy keeps, {union} of {len(states.ids)}; it "
-        f"shows {drawn} of these. t-SNE keeps neighbourhoods, not distances.",
+        f"A token's embedding is {states.place} at the position that predicts it: its context, "
+        "not the token itself.",
+        f"The picture is fitted on tokens that some policy keeps, {union} of "
+        f"{len(states.losses)}; it shows {drawn} of these. t-SNE keeps neighbourhoods, not "
+        "distances.",
     ]
     if retention_term(subject) is None:
         notes.append(

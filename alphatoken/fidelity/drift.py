@@ -26,7 +26,7 @@ from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.states import PooledStates, pooled_states
+from alphatoken.fidelity.states import HeadStates, pooled_states
 from alphatoken.fidelity.subject import Subject
 
 __all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]
@@ -65,9 +65,9 @@ def _per_token(losses: Numbers, tokens: Numbers) -> float:
     return float(losses.sum() / tokens.sum())
 
 
-def set_record(before: PooledStates, after: PooledStates) -> dict[str, Any]:
+def set_record(before: HeadStates, after: HeadStates, tokens: Numbers) -> dict[str, Any]:
     """Shift of the states, and mean response-token loss in nats a token, of one set of probes."""
-    shift, tokens = relative_shift(before.states, after.states), before.tokens
+    shift = relative_shift(before.states, after.states)
     return {
         "probes": len(shift),
         "relative_shift": bootstrap(np.mean, shift, what="probes"),
@@ -97,7 +97,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     for model, load in models.items():
         after = _pooled(subject, load(), model, probes)
         for name in probes:
-            records.append({"model": model, "set": name} | set_record(before[name], after[name]))
+            tokens = np.array([float(row.response_tokens) for row in probes[name]])
+            found = set_record(before[name], after[name], tokens)
+            records.append({"model": model, "set": name} | found)
             clouds[name][model] = after[name].states
     places = {name: laid_out(cloud, seed=subject.seed) for name, cloud in clouds.items()}
     sets = Table.of(
@@ -144,7 +146,7 @@ def _models(
 
 def _pooled(
     subject: Subject, model: nn.Module, name: str, probes: Mapping[str, Sequence[Example]]
-) -> dict[str, PooledStates]:
+) -> dict[str, HeadStates]:
     """States of one model on every set; refuses those that are not finite."""
     found = {}
     for one, rows in probes.items():
@@ -209,16 +211,12 @@ def _conclusion(sets: Table) -> str:
     )
 
 
-def _notes(subject: Subject, before: Mapping[str, PooledStates], origin: str) -> list[str]:
+def _notes(subject: Subject, before: Mapping[str, HeadStates], origin: str) -> list[str]:
     sizes = {name: len(states.losses) for name, states in before.items()}
     counts = ", ".join(
         f"{count} of {len(subject.retention[name])} rows of {name}" for name, count in sizes.items()
     )
-    where = (
-        "what the output head reads (after the final norm)"
-        if next(iter(before.values())).has_head
-        else "the output of the last decoder block (no head was found)"
-    )
+    where = next(iter(before.values())).place
     notes = [origin, f"Probes: {counts}. State: mean over all tokens of {where}."]
     few = [name for name, count in sizes.items() if count < FEWEST]
     if few:

@@ -9,7 +9,7 @@ validation side alone, P = 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,14 @@ from torch import Tensor
 
 from alphatoken.data import Example
 from alphatoken.estimate.proofs import CoverageReport
-from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.cost import direction_flops, step_flops, values_flops
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
-from alphatoken.fidelity.intervals import Estimate
+from alphatoken.fidelity.intervals import agreement
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.readings import (
     WINDOWED,
     Numbers,
-    Readings,
     Setting,
     depths_of,
     full_gradient,
@@ -59,49 +57,23 @@ class Options(CheckedOptions):
 # --- what is compared ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Settings by the comparison they belong to; ``own`` is the user's."""
-
-    own: Setting
-    truth: Setting
-    by_depth: list[Setting]
-
-    @property
-    def all(self) -> list[Setting]:
-        """All settings, each once."""
-        return list(dict.fromkeys([*self.by_depth, self.own, self.truth]))
-
-
-def _plan(subject: Subject, options: Options, estimators: Sequence[str]) -> _Plan:
+def _settings(
+    subject: Subject, options: Options, estimators: Sequence[str]
+) -> tuple[Setting, list[Setting]]:
+    """The user's own setting, and those to compare by depth."""
     config, depth = subject.config, len(subject.adapter.layers())
-    every = tuple(range(depth))
     layers = resolve_layers(subject.adapter, config.layers)
     chosen = depths_of(options.layers, depth, len(layers))
     scopes = list(dict.fromkeys([*(resolve_layers(subject.adapter, k) for k in chosen), layers]))
 
-    def setting(estimator: str, scope: tuple[int, ...], window: int | None) -> Setting:
-        return Setting(estimator, scope, window if estimator in WINDOWED else None)
+    def setting(estimator: str, scope: tuple[int, ...]) -> Setting:
+        return Setting(estimator, scope, config.window if estimator in WINDOWED else None)
 
-    return _Plan(
-        own=setting(config.estimator, layers, config.window),
-        truth=Setting("label", every, None, everything=True),
-        by_depth=[setting(e, scope, config.window) for e in estimators for scope in scopes],
-    )
+    by_depth = [setting(e, scope) for e in estimators for scope in scopes]
+    return setting(config.estimator, layers), by_depth
 
 
 # --- against the exact value ----------------------------------------------------------------------
-
-
-def _agreements(
-    subject: Subject, readings: Readings, plan: _Plan
-) -> dict[Setting, dict[str, Estimate]]:
-    truth, rows = readings.values[plan.truth], readings.row
-    return {
-        setting: agreement(values, truth, subject.ratio, rows)
-        for setting, values in readings.values.items()
-        if setting != plan.truth
-    }
 
 
 def _oracle(
@@ -173,37 +145,41 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     subject.require_tokens(rows, _FEWEST, "rank correlations of fewer tokens are noise")
     every = tuple(range(len(subject.adapter.layers())))
     proved, refused = supported(subject, every, rows)
-    plan = _plan(subject, options, list(proved))
+    own, by_depth = _settings(subject, options, list(proved))
+    exact = Setting("label", every, None, everything=True)
     direction = full_gradient(subject)
-    settings = [s for s in plan.all if s.estimator in proved]
-    plan = replace(plan, own=plan.own if plan.own in settings else plan.truth)
+    settings = [s for s in dict.fromkeys([*by_depth, own, exact]) if s.estimator in proved]
+    own = own if own in settings else exact
     readings = read(subject, rows, direction, settings)
-    truth = readings.values[plan.truth]
-    found = _agreements(subject, readings, plan)
+    truth, row = readings[exact], places_of(rows)[:, 0]
+    found = {
+        setting: agreement(values, truth, subject.ratio, row)
+        for setting, values in readings.items()
+        if setting != exact
+    }
     checked = _oracle(subject, rows, truth, direction)
     costs = _costs(subject, rows, settings, proved)
 
     def table(key: str, title: str, settings: Sequence[Setting]) -> Table:
         records = [
-            {**setting.columns, **found[setting], **costs[setting], "yours": setting == plan.own}
+            {**setting.columns, **found[setting], **costs[setting], "yours": setting == own}
             for setting in settings
         ]
         return Table.of(key, title, records, _COSTS)
 
-    layers = table("layers", "By number of scored layers", plan.by_depth)
-    own = plan.own
+    layers = table("layers", "By number of scored layers", by_depth)
     return conclude(
         "estimators",
         subject,
         f"Your setting, {own}, ranks tokens at {found[own]['spearman']} to their exact first-order "
         f"values, and costs {costs[own]['cost_in_training_steps']:.1f} training steps; the exact "
-        f"value costs {costs[plan.truth]['cost_in_training_steps']:.1f}."
+        f"value costs {costs[exact]['cost_in_training_steps']:.1f}."
         if own in found
         else "Your setting is the exact first-order value.",
         [layers],
         _figures(table("pareto", "Cost against fidelity", list(found)), layers),
         valued=rows,
-        notes=[checked, *_notes(subject, refused, plan)],
+        notes=[checked, *_notes(subject, refused, own == exact)],
     )
 
 
@@ -245,9 +221,9 @@ def _figures(priced: Table, layers: Table) -> list[Figure]:
     ]
 
 
-def _notes(subject: Subject, refused: Mapping[str, str], plan: _Plan) -> list[str]:
+def _notes(subject: Subject, refused: Mapping[str, str], stands_in: bool) -> list[str]:
     notes = ["Values are of the validation side alone (no retention term) with P = 1."]
-    if plan.own == plan.truth:
+    if stands_in:
         notes.append("Your estimator is not defined on this model: label values stand in for it.")
     if subject.config.preconditioner is not None:
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")

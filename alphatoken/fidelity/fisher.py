@@ -25,10 +25,9 @@ from alphatoken.certificate.metrics import top_overlap
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError, InputError
-from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.fidelity.intervals import FEWEST, Estimate, agreement, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject, places_of

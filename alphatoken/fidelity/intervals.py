@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.certificate.metrics import kept, overlap, spearman
 from alphatoken.errors import InputError
 
-__all__ = ["FEWEST", "Estimate", "bootstrap", "few_rows", "percent"]
+__all__ = ["FEWEST", "Estimate", "agreement", "bootstrap", "few_rows", "percent"]
 
 FEWEST = 8
 """Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
@@ -141,6 +143,23 @@ def _resamples(
         np.concatenate([members[i] for i in generator.integers(0, len(members), len(members))])
         for _ in range(draws)
     ]
+
+
+def agreement(
+    values: Numbers, truth: Numbers, ratio: float, rows: NDArray[Any], *, seed: int = 0
+) -> dict[str, Estimate]:
+    """Agreement of ``values`` with ``truth``, with intervals over rows.
+
+        spearman   rank correlation of the values
+        overlap    share of the tokens kept by the one that the other keeps too; by chance the ratio
+
+    Kept are the first ``ceil(ratio n)`` of all tokens in one pool.
+    """
+    estimate = partial(bootstrap, groups=rows, seed=seed)
+    return {
+        "spearman": estimate(spearman, values, truth),
+        "overlap": estimate(overlap, kept(values, ratio), kept(truth, ratio)),
+    }
 
 
 def percent(share: Estimate) -> str:

@@ -16,7 +16,7 @@ from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import CoverageError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.estimate.proofs import CoverageReport
-from alphatoken.fidelity.subject import Subject, places_of
+from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import scorer_for, values_along
 from alphatoken.model.batch import read_batch
 from alphatoken.model.batch_slice import around_responses
@@ -25,7 +25,6 @@ from alphatoken.scorer import Scorer
 
 __all__ = [
     "WINDOWED",
-    "Readings",
     "Setting",
     "along",
     "depths_of",
@@ -119,19 +118,6 @@ class Setting:
         )
 
 
-@dataclass(frozen=True)
-class Readings:
-    """Flat columns over the response tokens, in (row, position) order.
-
-    Attributes:
-        row: of each token.
-        values: per setting.
-    """
-
-    row: NDArray[np.int64]
-    values: dict[Setting, Numbers]
-
-
 def full_gradient(subject: Subject) -> dict[str, Tensor]:
     """Gradient of the mean validation loss by every trainable parameter, by name."""
     named = {n: p for n, p in subject.model.named_parameters() if p.requires_grad}
@@ -170,7 +156,7 @@ def read(
     rows: Sequence[Example],
     direction: Mapping[str, Tensor],
     settings: Sequence[Setting],
-) -> Readings:
+) -> dict[Setting, Numbers]:
     """Values of the response tokens of ``rows`` under every setting, along one direction.
 
     Args:
@@ -180,8 +166,8 @@ def read(
         settings: what to compute.
 
     Returns:
-        What ``Scorer.score(...).total`` gives for each setting's config, up to rounding; label
-        values by forward mode.
+        Of each setting, flat in (row, position) order, what ``Scorer.score(...).total`` gives for
+        its config, up to rounding; label values by forward mode.
     """
     values: dict[Setting, Numbers] = {}
     proved: dict[str, CoverageReport] = {}
@@ -193,8 +179,7 @@ def read(
         own = along(subject.model, direction, scorer.parameters)
         values[setting] = values_along(subject, scorer, rows, [own], f"Values, {setting}")[:, 0]
         proved[setting.estimator] = scorer.coverage
-    values = {setting: values[setting] for setting in settings}
-    return Readings(places_of(rows)[:, 0], values)
+    return {setting: values[setting] for setting in settings}
 
 
 def along(

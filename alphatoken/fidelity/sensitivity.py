@@ -20,10 +20,9 @@ from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import norms
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
 from alphatoken.estimate.estimators import ESTIMATORS, WALK
-from alphatoken.fidelity.agreement import agreement
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
-from alphatoken.fidelity.intervals import percent
+from alphatoken.fidelity.intervals import agreement, percent
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import OwnValues
 from alphatoken.fidelity.readings import WINDOWED, depths_of, windows_of

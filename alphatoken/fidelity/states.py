@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,43 +16,32 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.progress import Tracker
 
-__all__ = ["PooledStates", "TokenStates", "pooled_states", "token_states"]
+__all__ = ["HeadStates", "pooled_states", "token_states"]
 
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class TokenStates:
-    """One row a response token, in (row, position) order.
+class HeadStates:
+    """One row a response token, in (row, position) order; or one a sequence.
 
     Attributes:
-        states: (n, d) what the head reads where the token is predicted.
-        losses: (n,) its loss.
-        ids: (n,) its id.
+        states: (n, d) what the head reads where the token is predicted; or the mean of what it
+            reads over all tokens that are no padding.
+        losses: (n,) of the token; or summed over the response tokens.
         has_head: whether a module that makes the logits was found.
     """
 
     states: Numbers
     losses: Numbers
-    ids: NDArray[np.int64]
     has_head: bool
 
-
-@dataclass(frozen=True)
-class PooledStates:
-    """One row a sequence.
-
-    Attributes:
-        states: (n, d) mean of what the head reads over all tokens that are no padding.
-        losses: (n,) summed loss of the response tokens.
-        tokens: (n,) how many there are.
-        has_head: as in ``TokenStates``.
-    """
-
-    states: Numbers
-    losses: Numbers
-    tokens: Numbers
-    has_head: bool
+    @property
+    def place(self) -> str:
+        """Where in the model they are, in words."""
+        if self.has_head:
+            return "what the output head reads (after the final norm)"
+        return "the output of the last decoder block (no head was found)"
 
 
 @torch.no_grad()
@@ -95,55 +84,52 @@ def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Te
     return found[-1] if found else hidden, losses, bool(found)
 
 
-def _batches_of(
-    model: nn.Module, batches: Sequence[dict[str, Tensor]], tracker: Tracker
-) -> Iterator[tuple[LabelledBatch, Tensor, Tensor, bool]]:
+def _collected(
+    model: nn.Module,
+    batches: Sequence[dict[str, Tensor]],
+    tracker: Tracker,
+    choose: Callable[[LabelledBatch, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> HeadStates:
+    """What ``choose`` takes of the states and losses of each batch."""
     adapter = find_adapter(model)
     device = next(model.parameters()).device
-    rows = 0
+    parts: list[list[Numbers]] = []
+    has_head, rows = True, 0
     for batch in batches:
         moved = {name: tensor.to(device) for name, tensor in batch.items()}
         checked = read_batch(moved, max_length=adapter.max_positions())
-        yield checked, *states_of(adapter, checked)
+        states, losses, found = states_of(adapter, checked)
+        chosen = choose(checked, states, losses)
+        parts.append([one.detach().double().cpu().numpy() for one in chosen])
+        has_head = has_head and found
         rows += len(checked.labels)
         tracker.report(rows)
+    return HeadStates(*map(np.concatenate, zip(*parts, strict=True)), has_head)
 
 
 def token_states(
     model: nn.Module, batches: Sequence[dict[str, Tensor]], tracker: Tracker
-) -> TokenStates:
+) -> HeadStates:
     """States at the position *before* each response token: where the model predicts it.
 
     The contextual embedding of a token as its loss sees it: it holds the prefix, not the token.
     """
-    states, losses, ids, has_head = [], [], [], True
-    for batch, read, lost, found in _batches_of(model, batches, tracker):
-        states.append(_numbers(read[to_label_position(batch.mask)]))
-        losses.append(_numbers(lost[batch.mask]))
-        ids.append(batch.labels[batch.mask].cpu().numpy())
-        has_head = has_head and found
-    return TokenStates(
-        np.concatenate(states), np.concatenate(losses), np.concatenate(ids), has_head
-    )
+
+    def choose(batch: LabelledBatch, states: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+        return states[to_label_position(batch.mask)], losses[batch.mask]
+
+    return _collected(model, batches, tracker, choose)
 
 
 def pooled_states(
     model: nn.Module, batches: Sequence[dict[str, Tensor]], tracker: Tracker
-) -> PooledStates:
+) -> HeadStates:
     """Mean state of each row at the head's input, in float64; padding cannot reach it."""
-    states, losses, tokens, has_head = [], [], [], True
-    for batch, read, lost, found in _batches_of(model, batches, tracker):
+
+    def choose(batch: LabelledBatch, states: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
         attention = batch.inputs.get("attention_mask")
         real = torch.ones_like(batch.mask) if attention is None else attention != 0
-        wide = read.double().masked_fill(~real.unsqueeze(-1), 0.0)
-        states.append(_numbers(wide.sum(1) / real.sum(1, keepdim=True)))
-        losses.append(_numbers(lost.sum(1)))
-        tokens.append(_numbers(batch.mask.sum(1)))
-        has_head = has_head and found
-    return PooledStates(
-        np.concatenate(states), np.concatenate(losses), np.concatenate(tokens), has_head
-    )
+        wide = states.double().masked_fill(~real.unsqueeze(-1), 0.0)
+        return wide.sum(1) / real.sum(1, keepdim=True), losses.sum(1)
 
-
-def _numbers(tensor: Tensor) -> Numbers:
-    return tensor.detach().double().cpu().numpy()
+    return _collected(model, batches, tracker, choose)

@@ -36,7 +36,7 @@ from alphatoken.fidelity.pairs import (
     weigh_pairs,
 )
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.model.batch import read_batch, to_label_position
 from alphatoken.model.scope import mixers_without_rule
 
@@ -232,10 +232,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 def _shares(subject: Subject, rows: Sequence[Example], layers: Sequence[int]) -> Table:
     records: list[dict[str, Any]] = []
     if layers:
-        found = causal_parts(subject, causal_scorer(subject, layers), rows)
-        scopes = {str(layer): parts for layer, parts in found.parts.items()}
-        for layer, parts in (scopes | {"all": found.total()}).items():
-            records += share_records(parts, found.row, layer)
+        row = places_of(rows)[:, 0]
+        for layer, parts in causal_parts(subject, causal_scorer(subject, layers), rows).items():
+            records += share_records(parts, row, layer)
     return Table.of("shares", "Parts of the exact causal value", records)
 
 

@@ -19,7 +19,7 @@ from alphatoken.direction.optimizers import frozen_preconditioners, full_precond
 from alphatoken.errors import NumericalError
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.fidelity.readings import Setting, full_gradient, read
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.support.storage import replacing
@@ -86,8 +86,11 @@ def measure(
         f"{name}/layer {i}": Setting(name, (i,), 32) for name in CAPTURED for i in range(depth)
     }
     seen = read(subject, draw.valued, along, list(settings.values()))
-    columns = {name: seen.values[setting] for name, setting in settings.items()}
-    columns |= {"row": seen.row.astype(np.float64), "loss": _losses(subject, batches)}
+    columns = {name: seen[setting] for name, setting in settings.items()}
+    columns |= {
+        "row": places_of(draw.valued)[:, 0].astype(np.float64),
+        "loss": _losses(subject, batches),
+    }
     columns["total"] = _label(subject, batches, along)
     if optimizer is not None:
         named = {n: p for n, p in model.named_parameters() if n in plain}
@@ -98,7 +101,7 @@ def measure(
         columns["plain"] = _label(subject, batches, plain)
         last = [Setting("alphatoken", (i,), 32) for i in range(depth)[-3:]]
         paper = read(subject, draw.valued, plain, last)
-        columns["plain alphatoken K=3"] = np.sum([paper.values[s] for s in last], axis=0)
+        columns["plain alphatoken K=3"] = np.sum([paper[s] for s in last], axis=0)
     tables = []
     for batch in batches:
         found = part_values(subject.adapter, batch, along, report)

@@ -125,12 +125,15 @@ def test_states_are_what_the_head_reads_where_a_token_is_predicted(config: Decod
     rows = rows_of([(2, 5), (4, 3), (1, 7)], config.vocabulary)
     found = token_states(model, [collate(rows)], QUIET)
     logits = F.linear(torch.from_numpy(found.states), model.head.weight)
-    losses = F.cross_entropy(logits, torch.from_numpy(found.ids), reduction="none")
+    losses = F.cross_entropy(logits, labels_of(rows), reduction="none")
     np.testing.assert_allclose(losses.detach().numpy(), found.losses, rtol=1e-12)
-    assert found.ids.tolist() == [t for row in rows for t in row.labels if t != -100]
     assert found.has_head
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def labels_of(rows):
+    return torch.tensor([t for row in rows for t in row.labels if t != -100])
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES, ids=lambda family: family.name)
@@ -145,7 +148,7 @@ def test_the_head_is_found_on_every_family(family):
     cap = getattr(model.config, "final_logit_softcapping", None)
     scale = getattr(model.config, "logit_scale", 1.0) / getattr(model.config, "logits_scaling", 1.0)
     logits = logits * scale if cap is None else cap * torch.tanh(logits / cap)
-    losses = F.cross_entropy(logits, torch.from_numpy(found.ids), reduction="none")
+    losses = F.cross_entropy(logits, labels_of(rows), reduction="none")
     np.testing.assert_allclose(losses.numpy(), found.losses, rtol=1e-5, atol=1e-5)
     depth = len(find_adapter(model).layers())
     assert depth == family.depth

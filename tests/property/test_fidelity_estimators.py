@@ -91,11 +91,10 @@ def test_a_reading_is_what_the_scorer_computes(name: str, options: dict[str, obj
             config = replace(config, derivative="forward_mode")
         scorer = Scorer(subject.model, validation, None, config)
         wanted = subject.score(scorer, subject.train)
-        np.testing.assert_array_equal(readings.row, wanted["row"])
         # One scale for all tokens: a value is a sum of terms that may cancel.
         size = float(np.abs(wanted["total"]).max())
         close(
-            torch.from_numpy(readings.values[setting]),
+            torch.from_numpy(readings[setting]),
             torch.from_numpy(wanted["total"]),
             size,
             1e-11,
@@ -114,7 +113,7 @@ def test_the_mean_label_value_on_the_validation_batch_is_the_squared_norm_of_g()
     direction = full_gradient(subject)
     every = Setting("label", (0, 1, 2), None, everything=True)
     some = Setting("label", (1, 2))
-    values = read(subject, rows, direction, [every, some]).values
+    values = read(subject, rows, direction, [every, some])
     whole = sum(float(g.square().sum()) for g in direction.values())
     assert float(values[every].mean()) == pytest.approx(whole, rel=1e-12)
     linears = Scorer(model, subject.batches(rows), None, some.config(subject.config)).parameters
@@ -150,7 +149,7 @@ def test_label_values_are_per_token_autograd() -> None:
     )
     mask = read_batch(batch).mask
     label = Setting("label", scope)
-    found = read(subject, rows, direction, [label]).values[label]
+    found = read(subject, rows, direction, [label])[label]
     close(torch.from_numpy(found), exact[mask], float(exact.abs().max()), 1e-11)
 
 

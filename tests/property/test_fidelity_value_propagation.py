@@ -21,7 +21,7 @@ from alphatoken.fidelity import value_propagation as diagnostic
 from alphatoken.fidelity.collected_pairs import PairCounts
 from alphatoken.fidelity.figures import draw
 from alphatoken.fidelity.pairs import choose_positions, pair_counts, see_calls, weigh_pairs
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, to_token_index
 from alphatoken.oracle import influence
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
@@ -113,7 +113,7 @@ def test_positions_are_drawn_until_the_budget_is_reached() -> None:
 
 def parts_of(
     model: ReferenceDecoder, window: int | None = 3, lengths: Sequence[int] = (7, 5)
-) -> tuple[Subject, causal_parts.CausalParts, Scorer]:
+) -> tuple[Subject, dict[str, dict[str, np.ndarray]], Scorer]:
     subject = subject_of(
         model, rows_of(model.config, lengths), config=ScorerConfig(layers="all", window=window)
     )
@@ -143,7 +143,8 @@ def test_the_parts_add_up_to_the_exact_causal_value(config: DecoderConfig) -> No
         scorer.direction.adaptation,
     )
     last = config.layers - 1
-    for layer, found in parts.parts.items():
+    for layer in range(config.layers):
+        found = parts[str(layer)]
         names = [linear.name for linear in scorer.scope.linears if linear.layer == layer]
         wanted = influence.causal(sum(terms.terms[name] for name in names))
         scale = sum(terms.absolute[name] for name in names).sum(1).max()
@@ -158,7 +159,7 @@ def test_the_parts_add_up_to_the_exact_causal_value(config: DecoderConfig) -> No
     value = subject.score(
         Scorer(model, subject.batches(subject.validation), None, subject.config), subject.train
     )["adaptation_causal"]
-    close(torch.as_tensor(parts.total()["window"]), torch.as_tensor(value),
+    close(torch.as_tensor(parts["all"]["window"]), torch.as_tensor(value),
           float(np.abs(value).max()), MODEL, name="what the estimator computes")  # fmt: skip
 
 
@@ -180,7 +181,7 @@ def test_without_a_score_path_the_same_layer_hop_is_value_propagation(
     projection: str, frozen: bool
 ) -> None:
     _, parts, _ = parts_of(silenced(projection, frozen=frozen), window=None)
-    for found in parts.parts.values():
+    for found in parts.values():
         scale = float(np.abs(found["window"]).max())
         assert scale > 0
         assert float(np.abs(found["score"]).max()) <= 1e-10 * scale
@@ -190,17 +191,17 @@ def test_without_a_score_path_the_same_layer_hop_is_value_propagation(
 def test_a_zero_key_projection_that_is_trained_still_has_a_score_part() -> None:
     """The Jacobian's score path is zero, the gradient of W_K is not: it can leave zero."""
     _, parts, _ = parts_of(silenced("k_proj"), window=None)
-    last = parts.parts[1]
+    last = parts["1"]
     assert float(np.abs(last["score"]).max()) > 1e-3 * float(np.abs(last["window"]).max())
 
 
 def test_one_response_token_has_no_pairs_and_no_causal_value() -> None:
     model = ReferenceDecoder(DecoderConfig(), 0)
     subject, parts, _ = parts_of(model, lengths=[2] * 9)
-    total = parts.total()
+    total = parts["all"]
     assert all(float(np.abs(total[name]).max()) == 0.0 for name in (*causal_parts.PARTS, "exact"))
     assert diagnostic.collect_pairs(subject, subject.train, [0, 1], 100) == ({}, 0.0)
-    records = causal_parts.share_records(total, parts.row, "all")
+    records = causal_parts.share_records(total, places_of(subject.train)[:, 0], "all")
     assert not any(record["signed"].defined for record in records)
     with pytest.raises(InputError, match="no causal-window pair"):
         diagnostic.diagnose(subject, TINY)
