@@ -104,7 +104,8 @@ def _collected(
         has_head = has_head and found
         rows += len(checked.labels)
         tracker.report(rows)
-    return HeadStates(*map(np.concatenate, zip(*parts, strict=True)), has_head)
+    whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return HeadStates(whole[0], whole[1], has_head)
 
 
 def token_states(

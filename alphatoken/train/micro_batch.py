@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -31,8 +31,6 @@ __all__ = [
     "undivided",
 ]
 
-P = TypeVar("P")
-
 CARRIED = "alphatoken_carried"
 """Key of a batch under which its ``Carried`` travels from one hook to the next."""
 
@@ -43,11 +41,19 @@ class Carried:
 
     Attributes:
         index: number of this micro-batch within its optimizer step.
-        plan: what the weigher decided ahead, for the whole step; it alone reads it.
+        kept_share: kept tokens over response tokens of the whole step, where they divide the loss.
+        weights: (b, t), where a threshold over the whole step decided them; None otherwise.
+        scored: the values that the weights came from, if any.
+        extra: inputs that scoring added, such as the reference's log-probabilities.
+        columns: of a policy's static pass, where counting needed them already.
     """
 
     index: int
-    plan: Any = None
+    kept_share: float | None = None
+    weights: Tensor | None = None
+    scored: Scored | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,8 @@ class MicroBatch:
         rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
         unit_of: (mask, num_items) -> ``unit``; asked only where it is needed, because its answer
             waits for the device.
-        index: number of this micro-batch within its optimizer step.
+        carried: what was decided of it ahead.
         num_items: transformers' count of the step's response tokens, or None.
-        plan: of ``Carried``; None for a batch that came without its step.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -71,18 +76,13 @@ class MicroBatch:
     mask: Tensor
     rank_groups: Sequence[slice]
     unit_of: Callable[[Tensor, Any], float] = field(repr=False)
-    index: int = 0
+    carried: Carried
     num_items: Any = None
-    plan: Any = None
 
     @property
     def unit(self) -> float:
         """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
         return self.unit_of(self.mask, self.num_items)
-
-    def planned(self, kind: type[P]) -> P:
-        """The plan, of the weigher's own kind; an empty one for a batch without its step."""
-        return self.plan if isinstance(self.plan, kind) else kind()
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,6 @@ def draw_seed(trainer: AlphaTrainerMixin, batch: MicroBatch) -> int:
         "micro-batch",
         trainer.args.value_seed,
         trainer.state.global_step,
-        batch.index,
+        batch.carried.index,
         trainer.accelerator.process_index,
     )

@@ -420,10 +420,9 @@ class AlphaTrainerMixin(_Base):
             return samples, num_items
         # transformers sets it only after this call, and scoring ahead asks for it.
         self.current_gradient_accumulation_steps = len(samples)
-        plans = self.weigher.plan(samples, num_items)
         carrying = [copy.copy(sample) for sample in samples]  # of the collator's own type
-        for index, (sample, plan) in enumerate(zip(carrying, plans, strict=True)):
-            sample[CARRIED] = Carried(index, plan)
+        for sample, carried in zip(carrying, self.weigher.plan(samples, num_items), strict=True):
+            sample[CARRIED] = carried
         return carrying, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -452,9 +451,8 @@ class AlphaTrainerMixin(_Base):
             mask=mask,
             rank_groups=self.rank_groups(len(mask)),
             unit_of=self.loss_unit,
-            index=carried.index,
+            carried=carried,
             num_items=num_items,
-            plan=carried.plan,
         )
 
     def compute_loss(

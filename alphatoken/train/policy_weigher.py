@@ -15,9 +15,9 @@ Nothing is scored, so no layout needs a second forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,19 +47,6 @@ if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["PolicyWeigher"]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Facts about one micro-batch before its training forward.
-
-    Attributes:
-        kept: kept tokens of the whole step, where they divide the loss and can be counted.
-        columns: what the static pass left of its tokens, where counting needed it already.
-    """
-
-    kept: Tensor | None = None
-    columns: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
 
 class PolicyWeigher:
@@ -136,7 +123,7 @@ class PolicyWeigher:
 
     # --- one optimizer step -----------------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Any], num_items: Any) -> list[_Plan]:
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[Carried]:
         """Kept tokens of the whole step, where they are known before the forward.
 
         Counted as the trainer counts ``num_items``: over the micro-batches, and over the processes
@@ -146,28 +133,31 @@ class PolicyWeigher:
             samples: batches of the step, as the collator made them.
             num_items: transformers' count of the step's response tokens, or None.
         """
-        trainer = self._trainer
+        trainer, plans = self._trainer, [Carried(index) for index in range(len(samples))]
         if self._divisor != "kept" or num_items is None:
-            return [_Plan()] * len(samples)
+            return plans
         batches = []
-        for index, sample in enumerate(samples):
-            batch = trainer.read_micro_batch(sample, Carried(index), num_items)
+        for sample, plan in zip(samples, plans, strict=True):
+            batch = trainer.read_micro_batch(sample, plan, num_items)
             zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)
             batches.append(self._policy_batch(batch, log_probs=zeros))
         counts = [self.policy.kept_tokens(batch) for batch in batches]
         known = [count.double() for count in counts if count is not None]
         # One batch that cannot be counted leaves the step uncounted, on every process.
-        ranks = Ranks(trainer.accelerator)
-        if ranks.any(len(known) < len(counts)):
-            return [_Plan(None, batch.columns) for batch in batches]
-        kept = torch.stack([count.cpu() for count in known]).sum().to(trainer.args.device)
-        if trainer.args.average_tokens_across_devices and ranks.world > 1:
-            kept = trainer.accelerator.gather(kept.float().reshape(1)).sum().double()
-        return [_Plan(kept, batch.columns) for batch in batches]
+        ranks, share = Ranks(trainer.accelerator), None
+        if not ranks.any(len(known) < len(counts)):
+            kept = torch.stack([count.cpu() for count in known]).sum().to(trainer.args.device)
+            if trainer.args.average_tokens_across_devices and ranks.world > 1:
+                kept = trainer.accelerator.gather(kept.float().reshape(1)).sum().double()
+            share = float(kept) / max(float(num_items), 1.0) or None
+        return [
+            replace(plan, kept_share=share, columns=batch.columns)
+            for plan, batch in zip(plans, batches, strict=True)
+        ]
 
     def _policy_batch(self, batch: MicroBatch, **of_the_forward: Any) -> PolicyBatch:
         """The micro-batch as the policy sees it: columns of the static pass, and the forward's."""
-        columns, names = batch.planned(_Plan).columns, self.policy.needs.columns
+        columns, names = batch.carried.columns, self.policy.needs.columns
         if columns is None:
             known = self._columns if names else None
             columns = {} if known is None else known.columns_of(batch.inputs, batch.mask, names)
@@ -216,7 +206,8 @@ class PolicyWeigher:
                 why="it asks for no reference model, so the trainer's own loss was not computed",
                 remedy="needs = Needs(reference=True), or no loss() of its own",
             )
-        return gate.surrogate(loss, gate.coefficients(loss), self._divided(weights, batch))
+        divided = normalised(weights, batch, self._divisor, batch.carried.kept_share)
+        return gate.surrogate(loss, gate.coefficients(loss), divided)
 
     def _loss_of_policy(
         self, gate: GradientWeightedModel, loss: Tensor, log_probs: Tensor
@@ -290,12 +281,3 @@ class PolicyWeigher:
             adapter.override_attention(adapter.attention_modules(last), record),
         ):
             yield attention
-
-    def _divided(self, weights: Tensor, batch: MicroBatch) -> Tensor:
-        """Weights under the policy's denominator."""
-        kept = batch.planned(_Plan).kept
-        if self._divisor == "kept" and kept is not None:
-            count = torch.as_tensor(batch.num_items).to(weights.device)
-            share = count / kept.to(weights.device).clamp(min=1e-12)
-            return weights * share.to(weights.dtype)
-        return normalised(weights, batch, self._divisor)

@@ -15,8 +15,8 @@ on that forward. The trainer's own forward and the surrogate follow, with weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,23 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["ValueWeigher"]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Facts about one micro-batch before its training forward.
-
-    Attributes:
-        kept_share: kept tokens over response tokens of the whole step, where they divide the loss.
-        weights: (b, t), where a threshold over the whole step decided them; None otherwise.
-        scored: the values that the weights came from, if any.
-        extra: inputs that scoring added, such as the reference's log-probabilities.
-    """
-
-    kept_share: float | None = None
-    weights: Tensor | None = None
-    scored: Scored | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
 class ValueWeigher:
     """Scores micro-batches, makes weights of the values, and gives the weighted loss.
 
@@ -68,7 +51,7 @@ class ValueWeigher:
 
     # --- one optimizer step -----------------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Any], num_items: Any) -> list[_Plan]:
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[Carried]:
         """Decide for a whole step before its first training forward.
 
         Under a global threshold all micro-batches are scored and weighed here.
@@ -77,15 +60,15 @@ class ValueWeigher:
             samples: batches of the step, as the collator made them.
             num_items: transformers' count of the step's response tokens, or None.
         """
-        options, plans = self._trainer.args, [_Plan()] * len(samples)
+        options, plans = self._trainer.args, [Carried(index) for index in range(len(samples))]
         threshold_of_step = options.keep_scope == "global"
         if threshold_of_step:
             samples = [self._trainer._prepare_inputs(sample) for sample in samples]
         elif options.kept_normalization != "kept":
             return plans
         batches = [
-            self._trainer.read_micro_batch(sample, Carried(index), num_items)
-            for index, sample in enumerate(samples)
+            self._trainer.read_micro_batch(sample, plan, num_items)
+            for sample, plan in zip(samples, plans, strict=True)
         ]
         if threshold_of_step:  # all micro-batches are scored, and ranked with those of the others
             self.valuation.begin()
@@ -97,15 +80,15 @@ class ValueWeigher:
             plans = [replace(plan, kept_share=share) for plan in plans]
         return plans
 
-    def _scored_ahead(self, batch: MicroBatch) -> _Plan:
+    def _scored_ahead(self, batch: MicroBatch) -> Carried:
         """Values of one micro-batch, and the inputs that scoring added to it."""
         if not self.valuation.wanted(batch):
-            return _Plan()
+            return batch.carried
         with self._trainer.compute_loss_context_manager():
             own = self._trainer.own_inputs(batch.inputs)
             scored = self.valuation.of_own_forward(replace(batch, inputs=own))
         extra = {k: v for k, v in own.items() if k not in batch.inputs}
-        return _Plan(scored=scored, extra=extra)
+        return replace(batch.carried, scored=scored, extra=extra)
 
     def _choose_globally(
         self, batches: Sequence[MicroBatch], scores: Sequence[Scored | None]
@@ -127,7 +110,7 @@ class ValueWeigher:
                 weight[r] = part
         return weights
 
-    def _kept_share(self, batches: Sequence[MicroBatch], plans: Sequence[_Plan]) -> float | None:
+    def _kept_share(self, batches: Sequence[MicroBatch], plans: Sequence[Carried]) -> float | None:
         """Kept tokens over response tokens of the whole step, over all processes.
 
         The budget says how many are kept before any is scored, so this costs no forward.
@@ -151,7 +134,7 @@ class ValueWeigher:
             NumericalError: the loss is not finite.
         """
         self.valuation.begin()
-        plan = batch.planned(_Plan)
+        plan = batch.carried
         if plan.weights is not None:
             batch = replace(batch, inputs={**batch.inputs, **plan.extra})
             return self._train(model, batch, plan.scored, plan.weights)
@@ -201,7 +184,7 @@ class ValueWeigher:
     ) -> Tensor:
         """Write the micro-batch down; the trainer's loss in value, the weighted one in gradient."""
         self._trainer.records.micro_batch(batch, scored, weights)
-        kind, share = self._trainer.args.kept_normalization, batch.planned(_Plan).kept_share
+        kind, share = self._trainer.args.kept_normalization, batch.carried.kept_share
         divided = normalised(weights.to(coefficients), batch, kind, share)
         final = self._trainer.final_coefficients(gate, coefficients, weights, batch.inputs)
         return gate.surrogate(loss, final, divided)

@@ -234,7 +234,7 @@ TRAINERS = (
     _of(
         "draws-that-forget-the-micro-batch",
         "every micro-batch of a step draws the same random numbers",
-        ("train.micro_batch.draw_seed", "        batch.index,\n", ""),
+        ("train.micro_batch.draw_seed", "        batch.carried.index,\n", ""),
         MASKS,
     ),
     _of(
