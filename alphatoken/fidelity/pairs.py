@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -165,25 +165,18 @@ def weigh_pairs(
     heads, width = seen.call.query.shape[1], seen.call.value.shape[3]
     size = max(1, _WORKSPACE // max(1, heads * width))
     with torch.no_grad():
-        parts = [
-            _deviation(seen, found.part(slice(start, start + size)))
-            for start in range(0, len(found.row), size)
-        ]
-    deviation = torch.cat(parts) if parts else found.alpha.new_zeros(0, heads)
+        blocks = zip(*(column.split(size) for column in found), strict=True)
+        deviation = torch.cat([_deviation(seen, _Selected(*block)) for block in blocks])
     return found.alpha.double().cpu().numpy(), deviation.double().cpu().numpy()
 
 
-@dataclass(frozen=True)
-class _Selected:
+class _Selected(NamedTuple):
     """Pairs with their weight, (n, h)."""
 
     row: Tensor
     k: Tensor
     t: Tensor
     alpha: Tensor
-
-    def part(self, which: slice) -> _Selected:
-        return _Selected(self.row[which], self.k[which], self.t[which], self.alpha[which])
 
 
 @torch.no_grad()

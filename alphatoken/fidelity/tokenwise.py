@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -65,21 +67,12 @@ def token_gradients(
     One ordinary backward a token, dropout off. A row runs alone, so neither padding nor its
     neighbours take part; nothing of the capture machinery does.
     """
-
-    def forward(inputs: Mapping[str, Any]) -> Tensor:
-        return adapter.forward(inputs)
-
-    start = 0
-    while start < len(places):
-        row = places[start][0]
-        stop = start
-        while stop < len(places) and places[stop][0] == row:
-            stop += 1
+    model = adapter.model
+    for row, found in groupby(places, key=itemgetter(0)):
         batch = {name: x.to(device) for name, x in collate([rows[row]]).items()}
-        tokens = [(0, position) for _, position in places[start:stop]]
-        with evaluation_mode(adapter.model), torch.enable_grad():
-            yield from per_token_gradients(adapter.model, forward, batch, parameters, tokens)
-        start = stop
+        tokens = [(0, position) for _, position in found]
+        with evaluation_mode(model), torch.enable_grad():
+            yield from per_token_gradients(model, adapter.forward, batch, parameters, tokens)
 
 
 def _product(a: Tensor, b: Tensor) -> float:
