@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,7 @@ __all__ = [
     "apart",
     "content_digest",
     "differences",
+    "fingerprint",
     "frozen_fingerprint",
     "library_versions",
     "run_options",
@@ -142,14 +143,16 @@ def apart(
 def frozen_fingerprint(model: nn.Module) -> str | None:
     """Digest of the frozen weights (an adapter's base model), or None if there are none.
 
-    Names, shapes, dtypes, and 1,024 evenly spread numbers of each: a checkpoint of adapters does
-    not hold them, and adapters on another base are silently wrong.
+    A checkpoint of adapters does not hold them, and adapters on another base are silently wrong.
     """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel()]
-    if not frozen:
-        return None
+    return fingerprint(frozen) if frozen else None
+
+
+def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest of weights: names, shapes, dtypes, and 1,024 evenly spread numbers of each."""
     digest = hashlib.sha256()
-    for name, parameter in frozen:
+    for name, parameter in weights:
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
         digest.update(_some_numbers(parameter))
     return digest.hexdigest()

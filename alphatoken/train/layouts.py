@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.sharding import Sharding
+from alphatoken.train.distributed import Ranks
+from alphatoken.train.identity import fingerprint
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.refused_settings import compiled, scaled
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
@@ -54,15 +53,10 @@ def check_same_weights(accelerator: Any, model: nn.Module) -> None:
         ConfigError: they do not: a model was made at random by each, or loaded by the first
             alone.
     """
-    if accelerator.num_processes == 1 or layout(accelerator) != "fsdp2":
+    ranks = Ranks(accelerator)
+    if ranks.world == 1 or layout(accelerator) != "fsdp2":
         return
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        start = parameter.detach().flatten()[:256].cpu().contiguous()
-        digest.update(start.view(torch.uint8).numpy().data)
-    own: list[str | None] = [None] * accelerator.num_processes
-    dist.all_gather_object(own, digest.hexdigest())
+    own = ranks.gather_objects(fingerprint(model.named_parameters()))
     if len(set(own)) > 1:
         raise ConfigError(
             "the processes hold different weights",

@@ -35,13 +35,9 @@ class Masters:
     weight: MasterWeights
     dtypes: Mapping[str, torch.dtype]
 
-    def start(self, name: str, reference: Tensor) -> Tensor:
-        """The reference's weight as the optimizer's began: rounded as the copy was."""
-        return reference.to(self.dtypes[name]).to(reference.dtype)
-
     def started(self, drift: FisherDrift) -> FisherDrift:
-        """The same Fisher, its reference rounded."""
-        reference = {name: self.start(name, w) for name, w in drift.reference.items()}
+        """The same Fisher, its reference as the optimizer's began: rounded as the copy was."""
+        reference = {n: w.to(self.dtypes[n]).to(w.dtype) for n, w in drift.reference.items()}
         return FisherDrift(drift.fisher, reference, drift.metadata, drift.factors)
 
 

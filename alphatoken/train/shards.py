@@ -16,15 +16,6 @@ from alphatoken.support.precision import wide
 __all__ = ["Fsdp2Sharding", "Zero3Sharding"]
 
 
-def _sums(numbers: Sequence[float]) -> list[float]:
-    total = torch.tensor(list(numbers), dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        total = total.cuda()
-    dist.all_reduce(total)
-    found: list[float] = total.tolist()
-    return found
-
-
 def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Each module below, and the nearest one around it whose weights FSDP2 gathers together."""
     owner = module if hasattr(module, "unshard") else owner
@@ -61,6 +52,15 @@ class _Parts:
         sums = torch.stack([parts[n].double().square().sum() / self._copies(n) for n in names])
         dist.all_reduce(sums)
         return dict(zip(names, sums.sqrt().tolist(), strict=True))
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Each number's sum over the processes."""
+        total = torch.tensor(list(numbers), dtype=torch.float64)
+        if dist.get_backend() == "nccl":
+            total = total.cuda()
+        dist.all_reduce(total)
+        found: list[float] = total.tolist()
+        return found
 
 
 class Fsdp2Sharding(_Parts):
@@ -182,10 +182,6 @@ class Fsdp2Sharding(_Parts):
             if dtype is not None and wide(dtype) != dtype:
                 return f"mixed precision in {dtype}".replace("torch.", "")
         return None
-
-    def summed(self, numbers: Sequence[float]) -> list[float]:
-        """Each number's sum over the processes."""
-        return _sums(numbers)
 
     def _copies(self, name: str) -> int:
         if name not in self._layout:
@@ -380,7 +376,3 @@ class Zero3Sharding(_Parts):
     def narrow(self) -> str | None:
         """None: DeepSpeed's narrow weights are narrow parameters, which others see."""
         return None
-
-    def summed(self, numbers: Sequence[float]) -> list[float]:
-        """Each number's sum over the processes."""
-        return _sums(numbers)
