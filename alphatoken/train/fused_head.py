@@ -39,6 +39,17 @@ def _fused_head(log_probs: Tensor) -> Any:
     return None
 
 
+def _predictions(log_probs: Tensor, asked: Tensor) -> tuple[Any, Tensor, Tensor] | None:
+    """The head's node, and the labelled predictions: its rows, and places in ``asked``; or None."""
+    node = _fused_head(log_probs)
+    if node is None or not is_whole(node.saved_tensors[1]):
+        return None
+    count, places = len(node.saved_tensors[3]), asked.flatten().nonzero().squeeze(-1)
+    # TRL hands its kernel all positions, or on some devices those with a label, in their order.
+    rows = places if count == asked.numel() else torch.arange(count).to(places)
+    return (node, rows, places) if len(rows) == len(places) else None
+
+
 def shared_log_probs(log_probs: Tensor, asked: Tensor) -> Tensor | None:
     """The same log-probabilities, of which values and update take one error of the head.
 
@@ -50,17 +61,11 @@ def shared_log_probs(log_probs: Tensor, asked: Tensor) -> Tensor | None:
         (b, t - 1), 0 elsewhere; equal up to rounding, as its gradients are. None where the head is
         none of TRL's, or scales or caps its logits, or its weights are spread over processes.
     """
-    node = _fused_head(log_probs)
-    if node is None or any(node.kernel_args.get(k) != v for k, v in _PLAIN.items()):
+    found = _predictions(log_probs, asked)
+    if found is None or any(found[0].kernel_args.get(k) != v for k, v in _PLAIN.items()):
         return None
+    node, rows, places = found
     hidden, weight, bias, targets, *_ = node.saved_tensors
-    if not is_whole(weight):
-        return None
-    places = asked.flatten().nonzero().squeeze(-1)
-    # TRL hands its kernel all positions, or on some devices those with a label, in their order.
-    rows = places if len(targets) == asked.numel() else torch.arange(len(targets)).to(places)
-    if len(rows) != len(places):
-        return None
     use = HeadUse(hidden, weight, bias)
     row, index = asked.nonzero(as_tuple=True)
     positions = row * (asked.shape[1] + 1) + index  # as in the forward, whose last one TRL drops
@@ -89,14 +94,11 @@ def head_entropy(log_probs: Tensor, asked: Tensor, k: int) -> Tensor | None:
     Returns:
         (b, t - 1), 0 elsewhere. None where the head is none of TRL's, or spread over processes.
     """
-    node = _fused_head(log_probs)
-    if node is None or not is_whole(node.saved_tensors[1]):
+    seen = _predictions(log_probs, asked)
+    if seen is None:
         return None
-    hidden, weight, bias, targets, *_ = node.saved_tensors
-    places = asked.flatten().nonzero().squeeze(-1)
-    rows = places if len(targets) == asked.numel() else torch.arange(len(targets)).to(places)
-    if len(rows) != len(places):
-        return None
+    node, rows, places = seen
+    hidden, weight, bias, *_ = node.saved_tensors
     how, dtype = node.kernel_args, node.compute_dtype
     bias = None if bias is None else bias.to(dtype)
     found = []

@@ -88,11 +88,6 @@ class GradientWeightedModel:
         """The model's outputs, of a forward beside the one that is kept."""
         return self._model(**inputs)
 
-    @property
-    def auxiliary(self) -> bool:
-        """True if the model adds a loss of its own, as the routers of mixtures of experts do."""
-        return self.aux_loss is not None
-
     def share_head(self, labels: Tensor) -> None:
         """Let values and the update take one error of the head, in place of one each.
 
@@ -155,7 +150,7 @@ class GradientWeightedModel:
         factor = (by_prediction.to(coefficients) * coefficients).detach()
         whole = self._shared is None or bool((by_prediction[self._asked] == 1).all())
         update = (factor * (self.log_probs if whole else self.scores)).sum()
-        base = loss if self.auxiliary else loss.detach()
+        base = loss if self.aux_loss is not None else loss.detach()
         return base + (update - update.detach()).to(base.dtype)
 
 

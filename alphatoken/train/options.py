@@ -130,22 +130,15 @@ class AlphaOptions(AlphaFields):
         rate = self.walk_learning_rate
         if self.estimator == WALK and rate is None:
             rate = getattr(self, "learning_rate", None)
-        return ScorerConfig(
-            walk_steps=self.walk_steps,
-            walk_learning_rate=rate,
-            walk_refresh=self.walk_refresh if self.estimator != WALK else 0,
-            estimator=self.estimator,
-            objective=self.objective,
-            part=self.part,
-            layers=read_layers(self.score_layers),
-            window=self.window,
-            stability_weight=self.stability_weight,
-            preconditioner=self.preconditioner,
-            precondition_after=self.precondition_after,
-            parameters=self.value_parameters,
-            uncovered=self.uncovered,
-            max_relative_drift=self.max_relative_drift,
-        )
+        own = {one.name for one in fields(AlphaFields)}
+        shared = {one.name for one in fields(ScorerConfig)} & own
+        settings = {name: getattr(self, name) for name in shared} | {
+            "walk_learning_rate": rate,
+            "walk_refresh": self.walk_refresh if self.estimator != WALK else 0,
+            "layers": read_layers(self.score_layers),
+            "parameters": self.value_parameters,
+        }
+        return ScorerConfig(**settings)
 
     @property
     def validation_rows_at_once(self) -> int | None:

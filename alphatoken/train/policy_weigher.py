@@ -222,7 +222,7 @@ class PolicyWeigher:
             loss: what the policy computed.
             log_probs: the leaf that it was given.
         """
-        if gate.auxiliary:
+        if gate.aux_loss is not None:
             raise UnsupportedError(
                 "a policy with its own loss does not add the router loss of mixtures of experts",
                 remedy="router_aux_loss_coef=0",

@@ -97,7 +97,7 @@ MUTANTS = (
         "the routers' loss is reported and not trained",
         (
             "train.gradient_weights.GradientWeightedModel.surrogate",
-            "loss if self.auxiliary else",
+            "loss if self.aux_loss is not None else",
             "",
         ),
         ROUTED,

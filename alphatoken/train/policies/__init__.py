@@ -78,17 +78,12 @@ _ONLY_VALUES: Mapping[str, Any] = {
 
 def policy_names() -> tuple[str, ...]:
     """Names of all policies: those here, then those of other packages that are installed."""
-    return (*_OWN, *(name for name in _of_other_packages() if name not in _OWN))
-
-
-def _of_other_packages() -> dict[str, str]:
-    """Policies of other packages: name to "module:Class"."""
-    return _named_on(tuple(sys.path))
+    return (*_OWN, *(name for name in _named_on(tuple(sys.path)) if name not in _OWN))
 
 
 @cache
 def _named_on(path: tuple[str, ...]) -> dict[str, str]:
-    """Policies of the packages on a search path, each of which is searched once."""
+    """Policies of packages on a search path: name to "module:Class"; each is searched once."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
@@ -100,7 +95,7 @@ def find_policy(name: str) -> type[TokenPolicy]:
     """
     if name in _OWN:
         return _OWN[name]
-    target = name if ":" in name else _of_other_packages().get(name)
+    target = name if ":" in name else _named_on(tuple(sys.path)).get(name)
     if target is None:
         known = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
         close = difflib.get_close_matches(name, known, n=1)
