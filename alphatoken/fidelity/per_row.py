@@ -72,11 +72,6 @@ class RowColumns:
         values: Numbers = (weights @ self.sums.T) / counts[..., None]
         return values
 
-    @property
-    def whole(self) -> Numbers:
-        """(n,) values against all rows."""
-        return self.at(np.ones(len(self.tokens)))
-
 
 def row_columns(
     subject: Subject, scorer: Scorer, rows: Sequence[Example], validation: Sequence[Example]

@@ -63,11 +63,7 @@ class TrainMonitor:
             self._balance = values.balance
 
     def direction(self, seconds: float) -> None:
-        """Add the time of building the validation and retention gradients.
-
-        Args:
-            seconds: spent on it.
-        """
+        """Add the seconds spent on building the validation and retention gradients."""
         self._direction += seconds
 
     def gap(self, step: int, objectives: Mapping[str, float]) -> None:

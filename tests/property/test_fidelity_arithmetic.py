@@ -140,7 +140,9 @@ def test_what_other_rows_change_is_counted_draw_by_draw() -> None:
     draws = generator.multinomial(rows, np.full(rows, 1 / rows), size=60)
     wanted = np.mean([len(keeps(weights) ^ own) / 110 for weights in draws])
     assert wanted > 0.01
-    assert redrawn_changes(columns.whole + rest, share, ratio).mean() == pytest.approx(wanted)
+    assert redrawn_changes(columns.at(np.ones(rows)) + rest, share, ratio).mean() == pytest.approx(
+        wanted
+    )
 
 
 # --- the verdict ---------------------------------------------------------------------------------
