@@ -112,16 +112,16 @@ class ColumnSums:
     def columns(self) -> list[Columns]:
         """The sums over all uses, for each side."""
         order = [i for _, uses in uses_by_weight(self._recorder, self._names) for i in uses]
-        sums = []
+        like, sums = self._recorder.linears[0].x, []
         for results in self.found:
-            parts = [_sum([results.get((part, i)) for i in order]) for part in ("direct", "causal")]
-            sums.append(_columns(parts, self._recorder.linears[0].x))
+            dtype = wide(*(value.dtype for value in results.values()))
+            zero = torch.zeros(like.shape[:2], dtype=dtype, device=like.device)
+            parts = {}
+            for part in ("direct", "causal"):  # one that was not computed is zero
+                found = [results[part, i] for i in order if (part, i) in results]
+                parts[part] = reduce(torch.add, found).to(dtype) if found else zero
+            sums.append(Columns(**parts))
         return sums
-
-
-def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return reduce(torch.add, present) if present else None
 
 
 @full_precision
@@ -162,14 +162,6 @@ def contract_columns(
                 if error is not None:
                     results[part, index] = sums.contract(index, error, whole)
     return sums.columns()
-
-
-def _columns(parts: Sequence[Tensor | None], like: Tensor) -> Columns:
-    """Both parts as ``Columns``; a part that was not computed is zero, shaped after ``like``."""
-    dtype = wide(*(part.dtype for part in parts if part is not None))
-    zero = torch.zeros(like.shape[:2], dtype=dtype, device=like.device)
-    direct, causal = (zero if part is None else part.to(dtype) for part in parts)
-    return Columns(direct, causal)
 
 
 def uses_by_weight(recorder: Recorder, names: Mapping[str, str]) -> list[tuple[str, list[int]]]:

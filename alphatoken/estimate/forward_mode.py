@@ -241,11 +241,8 @@ def _dual_losses(
 ) -> tuple[Tensor, Tensor]:
     """Token losses (b, t) and their derivatives along ``direction / scale``, by one forward."""
     parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
-    modules = [
-        module
-        for layer in range(first, len(adapter.layers()))
-        for module in adapter.attention_modules(layer)
-    ]
+    layers = range(first, len(adapter.layers()))
+    modules = [module for layer in layers for module in adapter.attention_modules(layer)]
     # Only attention from ``first`` on can meet a tangent; below it the kernel is left as it is.
     with (
         _ONE_AT_A_TIME,

@@ -210,7 +210,8 @@ def compare_gradients(
         difference = parts[0] - parts[1] if len(parts) == 2 else parts[0]
         scale = max(scale, 0.0 if target is None else float(target.double().norm()))
         relative = float(difference.norm()) / scale if scale > 0 else float(difference.norm())
-        dtype = torch.bfloat16 if narrow else _dtype(target)
+        own = torch.float32 if target is None else target.dtype
+        dtype = torch.bfloat16 if narrow else own
         # ``not <=`` instead of ``>``: a NaN is refused as well.
         if not relative <= _COVERAGE_TOLERANCE.get(dtype, _COVERAGE_TOLERANCE_HALF):
             raise CoverageError(
@@ -222,10 +223,6 @@ def compare_gradients(
             )
         worst = max(worst, relative)
     return worst
-
-
-def _dtype(gradient: Tensor | None) -> torch.dtype:
-    return torch.float32 if gradient is None else gradient.dtype
 
 
 def prove_coverage(

@@ -388,12 +388,11 @@ def record(
     recorder = Recorder(scope, sharding=sharding, weights=weights)
     blocks = adapter.layers()
     with ExitStack() as stack:
-        handle = adapter.model.register_forward_pre_hook(recorder.on_forward, with_kwargs=True)
-        stack.callback(handle.remove)
-        first = blocks[scope.first].register_forward_pre_hook(
-            recorder.on_first_block, with_kwargs=True
-        )
-        stack.callback(first.remove)
+        for module, enter in (
+            (adapter.model, recorder.on_forward),
+            (blocks[scope.first], recorder.on_first_block),
+        ):
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         stack.callback(blocks[0].register_forward_hook(recorder.on_trunk).remove)
         # Each block gets one hook: one that stands in the list twice would be counted twice a call.
         for block in {id(b): b for b in blocks[scope.first :]}.values():
@@ -410,18 +409,11 @@ def record(
         # would be no output to ask for errors at, and the second run would be recorded as another.
         stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))
         if attention:
-            modules = [
-                module
-                for layer in range(scope.first, len(blocks))
-                for module in adapter.attention_modules(layer)
-            ]
+            layers = range(scope.first, len(blocks))
+            modules = [module for layer in layers for module in adapter.attention_modules(layer)]
             stack.enter_context(adapter.override_attention(modules, recorder.on_attention))
             if isinstance(adapter, DeltaNets):
-                nets = [
-                    net
-                    for layer in range(scope.first, len(blocks))
-                    for net in adapter.delta_nets(layer)
-                ]
+                nets = [net for layer in layers for net in adapter.delta_nets(layer)]
                 stack.enter_context(
                     adapter.override_delta_nets(nets, recorder.on_convolution, recorder.on_delta)
                 )

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,15 +40,11 @@ _MISSING: Any = object()  # stands for "no entry": None could be an entry
 _LOCK = threading.Lock()  # held while contexts are entered and left, never during a forward
 
 
-@dataclass(frozen=True, eq=False)
-class _Entered:
-    """One override that is active, and the thread that entered it.
+_Entered = tuple[Any, int]
+"""One override that is active, and the thread that entered it.
 
-    Compared by identity, since one override may be entered by two contexts, which leave one by one.
-    """
-
-    override: Any
-    thread: int
+Compared by identity, since one override may be entered by two contexts, which leave one by one.
+"""
 
 
 class Dispatch:
@@ -89,8 +85,8 @@ class Dispatch:
             return kernel(module, query, key, value, *args, **kwargs)
         call, native, weights = _translated(kernel, module, (query, key, value), args, kwargs)
         run = native
-        for one in entered:  # the last one entered is outermost, as contexts nest
-            run = _through(one.override, call, run)
+        for override, _ in entered:  # the last one entered is outermost, as contexts nest
+            run = _through(override, call, run)
         # The registry's functions return (b, t, h, d); ours, as all of the core, (b, h, t, d).
         # Contiguous, as those of the registry are: some models view what they get.
         return run(query, key, value).transpose(1, 2).contiguous(), weights[0]
@@ -126,7 +122,7 @@ class ExpertsDispatch(Dispatch):
             )
         bound = inspect.signature(_own_experts(module)).bind(module, *args, **kwargs)
         _, hidden, experts, weights = bound.arguments.values()
-        listeners = [one.override for one in entered]
+        listeners = [listener for listener, _ in entered]
         return routed_experts(module, hidden, experts, weights, listeners)
 
 
@@ -160,7 +156,7 @@ def dispatched(
         ModelError: another thread has an override on one of them.
         UnsupportedError: inside, of experts that are spread over processes.
     """
-    chosen, entered = tuple(dict.fromkeys(modules)), _Entered(override, threading.get_ident())
+    chosen, entered = tuple(dict.fromkeys(modules)), (override, threading.get_ident())
     with _LOCK:
         _require_own_thread(name, chosen, kind)
         dispatch = _installed(name, kind)
@@ -225,7 +221,7 @@ def _require_own_thread(name: str, modules: Sequence[nn.Module], kind: type[Disp
     foreign = [
         module
         for module in modules
-        if any(one.thread != threading.get_ident() for one in active.get(module, ()))
+        if any(thread != threading.get_ident() for _, thread in active.get(module, ()))
     ]
     if foreign:
         raise ModelError(

@@ -58,15 +58,14 @@ def _blocks(positions: Tensor, vocabulary: int) -> list[slice]:
     return [slice(i, i + size) for i in range(0, len(positions), size)]
 
 
-def _plain(rows: Tensor, targets: Tensor) -> Tensor:
-    log_probs = F.log_softmax(rows.to(wide(rows.dtype)), -1)
-    return -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
 def _in_blocks(rows: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
     """The same losses by torch's own operations, which know every kind of differentiation."""
-    blocks = [_plain(rows[positions[s]], targets[s]) for s in _blocks(positions, rows.shape[-1])]
-    return torch.cat(blocks) if blocks else rows.new_zeros(0, dtype=wide(rows.dtype))
+    dtype = wide(rows.dtype)
+    blocks = [
+        F.cross_entropy(rows[positions[s]].to(dtype), targets[s], reduction="none")
+        for s in _blocks(positions, rows.shape[-1])
+    ]
+    return torch.cat(blocks) if blocks else rows.new_zeros(0, dtype=dtype)
 
 
 class _ChosenLosses(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import TypeVar
 from jaxtyping import Float
 from torch import Tensor
 
+from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
 from alphatoken.estimate.derivatives import Derivative
 from alphatoken.estimate.differences import CURVATURE, FORMS, Differences, drowned
@@ -18,7 +19,6 @@ from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.modes import draws
 from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.sharding import Sharding
 from alphatoken.scoring.passes import Pass
 from alphatoken.support.precision import wide
 
@@ -48,22 +48,13 @@ class LabelDerivative:
     Args:
         adapter: of the model.
         asked: "auto", "forward_mode", "central" or "one_sided".
-        first: first layer that the parameters reach; None where some lie below the layers.
-        parameters: name -> parameter, everything in scope.
-        sharding: of the weights; then there is no forward mode.
+        scored: everything in scope; under sharded weights there is no forward mode.
     """
 
-    def __init__(
-        self,
-        adapter: DecoderAdapter,
-        asked: str,
-        first: int | None,
-        parameters: Mapping[str, Tensor],
-        sharding: Sharding | None = None,
-    ) -> None:
-        self._adapter, self._asked, self._first = adapter, asked, first
-        self._parameters, self._sharding = parameters, sharding
-        self._differences = Differences(adapter, sharding)
+    def __init__(self, adapter: DecoderAdapter, asked: str, scored: ScoredParameters) -> None:
+        self._adapter, self._asked, self._parameters = adapter, asked, scored.parameters
+        self._first, self._sharding = scored.first, scored.sharding
+        self._differences = Differences(adapter, scored.sharding)
         # Ways that "auto" has found not to work on this model, by the proof and by a batch; none of
         # them is tried again.
         self._disproved: set[str] = set()

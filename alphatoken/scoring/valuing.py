@@ -59,13 +59,7 @@ class Valuer:
         self.warn = True
         self._warned = False
         self._observed = 0  # passes along a walk whose losses came with them
-        self._derivative = LabelDerivative(
-            adapter,
-            self.config.derivative,
-            self.scored.first,
-            self.scored.parameters,
-            self.scored.sharding,
-        )
+        self._derivative = LabelDerivative(adapter, self.config.derivative, self.scored)
 
     @property
     def needs_recording(self) -> bool:
