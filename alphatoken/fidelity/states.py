@@ -38,7 +38,7 @@ class HeadStates:
 
     @property
     def place(self) -> str:
-        """Where in the model they are, in words."""
+        """The place in the model that the states are of, in words."""
         if self.has_head:
             return "what the output head reads (after the final norm)"
         return "the output of the last decoder block (no head was found)"
