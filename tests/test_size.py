@@ -14,8 +14,8 @@ ROOMS = {
     ".": 1_186,
     "certificate": 1_262,
     "cli": 3_104,
-    "corpus": 2_168,
-    "data": 2_195,
+    "corpus": 2_173,
+    "data": 2_196,
     "demo": 342,
     "direction": 3_973,
     "estimate": 2_369,
@@ -26,7 +26,7 @@ ROOMS = {
     "scoring": 938,
     "select": 452,
     "support": 437,
-    "train": 8_742,
+    "train": 8_743,
 }
 
 

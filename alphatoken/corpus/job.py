@@ -185,7 +185,7 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
     corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.limit))
     if options.reference is not None:
         _check_reference(options)
-    held, drawn = _validation_rows(options), frozenset[int]()
+    held, drawn = _given_rows(options), frozenset[int]()
     if not (options.reference or options.queries or options.validation_file):
         held = draw_rows(corpus, options.validation_rows or 0, options.seed)
         drawn = frozenset(row.index for row in held)
@@ -209,13 +209,14 @@ def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | N
     return corpus, fisher
 
 
-def _validation_rows(options: ScoreOptions) -> list[Row]:
-    """The queries; or rows of the validation file, by the named columns where a row has them."""
-    if options.reference is not None:
-        return []
-    if options.queries or options.validation_file is None:
-        return query_rows(options.queries, options.fields)
-    return options.rows(options.validation_file, optional=True)
+def _given_rows(options: ScoreOptions) -> list[Row]:
+    """The queries; or rows of the validation file, by the named columns where a row has them.
+
+    None where they are drawn from the training rows, or a second model stands in their place.
+    """
+    if options.validation_file is not None:
+        return options.rows(options.validation_file, optional=True)
+    return query_rows(options.queries, options.fields)
 
 
 def _job(
@@ -291,7 +292,7 @@ def open_job(options: ScoreOptions) -> Job:
     drawn = document["drawn"]
     corpus = replace(corpus, drawn=frozenset(drawn), held=frozenset(document["held"]))
     rows = (corpus.row(index) for index in drawn)
-    held = _validation_rows(options) or [row for row in rows if isinstance(row, Row)]
+    held = _given_rows(options) or [row for row in rows if isinstance(row, Row)]
     job = _job(options, corpus, held, fisher)
     due, found = document["settings"], json.loads(json.dumps(job.settings, default=str))
     differing = [key for key in due if due[key] != found.get(key)]

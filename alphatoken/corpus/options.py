@@ -172,7 +172,6 @@ class ValuationOptions:
         return ScorerConfig(
             estimator=self.estimator,
             layers=read_layers(self.layers, "--score_layers"),
-            parameters=getattr(self, "parameters", "linears"),  # not every command asks
             window=self.window,
             stability_weight=self.stability_weight,
             walk_steps=self.walk_steps,
@@ -361,6 +360,11 @@ class ScoreOptions(
     RunningOptions,
 ):
     """Everything that ``alphatoken score`` is told: the rows, and what is made of them."""
+
+    @property
+    def config(self) -> ScorerConfig:
+        """Configuration of the scorer; the parameters are asked for by this command alone."""
+        return replace(super().config, parameters=self.parameters)
 
     @property
     def folder(self) -> Path:

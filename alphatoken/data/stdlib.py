@@ -35,6 +35,7 @@ _LEFT_OUT = {
 _PROMPT = range(40, 1200)  # characters
 _RESPONSE = range(40, 1600)
 _PASSAGE = range(150, 2000)
+_FILES = ("train", "validation", "test", "retention", "pairs")
 
 
 def code_rows(count: int, seed: int = 0) -> list[Row]:
@@ -123,20 +124,7 @@ def write_files(
         ConfigError: a file of that name is there; it may hold rows of the caller's own.
     """
     folder = Path(folder)
-    rows = code_rows(train + 2 * held_out, seed)
-    asked = [{"prompt": row.prompt, "response": row.response} for row in rows]
-    pairs = code_pairs(len(rows), seed)[:train]
-    files: dict[str, list[dict[str, str]]] = {
-        "train": asked[:train],
-        "validation": asked[train : train + held_out],
-        "test": asked[train + held_out :],
-        "retention": [{"text": row.response} for row in text_rows(held_out, seed)],
-        "pairs": [
-            {name: getattr(pair, name)[0].text for name in ("prompt", "chosen", "rejected")}
-            for pair in pairs
-        ],
-    }
-    there = [path for name in files if (path := folder / f"{name}.jsonl").exists()]
+    there = [path for name in _FILES if (path := folder / f"{name}.jsonl").exists()]
     if there:
         raise ConfigError(
             "the rows of the standard library would replace a file",
@@ -144,7 +132,20 @@ def write_files(
             remedy="name another folder, or use the files that are there",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, records in files.items():
+    rows = code_rows(train + 2 * held_out, seed)
+    asked = [{"prompt": row.prompt, "response": row.response} for row in rows]
+    pairs = code_pairs(len(rows), seed)[:train]
+    contents: tuple[list[dict[str, str]], ...] = (
+        asked[:train],
+        asked[train : train + held_out],
+        asked[train + held_out :],
+        [{"text": row.response} for row in text_rows(held_out, seed)],
+        [
+            {name: getattr(pair, name)[0].text for name in ("prompt", "chosen", "rejected")}
+            for pair in pairs
+        ],
+    )
+    for name, records in zip(_FILES, contents, strict=True):
         write_jsonl(folder / f"{name}.jsonl", records)
 
 

@@ -146,9 +146,10 @@ class PolicyWeigher:
         # One batch that cannot be counted leaves the step uncounted, on every process.
         ranks, share = Ranks(trainer.accelerator), None
         if not ranks.any(len(known) < len(counts)):
-            kept = torch.stack([count.cpu() for count in known]).sum().to(trainer.args.device)
+            kept = torch.stack([count.cpu() for count in known]).sum()
             if trainer.args.average_tokens_across_devices and ranks.world > 1:
-                kept = trainer.accelerator.gather(kept.float().reshape(1)).sum().double()
+                own = kept.float().reshape(1).to(trainer.args.device)
+                kept = trainer.accelerator.gather(own).sum()
             share = float(kept) / max(float(num_items), 1.0) or None
         return [
             replace(plan, kept_share=share, columns=batch.columns)
