@@ -388,10 +388,10 @@ class Scorer:
         with lock:  # proofs and walks move the weights
             frame = self.valuer.prepare()
         self_only = self.config.estimator in SWITCHED
-        sharding = self.scored.sharding
+        scope, sharding = self.scored.scope, self.scored.sharding
         with (
             watch_head(self.adapter),
-            record(self.adapter, self.scope, attention=self_only, sharding=sharding) as recorder,
+            record(self.adapter, scope, attention=self_only, sharding=sharding) as recorder,
         ):
             observed = Observed(self.valuer, frame, recorder, self_only=self_only, lock=lock)
             self._observing = True

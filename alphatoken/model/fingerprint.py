@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 __all__ = ["foreign_hooks", "numbers_of", "settings_of", "trained_of"]
 
-_PASSING = frozenset(("training", "gradient_checkpointing", "_output_capturing_hooks_installed"))
-"""Attributes of a module that no value depends on: values are taken with dropout off."""
+_PASSING = frozenset(
+    (*vars(nn.Module()), "gradient_checkpointing", "_output_capturing_hooks_installed")
+)
+"""Attributes of a module that no value depends on, or that are read apart: weights, hooks, and
+the mode, since values are taken with dropout off."""
 _READING = "transformers.utils.output_capturing"
 """Where transformers' hooks are from that note hidden states and router logits for the outputs."""
 
@@ -37,23 +40,45 @@ def trained_of(model: nn.Module) -> tuple[object, ...]:
 
 
 def numbers_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """64 bits of each tensor: a change of one number always shows, others but for chance.
+    """64 bits of each large tensor and of small ones together, by which a change shows.
 
-    With the tensor's bytes as 64-bit words w_(j,i), i the lane, and odd random factors r_i, a block
-    of rows j is ``sum_i r_i sum_j w_(j,i) mod 2^64``. Two words of one lane and one block that
-    exchange places do not show. Tensors without storage (``meta``) count by their version.
+    The change of one number always shows, others but for chance. With the bytes as 64-bit words
+    w_(j,i), i the lane, and odd random factors r_i, a block of rows j is
+    ``sum_i r_i sum_j w_(j,i) mod 2^64``. Two words of one lane and one block that exchange places
+    do not show. Tensors without storage (``meta``) count by their version.
     """
     found: list[object] = []
-    by_device: dict[torch.device, list[Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         for part in _parts(tensor.detach()):
             if part.is_meta:
                 found.append((id(tensor), tensor._version))
             else:
-                by_device.setdefault(part.device, []).append(_digest(part))
-    # One transfer a device, since each of them waits for it.
-    found += [tuple(torch.stack(digests).tolist()) for digests in by_device.values()]
+                words = _words(part)
+                by_kind.setdefault((words.device, words.dtype), []).append(words)
+    for (device, _), alike in by_kind.items():
+        most = _JOINED_ON_CPU if device.type == "cpu" else _JOINED
+        # One transfer, since each of them waits for the device.
+        found.append(tuple(torch.stack([_digest(w) for w in _joined(alike, most)]).tolist()))
     return tuple(found)
+
+
+_JOINED, _JOINED_ON_CPU = 2**22, 2**15
+"""Words that are copied side by side, to start fewer kernels: a digest takes a dozen of them, and
+a model has hundreds of weights."""
+
+
+def _joined(words: Iterable[Tensor], most: int) -> Iterator[Tensor]:
+    """Neighbours as one tensor while they have at most so many words; a longer one as it is."""
+    some: list[Tensor] = []
+    total = 0
+    for one in words:
+        if some and total + len(one) > most:
+            yield torch.cat(some) if len(some) > 1 else some[0]
+            some, total = [], 0
+        some.append(one)
+        total += len(one)
+    yield torch.cat(some) if len(some) > 1 else some[0]
 
 
 def settings_of(model: nn.Module) -> tuple[object, ...]:
@@ -122,8 +147,8 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _digest(tensor: Tensor) -> Tensor:
-    words, factors = _words(tensor), _factors(tensor.device)
+def _digest(words: Tensor) -> Tensor:
+    factors = _factors(words.device)
     count = len(words) // _LANES
     blocks, rest = count // _ROWS, words[count * _LANES :]
     rows = words[: count * _LANES].view(count, _LANES)
@@ -133,7 +158,7 @@ def _digest(tensor: Tensor) -> Tensor:
         last = rows[blocks * _ROWS :].sum(0, keepdim=True)
         totals += [(part * factors).sum(1) for part in (summed, last)]
     total = torch.cat(totals)
-    return (total * _powers(tensor.device, len(total))).sum()
+    return (total * _powers(words.device, len(total))).sum()
 
 
 _LANES, _ROWS = 8191, 32

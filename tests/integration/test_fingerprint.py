@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alphatoken import PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.direction.drift import FisherDrift
@@ -56,6 +57,43 @@ def test_rows_that_change_places_show(size: tuple[int, ...]) -> None:
 def test_tensors_that_change_places_show() -> None:
     one, other = torch.zeros(3), torch.ones(3)
     assert numbers_of([one, other]) != numbers_of([other, one])
+
+
+def test_each_of_many_tensors_shows() -> None:
+    """They are read together as far as they are small, and of several types apart."""
+    drawn = torch.Generator().manual_seed(1)
+    sizes = (1, 2**15, 5, 2**15 - 6, 7, 2**16, 3, 64)
+    many = [torch.rand(n, generator=drawn, dtype=torch.float64) for n in sizes]
+    many += [torch.rand(n, generator=drawn) for n in (3, 4, 2**16)]
+    before = numbers_of(many)
+    for tensor in many:
+        for place in (0, len(tensor) - 1):
+            kept = tensor[place].clone()
+            tensor[place] = 2
+            assert numbers_of(many) != before
+            tensor[place] = kept
+    assert numbers_of(many) == before
+
+
+class Started(TorchDispatchMode):
+    """Operators that do more than to look at a tensor in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_small_tensors_start_few_kernels() -> None:
+    """A GPU waits for each: a digest of each weight would take longer than a training step."""
+    with Started() as mode:
+        numbers_of([torch.full((64,), float(i)) for i in range(400)])
+    assert mode.count - 400 <= 20  # the tensors themselves apart
 
 
 def test_a_tensor_made_of_others_is_read_as_they_are() -> None:

@@ -387,7 +387,7 @@ DRIFT = (
         "a weight that is written to through .data is taken for the one of before",
         (
             "model.fingerprint.numbers_of",
-            "by_device.setdefault(part.device, []).append(_digest(part))",
+            "by_kind.setdefault((words.device, words.dtype), []).append(words)",
             "found.append((id(tensor), tensor._version))",
         ),
         claim(test_direction.test_direction_is_never_stale, small(), "path"),
@@ -400,6 +400,12 @@ DRIFT = (
             "(rest * factors[: len(rest)]).sum(0, keepdim=True)",
             "rest.long().sum(0, keepdim=True)",
         ),
+        claim(test_direction.test_direction_is_never_stale, small(), "path"),
+    ),
+    mutant(
+        "change-seen-in-the-last-weight-alone",
+        "of the weights that are read together all but the last are lost",
+        ("model.fingerprint._joined", "some.append(one)", "some[:] = [one]"),
         claim(test_direction.test_direction_is_never_stale, small(), "path"),
     ),
     mutant(
