@@ -134,7 +134,10 @@ def beside_all(grid: str, task: str, method: str, kind: str = "target") -> dict[
 
 def test_longer_runs_say_what_was_measured() -> None:
     """Sentences of README, docs/should-i.md and docs/selection.md about hundreds of steps."""
-    first = [beside_all("smollm2", "noisy-words", "validation-first")["mean"]]
+    first = [
+        beside_all("smollm2", "noisy-words", "validation-first")["mean"],
+        beside_all("long", "words-16", "validation-first")["mean"],
+    ]
     walks = []
     for task in ("words-120", "words-400", "words-800"):
         walk, one = (beside_all("long", task, name) for name in ("walk", "validation-first"))
@@ -148,7 +151,15 @@ def test_longer_runs_say_what_was_measured() -> None:
     assert beside_all("long", "words-800", "validation-first")["high"] > 0
     words = runs_of("long", "words-120")
     assert words["walk"]["target"] < runs_of("long", "words-400")["standard"]["target"]
-    assert words["first-walk-renewed"]["against"]["target"]["standard"]["seeds"] == 1
+    for name in set(words) - {"standard"}:
+        assert words[name]["against"]["target"]["standard"]["seeds"] == 3
+    for name in ("walk-64-rows", "walk-256-rows", "full-step-all"):
+        assert abs(beside_all("long", "words-120", name)["mean"] - walks[0]) < 0.015
+    for task in ("responses-400", "mixed-400"):  # the right rows alone would gain
+        assert beside_all("long", task, "oracle")["high"] < 0
+        losses = {name: beside_all("long", task, name)["mean"] for name in ("walk", "rho-1")}
+        assert 0 < losses["walk"] < losses["rho-1"]
+    assert beside_all("long_lora", "clean-400", "walk")["low"] > 0.1
 
 
 def test_of_the_ways_to_take_walks_80_percent_gains_as_much_at_no_higher_retention_loss() -> None:
