@@ -134,7 +134,7 @@ def fit_fisher(
         FisherError: the checkpoint is unreadable or of another fit, or cannot be written.
         UnsupportedError: an embedding in scope divides its gradient by its tokens' counts.
 
-    Source: the paper's Monte-Carlo Fisher. Oracle: alphatoken.oracle.retention.exact_fisher.
+    Source: the paper's Monte-Carlo Fisher. Oracle: alphatoken.oracle.enumeration.exact_fisher.
     """
     settings = Settings(samples, structure, labels, max_new_tokens, parameters, seed, batch_size)
     with fitting(

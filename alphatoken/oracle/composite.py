@@ -16,14 +16,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.oracle.gradients import IGNORED, Forward
+from alphatoken.oracle.evaluate import batch_mask
+from alphatoken.oracle.gradients import Forward, gradient
 
 __all__ = [
     "Drift",
     "Pairs",
     "adam_scale",
     "corrected_fisher",
-    "counted_tokens",
     "damped_directions",
     "damped_solve",
     "fisher_drift",
@@ -90,25 +90,12 @@ def read_drift(path: str | os.PathLike[str]) -> Drift:
     return found
 
 
-def counted_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """(b, t) True at index i where token i is learned and a real position predicts it.
-
-    It has a label, it is not the first of its row, and position i - 1 is no padding.
-    """
-    labels, attention = batch["labels"], batch.get("attention_mask")
-    counted = torch.zeros_like(labels, dtype=torch.bool)
-    counted[:, 1:] = labels[:, 1:] != IGNORED
-    if isinstance(attention, Tensor) and attention.shape == labels.shape:
-        counted[:, 1:] &= attention[:, :-1] != 0
-    return counted
-
-
 def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """One forward: (losses (n,), places (n, 2)) of the counted tokens, row by row.
 
     ``l = -log pi(z_i | z_<i)`` from the logits at position i - 1, in float64.
     """
-    places = counted_tokens(batch).nonzero()
+    places = batch_mask(batch).nonzero()
     with torch.enable_grad():
         logits = forward({k: v for k, v in batch.items() if k != "labels"})
         rows, tokens = places.unbind(1)
@@ -117,16 +104,6 @@ def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tenso
         every = -torch.log_softmax(predicted.double(), dim=-1)
         labels = batch["labels"][rows, tokens].to(every.device)
         return every.gather(1, labels.unsqueeze(1)).squeeze(1), places
-
-
-def _gradient(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
-        if g is None
-        else g.double()
-        for (name, p), g in zip(parameters.items(), found, strict=True)
-    }
 
 
 def objective_gradient(
@@ -152,8 +129,8 @@ def objective_gradient(
     count = 0.0
 
     def add(loss: Tensor) -> None:
-        for name, g in _gradient(loss, parameters).items():
-            total[name] += g
+        for name, g in gradient(loss, parameters).items():
+            total[name] += g.double()
 
     for item in items:
         if isinstance(item, Mapping):

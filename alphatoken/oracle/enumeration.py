@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -19,15 +18,13 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError
 from alphatoken.oracle.evaluate import (
-    IGNORED,
     batch_mask,
     flatten,
-    gradient,
     sequence_log_probabilities,
     undisturbed,
     unflatten,
 )
-from alphatoken.oracle.gradients import Batch, Forward
+from alphatoken.oracle.gradients import IGNORED, Batch, Forward, gradient
 
 __all__ = [
     "MonteCarloFisher",
@@ -125,7 +122,6 @@ def expected_retention_loss(
     return loss
 
 
-@overload
 def exact_fisher(
     model: nn.Module,
     forward: Forward,
@@ -134,39 +130,12 @@ def exact_fisher(
     parameters: Mapping[str, Tensor],
     vocabulary: int,
     eos: int | None = None,
-    diagonal: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def exact_fisher(
-    model: nn.Module,
-    forward: Forward,
-    prompts: Sequence[Tensor],
-    response_length: int,
-    parameters: Mapping[str, Tensor],
-    vocabulary: int,
-    eos: int | None = None,
-    *,
-    diagonal: Literal[True],
-) -> dict[str, Tensor]: ...
-
-
-def exact_fisher(
-    model: nn.Module,
-    forward: Forward,
-    prompts: Sequence[Tensor],
-    response_length: int,
-    parameters: Mapping[str, Tensor],
-    vocabulary: int,
-    eos: int | None = None,
-    diagonal: bool = False,
-) -> Tensor | dict[str, Tensor]:
+) -> Float[Tensor, " flat flat"]:
     """Fisher information at the model's current parameters, by enumeration of all responses.
 
-    ``F = mean_x sum_y p(y|x) g g^T`` with ``g = grad log p(y|x)`` summed over the response; the
-    diagonal keeps ``g o g``. Exact. Source: the Monte-Carlo Fisher (eq. mc_fisher), whose limit
-    this is; with retention prompts, eq. app_F_ret_dagger. Checked by :func:`kl_hessian`.
+    ``F = mean_x sum_y p(y|x) g g^T`` with ``g = grad log p(y|x)`` summed over the response. Exact.
+    Source: the Monte-Carlo Fisher (eq. mc_fisher), whose limit this is; with retention prompts, eq.
+    app_F_ret_dagger. Checked by :func:`kl_hessian`.
 
     Args:
         model: the model behind ``forward``; left as it was.
@@ -176,26 +145,19 @@ def exact_fisher(
         parameters: the model's parameters in scope, by name.
         vocabulary: the number of token ids, i.e. the width of the logits.
         eos: a token that ends a response.
-        diagonal: return the diagonal only.
-
-    Returns:
-        The (n, n) matrix in the flat layout, or the diagonal by name in parameter shapes.
 
     Raises:
-        InputError: too many responses, empty prompts, or foreign parameters.
+        InputError: too many responses, or foreign parameters.
     """
-    _check_prompts(prompts)
     with undisturbed(model, parameters):
         size = sum(parameter.numel() for parameter in parameters.values())
-        kind = next(iter(parameters.values()))
-        fisher = kind.new_zeros((size,) if diagonal else (size, size))
+        fisher = next(iter(parameters.values())).new_zeros((size, size))
         for prompt in prompts:
             log_p = enumerated_log_probabilities(forward, prompt, response_length, vocabulary, eos)
             for one in log_p:
                 g = flatten(gradient(one, parameters))
-                square = g * g if diagonal else torch.outer(g, g)
-                fisher += one.detach().exp() * square / len(prompts)
-    return unflatten(fisher, parameters) if diagonal else fisher
+                fisher += one.detach().exp() * torch.outer(g, g) / len(prompts)
+    return fisher
 
 
 def exact_token_fisher(
@@ -244,11 +206,8 @@ def monte_carlo_fisher(
     :func:`exact_fisher`; error of order 1/sqrt(samples), reported as the standard error.
 
     Raises:
-        InputError: fewer than two samples, empty prompts, or foreign parameters.
+        InputError: foreign parameters.
     """
-    _check_prompts(prompts)
-    if samples < 2:
-        raise InputError("a standard error needs two samples", got=f"samples={samples}")
     generator = torch.Generator().manual_seed(seed)
     draws = []
     with undisturbed(model, parameters):
@@ -289,15 +248,3 @@ def _batches_by_length(prompt: Tensor, responses: Sequence[tuple[int, ...]]) -> 
         ids = torch.cat([head, tail], dim=1)
         labels = torch.cat([torch.full_like(head, IGNORED), tail], dim=1)
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def _check_prompts(prompts: Sequence[Tensor]) -> None:
-    if not prompts:
-        raise InputError("no prompts are given")
-    for index, prompt in enumerate(prompts):
-        if prompt.ndim != 1 or prompt.numel() == 0:
-            raise InputError(
-                "a prompt is not a non-empty vector of token ids",
-                got=f"prompt {index} of shape {tuple(prompt.shape)}",
-                why="the first response token needs a position that predicts it",
-            )

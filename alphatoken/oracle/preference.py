@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError, InputError
-from alphatoken.oracle.evaluate import IGNORED, check_finite, gradient, undisturbed
-from alphatoken.oracle.gradients import Batch, Forward, known_labels
+from alphatoken.errors import ConfigError
+from alphatoken.oracle.evaluate import batch_mask, check_finite, undisturbed
+from alphatoken.oracle.gradients import IGNORED, Batch, Forward, gradient, known_labels
 
 __all__ = [
     "PreferencePairs",
@@ -48,25 +48,6 @@ class PreferencePairs:
     rejected: Batch
     reference_chosen: Tensor
     reference_rejected: Tensor
-
-    def __post_init__(self) -> None:
-        """Every part must speak of the same pairs, and every branch must have a response."""
-        counts = [
-            len(self.chosen["labels"]),
-            len(self.rejected["labels"]),
-            len(self.reference_chosen),
-            len(self.reference_rejected),
-        ]
-        if len(set(counts)) != 1:
-            raise InputError("the parts of the preference pairs differ in number", got=str(counts))
-        for name, batch in (("chosen", self.chosen), ("rejected", self.rejected)):
-            empty = (known_labels(batch)[:, 1:] == IGNORED).all(dim=1)
-            if bool(empty.any()):
-                raise InputError(
-                    "a preference pair has an empty response",
-                    got=f"{name} rows {empty.nonzero().flatten().tolist()}",
-                    why="its preference would be decided by one branch alone",
-                )
 
 
 def branch_log_probabilities(logits: Tensor, labels: Tensor) -> Float[Tensor, " pairs"]:
@@ -234,10 +215,7 @@ def preference_objective(
     mean = dpo_loss(*_both(forward, pairs), pairs, beta)
     if normalisation == "pairs":
         return mean
-    tokens = sum(
-        int((known_labels(batch)[:, 1:] != IGNORED).sum())
-        for batch in (pairs.chosen, pairs.rejected)
-    )
+    tokens = sum(int(batch_mask(batch).sum()) for batch in (pairs.chosen, pairs.rejected))
     return mean * count / tokens
 
 

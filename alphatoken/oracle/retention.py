@@ -20,35 +20,22 @@ from scipy.integrate import quad_vec
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError, NumericalError
-from alphatoken.oracle.enumeration import (
-    MonteCarloFisher,
-    enumerated_log_probabilities,
-    exact_fisher,
-    exact_token_fisher,
-    expected_retention_loss,
-    monte_carlo_fisher,
-)
+from alphatoken.oracle.enumeration import enumerated_log_probabilities, expected_retention_loss
 from alphatoken.oracle.evaluate import (
     batch_losses,
     batch_mask,
     check_finite,
     displaced,
     flatten,
-    gradient,
     undisturbed,
     unflatten,
 )
-from alphatoken.oracle.gradients import Batch, Forward
+from alphatoken.oracle.gradients import Batch, Forward, gradient
 
 __all__ = [
-    "MonteCarloFisher",
     "ProxyBound",
-    "exact_fisher",
-    "exact_token_fisher",
-    "expected_retention_loss",
     "hessian",
     "kl_hessian",
-    "monte_carlo_fisher",
     "proxy_bound",
     "retention_gradient",
     "retention_loss",
@@ -56,8 +43,6 @@ __all__ = [
     "third_derivative_along",
     "third_derivative_norm",
 ]
-
-LARGEST_HESSIAN = 5_000
 
 
 def retention_loss(
@@ -112,17 +97,7 @@ def hessian(
 
     Two nested autograd passes, all rows in one batch; exact, nothing is symmetrised. The parameters
     must require gradients and be those ``loss`` is computed from.
-
-    Raises:
-        InputError: more than 5,000 parameters, for which a dense matrix is no oracle any more.
     """
-    size = sum(parameter.numel() for parameter in parameters.values())
-    if size > LARGEST_HESSIAN:
-        raise InputError(
-            "too many parameters for a dense Hessian",
-            got=f"{size} parameters, at most {LARGEST_HESSIAN}",
-            remedy="choose fewer parameters or a smaller model",
-        )
     first = flatten(gradient(loss(), parameters, keep_graph=True))
     return _jacobian(first, parameters)
 
@@ -342,13 +317,13 @@ def proxy_bound(
         points: at how many points of the segment.
 
     Raises:
-        InputError: F_ref and F_dagger disagree in names, or are not among ``parameters``.
+        InputError: foreign parameters.
         ConfigError: unknown ``third``, or fewer than two points.
     """
     if third not in ("directional", "unfolding") or points < 2:
         raise ConfigError("no such third-derivative term", got=f"third={third!r}, points={points}")
-    ordered = _scored_first(parameters, fisher, retention_fisher)
-    scored = {name: ordered[name] for name in fisher}
+    scored = {name: parameters[name] for name in fisher}
+    ordered = {**scored, **{n: p for n, p in parameters.items() if n not in fisher}}
     live = {name: parameter.detach() for name, parameter in ordered.items()}
     start, end = {**live, **reference}, {**live, **current}
     step = flatten({name: end[name] - start[name] for name in ordered})
@@ -400,19 +375,6 @@ def _third_along_segment(
                 here = float(third_derivative_norm(loss, parameters))
         largest = max(largest, here)
     return largest
-
-
-def _scored_first(
-    parameters: Mapping[str, Tensor], fisher: Mapping[str, Tensor], other: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    if not fisher or set(fisher) != set(other) or not set(fisher) <= set(parameters):
-        raise InputError(
-            "the two Fishers and the parameters do not match",
-            got=f"F_ref {sorted(fisher)}, F_dagger {sorted(other)}, moving {sorted(parameters)}",
-            remedy="key both by the names of S, and list every moving parameter",
-        )
-    rest = {name: value for name, value in parameters.items() if name not in fisher}
-    return {**{name: parameters[name] for name in fisher}, **rest}
 
 
 def _jacobian(vector: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:

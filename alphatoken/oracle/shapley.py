@@ -7,13 +7,9 @@ from itertools import combinations
 from math import factorial
 from typing import TypeVar
 
-from alphatoken.errors import InputError
-
-__all__ = ["MOST_PLAYERS", "exact_shapley"]
+__all__ = ["exact_shapley"]
 
 Player = TypeVar("Player", bound=Hashable)
-
-MOST_PLAYERS = 8
 
 
 def exact_shapley(
@@ -26,17 +22,8 @@ def exact_shapley(
     ``U(all) - U(none)``. Source: App. A of the paper; with the utility of one SGD step
     (:func:`alphatoken.oracle.utility.one_step_utility`) they tend to the first-order values of
     eq. shapley_closed_form_step as the step size goes to 0.
-
-    Raises:
-        InputError: more than eight players, or a player named twice.
     """
     count = len(players)
-    if count > MOST_PLAYERS or len(set(players)) != count:
-        raise InputError(
-            "exact Shapley values need at most eight distinct players",
-            got=f"{count} players, {len(set(players))} distinct",
-            why="the work doubles with every player",
-        )
     worth = {
         coalition: utility(coalition)
         for size in range(count + 1)

@@ -27,11 +27,9 @@ from alphatoken.oracle.evaluate import (
     batch_mask,
     check_finite,
     displaced,
-    gradient,
     undisturbed,
 )
-from alphatoken.oracle.gradients import Batch, Forward
-from alphatoken.oracle.shapley import exact_shapley
+from alphatoken.oracle.gradients import Batch, Forward, gradient
 
 __all__ = [
     "AdamState",
@@ -40,7 +38,6 @@ __all__ = [
     "adam_preconditioner",
     "adam_step",
     "adam_step_derivative",
-    "exact_shapley",
     "leave_one_out_utility",
     "one_step_utility",
     "sgd_step",
@@ -125,9 +122,6 @@ def adam_step_derivative(
     by name (the step moves by -lr times it). ``<grad J, du/dw>`` times lr is the token's
     first-order utility under Adam. ``values`` are needed for coupled weight decay only. Checks
     :func:`adam_preconditioner`.
-
-    Raises:
-        InputError: coupled weight decay without ``values``.
     """
     found = {}
     for name, g in gradients.items():
@@ -156,17 +150,10 @@ def adam_preconditioner(
     step, exact for a step whose denominator does not move; the error falls with the step count.
 
     Raises:
-        ConfigError: unknown kind, or ``frozen`` before the first step, where no v^ exists.
-        InputError: coupled weight decay without ``values``.
+        ConfigError: unknown kind.
     """
     if kind not in ("full", "frozen"):
         raise ConfigError("unknown preconditioner", got=repr(kind), remedy="use full or frozen")
-    if kind == "frozen" and state.step == 0:
-        raise ConfigError(
-            "a frozen preconditioner needs a state",
-            got="step 0",
-            why="the first step of Adam is the gradient's sign, whatever the second moment",
-        )
     return {
         name: _precondition(
             _decayed(g, state, None if values is None else values[name]),
@@ -215,12 +202,10 @@ def leave_one_out_utility(
 
     Raises:
         ConfigError: unknown optimizer or normalisation, or Adam without its state.
-        InputError: no response token, or foreign parameters.
+        InputError: foreign parameters.
         NumericalError: J is NaN or infinite.
     """
     keep = batch_mask(train_batch)
-    if not keep.any():
-        raise InputError("the batch has no response token", got="all labels are -100")
     step = _resolve(optimizer, lr, state)
     with undisturbed(model, parameters):
 
@@ -254,8 +239,8 @@ def one_step_utility(
     """The game of one training step: ``Delta(S) = J(theta) - J(step on the labels in S)``.
 
     Players are the labels (row, index). Exact; eq. local_utility_def. Feed it to
-    :func:`exact_shapley`. Arguments and errors as :func:`leave_one_out_utility`; a player that is
-    no label raises InputError.
+    :func:`alphatoken.oracle.shapley.exact_shapley`. Arguments and errors as
+    :func:`leave_one_out_utility`; a player that is no label raises InputError.
     """
     step = _resolve(optimizer, lr, state)
     labels = batch_mask(train_batch)
@@ -342,11 +327,7 @@ def _precondition(g: Tensor, m: Tensor, v: Tensor, state: AdamState, *, frozen: 
 def _decayed(g: Tensor, state: AdamState, value: Tensor | None) -> Tensor:
     if state.decoupled or state.weight_decay == 0.0:
         return g
-    if value is None:
-        raise InputError(
-            "coupled weight decay needs the parameters' values",
-            remedy="pass values=, or use decoupled decay",
-        )
+    assert value is not None
     return g + state.weight_decay * value
 
 

@@ -217,7 +217,7 @@ def test_every_equation_has_its_proof_or_is_said_to_have_none() -> None:
 
 
 PARTS_OF_ORACLES = """
-adam_scale counted_tokens damped_directions fisher_drift losses_of objective_gradient read_drift
+adam_scale damped_directions fisher_drift losses_of objective_gradient read_drift
 enumerate_responses enumerated_log_probabilities
 batch_losses batch_mask check_finite displaced flatten gradient sequence_log_probabilities
 undisturbed unflatten

@@ -273,21 +273,8 @@ def test_refusals():
         leave_one_out_utility(*call, "lion", parameters=parameters)
     with pytest.raises(ConfigError, match="median"):
         leave_one_out_utility(*call, "sgd", 0.1, "median", parameters=parameters)
-    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    with pytest.raises(InputError, match="no response token"):
-        leave_one_out_utility(model, forward, empty, objective, parameters=parameters)
     with pytest.raises(InputError, match="not a response token"):
         one_step_utility(*call, parameters=parameters)(frozenset({(0, 0)}))
-    with pytest.raises(InputError, match="9 players"):
-        exact_shapley(lambda s: 0.0, range(9))
-    with pytest.raises(InputError, match="1 distinct"):
-        exact_shapley(lambda s: 0.0, [1, 1])
     zeros = {"w": torch.zeros(1)}
-    with pytest.raises(ConfigError, match="step 0"):
-        adam_preconditioner(zeros, AdamState(0, zeros, zeros), "frozen")
     with pytest.raises(ConfigError, match="half"):
         adam_preconditioner(zeros, AdamState(1, zeros, zeros), "half")
-    with pytest.raises(InputError, match="coupled weight decay"):
-        adam_step_derivative(
-            zeros, zeros, AdamState(1, zeros, zeros, weight_decay=0.1, decoupled=False)
-        )
