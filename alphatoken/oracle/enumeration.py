@@ -36,8 +36,6 @@ __all__ = [
     "monte_carlo_fisher",
 ]
 
-MOST_RESPONSES = 100_000
-
 
 @dataclass(frozen=True)
 class MonteCarloFisher:
@@ -52,18 +50,7 @@ class MonteCarloFisher:
 
 
 def enumerate_responses(length: int, vocabulary: int, eos: int | None) -> list[tuple[int, ...]]:
-    """Every response: ``length`` tokens, or fewer if it ends in ``eos`` (which it then contains).
-
-    Raises:
-        InputError: ``length`` or ``vocabulary`` is not positive, or the list would be too long.
-    """
-    if length < 1 or vocabulary < 1 or vocabulary**length > MOST_RESPONSES:
-        raise InputError(
-            "responses cannot be enumerated",
-            got=f"length {length}, vocabulary {vocabulary}",
-            why=f"at most {MOST_RESPONSES} sequences are listed",
-            remedy="use a smaller vocabulary or shorter responses, or monte_carlo_fisher",
-        )
+    """Every response: ``length`` tokens, or fewer if it ends in ``eos``, which it then contains."""
     finished: list[tuple[int, ...]] = []
     unfinished: list[tuple[int, ...]] = [()]
     for _ in range(length):
@@ -147,7 +134,7 @@ def exact_fisher(
         eos: a token that ends a response.
 
     Raises:
-        InputError: too many responses, or foreign parameters.
+        InputError: as :func:`enumerated_log_probabilities`, or foreign parameters.
     """
     with undisturbed(model, parameters):
         size = sum(parameter.numel() for parameter in parameters.values())

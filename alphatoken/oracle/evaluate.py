@@ -16,13 +16,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from alphatoken.errors import InputError, NumericalError
+from alphatoken.errors import InputError
 from alphatoken.oracle.gradients import IGNORED, Batch, Forward, known_labels, token_losses
 
 __all__ = [
     "batch_losses",
     "batch_mask",
-    "check_finite",
     "displaced",
     "flatten",
     "sequence_log_probabilities",
@@ -105,16 +104,6 @@ def unflatten(flat: Float[Tensor, " flat"], like: Mapping[str, Tensor]) -> dict[
         name: part.reshape(tensor.shape)
         for (name, tensor), part in zip(like.items(), parts, strict=True)
     }
-
-
-def check_finite(value: Tensor, what: str) -> None:
-    """Raise :class:`NumericalError` naming ``what`` if any entry is NaN or infinite."""
-    if not bool(torch.isfinite(value).all()):
-        raise NumericalError(
-            f"{what} is not finite",
-            why="every number derived from it would be NaN",
-            remedy="check the model's weights and the batch",
-        )
 
 
 def _check_belongs(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,6 @@ The decoder is small enough for dense Hessians and for listing every response.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from torch import Tensor
 
-from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
+from alphatoken.errors import InputError
 from alphatoken.oracle import retention, transfer
 from alphatoken.oracle.enumeration import (
     enumerate_responses,
@@ -89,7 +88,6 @@ def test_retention_gradient_is_the_mean_of_single_sequences(seed, pad_left, rows
     ]
     texts.append(([1, 2], []))  # a row without response tokens does not count
     found = retention_gradient(model, forward, labelled(texts, pad_left), parameters)
-    per_token = retention_gradient(model, forward, labelled(texts, pad_left), parameters, "token")
     split = [labelled([text], pad_left) for text in texts]
     from_list = retention_gradient(model, forward, split, parameters)
 
@@ -106,8 +104,6 @@ def test_retention_gradient_is_the_mean_of_single_sequences(seed, pad_left, rows
             wanted, scale = wanted + g, scale + g.abs().max()
     close(flatten(found), wanted / rows, 1e-12, scale / rows)
     close(flatten(from_list), wanted / rows, 1e-12, scale / rows)
-    tokens = sum(len(response) for _, response in texts)
-    close(flatten(per_token), wanted / tokens, 1e-12, scale / tokens)
 
 
 @budget(0.3)
@@ -376,16 +372,6 @@ def test_no_term_of_the_bound_can_be_smaller(name: str) -> None:
         assert not bound.holds_without_cross
 
 
-def test_the_unfolding_is_above_the_directional_third_derivative():
-    model, loss, moving, _, arguments = bound_setting(4, False, False, 0.1)
-    directional, above = (
-        retention.proxy_bound(model, loss, moving, **arguments, points=2, third=third)
-        for third in ("directional", "unfolding")
-    )
-    assert directional.third_derivative <= above.third_derivative
-    assert above.holds
-
-
 def test_paper_bound_fails_when_weights_outside_the_proxy_move():
     """Own data (r_0 = 0, D_cal = 0), F_ref = F_dagger, only embedding and head move: pinned."""
     model, loss, moving, drift, arguments = bound_setting(12, True, True, 1e-3)
@@ -512,43 +498,23 @@ def test_a_metric_that_does_not_separate_prompts_is_refused():
 
 def _call(name: str):
     model, forward, parameters = tiny(0)
-    prompt = [torch.tensor([0, 1])]
-    batch = labelled([([0], [1])], pad_left=False)
     empty = labelled([([0, 1], [])], pad_left=False)
     if name == "no response":
         retention_gradient(model, forward, empty, parameters)
     elif name == "token fisher without response":
         exact_token_fisher(model, forward, empty, parameters)
-    elif name == "normalisation":
-        retention_gradient(model, forward, batch, parameters, "mean")
-    elif name == "nan":
-        with torch.no_grad():
-            model.head.weight[0, 0] = math.nan
-        retention_gradient(model, forward, batch, parameters)
-    elif name == "vocabulary too small":
-        exact_fisher(model, forward, prompt, 1, parameters, 2)
-    elif name == "too many":
-        exact_fisher(model, forward, prompt, 40, parameters, 3)
     else:
-        ones = {"head.weight": torch.ones(3, 2)}
-        retention.proxy_bound(
-            model, lambda: retention_loss(forward, batch), parameters,
-            reference={}, current={}, fisher=ones, retention_fisher=ones, third="exact",
-        )  # fmt: skip
+        exact_fisher(model, forward, [torch.tensor([0, 1])], 1, parameters, 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "words"),
+    ("name", "words"),
     [
-        ("no response", InputError, "no response token"),
-        ("token fisher without response", InputError, "no response token"),
-        ("normalisation", ConfigError, "mean"),
-        ("nan", NumericalError, "retention loss"),
-        ("vocabulary too small", InputError, "vocabulary 2"),
-        ("too many", InputError, "length 40"),
-        ("third", ConfigError, "exact"),
+        ("no response", "no response token"),
+        ("token fisher without response", "no response token"),
+        ("vocabulary too small", "vocabulary 2"),
     ],
 )
-def test_refusals(name: str, error: type[AlphaTokenError], words: str):
-    with pytest.raises(error, match=words):
+def test_refusals(name: str, words: str):
+    with pytest.raises(InputError, match=words):
         _call(name)
