@@ -380,9 +380,3 @@ def _check_factors(left: Tensor, right: Tensor, weight: Tensor, name: str) -> No
                 remedy="pass (S_F, A_F) of shapes (d_out, d_out), (d_in, d_in); (A_F, S_F) of a "
                 "weight stored as (d_in, d_out)",
             )
-        if factor.numel() and float(factor.diagonal().min()) < 0:
-            raise FisherError(
-                f"the {side} Kronecker factor of '{name}' has a negative diagonal entry",
-                got=f"{float(factor.diagonal().min()):.3g}",
-                why="it is a mean of outer products of vectors with themselves",
-            )

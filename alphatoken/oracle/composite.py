@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -68,18 +68,9 @@ class Drift(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _ReadDrift:
-    """A drift as its file has it."""
-
-    fisher: dict[str, Tensor] = field(default_factory=dict)
-    reference: dict[str, Tensor] = field(default_factory=dict)
-    factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-
 def read_drift(path: str | os.PathLike[str]) -> Drift:
     """Fisher and reference from a file that ``FisherDrift.save`` wrote, by safetensors alone."""
-    found = _ReadDrift()
+    found = SimpleNamespace(fisher={}, reference={}, factors={})
     with safe_open(os.fspath(path), framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - the handle is no mapping
             kind, _, name = key.partition("/")

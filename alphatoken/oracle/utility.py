@@ -14,8 +14,11 @@ First order in the step size eta, for SGD, with the label value a_k = <grad l_k,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb, fsum
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -37,6 +40,7 @@ __all__ = [
     "adam_preconditioner",
     "adam_step",
     "adam_step_derivative",
+    "exact_shapley",
     "leave_one_out_utility",
     "one_step_utility",
     "sgd_step",
@@ -44,6 +48,8 @@ __all__ = [
 
 Step = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
 """An optimizer step: (parameter values, gradients) -> new values. It must not keep state."""
+
+Player = TypeVar("Player", bound=Hashable)
 
 Objective = Callable[[], Tensor]
 """The validation objective at the model's current parameters, a scalar."""
@@ -237,8 +243,8 @@ def one_step_utility(
     """The game of one training step: ``Delta(S) = J(theta) - J(step on the labels in S)``.
 
     Players are the labels (row, index). Exact; eq. local_utility_def. Feed it to
-    :func:`alphatoken.oracle.shapley.exact_shapley`. Arguments and errors as
-    :func:`leave_one_out_utility`; a player that is no label raises InputError.
+    :func:`exact_shapley`. Arguments and errors as :func:`leave_one_out_utility`; a player that is
+    no label raises InputError.
     """
     step = _resolve(optimizer, lr, state)
     labels = batch_mask(train_batch)
@@ -258,6 +264,33 @@ def one_step_utility(
         return float(before - after)
 
     return utility
+
+
+def exact_shapley(
+    utility: Callable[[frozenset[Player]], float], players: Sequence[Player]
+) -> dict[Player, float]:
+    """Shapley value of each player of the game ``utility``, exact.
+
+    ``phi_u = sum over S without u of |S|! (n - |S| - 1)! / n! (U(S + u) - U(S))``, the factor
+    being 1 / (n C(n - 1, |S|)). ``utility`` is evaluated once on each of the 2^n coalitions. The
+    values add to ``U(all) - U(none)``. Source: App. A of the paper; with the utility of one SGD
+    step (:func:`one_step_utility`) they tend to the first-order values of
+    eq. shapley_closed_form_step as the step size goes to 0.
+    """
+    count = len(players)
+    worth = {
+        coalition: utility(coalition)
+        for size in range(count + 1)
+        for coalition in map(frozenset, combinations(players, size))
+    }
+    return {
+        player: fsum(
+            (worth[others | {player}] - worth[others]) / (count * comb(count - 1, len(others)))
+            for others in worth
+            if player not in others
+        )
+        for player in players
+    }
 
 
 def _objective_after_step(

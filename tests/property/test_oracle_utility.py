@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.oracle.shapley import exact_shapley
 from alphatoken.oracle.utility import (
     AdamState,
     adam_preconditioner,
     adam_step,
     adam_step_derivative,
+    exact_shapley,
     leave_one_out_utility,
     one_step_utility,
 )
