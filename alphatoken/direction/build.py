@@ -13,8 +13,7 @@ from torch import Tensor
 
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import Direction, precondition
-from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.drift_parts import ShardedDrift
+from alphatoken.direction.drift import FisherDrift, ShardedDrift
 from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import (
     GradientReducer,

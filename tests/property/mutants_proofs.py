@@ -474,7 +474,7 @@ DRIFT = (
         "part-of-the-fisher-forgotten",
         "where weights are sharded, V = W - W_ref",
         (
-            "direction.drift_parts.ShardedDrift.direction",
+            "direction.drift.ShardedDrift.direction",
             "diagonal_drift(self._fisher[name], self._part(name), self._reference[name])",
             "diagonal_drift(1 + 0 * self._fisher[name], self._part(name), self._reference[name])",
         ),
@@ -484,7 +484,7 @@ DRIFT = (
         "kronecker-v-of-the-reference",
         "where weights are sharded, the Kronecker V is that of weights twice as far away",
         (
-            "direction.drift_parts.ShardedDrift.direction",
+            "direction.drift.ShardedDrift.direction",
             "self._drift.direction({name: whole})[name]",
             "self._drift.direction({name: 2 * whole - self._drift.reference[name]})[name]",
         ),
