@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
@@ -265,38 +264,24 @@ class FisherDrift:
         """Read what :meth:`save` wrote, onto the CPU, into memory of its own.
 
         Raises:
-            FisherError: no such file, truncated, altered, another kind or version of file, or
-                entries missing; the message names the file.
+            FisherError: no such file, truncated, altered, or another kind or version of file; the
+                message names the file.
         """
         tensors, described = read_tensors(path, error=FisherError)
-        with _consistent(path, described):
-            names, metadata = json.loads(described["names"]), json.loads(described["metadata"])
-            reference = {name: tensors[f"reference/{name}"] for name in names}
-            if described["structure"] == "diagonal":
-                return cls({n: tensors[f"fisher/{n}"] for n in names}, reference, metadata)
-            factors = {n: (tensors[f"left/{n}"], tensors[f"right/{n}"]) for n in names}
-            return cls({}, reference, metadata, factors)
-
-
-@contextmanager
-def _consistent(path: str | os.PathLike[str], description: Mapping[str, str]) -> Iterator[None]:
-    """Refuse another kind of file, and turn what a file lacks into an error that names it."""
-    kind, form = description.get("kind"), description.get("format_version")
-    if (kind, form) != (_KIND, _FORMAT):
-        raise FisherError(
-            f"the file '{os.fspath(path)}' is no Fisher that this version can read",
-            got=f"kind {kind!r}, format version {form!r}; expected {_KIND!r}, {_FORMAT!r}",
-            remedy="save it with FisherDrift.save of this version of the library",
-        )
-    try:
-        yield
-    except (KeyError, ValueError, TypeError) as problem:
-        raise FisherError(
-            f"the Fisher in '{os.fspath(path)}' is incomplete or inconsistent",
-            got=str(problem),
-            why="retention would be computed from something else than what was fitted",
-            remedy="fit and save it again",
-        ) from problem
+        kind, form = described.get("kind"), described.get("format_version")
+        if (kind, form) != (_KIND, _FORMAT):
+            raise FisherError(
+                f"the file '{os.fspath(path)}' is no Fisher that this version can read",
+                got=f"kind {kind!r}, format version {form!r}; expected {_KIND!r}, {_FORMAT!r}",
+                remedy="save it with FisherDrift.save of this version of the library",
+            )
+        # All else is there: the file was read as whole and unaltered.
+        names, metadata = json.loads(described["names"]), json.loads(described["metadata"])
+        reference = {name: tensors[f"reference/{name}"] for name in names}
+        if described["structure"] == "diagonal":
+            return cls({n: tensors[f"fisher/{n}"] for n in names}, reference, metadata)
+        factors = {n: (tensors[f"left/{n}"], tensors[f"right/{n}"]) for n in names}
+        return cls({}, reference, metadata, factors)
 
 
 class ShardedDrift:

@@ -263,6 +263,7 @@ def _norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
 
 
+@torch.no_grad()
 def left_out_bound(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k t"]:
     """``|| d o_k / d x_t - value path ||_op`` for t < k is at most this; 0 elsewhere.
 
@@ -275,11 +276,7 @@ def left_out_bound(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k t
     Oracle: :func:`net_jacobian` less :func:`value_path`. It bounds a layer's Jacobian, not the
     error of the values.
     """
-    with torch.no_grad():
-        return _bound(net, x.detach(), net.slopes(x))
-
-
-def _bound(net: DeltaNet, x: Tensor, slopes: Tensor) -> Tensor:
+    slopes = net.slopes(x)
     call, length, d = net.call(x), x.shape[0], net.w_q.shape[0]
     (query, key), value = (q[0, 0] for q in _directions(call)), call.value[0, 0]
     beta, decay = call.beta[0, 0], call.decay[0, 0].exp()
