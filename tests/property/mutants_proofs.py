@@ -304,7 +304,7 @@ PROOFS = (
     _proof(
         "next-token-in-a-mask-unread",
         "a mask of pairs that lets a token see the next one is taken for causal",
-        ("_looks_ahead", "triu(1)", "triu(2)"),
+        ("argument_kinds", "triu(1)", "triu(2)"),
         claim(
             test_proof_limits.test_what_arguments_say_of_who_sees_whom, "one pair ahead", examples=1
         ),
