@@ -310,7 +310,6 @@ BAD_DRIFTS: dict[str, tuple[Callable[[], Any], str]] = {
     "integers": (lambda: FisherDrift({"m": ONE.int()}, {"m": ONE}), "floating-point"),
     "shape of S": (lambda: pairs_of(S=torch.eye(2), A=torch.eye(2)), "left .* of 'm'"),
     "shape of A": (lambda: pairs_of(S=torch.eye(3), A=torch.eye(3)), "right .* of 'm'"),
-    "negative A": (lambda: pairs_of(S=torch.eye(3), A=-torch.eye(2)), "right .* negative"),
     "metadata": (lambda: FisherDrift({"m": ONE}, {"m": ONE}, {"x": ONE}), "JSON"),
 }
 
