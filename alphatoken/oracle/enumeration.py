@@ -10,7 +10,6 @@ Matrices follow the flat layout of :mod:`alphatoken.oracle.evaluate`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -22,12 +21,10 @@ from alphatoken.oracle.evaluate import (
     flatten,
     sequence_log_probabilities,
     undisturbed,
-    unflatten,
 )
 from alphatoken.oracle.gradients import IGNORED, Batch, Forward, gradient
 
 __all__ = [
-    "MonteCarloFisher",
     "enumerate_responses",
     "enumerated_log_probabilities",
     "exact_fisher",
@@ -35,18 +32,6 @@ __all__ = [
     "expected_retention_loss",
     "monte_carlo_fisher",
 ]
-
-
-@dataclass(frozen=True)
-class MonteCarloFisher:
-    """Diagonal Fisher estimated from samples, with what a z-test needs.
-
-    ``mean`` and ``standard_error`` (of the mean) are by parameter name, in the parameter's shape.
-    """
-
-    mean: Mapping[str, Tensor]
-    standard_error: Mapping[str, Tensor]
-    samples: int
 
 
 def enumerate_responses(length: int, vocabulary: int, eos: int | None) -> list[tuple[int, ...]]:
@@ -185,12 +170,12 @@ def monte_carlo_fisher(
     samples: int,
     seed: int,
     eos: int | None = None,
-) -> MonteCarloFisher:
+) -> tuple[Float[Tensor, " flat"], Float[Tensor, " flat"]]:
     """Diagonal Fisher from sampled responses: the slow reference of eq. mc_fisher.
 
     Each sample draws a prompt uniformly, a response from the model at temperature 1 token by
     token, and squares the gradient of that one response's summed log-probability. Unbiased for
-    :func:`exact_fisher`; error of order 1/sqrt(samples), reported as the standard error.
+    :func:`exact_fisher`; error of order 1/sqrt(samples). Returns the mean and its standard error.
 
     Raises:
         InputError: foreign parameters.
@@ -205,11 +190,7 @@ def monte_carlo_fisher(
             log_p = sequence_log_probabilities(forward, batch)
             draws.append(flatten(gradient(log_p.sum(), parameters)) ** 2)
     squares = torch.stack(draws)
-    return MonteCarloFisher(
-        mean=unflatten(squares.mean(dim=0), parameters),
-        standard_error=unflatten(squares.std(dim=0) / samples**0.5, parameters),
-        samples=samples,
-    )
+    return squares.mean(dim=0), squares.std(dim=0) / samples**0.5
 
 
 def _sample(
