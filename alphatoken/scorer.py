@@ -24,7 +24,7 @@ from alphatoken.direction.objective import GradientReducer
 from alphatoken.direction.scored import ScoredParameters, choose_parameters
 from alphatoken.direction.walk import WalkBuilder
 from alphatoken.errors import AlphaTokenWarning, ConfigError, ModelError, UnsupportedError
-from alphatoken.estimate.estimators import SWITCHED, WALK
+from alphatoken.estimate.estimators import SPLIT, WALK
 from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
 from alphatoken.model.batch import PreferenceBatch, as_batches
 from alphatoken.model.capture import record
@@ -387,7 +387,7 @@ class Scorer:
         lock = self._lock()
         with lock:  # proofs and walks move the weights
             frame = self.valuer.prepare()
-        self_only = self.config.estimator in SWITCHED
+        self_only = self.config.estimator in SPLIT
         scope, sharding = self.scored.scope, self.scored.sharding
         with (
             watch_head(self.adapter),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from alphatoken.certificate.entries import Entry, loosened
 from alphatoken.certificate.tolerances import Narrowest, tolerance_of
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
-from alphatoken.oracle import composite, readouts, scope
+from alphatoken.oracle import composite, evaluate, readouts, scope
 from alphatoken.support.progress import Tracker
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Oracle:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         self.names = {n: names[id(p)] for n, p in self.scope.parameters.items()}
-        self.mask = composite.counted_tokens(self.batch)
+        self.mask = evaluate.batch_mask(self.batch)
         self.inside = Narrowest()
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:

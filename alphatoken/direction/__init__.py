@@ -4,10 +4,9 @@
   over validation rows or preference pairs.
 * ``V``, the gradient of what is not to get worse. Over rows it is an objective like ``G``.
   Without rows it is the drift from the reference weights, weighted by a Fisher:
-  :mod:`~alphatoken.direction.drift`, and :mod:`~alphatoken.direction.drift_parts` where weights
-  are sharded. :mod:`~alphatoken.direction.fisher` fits that Fisher on responses that
-  :mod:`~alphatoken.direction.sampling` draws from the model, from second moments of their
-  gradients (:mod:`~alphatoken.direction.moments`).
+  :mod:`~alphatoken.direction.drift`. :mod:`~alphatoken.direction.fisher` fits that Fisher on
+  responses that :mod:`~alphatoken.direction.sampling` draws from the model, from second moments of
+  their gradients (:mod:`~alphatoken.direction.moments`).
 * ``P``, what an optimizer's step does to a gradient: :mod:`~alphatoken.direction.preconditioner`
   states it, :mod:`~alphatoken.direction.updates` reads it from the state of each known
   optimizer, and :mod:`~alphatoken.direction.optimizers` finds that optimizer and its state.

@@ -17,7 +17,6 @@ from alphatoken.support.precision import full_precision, wide
 
 __all__ = [
     "Direction",
-    "balance",
     "diagonal_drift",
     "kronecker_drift",
     "norms",
@@ -59,26 +58,6 @@ def precondition(
     return {name: m * p[name].to(m) if name in p else m for name, m in direction.items()}
 
 
-def balance(
-    adaptation: Mapping[str, float], stability: Mapping[str, float], stability_weight: float
-) -> dict[str, float]:
-    """``||lambda V|| / ||G||`` per parameter, by which lambda, which has no unit, can be chosen.
-
-    Args:
-        adaptation: norms of G.
-        stability: norms of V; a missing one is 0.
-        stability_weight: lambda.
-
-    Returns:
-        0 without a retention term or before any drift, inf where G vanishes and V does not.
-    """
-    ratios: dict[str, float] = {}
-    for name, g in adaptation.items():
-        v = abs(stability_weight) * stability.get(name, 0.0)
-        ratios[name] = v / g if g > 0 else (float("inf") if v > 0 else 0.0)
-    return ratios
-
-
 def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:
     """Frobenius norm of each parameter's matrix."""
     return {name: float(torch.linalg.vector_norm(m)) for name, m in direction.items()}
@@ -114,5 +93,12 @@ class Direction:
     def balance(
         self, norms: Callable[[Mapping[str, Tensor]], dict[str, float]] = norms
     ) -> dict[str, float]:
-        """``||lambda V|| / ||G||`` per parameter, both preconditioned; see ``balance``."""
-        return balance(norms(self.adaptation), norms(self.stability or {}), self.stability_weight)
+        """``||lambda V|| / ||G||`` per parameter, both preconditioned, to choose lambda by.
+
+        It is 0 without a retention term or before any drift, inf where G vanishes and V does not.
+        """
+        stability, ratios = norms(self.stability or {}), dict[str, float]()
+        for name, g in norms(self.adaptation).items():
+            v = abs(self.stability_weight) * stability.get(name, 0.0)
+            ratios[name] = v / g if g > 0 else (float("inf") if v > 0 else 0.0)
+        return ratios

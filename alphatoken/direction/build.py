@@ -13,8 +13,7 @@ from torch import Tensor
 
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import Direction, precondition
-from alphatoken.direction.drift import FisherDrift
-from alphatoken.direction.drift_parts import ShardedDrift
+from alphatoken.direction.drift import FisherDrift, ShardedDrift
 from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import (
     GradientReducer,
@@ -277,18 +276,10 @@ class Ingredients:
             if sharding is None:
                 return kind
             return {name: sharding.part_of(name, p) for name, p in kind.items()}
-        return self._local(
-            _optimizers().frozen_preconditioners(
-                self.optimizer, self.scored.parameters, after=self.config.precondition_after
-            )
+        frozen: dict[str, Tensor] | None = _optimizers().frozen_preconditioners(
+            self.optimizer, self.scored.parameters, after=self.config.precondition_after
         )
-
-    def _local(self, p: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """P from the optimizer's state, laid out as the directions are."""
-        sharding = self.scored.sharding
-        if p is None or sharding is None:
-            return p
-        return {name: sharding.local(name, scale) for name, scale in p.items()}
+        return frozen
 
     # --- M of one step ---------------------------------------------------------------------------
 
@@ -299,13 +290,8 @@ class Ingredients:
             held: M without P.
             gradient: of the loss that the optimizer will see, by ``step_gradient``.
         """
-        p = self._local(
-            _optimizers().full_preconditioners(
-                self.optimizer,
-                self.scored.parameters,
-                gradient,
-                after=self.config.precondition_after,
-            )
+        p = _optimizers().full_preconditioners(
+            self.optimizer, self.scored.parameters, gradient, after=self.config.precondition_after
         )
         if p is None:
             return held

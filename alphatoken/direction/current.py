@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from jaxtyping import Float
 from torch import Tensor
 
 from alphatoken.direction.age import age_of, weights_age
@@ -22,13 +21,8 @@ from alphatoken.model.capture import Recorder
 __all__ = ["DirectionBuilder", "End", "Frame"]
 
 
-@runtime_checkable
-class End(Protocol):
-    """The end point of a move, to which values are taken."""
-
-    def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
-        """Token losses there, without a graph, dropout off; 0 off the response."""
-        ...
+End = Callable[[LabelledBatch], Tensor]
+"""Token losses (b, t) at the end of a move, without a graph, dropout off; 0 off the response."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +32,7 @@ class Frame:
     Attributes:
         direction: both sides of M; P is left out where it is "full".
         made_of: what M was built from.
-        end: of a walk, where values are taken to; M is empty then.
+        end: losses at the end of a walk, to which values are taken; M is empty then.
     """
 
     direction: Direction

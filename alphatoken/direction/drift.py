@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 from alphatoken.direction.algebra import diagonal_drift, kronecker_drift
 from alphatoken.errors import FisherError
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.support.storage import read_tensors, write_tensors
 
-__all__ = ["FisherDrift", "check_distance", "library_version"]
+__all__ = ["FisherDrift", "ShardedDrift", "library_version"]
 
 _KIND = "alphatoken Fisher drift"
 _FORMAT = "1"
@@ -264,38 +264,93 @@ class FisherDrift:
         """Read what :meth:`save` wrote, onto the CPU, into memory of its own.
 
         Raises:
-            FisherError: no such file, truncated, altered, another kind or version of file, or
-                entries missing; the message names the file.
+            FisherError: no such file, truncated, altered, or another kind or version of file; the
+                message names the file.
         """
         tensors, described = read_tensors(path, error=FisherError)
-        with _consistent(path, described):
-            names, metadata = json.loads(described["names"]), json.loads(described["metadata"])
-            reference = {name: tensors[f"reference/{name}"] for name in names}
-            if described["structure"] == "diagonal":
-                return cls({n: tensors[f"fisher/{n}"] for n in names}, reference, metadata)
-            factors = {n: (tensors[f"left/{n}"], tensors[f"right/{n}"]) for n in names}
-            return cls({}, reference, metadata, factors)
+        kind, form = described.get("kind"), described.get("format_version")
+        if (kind, form) != (_KIND, _FORMAT):
+            raise FisherError(
+                f"the file '{os.fspath(path)}' is no Fisher that this version can read",
+                got=f"kind {kind!r}, format version {form!r}; expected {_KIND!r}, {_FORMAT!r}",
+                remedy="save it with FisherDrift.save of this version of the library",
+            )
+        # All else is there: the file was read as whole and unaltered.
+        names, metadata = json.loads(described["names"]), json.loads(described["metadata"])
+        reference = {name: tensors[f"reference/{name}"] for name in names}
+        if described["structure"] == "diagonal":
+            return cls({n: tensors[f"fisher/{n}"] for n in names}, reference, metadata)
+        factors = {n: (tensors[f"left/{n}"], tensors[f"right/{n}"]) for n in names}
+        return cls({}, reference, metadata, factors)
 
 
-@contextmanager
-def _consistent(path: str | os.PathLike[str], description: Mapping[str, str]) -> Iterator[None]:
-    """Refuse another kind of file, and turn what a file lacks into an error that names it."""
-    kind, form = description.get("kind"), description.get("format_version")
-    if (kind, form) != (_KIND, _FORMAT):
-        raise FisherError(
-            f"the file '{os.fspath(path)}' is no Fisher that this version can read",
-            got=f"kind {kind!r}, format version {form!r}; expected {_KIND!r}, {_FORMAT!r}",
-            remedy="save it with FisherDrift.save of this version of the library",
+class ShardedDrift:
+    """A ``FisherDrift`` over sharded parameters; all methods are collective.
+
+    A diagonal V is elementwise, so parts suffice: V_part = F_part o (W_part - W_ref_part). A
+    Kronecker-factored V mixes rows and columns, so each weight is gathered, its V is formed whole,
+    and this process's part of it is kept.
+
+    Args:
+        drift: the whole Fisher and reference, on every process.
+        sharding: of the weights.
+        parameters: parameter name -> parameter, as the process holds it.
+        masters: parts of the weights as the optimizer keeps them; the parameters' own without it.
+
+    Raises:
+        FisherError: a parameter that is not covered, or of another shape.
+    """
+
+    def __init__(
+        self,
+        drift: FisherDrift,
+        sharding: Sharding,
+        parameters: Mapping[str, Tensor],
+        masters: MasterWeights | None = None,
+    ) -> None:
+        drift.require({name: sharding.shape(name) for name in parameters})
+        self._drift, self._sharding, self._parameters = drift, sharding, parameters
+        self._masters = masters
+        self._reference = self._kept(drift.reference)
+        self._fisher = self._kept(drift.fisher) if drift.fisher else {}
+
+    def _kept(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parts of the whole tensors, on the device of the parameter's own part."""
+        sharding = self._sharding
+        return {
+            name: self._sharding.part_of(name, whole[name].to(sharding.local(name, p).device))
+            for name, p in self._parameters.items()
+        }
+
+    def _part(self, name: str) -> Tensor:
+        part_of = self._masters or self._sharding.local
+        return part_of(name, self._parameters[name])
+
+    def direction(self) -> dict[str, Tensor]:
+        """This process's part of V, at the current weights; exact, as ``FisherDrift.direction``."""
+        if self._fisher:
+            return {
+                name: diagonal_drift(self._fisher[name], self._part(name), self._reference[name])
+                for name in self._parameters
+            }
+        parts = {}
+        for name, parameter in self._parameters.items():
+            if self._masters is None:
+                whole = self._sharding.full(name, parameter)
+            else:
+                whole = self._sharding.gather(name, self._part(name))
+            parts[name] = self._sharding.part_of(name, self._drift.direction({name: whole})[name])
+        return parts
+
+    def check(self, max_relative_drift: float | None) -> None:
+        """Refuse a Fisher whose reference is too far away; see ``FisherDrift.check``."""
+        # Norms of whole matrices are taken over all processes, so each comes to the same verdict.
+        away = {n: self._part(n).float() - r.float() for n, r in self._reference.items()}
+        distance = self._sharding.norms(away)
+        size = self._sharding.norms({n: r.float() for n, r in self._reference.items()})
+        check_distance(
+            {n: distance[n] / size[n] for n in distance if size[n] > 0}, max_relative_drift
         )
-    try:
-        yield
-    except (KeyError, ValueError, TypeError) as problem:
-        raise FisherError(
-            f"the Fisher in '{os.fspath(path)}' is incomplete or inconsistent",
-            got=str(problem),
-            why="retention would be computed from something else than what was fitted",
-            remedy="fit and save it again",
-        ) from problem
 
 
 def check_distance(relative: Mapping[str, float], most: float | None) -> None:
@@ -379,10 +434,4 @@ def _check_factors(left: Tensor, right: Tensor, weight: Tensor, name: str) -> No
                 got=f"{tuple(factor.shape)} beside {tuple(weight.shape)}",
                 remedy="pass (S_F, A_F) of shapes (d_out, d_out), (d_in, d_in); (A_F, S_F) of a "
                 "weight stored as (d_in, d_out)",
-            )
-        if factor.numel() and float(factor.diagonal().min()) < 0:
-            raise FisherError(
-                f"the {side} Kronecker factor of '{name}' has a negative diagonal entry",
-                got=f"{float(factor.diagonal().min()):.3g}",
-                why="it is a mean of outer products of vectors with themselves",
             )

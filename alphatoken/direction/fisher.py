@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from alphatoken.direction.drift import FisherDrift, library_version
 from alphatoken.direction.moments import CorrectedMoments, DiagonalMoments, KroneckerMoments
+from alphatoken.direction.objective import scoring_forward
 from alphatoken.direction.sampling import (
     LabelledSequence,
     Prompts,
@@ -44,7 +45,6 @@ from alphatoken.errors import (
 )
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.parameter_choice import ParameterChoice
-from alphatoken.model.partial_forward import graph_from_layer
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.model.scope import Scope, used_outside
 from alphatoken.model.token_ids import require_rows
@@ -134,7 +134,7 @@ def fit_fisher(
         FisherError: the checkpoint is unreadable or of another fit, or cannot be written.
         UnsupportedError: an embedding in scope divides its gradient by its tokens' counts.
 
-    Source: the paper's Monte-Carlo Fisher. Oracle: alphatoken.oracle.retention.exact_fisher.
+    Source: the paper's Monte-Carlo Fisher. Oracle: alphatoken.oracle.enumeration.exact_fisher.
     """
     settings = Settings(samples, structure, labels, max_new_tokens, parameters, seed, batch_size)
     with fitting(
@@ -226,12 +226,13 @@ class _Fit:
     response_tokens: int = 0
     moments: DiagonalMoments | KroneckerMoments = field(init=False)
     prompts_given: int = field(init=False)
-    whole_graph: bool = field(init=False)
+    first: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompts_given = len(self.given)
         # A weight tied to the embeddings has a part of its gradient below the first scored layer.
-        self.whole_graph = used_outside(self.adapter, self.scope.first, self.trained.values())
+        outside = used_outside(self.adapter, self.scope.first, self.trained.values())
+        self.first = None if outside else self.scope.first
         if self.settings.structure == "diagonal":
             self.moments = DiagonalMoments(self.trained)
         elif self.corrected:
@@ -313,11 +314,7 @@ class _Fit:
             positions = torch.arange(len(prompt), len(ids)) - 1
         device = next(self.adapter.model.parameters()).device
         read = ids[:-1].unsqueeze(0).to(device)  # the last token is predicted, never read
-        with ExitStack() as stack:
-            if self.whole_graph:
-                stack.enter_context(torch.enable_grad())
-            else:
-                stack.enter_context(graph_from_layer(self.adapter, self.scope.first))
+        with scoring_forward(self.adapter, self.first):
             logits = self.adapter.forward(
                 {"input_ids": read, "attention_mask": torch.ones_like(read)}
             )[0, positions.to(device)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
 from alphatoken.direction.updates import Held, Rule, known_classes, rule_of
@@ -58,8 +58,8 @@ def frozen_preconditioners(
         after: P is used from this many steps on.
 
     Returns:
-        P without the learning rate, in each parameter's shape (DTensors for sharded parameters);
-        None (P = 1 everywhere) until every parameter has taken ``after`` steps: mixing plain and
+        P without the learning rate, in the shape of each parameter, or of its local shard; None
+        (P = 1 everywhere) until every parameter has taken ``after`` steps: mixing plain and
         scaled parameters would compare numbers of different units.
 
     Exactness: of a step whose denominator is held; docs/optimizers.md has the error by step.
@@ -120,7 +120,7 @@ def read_update(
     if rule.marker not in state:
         return None
     local = _local(parameter)
-    g = None if gradient is None else _gradient(gradient, parameter)
+    g = None if gradient is None else _gradient(gradient, local)
     decay = float(group.get("weight_decay", 0.0))
     # Coupled decay is part of the gradient that the moments see, so the derivative is taken there.
     if g is not None and decay and rule.couples(inner, group):
@@ -157,7 +157,7 @@ def _by_parameter(
         # All parameters or none: scaled and unscaled ones in one sum would mix two units.
         if read is None or read[0].steps < after:
             return None
-        found[name] = _like(parameter, _finite(name, make(*read)))
+        found[name] = _finite(name, make(*read))
     return found
 
 
@@ -207,40 +207,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a gradient that matches the parameter's local shard.
-
-    The gradient may be given sharded in any layout, whole on every rank, or as the shard itself.
-    """
-    if isinstance(gradient, DTensor):
-        if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-        gradient = gradient.to_local()
-    elif isinstance(parameter, DTensor) and gradient.shape == parameter.shape:
-        # Every rank has the whole: cut, without sending.
-        gradient = distribute_tensor(
-            gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
-        ).to_local()
-    if gradient.shape != _local(parameter).shape:
+def _gradient(gradient: Tensor, local: Tensor) -> Tensor:
+    """The gradient of a parameter's local shard."""
+    gradient = _local(gradient)
+    if gradient.shape != local.shape:
         raise InputError(
             "a gradient does not have its parameter's shape",
-            got=f"{tuple(gradient.shape)} for {tuple(parameter.shape)}",
+            got=f"{tuple(gradient.shape)} for {tuple(local.shape)}",
         )
     return gradient.detach()
-
-
-def _like(parameter: Tensor, p: Tensor) -> Tensor:
-    """P in the parameter's layout: a DTensor where the parameter is one."""
-    if not isinstance(parameter, DTensor):
-        return p
-    return DTensor.from_local(
-        p,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _finite(name: str, p: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from alphatoken.errors import InputError, NumericalError
+from alphatoken.model.batch import IGNORE, LabelledBatch
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = [
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 else:  # whatever is passed is read, or refused in our own words, also under run-time type checks
     Prompts = Any
 
-_IGNORE = -100
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CHUNK = 64  # positions whose full distributions are held in float64 at a time
 
@@ -142,20 +142,9 @@ def _from_ids(values: Any, name: str) -> LabelledSequence:
             got=f"shape {tuple(ids.shape)}",
             remedy="pass 1-D tensors, or one batch dict with input_ids and attention_mask",
         )
-    _no_negative(ids, name)
     predicted = torch.ones(len(ids), dtype=torch.bool)
     predicted[:1] = False
     return LabelledSequence(ids, predicted)
-
-
-def _no_negative(ids: Tensor, name: str) -> None:
-    if ids.numel() and int(ids.min()) < 0:
-        raise InputError(
-            f"{name} holds a negative id",
-            got=str(int(ids.min())),
-            why="it is a label or a placeholder, not a token",
-            remedy="pass input_ids, with padding marked by attention_mask",
-        )
 
 
 def _from_batch(batch: Mapping[str, Any]) -> list[LabelledSequence]:
@@ -168,28 +157,29 @@ def _from_batch(batch: Mapping[str, Any]) -> list[LabelledSequence]:
     ids = _integers(batch["input_ids"], "input_ids")
     if ids.dim() != 2:
         raise InputError("input_ids is not (batch, length)", got=f"shape {tuple(ids.shape)}")
-    for key in ("cu_seq_lens_q", "cu_seqlens", "seq_idx"):
-        if key in batch:
-            raise _packed(key)
-    mask = batch.get("attention_mask")
-    numbers = torch.ones_like(ids) if mask is None else _rows(mask, ids)
-    real = numbers != 0
-    for row, (of_row, changed) in enumerate(zip(real, numbers.diff(dim=-1) != 0, strict=True)):
-        if bool((changed & of_row[1:] & of_row[:-1]).any()):
-            raise _packed(f"attention_mask numbers the documents of row {row}")
-    labels = batch.get("labels")
-    wanted = ids if labels is None else _rows(labels, ids, "labels")
-    positions = batch.get("position_ids")
-    if positions is not None:
-        for row, steps in enumerate(_rows(positions, ids, "position_ids").diff(dim=-1)):
-            if bool((steps[real[row, 1:] & real[row, :-1]] <= 0).any()):
-                raise _packed(f"position_ids of row {row} start again")
+    given = {
+        name: _rows(batch[name], ids, name)
+        for name in ("attention_mask", "position_ids", "labels")
+        if batch.get(name) is not None
+    }
+    real = given.setdefault("attention_mask", torch.ones_like(ids)) != 0
+    packed = [key for key in ("cu_seq_lens_q", "cu_seqlens", "seq_idx") if key in batch]
+    starts = LabelledBatch(given, ids, real).document_starts
+    if packed or starts is not None:
+        raise InputError(
+            "the batch of prompts is packed",
+            got=packed[0] if packed else "a document that begins within a row",
+            why="several documents in a row would be read as one prompt",
+            remedy="pass one prompt per row or per list entry",
+        )
+    wanted = given.get("labels", ids)
     return [
-        _from_row(ids[row], real[row], wanted[row], labels is None, row) for row in range(len(ids))
+        _from_row(ids[row], real[row], wanted[row], "labels" not in given, row)
+        for row in range(len(ids))
     ]
 
 
-def _rows(values: Any, ids: Tensor, name: str = "attention_mask") -> Tensor:
+def _rows(values: Any, ids: Tensor, name: str) -> Tensor:
     rows = torch.as_tensor(values).detach().cpu()
     if rows.shape != ids.shape:
         raise InputError(
@@ -198,15 +188,6 @@ def _rows(values: Any, ids: Tensor, name: str = "attention_mask") -> Tensor:
             remedy=f"pass {name} of shape (batch, length)",
         )
     return rows
-
-
-def _packed(name: str) -> InputError:
-    return InputError(
-        "the batch of prompts is packed",
-        got=name,
-        why="several documents in a row would be read as one prompt",
-        remedy="pass one prompt per row or per list entry",
-    )
 
 
 def _from_row(
@@ -223,8 +204,7 @@ def _from_row(
             remedy="pad on the left or on the right only",
         )
     ids, wanted = ids[first:last], wanted[first:last]
-    _no_negative(ids, f"row {row} of input_ids")
-    predicted = wanted != _IGNORE
+    predicted = wanted != IGNORE
     predicted[:1] = False
     if unlabelled or predicted.any():
         return LabelledSequence(ids, predicted)

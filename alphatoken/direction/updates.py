@@ -19,7 +19,7 @@ from alphatoken.direction.preconditioner import Update, adam_update
 from alphatoken.errors import ConfigError
 from alphatoken.support.precision import wide
 
-__all__ = ["RULES", "Held", "Rule", "known_classes", "rule_of", "unreadable"]
+__all__ = ["RULES", "Held", "Rule", "known_classes", "rule_of"]
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,16 @@ class Held:
             or entry.shape != self.parameter.shape
             or not entry.is_floating_point()
         ):
-            raise unreadable(self.optimizer, key, entry)
+            given = type(entry).__name__
+            if isinstance(entry, Tensor):
+                given = f"{tuple(entry.shape)} {entry.dtype}"
+            raise ConfigError(
+                "the optimizer's state does not have the parameter's shape",
+                got=f"{key} of {type(self.optimizer).__qualname__}: {given}",
+                why="a factored, flattened or quantised state cannot be read entry by entry",
+                remedy="use an optimizer with full-size state, or preconditioner=None",
+            )
         return entry.detach().to(self.parameter.device, wide(entry.dtype))
-
-
-def unreadable(optimizer: object, key: str, found: object) -> ConfigError:
-    """The error for state that does not hold one number for each entry of the parameter."""
-    got = f"{key} of {type(optimizer).__qualname__}: "
-    if isinstance(found, Tensor):
-        got += f"{tuple(found.shape)} {found.dtype}"
-    else:
-        got += type(found).__name__
-    return ConfigError(
-        "the optimizer's state does not have the parameter's shape",
-        got=got,
-        why="a factored, flattened or quantised state cannot be read entry by entry",
-        remedy="use an optimizer with full-size state, or preconditioner=None",
-    )
 
 
 # --- torch.optim --------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,7 +31,7 @@ from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import Tracker
 
-__all__ = ["LEARNING_RATE", "Reference", "WalkBuilder", "WalkEnd", "walk"]
+__all__ = ["LEARNING_RATE", "WalkBuilder", "walk"]
 
 LEARNING_RATE = 5e-5
 """Learning rate of a walk by default: a usual one of full fine-tuning."""
@@ -40,56 +39,34 @@ LEARNING_RATE = 5e-5
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
-@dataclass(frozen=True, eq=False)
-class WalkEnd:
-    """The model's own weights elsewhere.
-
-    Attributes:
-        adapter: of the model.
-        weights: name -> weight there, in the parameter's dtype; under ``sharding`` this process's
-            part of it.
-        sharding: of the weights.
-    """
-
-    adapter: DecoderAdapter
-    weights: Mapping[str, Tensor]
-    sharding: Sharding | None = None
-
-    @contextmanager
-    def there(self) -> Iterator[None]:
-        """Let the model have these weights inside; its own come back to the bit, come what may."""
-        moved = Moved(self.adapter.model, self.weights, self.sharding)
-        with moved.open():
-            moved.place(self.weights)
-            yield
-
-    def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
-        """Token losses at the end of the walk."""
-        with torch.no_grad(), evaluation_mode(self.adapter.model), self.there():
-            return forward_losses(self.adapter, batch, "batch at the end of the walk")
+@contextmanager
+def _placed(made_of: Ingredients, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the model have these weights inside; its own come back to the bit, come what may."""
+    moved = Moved(made_of.adapter.model, weights, made_of.scored.sharding)
+    with moved.open():
+        moved.place(weights)
+        yield
 
 
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """A second model, as the end of a walk.
+def _losses_there(
+    made_of: Ingredients, weights: Mapping[str, Tensor], batch: LabelledBatch
+) -> Float[Tensor, "b t"]:
+    """Token losses at the end of the walk."""
+    with torch.no_grad(), evaluation_mode(made_of.adapter.model), _placed(made_of, weights):
+        return forward_losses(made_of.adapter, batch, "batch at the end of the walk")
 
-    Attributes:
-        adapter: of it.
-    """
 
-    adapter: DecoderAdapter
-
-    def losses(self, batch: LabelledBatch) -> Float[Tensor, "b t"]:
-        """Token losses of the second model."""
-        # Its embedding need not have as many rows as that of the first.
-        read_batch(
-            {**batch.inputs, "labels": batch.labels},
-            max_length=self.adapter.max_positions(),
-            role="batch under the reference model",
-            model=self.adapter.model,
-        )
-        with torch.no_grad(), evaluation_mode(self.adapter.model):
-            return forward_losses(self.adapter, batch, "batch under the reference model")
+def _reference_losses(reference: DecoderAdapter, batch: LabelledBatch) -> Float[Tensor, "b t"]:
+    """Token losses of a second model, whose embedding may have another number of rows."""
+    role = "batch under the reference model"
+    read_batch(
+        {**batch.inputs, "labels": batch.labels},
+        max_length=reference.max_positions(),
+        role=role,
+        model=reference.model,
+    )
+    with torch.no_grad(), evaluation_mode(reference.model):
+        return forward_losses(reference, batch, role)
 
 
 def walk(
@@ -179,7 +156,7 @@ class WalkBuilder(DirectionBuilder):
         """Take a walk where one is due, and hand out its end."""
         held, made_of = Direction({}, None, 0.0), self.made_of
         if self._reference is not None:
-            return Frame(held, made_of, Reference(self._reference))
+            return Frame(held, made_of, partial(_reference_losses, self._reference))
         age, refresh = self._current_age(), made_of.config.walk_refresh
         self._passed += self._age is not None and age != self._age
         if self._weights is None or (refresh and self._passed >= refresh):
@@ -188,9 +165,7 @@ class WalkBuilder(DirectionBuilder):
         elif not self._shown:
             made_of.gradient_of_step(0)
         self._age, self._shown = age, True
-        return Frame(
-            held, made_of, WalkEnd(made_of.adapter, self._weights, made_of.scored.sharding)
-        )
+        return Frame(held, made_of, partial(_losses_there, made_of, self._weights))
 
     def _walked(self) -> dict[str, Tensor]:
         made_of, config = self.made_of, self.made_of.config
@@ -206,7 +181,7 @@ class WalkBuilder(DirectionBuilder):
             scored.sharding,
         )
         before = _mean(made_of, "validation batch")
-        with WalkEnd(made_of.adapter, weights, scored.sharding).there():
+        with _placed(made_of, weights):
             after = _mean(made_of, "batch at the end of the walk")
         if after > before:
             warn_caller(

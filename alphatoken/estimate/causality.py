@@ -13,7 +13,7 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.partial_forward import graph_from_layer, hidden_of, with_hidden
 from alphatoken.model.protocol import DecoderAdapter
 
-__all__ = ["argument_kinds", "prove_causality"]
+__all__ = ["allowed_pairs", "argument_kinds", "prove_causality"]
 
 _BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens",
              "max_length")  # fmt: skip
@@ -40,18 +40,18 @@ def argument_kinds(batch: LabelledBatch) -> frozenset[str] | None:
         pairs = name == "attention_mask" and value.dim() > 2
         if name.startswith(_BY_TOKEN) and not pairs:
             kinds.add(name)
-        elif pairs and not _looks_ahead(value):
+        elif pairs and not bool(allowed_pairs(value).triu(1).any()):
             kinds.add("causal mask of pairs")
         else:
             return None
     return frozenset(kinds)
 
 
-def _looks_ahead(mask: Tensor) -> bool:
-    allowed = mask != 0
+def allowed_pairs(mask: Tensor) -> Tensor:
+    """True where a mask of pairs lets a query see a key."""
     if mask.is_floating_point():  # forbids with about the dtype's most negative number
-        allowed = mask > torch.finfo(mask.dtype).min / 2
-    return bool(allowed.triu(1).any())
+        return mask > torch.finfo(mask.dtype).min / 2
+    return mask != 0
 
 
 def prove_causality(adapter: DecoderAdapter, batch: LabelledBatch) -> bool:

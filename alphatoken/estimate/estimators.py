@@ -34,7 +34,6 @@ __all__ = [
     "ESTIMATORS",
     "SELF_ONLY",
     "SPLIT",
-    "SWITCHED",
     "WALK",
     "TokenErrors",
     "token_errors",
@@ -47,10 +46,9 @@ WALK = "walk"
 """Loss differences along a walk; see ``direction.walk``."""
 SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
 """Estimators that need the self-only backward."""
-SWITCHED = (*SELF_ONLY, "paper_literal")
-"""Estimators that need the attention calls, recorded through the switchable backward."""
-SPLIT = ("alphatoken", "direct", "same_layer_hop", "paper_literal")
-"""Estimators with a direct and a causal part; path and label have one undivided value."""
+SPLIT = (*SELF_ONLY, "paper_literal")
+"""Estimators with a direct and a causal part: they need the attention calls, recorded through the
+switchable backward. Path and label have one undivided value."""
 
 
 Consume = Callable[[str, int, Tensor], None]

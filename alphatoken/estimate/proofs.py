@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
-from alphatoken.estimate.causality import argument_kinds, prove_causality
+from alphatoken.estimate.causality import allowed_pairs, argument_kinds, prove_causality
 from alphatoken.estimate.derivatives import Derivative, prove_derivatives
-from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SWITCHED, WALK
+from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SPLIT, WALK
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import LabelledBatch
@@ -396,10 +396,7 @@ def _judged(mask: object, batch: LabelledBatch) -> str | None:
         return None
     document = starts.long().cumsum(-1)
     foreign = (document[:, :, None] != document[:, None, :])[:, None]
-    # Additive masks forbid with about the dtype's most negative number, so half of it parts the
-    # two.
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return None if bool((allowed & foreign).any()) else "blocked"
+    return None if bool((allowed_pairs(mask) & foreign).any()) else "blocked"
 
 
 @dataclass(frozen=True)
@@ -500,13 +497,13 @@ class CaptureCheck:
 
     def recording(self) -> AbstractContextManager[Recorder]:
         """Record a forward with all that the estimator needs."""
-        switched = self._estimator in SWITCHED
+        switched = self._estimator in SPLIT
         return record(self._adapter, self._scope, attention=switched, sharding=self._sharding)
 
     def require_rule(self, recorder: Recorder) -> None:
         """Raise unless the recorded forward is one that the estimator is defined on."""
         recorder.require_graph()
-        if self._estimator in SWITCHED:
+        if self._estimator in SPLIT:
             require_self_rule(recorder, self._estimator)
 
     def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:

@@ -17,8 +17,8 @@ it checks. All are meant for small models in float64; none is fast.
   retention side and the bound of its proxy, term by term; ``transfer``: the Wasserstein form of it.
 - ``preference``: DPO written again from its definition. ``composite``: the direction
   ``M = P o (G + lambda V)`` built anew from what the user gave (eq. V_layer).
-- ``utility`` and ``shapley``: what a label is truly worth, by taking the step with it and without
-  it (eq. local_utility_def), and over every coalition.
+- ``utility``: what a label is truly worth, by taking the step with it and without it
+  (eq. local_utility_def), and over every coalition.
 - ``walk``: a copy that is trained on the validation rows, what a token's loss falls by, and label
   values and curvature along the way.
 - ``run``: the derivative of the last validation loss by every token's weight in every step of a

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,14 +16,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.oracle.gradients import IGNORED, Forward
+from alphatoken.oracle.evaluate import batch_mask
+from alphatoken.oracle.gradients import Forward, gradient
 
 __all__ = [
     "Drift",
     "Pairs",
     "adam_scale",
     "corrected_fisher",
-    "counted_tokens",
     "damped_directions",
     "damped_solve",
     "fisher_drift",
@@ -68,18 +68,9 @@ class Drift(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _ReadDrift:
-    """A drift as its file has it."""
-
-    fisher: dict[str, Tensor] = field(default_factory=dict)
-    reference: dict[str, Tensor] = field(default_factory=dict)
-    factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-
 def read_drift(path: str | os.PathLike[str]) -> Drift:
     """Fisher and reference from a file that ``FisherDrift.save`` wrote, by safetensors alone."""
-    found = _ReadDrift()
+    found = SimpleNamespace(fisher={}, reference={}, factors={})
     with safe_open(os.fspath(path), framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - the handle is no mapping
             kind, _, name = key.partition("/")
@@ -90,25 +81,12 @@ def read_drift(path: str | os.PathLike[str]) -> Drift:
     return found
 
 
-def counted_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """(b, t) True at index i where token i is learned and a real position predicts it.
-
-    It has a label, it is not the first of its row, and position i - 1 is no padding.
-    """
-    labels, attention = batch["labels"], batch.get("attention_mask")
-    counted = torch.zeros_like(labels, dtype=torch.bool)
-    counted[:, 1:] = labels[:, 1:] != IGNORED
-    if isinstance(attention, Tensor) and attention.shape == labels.shape:
-        counted[:, 1:] &= attention[:, :-1] != 0
-    return counted
-
-
 def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """One forward: (losses (n,), places (n, 2)) of the counted tokens, row by row.
 
     ``l = -log pi(z_i | z_<i)`` from the logits at position i - 1, in float64.
     """
-    places = counted_tokens(batch).nonzero()
+    places = batch_mask(batch).nonzero()
     with torch.enable_grad():
         logits = forward({k: v for k, v in batch.items() if k != "labels"})
         rows, tokens = places.unbind(1)
@@ -117,16 +95,6 @@ def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tenso
         every = -torch.log_softmax(predicted.double(), dim=-1)
         labels = batch["labels"][rows, tokens].to(every.device)
         return every.gather(1, labels.unsqueeze(1)).squeeze(1), places
-
-
-def _gradient(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
-        if g is None
-        else g.double()
-        for (name, p), g in zip(parameters.items(), found, strict=True)
-    }
 
 
 def objective_gradient(
@@ -152,8 +120,8 @@ def objective_gradient(
     count = 0.0
 
     def add(loss: Tensor) -> None:
-        for name, g in _gradient(loss, parameters).items():
-            total[name] += g
+        for name, g in gradient(loss, parameters).items():
+            total[name] += g.double()
 
     for item in items:
         if isinstance(item, Mapping):

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -206,44 +207,33 @@ class DeltaNet:
     rate: float
     shift: float
 
-    def call(self, x: Float[Tensor, "t m"], *, values_only: bool = False) -> _Call:
+    def call(self, x: Float[Tensor, "t m"], *, values_only: bool = False) -> Rule:
         """The rule's inputs at the layer's inputs x; ``values_only``: all others constant."""
         held = x.detach() if values_only else x
         mixed = torch.cat([held @ self.w_q.T, held @ self.w_k.T, x @ self.w_v.T], -1)
-        convolution = _Convolution(mixed.T[None], self.taps, None, F.silu)
+        convolution = self._convolution(mixed, F.silu)
         d = self.w_q.shape[0]
         parts = convolve(convolution)[0].T.split([d, d, self.w_v.shape[0]], -1)
         query, key, value = (part[None, None] for part in parts)
         decay = -self.rate * F.softplus(held @ self.w_decay + self.shift)
         beta = torch.sigmoid(held @ self.w_beta)
-        return _Call(query, key, value, decay[None, None], beta[None, None])
+        return SimpleNamespace(
+            query=query, key=key, value=value, decay=decay[None, None], beta=beta[None, None],
+            normalised=True,
+        )  # fmt: skip
+
+    def _convolution(self, mixed: Tensor, activation: Any) -> Convolution:
+        x = mixed.T[None]
+        return SimpleNamespace(x=x, weight=self.taps, bias=None, activation=activation)
 
     def slopes(self, x: Float[Tensor, "t m"]) -> Float[Tensor, "c t"]:
         """f'(z) of every channel and position."""
         weights = torch.cat([self.w_q, self.w_k, self.w_v])
-        z = convolve(_Convolution((x @ weights.T).T[None], self.taps, None, None))[0]
+        z = convolve(self._convolution(x @ weights.T, None))[0]
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             (slope,) = torch.autograd.grad(F.silu(z).sum(), z)
         return slope
-
-
-@dataclass
-class _Call:
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    decay: Tensor
-    beta: Tensor
-    normalised: bool = True
-
-
-@dataclass
-class _Convolution:
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    activation: Callable[[Tensor], Tensor] | None
 
 
 def net_jacobian(
@@ -273,6 +263,7 @@ def _norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
 
 
+@torch.no_grad()
 def left_out_bound(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k t"]:
     """``|| d o_k / d x_t - value path ||_op`` for t < k is at most this; 0 elsewhere.
 
@@ -285,11 +276,7 @@ def left_out_bound(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k t
     Oracle: :func:`net_jacobian` less :func:`value_path`. It bounds a layer's Jacobian, not the
     error of the values.
     """
-    with torch.no_grad():
-        return _bound(net, x.detach(), net.slopes(x))
-
-
-def _bound(net: DeltaNet, x: Tensor, slopes: Tensor) -> Tensor:
+    slopes = net.slopes(x)
     call, length, d = net.call(x), x.shape[0], net.w_q.shape[0]
     (query, key), value = (q[0, 0] for q in _directions(call)), call.value[0, 0]
     beta, decay = call.beta[0, 0], call.decay[0, 0].exp()

@@ -10,8 +10,6 @@ Matrices follow the flat layout of :mod:`alphatoken.oracle.evaluate`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -19,18 +17,14 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError
 from alphatoken.oracle.evaluate import (
-    IGNORED,
     batch_mask,
     flatten,
-    gradient,
     sequence_log_probabilities,
     undisturbed,
-    unflatten,
 )
-from alphatoken.oracle.gradients import Batch, Forward
+from alphatoken.oracle.gradients import IGNORED, Batch, Forward, gradient
 
 __all__ = [
-    "MonteCarloFisher",
     "enumerate_responses",
     "enumerated_log_probabilities",
     "exact_fisher",
@@ -39,34 +33,9 @@ __all__ = [
     "monte_carlo_fisher",
 ]
 
-MOST_RESPONSES = 100_000
-
-
-@dataclass(frozen=True)
-class MonteCarloFisher:
-    """Diagonal Fisher estimated from samples, with what a z-test needs.
-
-    ``mean`` and ``standard_error`` (of the mean) are by parameter name, in the parameter's shape.
-    """
-
-    mean: Mapping[str, Tensor]
-    standard_error: Mapping[str, Tensor]
-    samples: int
-
 
 def enumerate_responses(length: int, vocabulary: int, eos: int | None) -> list[tuple[int, ...]]:
-    """Every response: ``length`` tokens, or fewer if it ends in ``eos`` (which it then contains).
-
-    Raises:
-        InputError: ``length`` or ``vocabulary`` is not positive, or the list would be too long.
-    """
-    if length < 1 or vocabulary < 1 or vocabulary**length > MOST_RESPONSES:
-        raise InputError(
-            "responses cannot be enumerated",
-            got=f"length {length}, vocabulary {vocabulary}",
-            why=f"at most {MOST_RESPONSES} sequences are listed",
-            remedy="use a smaller vocabulary or shorter responses, or monte_carlo_fisher",
-        )
+    """Every response: ``length`` tokens, or fewer if it ends in ``eos``, which it then contains."""
     finished: list[tuple[int, ...]] = []
     unfinished: list[tuple[int, ...]] = [()]
     for _ in range(length):
@@ -125,7 +94,6 @@ def expected_retention_loss(
     return loss
 
 
-@overload
 def exact_fisher(
     model: nn.Module,
     forward: Forward,
@@ -134,39 +102,12 @@ def exact_fisher(
     parameters: Mapping[str, Tensor],
     vocabulary: int,
     eos: int | None = None,
-    diagonal: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def exact_fisher(
-    model: nn.Module,
-    forward: Forward,
-    prompts: Sequence[Tensor],
-    response_length: int,
-    parameters: Mapping[str, Tensor],
-    vocabulary: int,
-    eos: int | None = None,
-    *,
-    diagonal: Literal[True],
-) -> dict[str, Tensor]: ...
-
-
-def exact_fisher(
-    model: nn.Module,
-    forward: Forward,
-    prompts: Sequence[Tensor],
-    response_length: int,
-    parameters: Mapping[str, Tensor],
-    vocabulary: int,
-    eos: int | None = None,
-    diagonal: bool = False,
-) -> Tensor | dict[str, Tensor]:
+) -> Float[Tensor, " flat flat"]:
     """Fisher information at the model's current parameters, by enumeration of all responses.
 
-    ``F = mean_x sum_y p(y|x) g g^T`` with ``g = grad log p(y|x)`` summed over the response; the
-    diagonal keeps ``g o g``. Exact. Source: the Monte-Carlo Fisher (eq. mc_fisher), whose limit
-    this is; with retention prompts, eq. app_F_ret_dagger. Checked by :func:`kl_hessian`.
+    ``F = mean_x sum_y p(y|x) g g^T`` with ``g = grad log p(y|x)`` summed over the response. Exact.
+    Source: the Monte-Carlo Fisher (eq. mc_fisher), whose limit this is; with retention prompts, eq.
+    app_F_ret_dagger. Checked by :func:`kl_hessian`.
 
     Args:
         model: the model behind ``forward``; left as it was.
@@ -176,26 +117,19 @@ def exact_fisher(
         parameters: the model's parameters in scope, by name.
         vocabulary: the number of token ids, i.e. the width of the logits.
         eos: a token that ends a response.
-        diagonal: return the diagonal only.
-
-    Returns:
-        The (n, n) matrix in the flat layout, or the diagonal by name in parameter shapes.
 
     Raises:
-        InputError: too many responses, empty prompts, or foreign parameters.
+        InputError: as :func:`enumerated_log_probabilities`, or foreign parameters.
     """
-    _check_prompts(prompts)
     with undisturbed(model, parameters):
         size = sum(parameter.numel() for parameter in parameters.values())
-        kind = next(iter(parameters.values()))
-        fisher = kind.new_zeros((size,) if diagonal else (size, size))
+        fisher = next(iter(parameters.values())).new_zeros((size, size))
         for prompt in prompts:
             log_p = enumerated_log_probabilities(forward, prompt, response_length, vocabulary, eos)
             for one in log_p:
                 g = flatten(gradient(one, parameters))
-                square = g * g if diagonal else torch.outer(g, g)
-                fisher += one.detach().exp() * square / len(prompts)
-    return unflatten(fisher, parameters) if diagonal else fisher
+                fisher += one.detach().exp() * torch.outer(g, g) / len(prompts)
+    return fisher
 
 
 def exact_token_fisher(
@@ -236,19 +170,16 @@ def monte_carlo_fisher(
     samples: int,
     seed: int,
     eos: int | None = None,
-) -> MonteCarloFisher:
+) -> tuple[Float[Tensor, " flat"], Float[Tensor, " flat"]]:
     """Diagonal Fisher from sampled responses: the slow reference of eq. mc_fisher.
 
     Each sample draws a prompt uniformly, a response from the model at temperature 1 token by
     token, and squares the gradient of that one response's summed log-probability. Unbiased for
-    :func:`exact_fisher`; error of order 1/sqrt(samples), reported as the standard error.
+    :func:`exact_fisher`; error of order 1/sqrt(samples). Returns the mean and its standard error.
 
     Raises:
-        InputError: fewer than two samples, empty prompts, or foreign parameters.
+        InputError: foreign parameters.
     """
-    _check_prompts(prompts)
-    if samples < 2:
-        raise InputError("a standard error needs two samples", got=f"samples={samples}")
     generator = torch.Generator().manual_seed(seed)
     draws = []
     with undisturbed(model, parameters):
@@ -259,11 +190,7 @@ def monte_carlo_fisher(
             log_p = sequence_log_probabilities(forward, batch)
             draws.append(flatten(gradient(log_p.sum(), parameters)) ** 2)
     squares = torch.stack(draws)
-    return MonteCarloFisher(
-        mean=unflatten(squares.mean(dim=0), parameters),
-        standard_error=unflatten(squares.std(dim=0) / samples**0.5, parameters),
-        samples=samples,
-    )
+    return squares.mean(dim=0), squares.std(dim=0) / samples**0.5
 
 
 def _sample(
@@ -289,15 +216,3 @@ def _batches_by_length(prompt: Tensor, responses: Sequence[tuple[int, ...]]) -> 
         ids = torch.cat([head, tail], dim=1)
         labels = torch.cat([torch.full_like(head, IGNORED), tail], dim=1)
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def _check_prompts(prompts: Sequence[Tensor]) -> None:
-    if not prompts:
-        raise InputError("no prompts are given")
-    for index, prompt in enumerate(prompts):
-        if prompt.ndim != 1 or prompt.numel() == 0:
-            raise InputError(
-                "a prompt is not a non-empty vector of token ids",
-                got=f"prompt {index} of shape {tuple(prompt.shape)}",
-                why="the first response token needs a position that predicts it",
-            )

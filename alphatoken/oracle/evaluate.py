@@ -16,24 +16,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from alphatoken.errors import InputError, NumericalError
-from alphatoken.oracle.gradients import Batch, Forward, known_labels, token_losses
+from alphatoken.errors import InputError
+from alphatoken.oracle.gradients import IGNORED, Batch, Forward, known_labels, token_losses
 
 __all__ = [
-    "IGNORED",
     "batch_losses",
     "batch_mask",
-    "check_finite",
     "displaced",
     "flatten",
-    "gradient",
     "sequence_log_probabilities",
     "undisturbed",
     "unflatten",
 ]
-
-IGNORED = -100
-"""The label that marks a token as no part of any response."""
 
 
 def batch_mask(batch: Batch) -> Bool[Tensor, " batch token"]:
@@ -62,8 +56,8 @@ def undisturbed(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[
     """Evaluate with dropout off and gradients to ``parameters`` on; put every flag back after.
 
     Raises:
-        InputError: ``parameters`` is empty, an entry is not the model's parameter of that name, or
-            one (tied) parameter is named twice.
+        InputError: an entry is not the model's parameter of that name, or one (tied) parameter is
+            named twice.
     """
     _check_belongs(model, parameters)
     modes = [(module, module.training) for module in model.modules()]
@@ -91,34 +85,11 @@ def displaced(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) ->
     before = {name: parameters[name].data for name in values}
     try:
         for name, value in values.items():
-            if value.shape != before[name].shape:
-                raise InputError(
-                    "a displaced parameter has another shape",
-                    got=f"{name}: {tuple(value.shape)} for {tuple(before[name].shape)}",
-                )
             parameters[name].data = value.detach().to(before[name])
         yield
     finally:
         for name, data in before.items():
             parameters[name].data = data
-
-
-def gradient(
-    loss: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool = False
-) -> dict[str, Tensor]:
-    """``d loss / d parameter`` by name, zeros where the loss does not depend on it.
-
-    ``keep_graph`` makes the gradients themselves differentiable. No ``.grad`` is touched.
-    """
-    found = torch.autograd.grad(
-        loss,
-        list(parameters.values()),
-        create_graph=keep_graph,
-        retain_graph=True,
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return dict(zip(parameters, found, strict=True))
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> Float[Tensor, " flat"]:
@@ -127,37 +98,15 @@ def flatten(tensors: Mapping[str, Tensor]) -> Float[Tensor, " flat"]:
 
 
 def unflatten(flat: Float[Tensor, " flat"], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo :func:`flatten`: same names, order and shapes as ``like``.
-
-    Raises:
-        InputError: the vector's length is not the number of entries of ``like``.
-    """
-    sizes = [tensor.numel() for tensor in like.values()]
-    if flat.numel() != sum(sizes):
-        raise InputError(
-            "a flat vector does not fit the parameters",
-            got=f"{flat.numel()} entries for {sum(sizes)} parameters",
-        )
-    parts = flat.split(sizes)
+    """Undo :func:`flatten`: same names, order and shapes as ``like``."""
+    parts = flat.split([tensor.numel() for tensor in like.values()])
     return {
         name: part.reshape(tensor.shape)
         for (name, tensor), part in zip(like.items(), parts, strict=True)
     }
 
 
-def check_finite(value: Tensor, what: str) -> None:
-    """Raise :class:`NumericalError` naming ``what`` if any entry is NaN or infinite."""
-    if not bool(torch.isfinite(value).all()):
-        raise NumericalError(
-            f"{what} is not finite",
-            why="every number derived from it would be NaN",
-            remedy="check the model's weights and the batch",
-        )
-
-
 def _check_belongs(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    if not parameters:
-        raise InputError("no parameters are given", remedy="pass a mapping of name to parameter")
     # Tied weights have several names; each of them is valid.
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():

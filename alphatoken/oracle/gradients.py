@@ -23,6 +23,7 @@ __all__ = [
     "Forward",
     "Token",
     "directed_parameters",
+    "gradient",
     "known_labels",
     "label_curvatures",
     "label_values",
@@ -118,41 +119,27 @@ def run_losses(forward: Forward, batch: Batch) -> dict[Token, Tensor]:
         return scalar_losses(forward(inputs), known_labels(batch))
 
 
-def _chosen(losses: Mapping[Token, Tensor], tokens: Sequence[Token] | None) -> list[Token]:
-    if tokens is None:
-        return list(losses)
-    for token in tokens:
-        if tuple(token) not in losses:
-            raise InputError(
-                "token has no loss",
-                got=f"(row, index) = {tuple(token)}",
-                why="index 0 is never predicted, and -100 marks tokens outside the response",
-                remedy="choose from response_tokens(labels)",
-            )
-    return [(b, i) for b, i in tokens]
-
-
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that train, by name; a tied one once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
-    if frozen:
-        raise InputError(
-            "a parameter does not require a gradient",
-            got=", ".join(frozen[:3]),
-            why="only trainable parameters move in a training step",
-            remedy="leave it out of the direction, or train it",
-        )
+def gradient(
+    loss: Tensor, parameters: Mapping[str, Tensor], *, keep_graph: bool = False
+) -> dict[str, Tensor]:
+    """``d loss / d parameter`` by name, zeros where the loss does not depend on it.
+
+    ``keep_graph`` makes the gradients themselves differentiable. No ``.grad`` is touched.
+    """
     found = torch.autograd.grad(
-        loss, list(parameters.values()), retain_graph=True, allow_unused=True
+        loss,
+        list(parameters.values()),
+        create_graph=keep_graph,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
     )
-    return {
-        name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
-    }
+    return dict(zip(parameters, found, strict=True))
 
 
 def per_token_gradients(
@@ -176,15 +163,11 @@ def per_token_gradients(
         where the loss does not depend on the parameter.
 
     Exactness: exact. ``.grad`` is not touched.
-
-    Raises:
-        InputError: a token without a loss, or a parameter that does not require gradients.
     """
     losses = run_losses(forward, batch)
-    chosen = _chosen(losses, tokens)
     wanted = trainable(model) if parameters is None else parameters
-    for token in chosen:
-        yield _gradients(losses[token], wanted)
+    for token in losses if tokens is None else tokens:
+        yield gradient(losses[token], wanted)
 
 
 def directed_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -364,18 +347,8 @@ def standard_errors(
         (b, t) in float64; 0 off the response.
 
     Exactness: exact. Source: ours. Oracle of: ``TokenValues.standard_error``.
-
-    Raises:
-        InputError: fewer than two batches.
     """
     count = len(validation)
-    if count < 2:
-        raise InputError(
-            "a spread between batches needs at least two",
-            got=f"{count}",
-            why="one batch says nothing of the draw",
-            remedy="give the validation rows in several batches",
-        )
 
     def against(batches: Sequence[Batch]) -> Tensor:
         along = validation_gradient(model, forward, batches, parameters)

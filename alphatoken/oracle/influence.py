@@ -183,14 +183,10 @@ def exact_influence(
     must not interact.
 
     Raises:
-        InputError: no modules, uncovered weight, unknown name, a module on flattened positions.
+        InputError: uncovered weight, unknown name, a module on flattened positions.
 
     Source: mathematics of sections 2; the paper has only its parts (eq. app_ap_gdp, app_rank1).
     """
-    if not modules:
-        raise InputError(
-            "no scored modules", why="Psi is a sum over them", remedy="pass at least one linear"
-        )
     with recorded_uses(modules) as uses:
         losses = run_losses(forward, batch)
     moved = moved_outputs(model, uses, modules, direction, transposed=transposed)

@@ -30,8 +30,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alphatoken.errors import InputError
-
 __all__ = [
     "AttentionSpec",
     "AttentionState",
@@ -92,31 +90,6 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Float[Tensor, " h"] | None = None
     mask: Bool[Tensor, "t t"] | None = None
-
-    def __post_init__(self) -> None:
-        wrong = ""
-        if self.heads % self.groups:
-            wrong = f"{self.heads} heads in {self.groups} groups"
-        elif self.w_q.shape[0] % self.heads or self.w_v.shape[0] % self.groups:
-            wrong = f"w_q {tuple(self.w_q.shape)}, w_v {tuple(self.w_v.shape)}"
-        elif self.w_k.shape[0] != self.groups * self.head_dim:
-            wrong = f"w_k {tuple(self.w_k.shape)} for head width {self.head_dim}"
-        elif self.q_norm is not None and len(self.q_norm) not in self._norm_widths(self.heads):
-            wrong = f"q_norm of width {len(self.q_norm)}"
-        elif self.k_norm is not None and len(self.k_norm) not in self._norm_widths(self.groups):
-            wrong = f"k_norm of width {len(self.k_norm)}"
-        elif (self.cos is None) != (self.sin is None):
-            wrong = "only one of cos and sin"
-        if wrong:
-            raise InputError(
-                "the parts of the attention layer do not fit together",
-                got=wrong,
-                why="heads would be cut in the wrong places",
-                remedy="pass weights as (out, in) and the head counts of the model's config",
-            )
-
-    def _norm_widths(self, heads: int) -> tuple[int, int]:
-        return self.head_dim, heads * self.head_dim
 
     @property
     def head_dim(self) -> int:

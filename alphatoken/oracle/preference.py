@@ -17,9 +17,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError, InputError
-from alphatoken.oracle.evaluate import IGNORED, check_finite, gradient, undisturbed
-from alphatoken.oracle.gradients import Batch, Forward, known_labels
+from alphatoken.errors import ConfigError
+from alphatoken.oracle.evaluate import batch_mask, undisturbed
+from alphatoken.oracle.gradients import (
+    IGNORED,
+    Batch,
+    Forward,
+    gradient,
+    known_labels,
+    token_losses,
+)
 
 __all__ = [
     "PreferencePairs",
@@ -49,35 +56,10 @@ class PreferencePairs:
     reference_chosen: Tensor
     reference_rejected: Tensor
 
-    def __post_init__(self) -> None:
-        """Every part must speak of the same pairs, and every branch must have a response."""
-        counts = [
-            len(self.chosen["labels"]),
-            len(self.rejected["labels"]),
-            len(self.reference_chosen),
-            len(self.reference_rejected),
-        ]
-        if len(set(counts)) != 1:
-            raise InputError("the parts of the preference pairs differ in number", got=str(counts))
-        for name, batch in (("chosen", self.chosen), ("rejected", self.rejected)):
-            empty = (known_labels(batch)[:, 1:] == IGNORED).all(dim=1)
-            if bool(empty.any()):
-                raise InputError(
-                    "a preference pair has an empty response",
-                    got=f"{name} rows {empty.nonzero().flatten().tolist()}",
-                    why="its preference would be decided by one branch alone",
-                )
-
 
 def branch_log_probabilities(logits: Tensor, labels: Tensor) -> Float[Tensor, " pairs"]:
     """``log pi(y | x)``, summed over each row's response tokens; (pairs,), differentiable."""
-    rows = []
-    for row_logits, row_labels in zip(logits, labels, strict=True):
-        (tokens,) = (row_labels[1:] != IGNORED).nonzero(as_tuple=True)
-        # Token i + 1 of the row is predicted by the logits at i.
-        table = torch.log_softmax(row_logits[tokens], dim=-1)
-        rows.append(table[torch.arange(len(tokens)), row_labels[tokens + 1]].sum())
-    return torch.stack(rows)
+    return -token_losses(logits, labels).sum(dim=1)
 
 
 def dpo_margin(
@@ -127,13 +109,10 @@ def dpo_gradient(
 ) -> dict[str, Tensor]:
     """Gradient of :func:`dpo_loss` by name, by autograd through -log sigmoid itself.
 
-    Exact. The model is left as it was. Raises InputError for foreign parameters, NumericalError
-    for a loss that is not finite.
+    Exact. The model is left as it was. Raises InputError for foreign parameters.
     """
     with undisturbed(model, parameters):
-        loss = dpo_loss(*_both(forward, pairs), pairs, beta)
-        check_finite(loss.detach(), "the DPO loss")
-        return gradient(loss, parameters)
+        return gradient(dpo_loss(*_both(forward, pairs), pairs, beta), parameters)
 
 
 def masked_dpo_gradient(
@@ -150,26 +129,15 @@ def masked_dpo_gradient(
 
     ``keep_*[n, i]`` keeps the token at index i of the branch (False where it is no response has no
     effect). omega comes from the unmasked margin, unless another one is given (see
-    :func:`masked_dpo_omega`), and is constant. Added up token by token: exact.
+    :func:`masked_dpo_omega`), and is constant. Exact.
     """
-    total = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     with undisturbed(model, parameters):
         chosen, rejected = _both(forward, pairs)
         if omega is None:
             omega = dpo_omega(dpo_margin(chosen, rejected, pairs, beta), beta)
-        branches = (
-            (chosen, known_labels(pairs.chosen), keep_chosen, omega),
-            (rejected, known_labels(pairs.rejected), keep_rejected, -omega),
-        )
-        for branch_logits, labels, keep, weight in branches:
-            for row, token in keep.nonzero().tolist():
-                if token == 0 or labels[row, token] == IGNORED:
-                    continue
-                predicted = torch.log_softmax(branch_logits[row, token - 1], dim=-1)
-                loss = -weight[row] * predicted[labels[row, token]] / len(weight)
-                for name, part in gradient(loss, parameters).items():
-                    total[name] = total[name] + part
-    return total
+        kept = (keep_chosen * token_losses(chosen, known_labels(pairs.chosen))).sum(1)
+        dropped = (keep_rejected * token_losses(rejected, known_labels(pairs.rejected))).sum(1)
+        return gradient((omega * (kept - dropped)).mean(), parameters)
 
 
 def masked_dpo_omega(
@@ -179,7 +147,7 @@ def masked_dpo_omega(
     keep: tuple[Tensor, Tensor],
     beta: float,
 ) -> Float[Tensor, " pairs"]:
-    """``omega`` of the masked-logit ablation, pair by pair and token by token, detached.
+    """``omega`` of the masked-logit ablation, detached.
 
         omega_n  =  beta / (1 + exp(s_n))
         s_n      =  beta sum over branches (+1 chosen, -1 rejected), over response tokens i, of
@@ -194,22 +162,14 @@ def masked_dpo_omega(
 
     Exact. Where both models give the same logits it is ``beta / 2`` under any mask.
     """
-    found = []
-    for n in range(len(pairs.reference_chosen)):
-        total = torch.zeros((), dtype=torch.float64)
-        for sign, branch, policy, reference, kept in (
-            (1.0, pairs.chosen, logits[0], reference_logits[0], keep[0]),
-            (-1.0, pairs.rejected, logits[1], reference_logits[1], keep[1]),
-        ):
-            labels = known_labels(branch)[n].tolist()
-            for i in range(1, len(labels)):
-                if labels[i] == IGNORED:
-                    continue
-                ratio = torch.log_softmax(policy[n, i - 1].double(), dim=-1)[labels[i]]
-                ratio = ratio - torch.log_softmax(reference[n, i - 1].double(), dim=-1)[labels[i]]
-                total = total + sign * float(kept[n, i]) * ratio.detach()
-        found.append(beta / (1.0 + torch.exp(beta * total)))
-    return torch.stack(found)
+    sums = []
+    for batch, policy, reference, kept in zip(
+        (pairs.chosen, pairs.rejected), logits, reference_logits, keep, strict=True
+    ):
+        labels = known_labels(batch)
+        ratios = token_losses(reference.double(), labels) - token_losses(policy.double(), labels)
+        sums.append((kept * ratios.detach()).sum(1))
+    return beta / (1.0 + torch.exp(beta * (sums[0] - sums[1])))
 
 
 def preference_objective(
@@ -234,10 +194,7 @@ def preference_objective(
     mean = dpo_loss(*_both(forward, pairs), pairs, beta)
     if normalisation == "pairs":
         return mean
-    tokens = sum(
-        int((known_labels(batch)[:, 1:] != IGNORED).sum())
-        for batch in (pairs.chosen, pairs.rejected)
-    )
+    tokens = sum(int(batch_mask(batch).sum()) for batch in (pairs.chosen, pairs.rejected))
     return mean * count / tokens
 
 

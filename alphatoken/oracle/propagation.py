@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from alphatoken.errors import InputError
 from alphatoken.oracle.gradients import (
     Batch,
     Forward,
@@ -61,18 +60,6 @@ class PropagationLayer:
     errors: Float[Tensor, "b h t v"]
     inputs: Float[Tensor, "b t i"]
     direction: Float[Tensor, "gv i"]
-
-    def __post_init__(self) -> None:
-        width = self.errors.shape[-1]
-        groups, rest = divmod(self.direction.shape[0], width)
-        if rest or groups == 0 or self.alpha.shape[1] % groups:
-            raise InputError(
-                "the value direction does not divide into heads",
-                got=f"{self.direction.shape[0]} rows, head width {width}, "
-                f"{self.alpha.shape[1]} query heads",
-                why="an error would be paired with another head's value",
-                remedy="pass only the value rows of a fused projection",
-            )
 
 
 def head_output_errors(
@@ -161,8 +148,6 @@ def value_propagation(
 
     Source: eq. phi_tgt_causal. Oracle of: the causal part of ``alphatoken``.
     """
-    if not layers:
-        raise InputError("no layers to propagate in", remedy="record at least one attention layer")
     pairs = torch.stack([value_propagation_pairs(layer, head_reduction) for layer in layers]).sum(0)
     rows, length, _ = pairs.shape
     reach = length if window is None else window

@@ -19,74 +19,44 @@ from jaxtyping import Float
 from scipy.integrate import quad_vec
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError, InputError, NumericalError
-from alphatoken.oracle.enumeration import (
-    MonteCarloFisher,
-    enumerated_log_probabilities,
-    exact_fisher,
-    exact_token_fisher,
-    expected_retention_loss,
-    monte_carlo_fisher,
-)
+from alphatoken.errors import InputError, NumericalError
+from alphatoken.oracle.enumeration import enumerated_log_probabilities, expected_retention_loss
 from alphatoken.oracle.evaluate import (
     batch_losses,
     batch_mask,
-    check_finite,
     displaced,
     flatten,
-    gradient,
     undisturbed,
     unflatten,
 )
-from alphatoken.oracle.gradients import Batch, Forward
+from alphatoken.oracle.gradients import Batch, Forward, gradient
 
 __all__ = [
-    "MonteCarloFisher",
     "ProxyBound",
-    "exact_fisher",
-    "exact_token_fisher",
-    "expected_retention_loss",
     "hessian",
     "kl_hessian",
-    "monte_carlo_fisher",
     "proxy_bound",
     "retention_gradient",
     "retention_loss",
     "taylor_remainder",
     "third_derivative_along",
-    "third_derivative_norm",
 ]
 
-LARGEST_HESSIAN = 5_000
 
+def retention_loss(forward: Forward, batches: Batch | Sequence[Batch]) -> Tensor:
+    """Mean over sequences of their *summed* token losses: the paper's, and the Fisher's scale.
 
-def retention_loss(
-    forward: Forward,
-    batches: Batch | Sequence[Batch],
-    normalisation: str = "sequence",
-) -> Tensor:
-    """Mean over sequences of their *summed* token losses, or mean over response tokens.
-
-    ``L_ret = (1 / N) sum_n sum_{i in response} l[n, i]``; N counts rows that have a response token
-    (``"sequence"``: the paper's, and the scale of the Fisher) or response tokens (``"token"``).
+    ``L_ret = (1 / N) sum_n sum_{i in response} l[n, i]``; N counts rows that have a response token.
     A scalar, differentiable, exact.
 
     Raises:
-        ConfigError: unknown normalisation.
         InputError: no response token at all.
-        NumericalError: the loss is NaN or infinite.
     """
-    if normalisation not in ("sequence", "token"):
-        raise ConfigError("unknown normalisation", got=repr(normalisation))
     listed = [batches] if isinstance(batches, Mapping) else list(batches)
-    masks = [batch_mask(batch) for batch in listed]
-    per_row = normalisation == "sequence"
-    count = sum(int((mask.any(dim=1) if per_row else mask).sum()) for mask in masks)
+    count = sum(int(batch_mask(batch).any(dim=1).sum()) for batch in listed)
     if count == 0:
         raise InputError("the retention data have no response token", got="all labels are -100")
-    total = torch.stack([batch_losses(forward, batch).sum() for batch in listed]).sum() / count
-    check_finite(total.detach(), "the retention loss")
-    return total
+    return torch.stack([batch_losses(forward, batch).sum() for batch in listed]).sum() / count
 
 
 def retention_gradient(
@@ -94,7 +64,6 @@ def retention_gradient(
     forward: Forward,
     batches: Batch | Sequence[Batch],
     parameters: Mapping[str, Tensor],
-    normalisation: str = "sequence",
 ) -> dict[str, Tensor]:
     """``g_ideal``: the gradient of :func:`retention_loss` at the current parameters, by name.
 
@@ -102,7 +71,7 @@ def retention_gradient(
     as it was. Raises as :func:`retention_loss`; InputError for foreign parameters.
     """
     with undisturbed(model, parameters):
-        return gradient(retention_loss(forward, batches, normalisation), parameters)
+        return gradient(retention_loss(forward, batches), parameters)
 
 
 def hessian(
@@ -112,17 +81,7 @@ def hessian(
 
     Two nested autograd passes, all rows in one batch; exact, nothing is symmetrised. The parameters
     must require gradients and be those ``loss`` is computed from.
-
-    Raises:
-        InputError: more than 5,000 parameters, for which a dense matrix is no oracle any more.
     """
-    size = sum(parameter.numel() for parameter in parameters.values())
-    if size > LARGEST_HESSIAN:
-        raise InputError(
-            "too many parameters for a dense Hessian",
-            got=f"{size} parameters, at most {LARGEST_HESSIAN}",
-            remedy="choose fewer parameters or a smaller model",
-        )
     first = flatten(gradient(loss(), parameters, keep_graph=True))
     return _jacobian(first, parameters)
 
@@ -138,22 +97,6 @@ def third_derivative_along(
     along = flatten({name: direction[name] for name in parameters}).detach()
     second = flatten(gradient(first @ along, parameters, keep_graph=True))
     return _jacobian(second, parameters)
-
-
-def third_derivative_norm(
-    loss: Callable[[], Tensor], parameters: Mapping[str, Tensor]
-) -> Float[Tensor, ""]:
-    """An upper bound of the operator norm of the third derivative: that of its (n, n^2) unfolding.
-
-    ``sup T[u, v, w]`` over unit vectors is at most the spectral norm of the unfolding, where
-    v (x) w runs over all unit vectors of n^2 entries. n^2 autograd passes.
-    """
-    size = sum(parameter.numel() for parameter in parameters.values())
-    like = flatten(parameters).detach()
-    basis = torch.eye(size, dtype=like.dtype, device=like.device)
-    slices = [third_derivative_along(loss, parameters, unflatten(e, parameters)) for e in basis]
-    norm: Tensor = torch.linalg.matrix_norm(torch.stack(slices).reshape(size, -1), ord=2)
-    return norm
 
 
 def taylor_remainder(
@@ -249,7 +192,7 @@ class ProxyBound:
         other_drift: ``||dtheta_{S^c}||``.
         remainder: ``||int_0^1 (H(theta_ref + u dtheta) - H(theta_ref)) dtheta du||`` on S, by
             quadrature (:func:`taylor_remainder`): from Hessians alone, not from ``g_ideal``.
-        third_derivative: M_3, see :func:`proxy_bound` for which.
+        third_derivative: M_3, see :func:`proxy_bound`.
     """
 
     left: float
@@ -317,17 +260,15 @@ def proxy_bound(
     current: Mapping[str, Tensor],
     fisher: Mapping[str, Tensor],
     retention_fisher: Mapping[str, Tensor],
-    third: str = "directional",
     points: int = 9,
 ) -> ProxyBound:
     """Compute every term of the retention proxy bound (eq. app_proxy_bound, app_gap_decomp).
 
-    ``third`` says which M_3, both the largest over ``points`` equally spaced points of the segment
-    from theta_ref to theta, its ends included (dense sampling, not a certified supremum):
-    ``"directional"`` is ``||T(xi)[d, .]||`` along the drift's unit vector d, which is all the
-    inequality needs and never exceeds the operator norm of T; ``"unfolding"`` is an upper bound of
-    that operator norm (:func:`third_derivative_norm`), at n^2 passes a point. No term is defined as
-    what the others leave over, so that the inequality can fail where one of them is wrong.
+    M_3 is the largest ``||T(xi)[d, .]||`` along the drift's unit vector d, over ``points`` equally
+    spaced points of the segment from theta_ref to theta, its ends included (dense sampling, not a
+    certified supremum); it is all the inequality needs and never exceeds the operator norm of T. No
+    term is defined as what the others leave over, so that the inequality can fail where one of them
+    is wrong.
 
     Args:
         model: behind ``loss``; left as it was.
@@ -338,17 +279,13 @@ def proxy_bound(
         fisher: diagonal F_ref of S, by name.
         retention_fisher: diagonal F_dagger of S, by name (:func:`exact_fisher` on the
             retention prompts).
-        third: which M_3.
         points: at how many points of the segment.
 
     Raises:
-        InputError: F_ref and F_dagger disagree in names, or are not among ``parameters``.
-        ConfigError: unknown ``third``, or fewer than two points.
+        InputError: foreign parameters.
     """
-    if third not in ("directional", "unfolding") or points < 2:
-        raise ConfigError("no such third-derivative term", got=f"third={third!r}, points={points}")
-    ordered = _scored_first(parameters, fisher, retention_fisher)
-    scored = {name: ordered[name] for name in fisher}
+    scored = {name: parameters[name] for name in fisher}
+    ordered = {**scored, **{n: p for n, p in parameters.items() if n not in fisher}}
     live = {name: parameter.detach() for name, parameter in ordered.items()}
     start, end = {**live, **reference}, {**live, **current}
     step = flatten({name: end[name] - start[name] for name in ordered})
@@ -359,7 +296,7 @@ def proxy_bound(
             curvature = hessian(loss, ordered)[:size]
         with displaced(ordered, end):
             ideal = flatten(gradient(loss(), scored))
-        m_3 = _third_along_segment(loss, ordered, start, step, size, third, points)
+        m_3 = _third_along_segment(loss, ordered, start, step, size, points)
         remainder = taylor_remainder(loss, ordered, start, step)[:size]
     f_ref = flatten({name: fisher[name] for name in scored})
     f_dagger = flatten({name: retention_fisher[name] for name in scored})
@@ -384,7 +321,6 @@ def _third_along_segment(
     start: Mapping[str, Tensor],
     step: Tensor,
     size: int,
-    third: str,
     points: int,
 ) -> float:
     length = _norm(step)
@@ -394,25 +330,9 @@ def _third_along_segment(
     largest = 0.0
     for u in torch.linspace(0, 1, points).tolist():
         with displaced(parameters, {name: start[name] + u * whole[name] for name in parameters}):
-            if third == "directional":
-                here = _norm(third_derivative_along(loss, parameters, unit)[:size])
-            else:
-                here = float(third_derivative_norm(loss, parameters))
+            here = _norm(third_derivative_along(loss, parameters, unit)[:size])
         largest = max(largest, here)
     return largest
-
-
-def _scored_first(
-    parameters: Mapping[str, Tensor], fisher: Mapping[str, Tensor], other: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    if not fisher or set(fisher) != set(other) or not set(fisher) <= set(parameters):
-        raise InputError(
-            "the two Fishers and the parameters do not match",
-            got=f"F_ref {sorted(fisher)}, F_dagger {sorted(other)}, moving {sorted(parameters)}",
-            remedy="key both by the names of S, and list every moving parameter",
-        )
-    rest = {name: value for name, value in parameters.items() if name not in fisher}
-    return {**{name: parameters[name] for name in fisher}, **rest}
 
 
 def _jacobian(vector: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -30,8 +30,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from alphatoken.errors import InputError
-from alphatoken.oracle.evaluate import batch_losses, batch_mask, displaced, gradient, undisturbed
-from alphatoken.oracle.gradients import Batch, Forward, trainable
+from alphatoken.oracle.evaluate import batch_losses, batch_mask, displaced, undisturbed
+from alphatoken.oracle.gradients import Batch, Forward, gradient, trainable
 from alphatoken.oracle.utility import AdamState, adam_direction
 
 __all__ = ["Run", "ledger_values", "run_end", "run_loss", "run_values"]

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError
 from alphatoken.oracle.enumeration import exact_fisher
-from alphatoken.oracle.evaluate import flatten
 from alphatoken.oracle.gradients import Forward
 
 __all__ = [
@@ -33,8 +32,6 @@ __all__ = [
 
 Metric = Callable[[Tensor, Tensor], float]
 """A distance between two prompts (vectors of token ids), positive unless they are equal."""
-
-LARGEST_ASSIGNMENT = 2_000
 
 
 @dataclass(frozen=True)
@@ -76,15 +73,8 @@ def wasserstein(
     Exact optimal transport: each point is repeated until both lists have the same length; the
     vertices of that transport polytope are permutations (Birkhoff), so an optimal assignment is an
     optimal plan.
-
-    Raises:
-        InputError: an empty list, or a common multiple of the lengths beyond 2,000.
     """
-    if not left or not right:
-        raise InputError("a prompt list is empty", got=f"{len(left)} and {len(right)} prompts")
     common = math.lcm(len(left), len(right))
-    if common > LARGEST_ASSIGNMENT:
-        raise InputError("the prompt lists are too long for exact transport", got=f"{common} atoms")
     costs = np.array([[metric(a, b) ** power for b in right] for a in left], dtype=np.float64)
     costs = costs.repeat(common // len(left), axis=0).repeat(common // len(right), axis=1)
     rows, columns = linear_sum_assignment(costs)
@@ -104,13 +94,10 @@ def prompt_fishers(
 
     Exact. Raises as :func:`exact_fisher`.
     """
-    each = (
-        exact_fisher(
-            model, forward, [x], response_length, parameters, vocabulary, eos, diagonal=True
-        )
+    return [
+        exact_fisher(model, forward, [x], response_length, parameters, vocabulary, eos).diagonal()
         for x in prompts
-    )
-    return [flatten(fisher) for fisher in each]
+    ]
 
 
 def lipschitz_constant(
@@ -162,14 +149,12 @@ def transfer_bound(
     inequality holds for any two lists and any map.
 
     Raises:
-        InputError: as :func:`exact_fisher` and :func:`wasserstein`.
+        InputError: as :func:`exact_fisher`.
     """
     f_retention, f_reference = (
-        flatten(
-            exact_fisher(
-                model, forward, prompts, response_length, parameters, vocabulary, eos, diagonal=True
-            )
-        )
+        exact_fisher(
+            model, forward, prompts, response_length, parameters, vocabulary, eos
+        ).diagonal()
         for prompts in (retention_prompts, reference_prompts)
     )
     return TransferBound(

@@ -14,8 +14,11 @@ First order in the step size eta, for SGD, with the label value a_k = <grad l_k,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb, fsum
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,13 +28,10 @@ from alphatoken.errors import ConfigError, InputError
 from alphatoken.oracle.evaluate import (
     batch_losses,
     batch_mask,
-    check_finite,
     displaced,
-    gradient,
     undisturbed,
 )
-from alphatoken.oracle.gradients import Batch, Forward
-from alphatoken.oracle.shapley import exact_shapley
+from alphatoken.oracle.gradients import Batch, Forward, gradient
 
 __all__ = [
     "AdamState",
@@ -48,6 +48,8 @@ __all__ = [
 
 Step = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
 """An optimizer step: (parameter values, gradients) -> new values. It must not keep state."""
+
+Player = TypeVar("Player", bound=Hashable)
 
 Objective = Callable[[], Tensor]
 """The validation objective at the model's current parameters, a scalar."""
@@ -125,9 +127,6 @@ def adam_step_derivative(
     by name (the step moves by -lr times it). ``<grad J, du/dw>`` times lr is the token's
     first-order utility under Adam. ``values`` are needed for coupled weight decay only. Checks
     :func:`adam_preconditioner`.
-
-    Raises:
-        InputError: coupled weight decay without ``values``.
     """
     found = {}
     for name, g in gradients.items():
@@ -156,17 +155,10 @@ def adam_preconditioner(
     step, exact for a step whose denominator does not move; the error falls with the step count.
 
     Raises:
-        ConfigError: unknown kind, or ``frozen`` before the first step, where no v^ exists.
-        InputError: coupled weight decay without ``values``.
+        ConfigError: unknown kind.
     """
     if kind not in ("full", "frozen"):
         raise ConfigError("unknown preconditioner", got=repr(kind), remedy="use full or frozen")
-    if kind == "frozen" and state.step == 0:
-        raise ConfigError(
-            "a frozen preconditioner needs a state",
-            got="step 0",
-            why="the first step of Adam is the gradient's sign, whatever the second moment",
-        )
     return {
         name: _precondition(
             _decayed(g, state, None if values is None else values[name]),
@@ -215,12 +207,9 @@ def leave_one_out_utility(
 
     Raises:
         ConfigError: unknown optimizer or normalisation, or Adam without its state.
-        InputError: no response token, or foreign parameters.
-        NumericalError: J is NaN or infinite.
+        InputError: foreign parameters.
     """
     keep = batch_mask(train_batch)
-    if not keep.any():
-        raise InputError("the batch has no response token", got="all labels are -100")
     step = _resolve(optimizer, lr, state)
     with undisturbed(model, parameters):
 
@@ -277,6 +266,33 @@ def one_step_utility(
     return utility
 
 
+def exact_shapley(
+    utility: Callable[[frozenset[Player]], float], players: Sequence[Player]
+) -> dict[Player, float]:
+    """Shapley value of each player of the game ``utility``, exact.
+
+    ``phi_u = sum over S without u of |S|! (n - |S| - 1)! / n! (U(S + u) - U(S))``, the factor
+    being 1 / (n C(n - 1, |S|)). ``utility`` is evaluated once on each of the 2^n coalitions. The
+    values add to ``U(all) - U(none)``. Source: App. A of the paper; with the utility of one SGD
+    step (:func:`one_step_utility`) they tend to the first-order values of
+    eq. shapley_closed_form_step as the step size goes to 0.
+    """
+    count = len(players)
+    worth = {
+        coalition: utility(coalition)
+        for size in range(count + 1)
+        for coalition in map(frozenset, combinations(players, size))
+    }
+    return {
+        player: fsum(
+            (worth[others | {player}] - worth[others]) / (count * comb(count - 1, len(others)))
+            for others in worth
+            if player not in others
+        )
+        for player in players
+    }
+
+
 def _objective_after_step(
     forward: Forward,
     batch: Batch,
@@ -294,9 +310,7 @@ def _objective_after_step(
     gradients = gradient(losses[kept].sum() / divisor, parameters)
     values = {name: parameter.detach() for name, parameter in parameters.items()}
     with displaced(parameters, step(values, gradients)):
-        value = objective().detach()
-    check_finite(value, "the validation objective")
-    return value
+        return objective().detach()
 
 
 def _divisor(normalisation: str, kept: Tensor, labels: Tensor) -> int:
@@ -342,11 +356,7 @@ def _precondition(g: Tensor, m: Tensor, v: Tensor, state: AdamState, *, frozen: 
 def _decayed(g: Tensor, state: AdamState, value: Tensor | None) -> Tensor:
     if state.decoupled or state.weight_decay == 0.0:
         return g
-    if value is None:
-        raise InputError(
-            "coupled weight decay needs the parameters' values",
-            remedy="pass values=, or use decoupled decay",
-        )
+    assert value is not None
     return g + state.weight_decay * value
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from alphatoken.oracle.evaluate import batch_losses
-from alphatoken.oracle.gradients import Batch, Forward, run_losses
+from alphatoken.oracle.gradients import (
+    Batch,
+    Forward,
+    label_curvatures,
+    label_values,
+    run_losses,
+)
 
 __all__ = ["curvature_along", "label_values_along", "walk_values", "walked"]
 
@@ -78,10 +83,10 @@ def _moved(model: nn.Module, end: nn.Module, share: float) -> nn.Module:
     return twin
 
 
-def _along(model: nn.Module, end: nn.Module) -> list[Tensor]:
+def _along(model: nn.Module, end: nn.Module) -> dict[str, Tensor]:
     """-D by parameter: from the end back to the start."""
-    pairs = zip(model.parameters(), end.parameters(), strict=True)
-    return [(first - last).detach() for first, last in pairs]
+    last = dict(end.named_parameters())
+    return {name: (p - last[name]).detach() for name, p in model.named_parameters()}
 
 
 def label_values_along(
@@ -91,17 +96,10 @@ def label_values_along(
 
     One backward a token and node. Exactness: of polynomials of degree ``2 nodes - 1`` in s.
     """
-    positions, weights = np.polynomial.legendre.leggauss(nodes)
-    back = _along(model, end)
-    values = torch.zeros(batch["labels"].shape, dtype=torch.float64)
-    for position, weight in zip(positions, weights, strict=True):
+    back, values = _along(model, end), torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for position, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
         twin = _moved(model, end, float(position + 1) / 2)
-        losses = run_losses(forward_of(twin), batch)
-        parameters = list(twin.parameters())
-        for (b, i), loss in losses.items():
-            found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-            inner = sum(_inner(g, m) for g, m in zip(found, back, strict=True) if g is not None)
-            values[b, i] += float(weight) / 2 * inner
+        values += float(weight) / 2 * label_values(twin, forward_of(twin), batch, back)
     return values
 
 
@@ -110,19 +108,4 @@ def curvature_along(
 ) -> Float[Tensor, "b t"]:
     """``D' H_k(theta + share D) D`` of each token's loss, by two backwards."""
     twin = _moved(model, end, share)
-    back = _along(model, end)
-    losses = run_losses(forward_of(twin), batch)
-    parameters = list(twin.parameters())
-    values = torch.zeros(batch["labels"].shape, dtype=torch.float64)
-    for (b, i), loss in losses.items():
-        first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-        slope: Any = sum(
-            torch.sum(g * m) for g, m in zip(first, back, strict=True) if g is not None
-        )
-        second = torch.autograd.grad(slope, parameters, retain_graph=True, allow_unused=True)
-        values[b, i] = sum(_inner(g, m) for g, m in zip(second, back, strict=True) if g is not None)
-    return values
-
-
-def _inner(first: Tensor, second: Tensor) -> float:
-    return float(torch.sum(first.double() * second.double()))
+    return label_curvatures(twin, forward_of(twin), batch, _along(model, end))[0]

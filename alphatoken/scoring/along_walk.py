@@ -28,7 +28,7 @@ def along_walk(
 
     Args:
         adapter: of the model.
-        end: of the walk.
+        end: losses at the end of the walk.
         seen: the pass, its losses (b, t).
         compare: those losses with a forward of the model as it is, without dropout.
 
@@ -38,7 +38,7 @@ def along_walk(
     Exactness: exact, up to the rounding of two forwards. Source: Rho-1 (excess loss);
     CoLoR-Filter. Oracle: ``alphatoken.oracle.walk.walk_values``.
     """
-    there = end.losses(seen.batch)
+    there = end(seen.batch)
     here = _losses(adapter, seen, compare=compare).to(there.device)
     dtype = wide(here.dtype)
     values = (here.to(dtype) - there.to(dtype)).masked_fill(~seen.batch.mask, 0.0)

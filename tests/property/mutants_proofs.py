@@ -304,7 +304,7 @@ PROOFS = (
     _proof(
         "next-token-in-a-mask-unread",
         "a mask of pairs that lets a token see the next one is taken for causal",
-        ("_looks_ahead", "triu(1)", "triu(2)"),
+        ("argument_kinds", "triu(1)", "triu(2)"),
         claim(
             test_proof_limits.test_what_arguments_say_of_who_sees_whom, "one pair ahead", examples=1
         ),
@@ -480,7 +480,7 @@ DRIFT = (
         "part-of-the-fisher-forgotten",
         "where weights are sharded, V = W - W_ref",
         (
-            "direction.drift_parts.ShardedDrift.direction",
+            "direction.drift.ShardedDrift.direction",
             "diagonal_drift(self._fisher[name], self._part(name), self._reference[name])",
             "diagonal_drift(1 + 0 * self._fisher[name], self._part(name), self._reference[name])",
         ),
@@ -490,7 +490,7 @@ DRIFT = (
         "kronecker-v-of-the-reference",
         "where weights are sharded, the Kronecker V is that of weights twice as far away",
         (
-            "direction.drift_parts.ShardedDrift.direction",
+            "direction.drift.ShardedDrift.direction",
             "self._drift.direction({name: whole})[name]",
             "self._drift.direction({name: 2 * whole - self._drift.reference[name]})[name]",
         ),

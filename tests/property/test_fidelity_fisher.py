@@ -20,11 +20,9 @@ from alphatoken.fidelity import fisher as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.subject import Subject
-from alphatoken.oracle.retention import (
-    exact_fisher,
-    hessian,
-    retention_loss,
-)
+from alphatoken.oracle.enumeration import exact_fisher
+from alphatoken.oracle.evaluate import unflatten
+from alphatoken.oracle.retention import hessian, retention_loss
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.tolerance import close
 
@@ -123,15 +121,10 @@ def exact() -> dict[str, Tensor]:
     model = quadratic()
     named = dict(model.named_parameters())
     scored = [linear.weight_name for linear in ReferenceAdapter(model).scored_linears([0])]
-    return exact_fisher(
-        model,
-        lambda batch: model(**batch),
-        [torch.tensor([z]) for z in range(CONTEXTS)],
-        1,
-        {name: named[name] for name in scored},
-        LABELS,
-        diagonal=True,
-    )
+    weights = {name: named[name] for name in scored}
+    every = [torch.tensor([z]) for z in range(CONTEXTS)]
+    fisher = exact_fisher(model, lambda batch: model(**batch), every, 1, weights, LABELS)
+    return unflatten(fisher.diagonal(), weights)
 
 
 def drift_of(fisher: Mapping[str, Tensor]) -> FisherDrift:

@@ -217,14 +217,14 @@ def test_every_equation_has_its_proof_or_is_said_to_have_none() -> None:
 
 
 PARTS_OF_ORACLES = """
-adam_scale counted_tokens damped_directions fisher_drift losses_of objective_gradient read_drift
+adam_scale damped_directions fisher_drift losses_of objective_gradient read_drift
 enumerate_responses enumerated_log_probabilities
-batch_losses batch_mask check_finite displaced flatten gradient sequence_log_probabilities
+batch_losses batch_mask displaced flatten gradient sequence_log_probabilities
 undisturbed unflatten
 directed_parameters known_labels scalar_losses moved_outputs recorded_uses
 key_jacobian key_norm_bound rms_norm rms_norm_jacobian rotary_matrix branch_log_probabilities
 contract hop_errors propagated_errors split_attention traced bare_model decoder_blocks find_scored
-taylor_remainder third_derivative_along third_derivative_norm adam_direction
+taylor_remainder third_derivative_along adam_direction
 """
 """What oracles and the certificate are put together from."""
 

@@ -10,7 +10,6 @@ from hypothesis import example, find, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken.errors import InputError
 from alphatoken.oracle import jacobian
 from alphatoken.oracle.jacobian import AttentionSpec
 from tests.property.tolerance import close
@@ -262,18 +261,3 @@ def test_estimator_error_is_the_score_path_of_the_key_projection(
     exact = torch.autograd.functional.jacobian(outputs, zero)  # (h, k, t)
     exact[:, range(len(x)), range(len(x))] = 0
     close(found, exact, scale, 1e-11)
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    spec, _ = make()
-    wrong = [
-        {"heads": 3},
-        {"w_k": torch.zeros(3, WIDTH, dtype=torch.float64)},
-        {"k_norm": torch.zeros(3, dtype=torch.float64)},
-        {"q_norm": torch.zeros(3, dtype=torch.float64)},
-        {"cos": None},
-        {"w_v": torch.zeros(3, WIDTH, dtype=torch.float64)},
-    ]
-    for change in wrong:
-        with pytest.raises(InputError, match="do not fit together"):
-            replace(spec, **change)

@@ -6,7 +6,6 @@ The decoder is small enough for dense Hessians and for listing every response.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from torch import Tensor
 
-from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
+from alphatoken.errors import InputError
 from alphatoken.oracle import retention, transfer
 from alphatoken.oracle.enumeration import (
     enumerate_responses,
@@ -65,8 +64,6 @@ def test_foreign_and_doubly_named_parameters_are_refused():
     batch = labelled([([0], [1])], pad_left=False)
     with pytest.raises(InputError, match=r"not the model's own.*head\.weight"):
         retention_gradient(model, forward, batch, foreign)
-    with pytest.raises(InputError, match="no parameters"):
-        retention_gradient(model, forward, batch, {})
     model.head.weight = model.embed.weight
     tied = {name: model.get_parameter(name) for name in ("head.weight", "embed.weight")}
     with pytest.raises(InputError, match="tied"):
@@ -91,7 +88,6 @@ def test_retention_gradient_is_the_mean_of_single_sequences(seed, pad_left, rows
     ]
     texts.append(([1, 2], []))  # a row without response tokens does not count
     found = retention_gradient(model, forward, labelled(texts, pad_left), parameters)
-    per_token = retention_gradient(model, forward, labelled(texts, pad_left), parameters, "token")
     split = [labelled([text], pad_left) for text in texts]
     from_list = retention_gradient(model, forward, split, parameters)
 
@@ -108,8 +104,6 @@ def test_retention_gradient_is_the_mean_of_single_sequences(seed, pad_left, rows
             wanted, scale = wanted + g, scale + g.abs().max()
     close(flatten(found), wanted / rows, 1e-12, scale / rows)
     close(flatten(from_list), wanted / rows, 1e-12, scale / rows)
-    tokens = sum(len(response) for _, response in texts)
-    close(flatten(per_token), wanted / tokens, 1e-12, scale / tokens)
 
 
 @budget(0.3)
@@ -162,9 +156,6 @@ def test_full_fisher_is_the_hessian_of_the_divergence(seed, length, eos, prompts
     curvature = kl_hessian(model, forward, xs, length, parameters, 3, eos)
     # Scale: the Hessian adds p * (score outer product + second derivatives), some of which cancel.
     close(curvature, fisher, 1e-10, fisher.abs().max())
-    diagonal = exact_fisher(model, forward, xs, length, parameters, 3, eos, diagonal=True)
-    assert [diagonal[name].shape for name in parameters] == [p.shape for p in parameters.values()]
-    close(flatten(diagonal), fisher.diagonal(), 1e-13)
     assert float(torch.linalg.eigvalsh(fisher).min()) >= -1e-12 * float(fisher.abs().max())
     assert float(fisher.abs().max()) > 0
 
@@ -191,13 +182,15 @@ def test_token_fisher_is_the_hessian_on_given_prefixes():
 def test_monte_carlo_fisher_is_unbiased():
     model, forward, parameters = tiny(8, width=1)
     xs, eos = [torch.tensor([0, 2]), torch.tensor([1])], 0
-    wanted = flatten(exact_fisher(model, forward, xs, 2, parameters, 3, eos, diagonal=True))
-    drawn = monte_carlo_fisher(model, forward, xs, 2, parameters, samples=1500, seed=11, eos=eos)
-    z = (flatten(drawn.mean) - wanted) / flatten(drawn.standard_error)
+    wanted = exact_fisher(model, forward, xs, 2, parameters, 3, eos).diagonal()
+    mean, error = monte_carlo_fisher(
+        model, forward, xs, 2, parameters, samples=1500, seed=11, eos=eos
+    )
+    z = (mean - wanted) / error
     # 10 dependent normals: |z| > 4 has probability below 1e-3 in all.
     assert float(z.abs().max()) < 4
     # The same test refuses the square of a batch's mean gradient, which expects F / batch size.
-    halved = (flatten(drawn.mean) - wanted / 2) / flatten(drawn.standard_error)
+    halved = (mean - wanted / 2) / error
     assert float(halved.abs().max()) > 10
 
     # Scores of successive tokens are uncorrelated, so squares summed token by token expect F too.
@@ -239,11 +232,12 @@ def bound_setting(seed: int, others: bool, own_data: bool, scale: float):
         batch = labelled(text, pad_left=False)
         loss = lambda: retention_loss(forward, batch)  # noqa: E731
     scored = pick(parameters)
+    fishers = [exact_fisher(model, forward, data, 2, scored, 3).diagonal() for data in (ys, xs)]
     arguments = {
         "reference": reference,
         "current": {name: reference[name] + drift[name] for name in moving},
-        "fisher": exact_fisher(model, forward, ys, 2, scored, 3, diagonal=True),
-        "retention_fisher": exact_fisher(model, forward, xs, 2, scored, 3, diagonal=True),
+        "fisher": unflatten(fishers[0], scored),
+        "retention_fisher": unflatten(fishers[1], scored),
     }
     return model, loss, moving, drift, arguments
 
@@ -380,16 +374,6 @@ def test_no_term_of_the_bound_can_be_smaller(name: str) -> None:
         assert not bound.holds_without_cross
 
 
-def test_the_unfolding_is_above_the_directional_third_derivative():
-    model, loss, moving, _, arguments = bound_setting(4, False, False, 0.1)
-    directional, above = (
-        retention.proxy_bound(model, loss, moving, **arguments, points=2, third=third)
-        for third in ("directional", "unfolding")
-    )
-    assert directional.third_derivative <= above.third_derivative
-    assert above.holds
-
-
 def test_paper_bound_fails_when_weights_outside_the_proxy_move():
     """Own data (r_0 = 0, D_cal = 0), F_ref = F_dagger, only embedding and head move: pinned."""
     model, loss, moving, drift, arguments = bound_setting(12, True, True, 1e-3)
@@ -516,57 +500,23 @@ def test_a_metric_that_does_not_separate_prompts_is_refused():
 
 def _call(name: str):
     model, forward, parameters = tiny(0)
-    prompt = [torch.tensor([0, 1])]
-    batch = labelled([([0], [1])], pad_left=False)
     empty = labelled([([0, 1], [])], pad_left=False)
     if name == "no response":
         retention_gradient(model, forward, empty, parameters)
     elif name == "token fisher without response":
         exact_token_fisher(model, forward, empty, parameters)
-    elif name == "normalisation":
-        retention_gradient(model, forward, batch, parameters, "mean")
-    elif name == "nan":
-        with torch.no_grad():
-            model.head.weight[0, 0] = math.nan
-        retention_gradient(model, forward, batch, parameters)
-    elif name == "vocabulary too small":
-        exact_fisher(model, forward, prompt, 1, parameters, 2)
-    elif name == "too many":
-        exact_fisher(model, forward, prompt, 40, parameters, 3)
-    elif name == "empty prompt":
-        exact_fisher(model, forward, [torch.tensor([], dtype=torch.long)], 1, parameters, 3)
-    elif name == "no prompts":
-        exact_fisher(model, forward, [], 1, parameters, 3)
-    elif name == "one sample":
-        monte_carlo_fisher(model, forward, prompt, 1, parameters, samples=1, seed=0)
-    elif name == "too large":
-        hessian(lambda: torch.zeros(()), {"w": torch.zeros(6000, requires_grad=True)})
     else:
-        ones = {"head.weight": torch.ones(3, 2)}
-        more = {} if name == "fisher names" else {"third": "exact"}
-        retention.proxy_bound(
-            model, lambda: retention_loss(forward, batch), parameters if more else pick(parameters),
-            reference={}, current={}, fisher=ones, retention_fisher=ones, **more,
-        )  # fmt: skip
+        exact_fisher(model, forward, [torch.tensor([0, 1])], 1, parameters, 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "words"),
+    ("name", "words"),
     [
-        ("no response", InputError, "no response token"),
-        ("token fisher without response", InputError, "no response token"),
-        ("normalisation", ConfigError, "mean"),
-        ("nan", NumericalError, "retention loss"),
-        ("vocabulary too small", InputError, "vocabulary 2"),
-        ("too many", InputError, "length 40"),
-        ("empty prompt", InputError, "prompt 0"),
-        ("no prompts", InputError, "no prompts"),
-        ("one sample", InputError, "samples=1"),
-        ("too large", InputError, "6000"),
-        ("fisher names", InputError, r"head\.weight"),
-        ("third", ConfigError, "exact"),
+        ("no response", "no response token"),
+        ("token fisher without response", "no response token"),
+        ("vocabulary too small", "vocabulary 2"),
     ],
 )
-def test_refusals(name: str, error: type[AlphaTokenError], words: str):
-    with pytest.raises(error, match=words):
+def test_refusals(name: str, words: str):
+    with pytest.raises(InputError, match=words):
         _call(name)

@@ -99,7 +99,6 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "ragged": ([[[1], [2, 3]]], "not made of token ids"),
     "a stacked tensor": (ONE, "padding"),
     "rows of rows": ([ONE], "not one row"),
-    "negative ids": ([[1, -100]], "negative id"),
     "no ids": ({"labels": ONE}, "no input_ids"),
     "one row as batch": ({"input_ids": ONE[0]}, r"not \(batch, length\)"),
     "a mask of another shape": ({"input_ids": ONE, "attention_mask": ONE[:, :2]}, "shape"),
