@@ -11,15 +11,11 @@ from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.direction.objective import objective_gradient
-from alphatoken.errors import (
-    AlphaTokenError,
-    ModelError,
-    UnsupportedError,
-)
+from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.estimate import proofs
 from alphatoken.estimate.causality import argument_kinds, prove_causality
 from alphatoken.estimate.derivatives import _tolerance
-from alphatoken.model.batch import documents_in_rows, read_batch
+from alphatoken.model.batch import read_batch
 from alphatoken.model.modes import draws
 from tests.property.architectures import BY_NAME
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
@@ -168,28 +164,6 @@ def test_losses_that_no_parameter_moves_have_no_direction() -> None:
     aside = {"aside": nn.Parameter(torch.ones(2, dtype=torch.float64))}
     with pytest.raises(ModelError, match="depends on no parameter in scope"):
         objective_gradient(ReferenceAdapter(model), aside, CASE.validation, first=None)
-
-
-# --- documents over rows --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bounds", "rows"),
-    [
-        ([0, 8], None),
-        ([0, 3, 5, 8], None),
-        ([0, 4, 8], [[0, 0, 0, 0], [1, 1, 1, 1]]),
-        ([0, 1, 4, 6, 8], [[0, 1, 1, 1], [2, 2, 3, 3]]),
-        ([0, 3], [[0, 0, 0, -1], [-1, -1, -1, -1]]),
-        ([0, 2, 4, 7], [[0, 0, 1, 1], [2, 2, 2, -1]]),
-    ],
-)
-def test_documents_by_their_bounds(bounds: list[int], rows: list[list[int]] | None) -> None:
-    if rows is None:
-        with pytest.raises(AlphaTokenError, match="reaches over two rows"):
-            documents_in_rows(torch.tensor(bounds), 2, 4)
-        return
-    assert documents_in_rows(torch.tensor(bounds), 2, 4).tolist() == rows
 
 
 # --- forwards that draw ---------------------------------------------------------------------------
