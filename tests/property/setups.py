@@ -71,12 +71,15 @@ def summed_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 BETAS, EPS = (0.8, 0.97), 1e-3
 
 
-def stepped(setup: Setup, steps: int, kind: str) -> tuple[ReferenceDecoder, torch.optim.Optimizer]:
+def stepped(
+    setup: Setup, steps: int, kind: str, eps: float = EPS
+) -> tuple[ReferenceDecoder, torch.optim.Optimizer]:
     """A model after some real optimizer steps, and the optimizer."""
     model = setup.case.model()
-    make = torch.optim.AdamW if kind == "AdamW" else torch.optim.Adam
+    make = torch.optim.AdamW if kind in ("AdamW", "amsgrad") else torch.optim.Adam
     decay = 0.0 if kind == "Adam" else 0.05  # coupled under "Adam, L2"
-    optimizer = make(model.parameters(), lr=1e-3, betas=BETAS, eps=EPS, weight_decay=decay)
+    options = {"lr": 1e-3, "betas": BETAS, "eps": eps, "weight_decay": decay}
+    optimizer = make(model.parameters(), amsgrad=kind == "amsgrad", **options)  # type: ignore[arg-type]
     for _ in range(steps):
         optimizer.zero_grad()
         summed_loss(model, setup.case.batch).backward()
