@@ -27,7 +27,7 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.oracle import gradients
 from tests.property.architectures import ARCHITECTURES, BY_NAME
-from tests.property.setups import CONTRACTION
+from tests.property.setups import CONTRACTION, refusal
 from tests.property.strategies import SEEDS, make_batch
 from tests.property.tolerance import allowed, close
 
@@ -310,12 +310,8 @@ def test_scores_of_another_forward(name: str) -> None:
         with scorer.observe() as seen, torch.set_grad_enabled(gradients_on):
             other = model(**tokens).logits
             model(**INPUTS)
-            refused = False
-            try:
-                seen.values(other, BATCH["labels"])
-            except InputError:
-                refused = True
-            assert refused, "logits of another forward were valued"
+            error = refusal(functools.partial(seen.values, other, BATCH["labels"]))
+            assert isinstance(error, InputError), "logits of another forward were valued"
 
 
 @pytest.mark.parametrize("name", ["llama"])
@@ -332,12 +328,8 @@ def test_losses_that_autocast_rounded(name: str) -> None:
         with scorer.observe() as seen:
             logits = model(**INPUTS).logits * change
             model.forward = forward
-            refused = False
-            try:
-                seen.values(logits, BATCH["labels"])
-            except InputError:
-                refused = True
-            assert refused is not cast, "a pass under autocast is known by its rounding"
+            error = refusal(functools.partial(seen.values, logits, BATCH["labels"]))
+            assert isinstance(error, InputError) is not cast, "autocast is known by its rounding"
 
 
 def cast_around(linears: Iterable[nn.Linear], inside: torch.dtype, outside: torch.dtype) -> None:
@@ -410,9 +402,8 @@ def test_losses_that_16_bits_rounded_somewhere(kind: str, parameters: str, graph
         stack.close()
         try:
             found = seen.values(logits, BATCH["labels"]).total
-        except InputError:
-            found = None
-        assert found is not None, "rounding is taken for another forward"
+        except InputError as error:
+            raise AssertionError("rounding is taken for another forward") from error
         with pytest.raises(InputError, match="mean loss"):
             seen.values(other, BATCH["labels"])
     close((found - wanted).norm(), 0.0, wanted.norm(), allowed("norm", NARROW), name=kind)
