@@ -88,6 +88,16 @@ def stepped(
     return model, optimizer
 
 
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def unchanged(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
+    """Whether every parameter has the bits that it had."""
+    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def refusal(run: Callable[[], object]) -> AlphaTokenError | None:
     """The library's error, if there is one."""
     try:
@@ -308,9 +318,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def quiet_score(scorer: Scorer, batch: Mapping[str, Any]) -> TokenValues:
+def quiet_score(scorer: Scorer, batch: Mapping[str, Any], **more: Any) -> TokenValues:
     with quiet():
-        return scorer.score(batch)
+        return scorer.score(batch, **more)
 
 
 def random_drift(parameters: Mapping[str, Tensor], seed: int) -> FisherDrift:

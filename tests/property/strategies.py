@@ -355,6 +355,11 @@ class Case:
         return self._batch(self.train, 0)
 
     @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The training batch without its labels, as a forward takes it."""
+        return {name: x for name, x in self.batch.items() if name != "labels"}
+
+    @property
     def validation(self) -> list[dict[str, Tensor]]:
         """The validation batches, built anew."""
         return [self._batch(lines, i + 1) for i, lines in enumerate(self.validations)]

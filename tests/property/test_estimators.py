@@ -380,14 +380,13 @@ def test_padding_holds_nothing(setup: Setup, estimator: str, shift: int) -> None
 def test_observed_equals_scored(setup: Setup, estimator: str) -> None:
     """observe() on a pass without dropout = score(); the training gradient is a fresh run's."""
     batch = setup.case.batch
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
     fresh = setup.case.model()
     summed_loss(fresh, batch).backward()
     model = setup.case.model().train()
     scorer = make_scorer(setup, estimator, model=model)
     expected = quiet_score(scorer, batch)
     with quiet(), scorer.observe() as observed:
-        logits = model(**inputs)
+        logits = model(**setup.case.inputs)
         values = observed.values(logits, batch["labels"])
     assert torch.equal(values.total, expected.total)
     assert torch.equal(values.unassigned, expected.unassigned)
@@ -407,7 +406,6 @@ def test_model_is_left_alone(setup: Setup, estimator: str) -> None:
     model = setup.case.model()
     disturb(model, setup.case.seed)
     batch = setup.case.batch
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
     before = snapshot(model)
     scorer = make_scorer(setup, estimator, model=model)
     assert snapshot(model) == before
@@ -416,11 +414,11 @@ def test_model_is_left_alone(setup: Setup, estimator: str) -> None:
     _ = scorer.direction
     assert snapshot(model) == before, "after direction"
     with quiet(), scorer.observe() as observed:
-        observed.values(model(**inputs), batch["labels"])
+        observed.values(model(**setup.case.inputs), batch["labels"])
     assert snapshot(model) == before, "after observe"
     try:
         with scorer.observe():
-            model(**inputs)
+            model(**setup.case.inputs)
             raise StopError
     except StopError:
         pass
@@ -530,8 +528,7 @@ def test_the_coverage_report_says_what_was_proved() -> None:
     case = FULL.case
     scorer = make_scorer(FULL, "alphatoken")
     assert scorer.coverage.relative_error is None
-    with quiet():
-        scorer.score(case.batch)
+    quiet_score(scorer, case.batch)
     report = scorer.coverage
     assert report.relative_error is not None
     assert report.relative_error < 1e-12

@@ -201,8 +201,7 @@ def test_a_trap_is_refused(name: str) -> None:
 
         def run() -> object:
             with scorer.observe() as observed:
-                inputs = {k: v for k, v in case.batch.items() if k != "labels"}
-                logits = scorer.adapter.model(**inputs)
+                logits = scorer.adapter.model(**case.inputs)
                 return observed.values(logits, case.batch["labels"])
 
     else:
@@ -346,10 +345,9 @@ def test_what_was_refused_is_refused_again(seed: int) -> None:
     model.forward = forward  # type: ignore[method-assign]
     scorer = Scorer(model, case.validation, config=config, adapter=ReferenceAdapter(model))
     scorer.score(case.batch)
-    inputs = {k: v for k, v in case.batch.items() if k != "labels"}
     model.train()
     with scorer.observe() as observed:
-        logits = model(**inputs)
+        logits = model(**case.inputs)
         error = refusal(lambda: observed.values(logits, case.batch["labels"]))
     assert isinstance(error, ModelError), "documents that the observed forward mixes passed"
     assert "see each other" in str(error)
@@ -362,11 +360,10 @@ def test_a_pass_leaves_nothing_to_the_next(seed: int) -> None:
     case = replace(make_case(*PLAIN), seed=seed)
     model = case.model()
     scorer = Scorer(model, case.validation, config=ScorerConfig("alphatoken", layers=2))
-    inputs = {k: v for k, v in case.batch.items() if k != "labels"}
     counts = []
     with scorer.observe() as observed:
         for _ in range(2):
-            logits = model(**inputs)
+            logits = model(**case.inputs)
             counts.append(len(observed._recorder.attentions))
         values = observed.values(logits, case.batch["labels"]).total
     assert counts[0] == counts[1], "attentions of an earlier pass stay"

@@ -23,6 +23,7 @@ from tests.property.setups import (
     BETAS,
     MODEL,
     Setup,
+    bits,
     drift_of,
     forward_of,
     label_truth,
@@ -33,6 +34,7 @@ from tests.property.setups import (
     setups,
     stepped,
     truth,
+    unchanged,
 )
 from tests.property.strategies import PADDED, make_case
 from tests.property.tolerance import close
@@ -255,7 +257,7 @@ def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> 
 def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
     """Every part walks and comes back by itself: AdamW is elementwise, and nothing is gathered."""
     model = setup.case.model()
-    before = [p.detach().clone() for p in model.parameters()]
+    before = bits(model)
     adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
     end = walk.walked(model, forward_of, setup.case.validation, 2, adamw)
     expected = walk.walk_values(model, end, forward_of, setup.case.batch)
@@ -266,7 +268,7 @@ def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
         found = quiet_score(scorer, setup.case.batch)
     close(found.total, expected, 1.0 + expected.abs(), 1e-8, name="sharded walk")
     assert not sharding.gathered
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert unchanged(model, before)
 
 
 def test_what_label_cannot_do_on_sharded_weights_is_refused() -> None:
