@@ -132,9 +132,7 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 
 
 def built(name: str) -> Any:
-    """One of the architectures; transformers is imported only here."""
-    from tests.property.architectures import BY_NAME
-
+    """One of the architectures."""
     return BY_NAME[name].build(1)
 
 
@@ -411,9 +409,8 @@ def test_losses_that_16_bits_rounded_somewhere(kind: str, parameters: str, graph
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:
     adapter = find_adapter(BY_NAME["llama"].build(1))
-    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
     with pytest.raises(InputError, match="no token of the vocabulary"):
-        response_losses(adapter, inputs, BATCH["labels"].clamp(max=99) * 0 + 99)
+        response_losses(adapter, INPUTS, BATCH["labels"].clamp(max=99) * 0 + 99)
 
 
 def test_heads_that_somebody_else_has_a_hand_in_are_left_alone() -> None:
@@ -504,8 +501,7 @@ def test_observed_label_values(name: str, parameters: str) -> None:
     expected = gradients.label_values(model, adapter.forward, BATCH, m)
     close(values.total, expected, expected.abs().sum(), CAST, name=f"{name}, {parameters}")
     assert not formed.called
-    shared = head.watched_head(logits) is not None
-    assert shared == (getattr(model.config, "final_logit_softcapping", None) is None)
+    assert (head.watched_head(logits) is None) == caps(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
