@@ -23,13 +23,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import (
-    AlphaTokenWarning,
-    FisherDrift,
-    Scorer,
-    ScorerConfig,
-    TokenValues,
-)
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
 from alphatoken.errors import AlphaTokenError
 from alphatoken.model.protocol import AttentionCall, NativeAttention, ScoredLinear
 from alphatoken.oracle import gradients, influence, jacobian, propagation
@@ -588,11 +582,7 @@ def attention_spec(model: ReferenceDecoder, layer: int, length: int) -> jacobian
 
 
 def propagated(
-    setup: Setup,
-    *,
-    window: int | None,
-    head_reduction: str = "per_head",
-    aggregated: bool = False,
+    setup: Setup, *, window: int | None, head_reduction: str = "per_head", aggregated: bool = False
 ) -> Sides:
     """Columns of Value-Propagation by position, by the oracle's loops, and their scale."""
     sides = []

@@ -104,10 +104,7 @@ def make_batch(
 
 @st.composite
 def rows(
-    draw: st.DrawFn,
-    mode: str = "plain",
-    max_length: int = LENGTH,
-    max_rows: int = ROWS,
+    draw: st.DrawFn, mode: str = "plain", max_length: int = LENGTH, max_rows: int = ROWS
 ) -> Rows:
     """Rows of one batch; at least one response token."""
     return _draw_rows(draw, mode, max_length, max_rows)

@@ -18,13 +18,7 @@ from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.model.scope import mixers_without_rule
-from tests.property.architectures import (
-    ARCHITECTURES,
-    BY_NAME,
-    MIXER,
-    SOFTMAX,
-    VOCABULARY,
-)
+from tests.property.architectures import ARCHITECTURES, BY_NAME, MIXER, SOFTMAX, VOCABULARY
 from tests.property.decoder import explicit_attention
 from tests.property.profiles import budget
 from tests.property.setups import refusal
@@ -180,12 +174,7 @@ def test_what_is_not_scored_is_named(name: str) -> None:
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize(("name", "implementation", "side", "dropout", "options"), CALLS)
 def test_a_call_is_what_the_model_computes(
-    name: str,
-    implementation: str,
-    side: str,
-    seed: int,
-    dropout: float,
-    options: dict[str, float],
+    name: str, implementation: str, side: str, seed: int, dropout: float, options: dict[str, float]
 ) -> None:
     """Attention written out from the call alone (mask, scale, soft-cap, sinks, groups) is the
     model's own output, at every position that is not padding; dropout is said."""

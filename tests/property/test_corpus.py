@@ -15,13 +15,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken import (
-    ConfigError,
-    DataError,
-    InputError,
-    NumericalError,
-    select_top,
-)
+from alphatoken import ConfigError, DataError, InputError, NumericalError, select_top
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources

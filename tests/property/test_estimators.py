@@ -11,12 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import (
-    CoverageError,
-    FisherDrift,
-    Scorer,
-    ScorerConfig,
-)
+from alphatoken import CoverageError, FisherDrift, Scorer, ScorerConfig
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget

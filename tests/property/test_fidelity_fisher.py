@@ -20,11 +20,7 @@ from alphatoken.fidelity import fisher as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.subject import Subject
-from alphatoken.oracle.retention import (
-    exact_fisher,
-    hessian,
-    retention_loss,
-)
+from alphatoken.oracle.retention import exact_fisher, hessian, retention_loss
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.tolerance import close
 

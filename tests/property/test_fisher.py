@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.direction.sampling import sample_generator, sample_responses
-from alphatoken.errors import (
-    ConfigError,
-    CoverageError,
-    FisherError,
-    InputError,
-    NumericalError,
-)
+from alphatoken.errors import ConfigError, CoverageError, FisherError, InputError, NumericalError
 from alphatoken.oracle.enumeration import enumerate_responses, enumerated_log_probabilities
 from alphatoken.oracle.retention import exact_fisher
 from alphatoken.support.progress import Tracker
@@ -140,12 +134,7 @@ def sampled(
 )  # fmt: skip
 @budget(0.3)
 def test_the_diagonal_is_the_mean_of_squared_sequence_gradients(
-    config: DecoderConfig,
-    layers: int,
-    seed: int,
-    samples: int,
-    size: int,
-    parameters: str,
+    config: DecoderConfig, layers: int, seed: int, samples: int, size: int, parameters: str
 ) -> None:
     model = ReferenceDecoder(config, seed)
     prompts = [prompt % config.vocabulary for prompt in PROMPTS[:2]]

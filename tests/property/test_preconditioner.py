@@ -96,10 +96,7 @@ ADAMS = tuple(k for k in steps.TORCH if k.name.startswith("Adam") and "amsgrad" 
 
 def cases(kinds: tuple[Kind, ...] = DOUBLE, least: int = 1) -> st.SearchStrategy[Case]:
     return st.builds(
-        Case,
-        kind=st.sampled_from(kinds),
-        steps=st.integers(least, 12),
-        seed=st.integers(0, 2**20),
+        Case, kind=st.sampled_from(kinds), steps=st.integers(least, 12), seed=st.integers(0, 2**20)
     )
 
 

@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.errors import (
-    AlphaTokenError,
-    CoverageError,
-    ModelError,
-    UnsupportedError,
-)
+from alphatoken.errors import AlphaTokenError, CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.proofs import compare_gradients, prove_documents
 from alphatoken.model import batch_slice
 from alphatoken.model.batch import LabelledBatch, read_batch
