@@ -15,7 +15,6 @@ from alphatoken.data import collate
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity import coverage
 from alphatoken.fidelity.clouds import clusters_of, entropy, picture_of
-from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.states import token_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import with_estimator
@@ -149,8 +148,8 @@ def test_padding_and_batches_change_no_state():
 # --- the picture ---------------------------------------------------------------------------------
 
 
-def fitted_on(monkeypatch: pytest.MonkeyPatch, **options) -> tuple[np.ndarray, Diagnosis]:
-    """The points that t-SNE was given, and the diagnosis."""
+def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(monkeypatch):
+    """The quarters of lowest and of highest loss are disjoint: half of the candidates."""
     seen: list[np.ndarray] = []
 
     def recorded(points: np.ndarray, **more) -> np.ndarray:
@@ -163,14 +162,9 @@ def fitted_on(monkeypatch: pytest.MonkeyPatch, **options) -> tuple[np.ndarray, D
         ReferenceDecoder(DecoderConfig(), seed=6).eval(), rows, rows_of([(2, 4)] * 4, 11, seed=2),
         batch_size=4, ratio=0.25,
     )  # fmt: skip
-    found = coverage.diagnose(subject, coverage.Options(clusters=3, draws=20, **options))
+    options = coverage.Options(clusters=3, draws=20, policies=("low-perplexity", "high-perplexity"))
+    found = coverage.diagnose(subject, options)
     (points,) = seen
-    return points, found
-
-
-def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(monkeypatch):
-    """The quarters of lowest and of highest loss are disjoint: half of the candidates."""
-    points, found = fitted_on(monkeypatch, policies=("low-perplexity", "high-perplexity"))
     records = found.figure("coverage-map").data.records()
     assert len(points) == len(records) == 30  # of 60
     assert all(r["low-perplexity"] != r["high-perplexity"] for r in records)

@@ -225,11 +225,7 @@ def test_the_fit_expects_the_exact_fisher(
 
     That draws have these chances is a property of the sampler (test_sampling.py).
     """
-    compare_expected_fisher(ReferenceDecoder(replace(config, end_token=end), seed), length)
-
-
-def compare_expected_fisher(model: ReferenceDecoder, length: int) -> None:
-    vocabulary, end = model.config.vocabulary, model.config.end_token
+    model, vocabulary = ReferenceDecoder(replace(config, end_token=end), seed), config.vocabulary
 
     def forward(batch: dict[str, Tensor]) -> Tensor:
         return model(batch["input_ids"], batch.get("attention_mask"))

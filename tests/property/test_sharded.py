@@ -127,7 +127,7 @@ def other_objects_inside(model: ReferenceDecoder) -> Iterator[None]:
             handle.remove()
 
 
-def _kronecker(setup: Setup, model: ReferenceDecoder, drift: FisherDrift) -> FisherDrift:
+def _kronecker(setup: Setup, drift: FisherDrift) -> FisherDrift:
     factors = {}
     for index, (name, w) in enumerate(drift.reference.items()):
         rows, columns = (*w.shape, 1)[:2]
@@ -135,17 +135,6 @@ def _kronecker(setup: Setup, model: ReferenceDecoder, drift: FisherDrift) -> Fis
         pair = [torch.randn(n, n, generator=generator, dtype=w.dtype) for n in (rows, columns)]
         factors[name] = tuple(a @ a.T for a in pair)
     return FisherDrift({}, drift.reference, {}, factors)  # type: ignore[arg-type]
-
-
-def _size(
-    setup: Setup, model: ReferenceDecoder, balance: Mapping[str, float], values: Tensor
-) -> Tensor:
-    psi = oracle_influence(setup, model, {n: torch.ones_like(p) for n, p in _scored(setup, model)})
-    return psi.absolute_scale.sum() * 1e3 + values.abs().max()
-
-
-def _scored(setup: Setup, model: ReferenceDecoder) -> list[tuple[str, Tensor]]:
-    return [(x.weight_name, x.weight) for x in scored(setup, ReferenceAdapter(model))]
 
 
 CASE = make_case(("pprrr",), (("pprr",),), layers=2)
@@ -161,7 +150,7 @@ def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention
     if retention != "data":
         data = FisherDrift(*drift_of(setup, model))
     if retention == "kronecker":
-        data = _kronecker(setup, model, data)  # type: ignore[arg-type]
+        data = _kronecker(setup, data)  # type: ignore[arg-type]
     whole = make_scorer(setup, estimator, model=model, retention=data)
     expected = quiet_score(whole, setup.case.batch)
     sharding = FlatSharding(model)
@@ -224,9 +213,11 @@ def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
     sharding = WholeSharding(model)
     scorer = make_scorer(setup, "path", sharding=sharding, **options)
     found = quiet_score(scorer, setup.case.batch)
+    ones = {name: torch.ones_like(p) for name, p in given.items()}
+    whole = 1e3 * oracle_influence(setup, model, ones).absolute_scale.sum()
     for part in ("adaptation", "stability"):
         one, two = getattr(found, part), getattr(expected, part)
-        size = _size(setup, model, expected.balance, two)
+        size = whole + two.abs().max()
         close(one, two, size, MODEL, name=f"sharded {kind} {part}")
 
 

@@ -202,26 +202,15 @@ def setups(draw: st.DrawFn, name: str) -> Setup:
 # --- what the oracle is handed ------------------------------------------------------------------
 
 
-def block_name(architecture: Architecture, layer: int) -> str:
-    return f"transformer.h.{layer}" if architecture.name == "gpt2" else f"model.layers.{layer}"
-
-
 def linears(model: nn.Module, architecture: Architecture, layers: Sequence[int]) -> dict[str, Any]:
     """The linears of these blocks by name, found by type and name alone."""
-    prefixes = tuple(f"{block_name(architecture, layer)}." for layer in layers)
+    inside = "transformer.h" if architecture.name == "gpt2" else "model.layers"
+    prefixes = tuple(f"{inside}.{layer}." for layer in layers)
     return {
         name: module
         for name, module in model.named_modules()
         if name.startswith(prefixes) and isinstance(module, (nn.Linear, Conv1D))
     }
-
-
-def in_scope(modules: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Parameter name -> parameter of the scored linears."""
-    found: dict[str, Tensor] = {}
-    for name, module in modules.items():
-        found[f"{name}.weight"] = module.weight
-    return found
 
 
 def retention_of(drift: FisherDrift, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -293,7 +282,7 @@ class Oracle:
         self.model = setup.build() if model is None else model
         self.forward = plain_forward(self.model)
         self.modules = linears(self.model, self.architecture, setup.layers)
-        self.parameters = in_scope(self.modules)
+        self.parameters = {f"{n}.weight": m.weight for n, m in self.modules.items()}
         self.transposed = [n for n, m in self.modules.items() if isinstance(m, Conv1D)]
         self.batch = setup.batch
 
