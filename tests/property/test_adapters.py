@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -217,13 +218,11 @@ def test_a_call_is_what_the_model_computes(
 def test_overrides_leave_nothing_behind(name: str, seed: int) -> None:
     """Other modules and other models run as they are; the registry is as before, also past an
     exception and where contexts are left in the order in which they were entered."""
-    before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
-    try:
+    registry = ALL_ATTENTION_FUNCTIONS._local_mapping
+    before = dict(registry)
+    with mock.patch.dict(registry):  # whatever happens, the next test has the one that it knows
         _override_and_leave(name, seed)
-        assert dict(ALL_ATTENTION_FUNCTIONS._local_mapping) == before, "the registry has changed"
-    finally:  # whatever happened, the next test has the registry that it knows
-        ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
-        ALL_ATTENTION_FUNCTIONS._local_mapping.update(before)
+        assert dict(registry) == before, "the registry has changed"
 
 
 @pytest.mark.parametrize("seed", [1])

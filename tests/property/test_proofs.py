@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,17 +121,6 @@ FORMS = ("plain", "positions", "pairs", "rows", "shared", "unknown")
 """Of the inputs beside tokens and padding: what has one entry a token, a pair, a row, or none."""
 HIDDEN = ("hidden use", "use below the scored layers", "hidden mixer")
 """Traps that nothing but a forward and a backward gives away."""
-
-
-@contextmanager
-def slices_of(rows: int, length: int) -> Iterator[None]:
-    """Slices of another size, so that short batches are longer."""
-    before = batch_slice.ROWS, batch_slice.LENGTH
-    batch_slice.ROWS, batch_slice.LENGTH = rows, length
-    try:
-        yield
-    finally:
-        batch_slice.ROWS, batch_slice.LENGTH = before
 
 
 def _require_cut_alike(
@@ -469,7 +458,8 @@ def test_a_slice_is_a_part_of_its_batch(
         "unknown": torch.arange(b * t + 2),
     }
     whole = read_batch({**batch, **({"more": more[form]} if form in more else {})})
-    with slices_of(*size):
+    # Slices of another size, so that short batches are longer.
+    with mock.patch.multiple(batch_slice, ROWS=size[0], LENGTH=size[1]):
         pieces = [around_responses(whole)]
         if whole.document_starts is not None:
             pieces.append(around_documents(whole))

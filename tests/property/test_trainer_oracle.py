@@ -11,11 +11,12 @@ import gc
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -235,15 +236,9 @@ class ChunkedLogProbFunction(torch.autograd.Function):
         return of_logits @ weight, of_weight, *[None] * 7
 
 
-@contextmanager
-def _double_head() -> Iterator[None]:
-    utils: Any = import_module("trl.trainer.utils")
-    before = utils._ChunkedLogProbFunction
-    utils._ChunkedLogProbFunction = ChunkedLogProbFunction
-    try:
-        yield
-    finally:
-        utils._ChunkedLogProbFunction = before
+def _double_head() -> AbstractContextManager[Any]:
+    utils = import_module("trl.trainer.utils")
+    return mock.patch.object(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
 
 
 @contextmanager
