@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -469,21 +469,16 @@ def seen_attention(setup: Setup, adapter: ReferenceAdapter) -> Iterator[list[_Se
         seen.append(_Seen(call, output, inputs[call.module]))
         return output
 
-    handles = []
-    for module in modules:
-        assert isinstance(module, Attention)
-        source = module.qkv_proj if setup.case.config.fused_qkv else module.v_proj
+    with ExitStack() as hooks, adapter.override_attention(list(modules), override):
+        for module in modules:
+            assert isinstance(module, Attention)
+            source = module.qkv_proj if setup.case.config.fused_qkv else module.v_proj
 
-        def hook(_: nn.Module, args: Any, __: Tensor, owner: nn.Module = module) -> None:
-            inputs[owner] = args[0].detach()
+            def hook(_: nn.Module, args: Any, __: Tensor, owner: nn.Module = module) -> None:
+                inputs[owner] = args[0].detach()
 
-        handles.append(source.register_forward_hook(hook))
-    try:
-        with adapter.override_attention(list(modules), override):
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(source.register_forward_hook(hook))
+        yield seen
 
 
 def value_direction(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -411,12 +412,9 @@ def test_model_is_left_alone(setup: Setup, estimator: str) -> None:
     with quiet(), scorer.observe() as observed:
         observed.values(model(**setup.case.inputs), batch["labels"])
     assert snapshot(model) == before, "after observe"
-    try:
-        with scorer.observe():
-            model(**setup.case.inputs)
-            raise StopError
-    except StopError:
-        pass
+    with suppress(StopError), scorer.observe():
+        model(**setup.case.inputs)
+        raise StopError
     assert snapshot(model) == before, "after an exception in observe"
     _check_after_a_failing_forward(setup, scorer, model)
 

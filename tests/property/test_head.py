@@ -144,11 +144,8 @@ def caps(model: Any) -> bool:
 def calls_of(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[int]]:
     """What ``run`` returns, and how many positions a row the head was asked about, by call."""
     seen: list[int] = []
-    handle = module.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1]))
-    try:
+    with module.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1])):
         return run(), seen
-    finally:
-        handle.remove()
 
 
 def observed(model: nn.Module) -> tuple[Tensor, head.HeadUse | None]:

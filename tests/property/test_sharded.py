@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
@@ -103,7 +103,6 @@ class WholeSharding(FlatSharding):
 @contextmanager
 def other_objects_inside(model: ReferenceDecoder) -> Iterator[None]:
     """Every linear's parameters are copies while it runs."""
-    handles = []
     kept: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
 
     def enter(module: nn.Module, _: object) -> None:
@@ -117,14 +116,11 @@ def other_objects_inside(model: ReferenceDecoder) -> Iterator[None]:
         module._parameters.update(kept.pop(module))
 
     adapter = ReferenceAdapter(model)
-    for linear in adapter.scored_linears(range(len(adapter.layers()))):
-        handles.append(linear.module.register_forward_pre_hook(enter))
-        handles.append(linear.module.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for linear in adapter.scored_linears(range(len(adapter.layers()))):
+            hooks.enter_context(linear.module.register_forward_pre_hook(enter))
+            hooks.enter_context(linear.module.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _kronecker(setup: Setup, drift: FisherDrift) -> FisherDrift:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -235,12 +235,10 @@ def tapped_heads(
 
     linear = linears(model, architecture, layers)
     chosen = [m for name, m in linear.items() if name.endswith(architecture.output)]
-    handles = [module.register_forward_pre_hook(split) for module in chosen]
-    try:
+    with ExitStack() as hooks:
+        for module in chosen:
+            hooks.enter_context(module.register_forward_pre_hook(split))
         yield heads
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def explicit_mask(batch: Mapping[str, Tensor], window: int | None) -> Tensor:
