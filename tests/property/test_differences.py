@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -133,7 +133,7 @@ def test_the_observed_forward_is_one_side_of_the_difference() -> None:
     for again in range(3):
         with quiet(), scorer.observe() as observed:
             logits = model(**CASE.inputs)
-            with Counted(model) as calls:
+            with counted(model) as calls:
                 values = observed.values(logits, CASE.batch["labels"])
         assert values.derivative == "one_sided"
         close(values.total, expected, scale, 1e-5, name="observed")
@@ -141,21 +141,16 @@ def test_the_observed_forward_is_one_side_of_the_difference() -> None:
             assert calls == [1]
 
 
-class Counted:
+@contextmanager
+def counted(model: nn.Module) -> Iterator[list[int]]:
     """How often the model runs inside."""
+    calls = [0]
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.calls = model, [0]
+    def count(*_: Any) -> None:
+        calls[0] += 1
 
-    def __enter__(self) -> list[int]:
-        def count(*_: Any) -> None:
-            self.calls[0] += 1
-
-        self.hook = self.model.register_forward_hook(count)
-        return self.calls
-
-    def __exit__(self, *_: Any) -> None:
-        self.hook.remove()
+    with model.register_forward_hook(count):
+        yield calls
 
 
 def test_an_observed_forward_with_dropout_is_no_base() -> None:
@@ -396,7 +391,7 @@ def test_the_step_is_kept_until_m_changes_its_length() -> None:
     counts = []
     for factor in (1.0, 1.2, 1.5, 2.0**10):
         m = direction(model, factor)
-        with Counted(model) as calls:
+        with counted(model) as calls:
             values, _ = taken.values(checked(), m, "central")
         close(values, factor * expected, factor * scale, 1e-7, name="kept step")
         counts.append(calls[0])
@@ -412,7 +407,7 @@ def test_the_error_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = Differences(ReferenceAdapter(model))
     counts = []
     for _ in range(8):
-        with Counted(model) as calls:
+        with counted(model) as calls:
             taken.values(checked(), m, "central")
         counts.append(calls[0])
     # After one batch, after two more, and so on up to the most.

@@ -37,7 +37,7 @@ from tests.property.setups import (
     unchanged,
 )
 from tests.property.strategies import CASE, PADDED, SHARED, TIED
-from tests.property.test_differences import llama
+from tests.property.test_differences import counted, llama
 from tests.property.tolerance import close
 
 RATE, STEPS = 1e-2, 3
@@ -99,10 +99,8 @@ def test_an_observed_forward_is_one_of_the_two(setup: Setup) -> None:
         for _ in range(2):  # kinds of arguments are looked at once
             with scorer.observe() as observed:
                 logits = model(**setup.case.inputs)
-                calls: list[int] = []
-                handle = model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-                values = observed.values(logits, batch["labels"])
-                handle.remove()
+                with counted(model) as calls:
+                    values = observed.values(logits, batch["labels"])
     assert calls == [1]
     close(values.total, alone.total, 1.0 + alone.total.abs(), 1e-10, name="observed")
     losses = gradients.scalar_losses(logits, gradients.known_labels(batch))
