@@ -21,9 +21,7 @@ OPTIONAL = (
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, Any, Any]:
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
     report = yield
     call = getattr(report, "call", None)
     missing = _missing(call.excinfo.value) if call is not None and call.excinfo else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -395,14 +396,12 @@ class Replay:
         def keep(name: str) -> Callable[..., None]:
             return lambda _, args: inputs.update({name: args[0].detach()})
 
-        hooks = [projections[n].register_forward_pre_hook(keep(n)) for n in blocks]
-        try:
+        with ExitStack() as hooks:
+            for n in blocks:
+                hooks.enter_context(projections[n].register_forward_pre_hook(keep(n)))
             errors = propagation.head_output_errors(
                 self.forward, batch, lambda: [plain_attention.outputs[i] for i in numbers]
             )
-        finally:
-            for hook in hooks:
-                hook.remove()
         return [
             propagation.PropagationLayer(
                 plain_attention.alpha[i], error, inputs[n], self.moved(projections[n], n, direction)

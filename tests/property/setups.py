@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,13 +23,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import (
-    AlphaTokenWarning,
-    FisherDrift,
-    Scorer,
-    ScorerConfig,
-    TokenValues,
-)
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
 from alphatoken.errors import AlphaTokenError
 from alphatoken.model.protocol import AttentionCall, NativeAttention, ScoredLinear
 from alphatoken.oracle import gradients, influence, jacobian, propagation
@@ -71,18 +65,31 @@ def summed_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 BETAS, EPS = (0.8, 0.97), 1e-3
 
 
-def stepped(setup: Setup, steps: int, kind: str) -> tuple[ReferenceDecoder, torch.optim.Optimizer]:
+def stepped(
+    setup: Setup, steps: int, kind: str, eps: float = EPS
+) -> tuple[ReferenceDecoder, torch.optim.Optimizer]:
     """A model after some real optimizer steps, and the optimizer."""
     model = setup.case.model()
-    make = torch.optim.AdamW if kind == "AdamW" else torch.optim.Adam
+    make = torch.optim.AdamW if kind in ("AdamW", "amsgrad") else torch.optim.Adam
     decay = 0.0 if kind == "Adam" else 0.05  # coupled under "Adam, L2"
-    optimizer = make(model.parameters(), lr=1e-3, betas=BETAS, eps=EPS, weight_decay=decay)
+    options = {"lr": 1e-3, "betas": BETAS, "eps": eps, "weight_decay": decay}
+    optimizer = make(model.parameters(), amsgrad=kind == "amsgrad", **options)  # type: ignore[arg-type]
     for _ in range(steps):
         optimizer.zero_grad()
         summed_loss(model, setup.case.batch).backward()
         optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def unchanged(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
+    """Whether every parameter has the bits that it had."""
+    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def refusal(run: Callable[[], object]) -> AlphaTokenError | None:
@@ -305,9 +312,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def quiet_score(scorer: Scorer, batch: Mapping[str, Any]) -> TokenValues:
+def quiet_score(scorer: Scorer, batch: Mapping[str, Any], **more: Any) -> TokenValues:
     with quiet():
-        return scorer.score(batch)
+        return scorer.score(batch, **more)
 
 
 def random_drift(parameters: Mapping[str, Tensor], seed: int) -> FisherDrift:
@@ -462,21 +469,16 @@ def seen_attention(setup: Setup, adapter: ReferenceAdapter) -> Iterator[list[_Se
         seen.append(_Seen(call, output, inputs[call.module]))
         return output
 
-    handles = []
-    for module in modules:
-        assert isinstance(module, Attention)
-        source = module.qkv_proj if setup.case.config.fused_qkv else module.v_proj
+    with ExitStack() as hooks, adapter.override_attention(list(modules), override):
+        for module in modules:
+            assert isinstance(module, Attention)
+            source = module.qkv_proj if setup.case.config.fused_qkv else module.v_proj
 
-        def hook(_: nn.Module, args: Any, __: Tensor, owner: nn.Module = module) -> None:
-            inputs[owner] = args[0].detach()
+            def hook(_: nn.Module, args: Any, __: Tensor, owner: nn.Module = module) -> None:
+                inputs[owner] = args[0].detach()
 
-        handles.append(source.register_forward_hook(hook))
-    try:
-        with adapter.override_attention(list(modules), override):
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(source.register_forward_hook(hook))
+        yield seen
 
 
 def value_direction(
@@ -575,11 +577,7 @@ def attention_spec(model: ReferenceDecoder, layer: int, length: int) -> jacobian
 
 
 def propagated(
-    setup: Setup,
-    *,
-    window: int | None,
-    head_reduction: str = "per_head",
-    aggregated: bool = False,
+    setup: Setup, *, window: int | None, head_reduction: str = "per_head", aggregated: bool = False
 ) -> Sides:
     """Columns of Value-Propagation by position, by the oracle's loops, and their scale."""
     sides = []

@@ -104,10 +104,7 @@ def make_batch(
 
 @st.composite
 def rows(
-    draw: st.DrawFn,
-    mode: str = "plain",
-    max_length: int = LENGTH,
-    max_rows: int = ROWS,
+    draw: st.DrawFn, mode: str = "plain", max_length: int = LENGTH, max_rows: int = ROWS
 ) -> Rows:
     """Rows of one batch; at least one response token."""
     return _draw_rows(draw, mode, max_length, max_rows)
@@ -353,6 +350,11 @@ class Case:
     def batch(self) -> dict[str, Tensor]:
         """The training batch, built anew."""
         return self._batch(self.train, 0)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The training batch without its labels, as a forward takes it."""
+        return {name: x for name, x in self.batch.items() if name != "labels"}
 
     @property
     def validation(self) -> list[dict[str, Tensor]]:

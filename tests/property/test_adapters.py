@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +19,7 @@ from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.model.scope import mixers_without_rule
-from tests.property.architectures import (
-    ARCHITECTURES,
-    BY_NAME,
-    MIXER,
-    SOFTMAX,
-    VOCABULARY,
-)
+from tests.property.architectures import ARCHITECTURES, BY_NAME, MIXER, SOFTMAX, VOCABULARY
 from tests.property.decoder import explicit_attention
 from tests.property.profiles import budget
 from tests.property.setups import refusal
@@ -180,12 +175,7 @@ def test_what_is_not_scored_is_named(name: str) -> None:
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize(("name", "implementation", "side", "dropout", "options"), CALLS)
 def test_a_call_is_what_the_model_computes(
-    name: str,
-    implementation: str,
-    side: str,
-    seed: int,
-    dropout: float,
-    options: dict[str, float],
+    name: str, implementation: str, side: str, seed: int, dropout: float, options: dict[str, float]
 ) -> None:
     """Attention written out from the call alone (mask, scale, soft-cap, sinks, groups) is the
     model's own output, at every position that is not padding; dropout is said."""
@@ -228,13 +218,11 @@ def test_a_call_is_what_the_model_computes(
 def test_overrides_leave_nothing_behind(name: str, seed: int) -> None:
     """Other modules and other models run as they are; the registry is as before, also past an
     exception and where contexts are left in the order in which they were entered."""
-    before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
-    try:
+    registry = ALL_ATTENTION_FUNCTIONS._local_mapping
+    before = dict(registry)
+    with mock.patch.dict(registry):  # whatever happens, the next test has the one that it knows
         _override_and_leave(name, seed)
-        assert dict(ALL_ATTENTION_FUNCTIONS._local_mapping) == before, "the registry has changed"
-    finally:  # whatever happened, the next test has the registry that it knows
-        ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
-        ALL_ATTENTION_FUNCTIONS._local_mapping.update(before)
+        assert dict(registry) == before, "the registry has changed"
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,15 +140,9 @@ def attention_cases(draw: st.DrawFn, **pins: Any) -> AttentionCase:
     return AttentionCase(**chosen)
 
 
-@contextmanager
-def blocks_of(chunk: int) -> Iterator[None]:
+def blocks_of(chunk: int) -> AbstractContextManager[Any]:
     """Let the library work in blocks of this many queries."""
-    before = attention._CHUNK
-    attention._CHUNK = chunk
-    try:
-        yield
-    finally:
-        attention._CHUNK = before
+    return mock.patch.object(attention, "_CHUNK", chunk)
 
 
 def native_of(call: AttentionCall) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,13 +16,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken import (
-    ConfigError,
-    DataError,
-    InputError,
-    NumericalError,
-    select_top,
-)
+from alphatoken import ConfigError, DataError, InputError, NumericalError, select_top
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
@@ -124,11 +119,8 @@ def test_rows_from_any_place(lines: Sequence[Any], stride: int, start: int, more
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_bytes(b"\n".join(_line(line, good=False) for line in lines))
-        kept, sources.STRIDE = sources.STRIDE, stride
-        try:
+        with mock.patch.object(sources, "STRIDE", stride):
             _check_places(path, lines, start, more)
-        finally:
-            sources.STRIDE = kept
 
 
 @given(

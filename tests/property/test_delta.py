@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,15 +122,9 @@ def delta_cases(draw: st.DrawFn, **pins: Any) -> DeltaCase:
     return replace(case, silent=min(case.silent, case.t - 1))
 
 
-@contextmanager
-def chunks_of(size: int) -> Iterator[None]:
+def chunks_of(size: int) -> AbstractContextManager[Any]:
     """Let the library work in chunks of so many positions."""
-    before = delta_rule._CHUNK
-    delta_rule._CHUNK = size
-    try:
-        yield
-    finally:
-        delta_rule._CHUNK = before
+    return mock.patch.object(delta_rule, "_CHUNK", size)
 
 
 def native_of(call: DeltaCall) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -27,7 +27,16 @@ from alphatoken.oracle import gradients
 from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
-from tests.property.setups import Setup, forward_of, label_truth, quiet, setups
+from tests.property.setups import (
+    Setup,
+    bits,
+    forward_of,
+    label_truth,
+    quiet,
+    quiet_score,
+    setups,
+    unchanged,
+)
 from tests.property.strategies import CASE, PADDED, SHARED, TIED, Case
 from tests.property.test_sharded import FlatSharding
 from tests.property.tolerance import close
@@ -46,12 +55,12 @@ def wanted(model: ReferenceDecoder, setup: Setup) -> tuple[Tensor, Tensor]:
     return label_truth(setup, model, parameters, m)
 
 
-def bits(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def unchanged(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
-    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+def far_drift(model: nn.Module) -> FisherDrift:
+    """V = W - W_ref, with a reference that is 50 away in every entry."""
+    return FisherDrift(
+        {n: torch.ones_like(p) for n, p in model.named_parameters()},
+        {n: p.detach() - 50.0 for n, p in model.named_parameters()},
+    )
 
 
 def off(values: Tensor, expected: Tensor) -> float:
@@ -121,11 +130,10 @@ def test_the_observed_forward_is_one_side_of_the_difference() -> None:
     model = CASE.model().train()
     expected, scale = wanted(model, setup)
     scorer = Scorer(model, CASE.validation, config=config())
-    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
     for again in range(3):
         with quiet(), scorer.observe() as observed:
-            logits = model(**inputs)
-            with Counted(model) as calls:
+            logits = model(**CASE.inputs)
+            with counted(model) as calls:
                 values = observed.values(logits, CASE.batch["labels"])
         assert values.derivative == "one_sided"
         close(values.total, expected, scale, 1e-5, name="observed")
@@ -133,21 +141,16 @@ def test_the_observed_forward_is_one_side_of_the_difference() -> None:
             assert calls == [1]
 
 
-class Counted:
+@contextmanager
+def counted(model: nn.Module) -> Iterator[list[int]]:
     """How often the model runs inside."""
+    calls = [0]
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.calls = model, [0]
+    def count(*_: Any) -> None:
+        calls[0] += 1
 
-    def __enter__(self) -> list[int]:
-        def count(*_: Any) -> None:
-            self.calls[0] += 1
-
-        self.hook = self.model.register_forward_hook(count)
-        return self.calls
-
-    def __exit__(self, *_: Any) -> None:
-        self.hook.remove()
+    with model.register_forward_hook(count):
+        yield calls
 
 
 def test_an_observed_forward_with_dropout_is_no_base() -> None:
@@ -168,16 +171,15 @@ def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
     model = CASE.model()
     expected, scale = wanted(model, Setup(CASE))
     scorer = Scorer(model, CASE.validation, config=config())
-    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
     for _ in range(2):
         with quiet(), scorer.observe() as observed:
-            logits = model(**inputs)
+            logits = model(**CASE.inputs)
             values = observed.values(logits + 1e-7 * torch.sin(1e3 * logits), CASE.batch["labels"])
         close(values.total, expected, scale, 1e-5, name="coarse base")
     assert values.derivative == "central"
     scorer.refresh()  # as one that a resumed run builds: it knows nothing of coarse losses
     with quiet(), scorer.observe() as observed:
-        values = observed.values(model(**inputs), CASE.batch["labels"])
+        values = observed.values(model(**CASE.inputs), CASE.batch["labels"])
     assert values.derivative == "one_sided"
 
 
@@ -192,10 +194,7 @@ def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
     options = {"max_relative_drift": None, "stability_weight": 0.01, "uncovered": "skip"}
 
     def scorer(model: Any, way: str) -> Scorer:
-        drift = FisherDrift(
-            {n: torch.ones_like(p) for n, p in model.named_parameters()},
-            {n: p.detach() - 50.0 for n, p in model.named_parameters()},
-        )
+        drift = far_drift(model)
         return Scorer(model, [batch], drift, replace(config(way, **options), parameters="linears"))
 
     model = llama()
@@ -218,18 +217,14 @@ def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
 def test_losses_of_another_forward_are_refused() -> None:
     model = CASE.model()
     scorer = Scorer(model, CASE.validation, config=config("one_sided"))
-    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
     with quiet(), scorer.observe() as observed, pytest.raises(InputError, match="observed"):
-        observed.values(3.0 * model(**inputs), CASE.batch["labels"])
+        observed.values(3.0 * model(**CASE.inputs), CASE.batch["labels"])
 
 
 def test_weighted_rows_and_both_sides_of_m() -> None:
     """Values scale with their token's weight; M's sides are taken apart, each with its step."""
     model = CASE.model()
-    drift = FisherDrift(
-        {n: torch.ones_like(p) for n, p in model.named_parameters()},
-        {n: p.detach() - 50.0 for n, p in model.named_parameters()},
-    )
+    drift = far_drift(model)
     options = {"max_relative_drift": None, "stability_weight": 0.01}
     weights = torch.linspace(-2.0, 2.0, CASE.batch["labels"].numel()).view(2, -1).double()
     found = []
@@ -339,10 +334,7 @@ def test_curvature_is_along_the_whole_of_todays_m() -> None:
     """Both sides in one, scaled with the tokens' weights, after the weights have moved too."""
     model = CASE.model()
     parameters = dict(model.named_parameters())
-    drift = FisherDrift(
-        {n: torch.ones_like(p) for n, p in parameters.items()},
-        {n: p.detach() - 50.0 for n, p in parameters.items()},
-    )
+    drift = far_drift(model)
     options = {"max_relative_drift": None, "stability_weight": 0.01, "curvature": True}
     scorer = Scorer(model, CASE.validation, drift, config("central", **options))
     weights = torch.linspace(-2.0, 2.0, CASE.batch["labels"].numel()).view(2, -1).double()
@@ -350,8 +342,7 @@ def test_curvature_is_along_the_whole_of_todays_m() -> None:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.add_(moved * torch.sin(parameter))
-        with quiet():
-            values = scorer.score(CASE.batch, token_weights=weights)
+        values = quiet_score(scorer, CASE.batch, token_weights=weights)
         g = gradients.validation_gradient(model, forward_of(model), CASE.validation, parameters)
         m = {n: g[n] + 0.01 * (p.detach() - drift.reference[n]) for n, p in parameters.items()}
         expected, scale = curved(model, CASE, m)
@@ -400,7 +391,7 @@ def test_the_step_is_kept_until_m_changes_its_length() -> None:
     counts = []
     for factor in (1.0, 1.2, 1.5, 2.0**10):
         m = direction(model, factor)
-        with Counted(model) as calls:
+        with counted(model) as calls:
             values, _ = taken.values(checked(), m, "central")
         close(values, factor * expected, factor * scale, 1e-7, name="kept step")
         counts.append(calls[0])
@@ -416,7 +407,7 @@ def test_the_error_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = Differences(ReferenceAdapter(model))
     counts = []
     for _ in range(8):
-        with Counted(model) as calls:
+        with counted(model) as calls:
             taken.values(checked(), m, "central")
         counts.append(calls[0])
     # After one batch, after two more, and so on up to the most.

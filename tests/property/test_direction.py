@@ -275,8 +275,7 @@ def test_direction_is_never_stale(setup: Setup, estimator: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "side"),
-    [(9e-4, "adaptation"), (1.1e-3, None), (0.9989, None), (0.9991, "stability")],
+    ("share", "side"), [(9e-4, "adaptation"), (1.1e-3, None), (0.9989, None), (0.9991, "stability")]
 )
 def test_a_side_is_said_to_decide_alone_from_a_share_of_0_999_on(
     share: float, side: str | None

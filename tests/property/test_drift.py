@@ -155,8 +155,12 @@ DESCRIPTION = {
 BAD: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "nan": ({"fisher__b_weight": torch.full((4,), float("nan"))}, {}, "b.weight.*NaN"),
     "infinite": ({"reference__a_weight": torch.full((2, 3), float("inf"))}, {}, "a.weight.*NaN"),
-    "negative": ({"fisher__b_weight": torch.tensor([1.0, -1, 1, 1])}, {}, "negative"),
-    "shape": ({"fisher__a_weight": torch.ones(3, 2)}, {}, "shape"),
+    "negative": (
+        {"fisher__b_weight": torch.tensor([1.0, -1, 1, 1])},
+        {},
+        "'b.weight' has a negative",
+    ),
+    "shape": ({"fisher__a_weight": torch.ones(3, 2)}, {}, "Fisher of 'a.weight'"),
     "integers": ({"fisher__a_weight": torch.ones(2, 3, dtype=torch.int64)}, {}, "floating-point"),
     "kind": ({}, {"kind": "something else"}, "no Fisher that this version can read"),
     "version": ({}, {"format_version": "2"}, "no Fisher that this version can read"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,12 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import (
-    CoverageError,
-    FisherDrift,
-    Scorer,
-    ScorerConfig,
-)
+from alphatoken import CoverageError, FisherDrift, Scorer, ScorerConfig
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
@@ -380,14 +376,13 @@ def test_padding_holds_nothing(setup: Setup, estimator: str, shift: int) -> None
 def test_observed_equals_scored(setup: Setup, estimator: str) -> None:
     """observe() on a pass without dropout = score(); the training gradient is a fresh run's."""
     batch = setup.case.batch
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
     fresh = setup.case.model()
     summed_loss(fresh, batch).backward()
     model = setup.case.model().train()
     scorer = make_scorer(setup, estimator, model=model)
     expected = quiet_score(scorer, batch)
     with quiet(), scorer.observe() as observed:
-        logits = model(**inputs)
+        logits = model(**setup.case.inputs)
         values = observed.values(logits, batch["labels"])
     assert torch.equal(values.total, expected.total)
     assert torch.equal(values.unassigned, expected.unassigned)
@@ -407,7 +402,6 @@ def test_model_is_left_alone(setup: Setup, estimator: str) -> None:
     model = setup.case.model()
     disturb(model, setup.case.seed)
     batch = setup.case.batch
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
     before = snapshot(model)
     scorer = make_scorer(setup, estimator, model=model)
     assert snapshot(model) == before
@@ -416,14 +410,11 @@ def test_model_is_left_alone(setup: Setup, estimator: str) -> None:
     _ = scorer.direction
     assert snapshot(model) == before, "after direction"
     with quiet(), scorer.observe() as observed:
-        observed.values(model(**inputs), batch["labels"])
+        observed.values(model(**setup.case.inputs), batch["labels"])
     assert snapshot(model) == before, "after observe"
-    try:
-        with scorer.observe():
-            model(**inputs)
-            raise StopError
-    except StopError:
-        pass
+    with suppress(StopError), scorer.observe():
+        model(**setup.case.inputs)
+        raise StopError
     assert snapshot(model) == before, "after an exception in observe"
     _check_after_a_failing_forward(setup, scorer, model)
 
@@ -530,8 +521,7 @@ def test_the_coverage_report_says_what_was_proved() -> None:
     case = FULL.case
     scorer = make_scorer(FULL, "alphatoken")
     assert scorer.coverage.relative_error is None
-    with quiet():
-        scorer.score(case.batch)
+    quiet_score(scorer, case.batch)
     report = scorer.coverage
     assert report.relative_error is not None
     assert report.relative_error < 1e-12

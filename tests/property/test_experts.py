@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -169,16 +169,12 @@ def readout(psi: Tensor, estimator: str, labels: Tensor) -> Tensor:
 def mixture_calls(model: nn.Module) -> Iterator[list[tuple[Any, Tensor, Tensor, Tensor, Tensor]]]:
     """(module, hidden, experts, weights, output) of each call of a mixture."""
     calls: list[tuple[Any, Tensor, Tensor, Tensor, Tensor]] = []
-    handles = [
-        module.register_forward_hook(lambda m, args, out: calls.append((m, *args, out)))
-        for name, module in model.named_modules()
-        if name.endswith(".experts")
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                keep = lambda m, args, out: calls.append((m, *args, out))  # noqa: E731
+                hooks.enter_context(module.register_forward_hook(keep))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def compare_products(module: Any, parameter: str, x: Tensor, s: Tensor, experts: Tensor) -> None:
@@ -575,14 +571,9 @@ def test_every_entry_is_the_effect_of_moving_one_copy(name: str) -> None:
                     truth.parameters[name].data.sub_(m, alpha=size * (n == t))
             return torch.cat(rows)
 
-        mixture.forward = forward  # type: ignore[method-assign]
-        try:
-            with torch.no_grad():
-                return {
-                    k: float(v) for k, v in gradients.run_losses(truth.forward, truth.batch).items()
-                }
-        finally:
-            del mixture.forward
+        with torch.no_grad(), patch.object(mixture, "forward", forward):
+            losses = gradients.run_losses(truth.forward, truth.batch)
+            return {k: float(v) for k, v in losses.items()}
 
     for t in range(4):
         up, down = moved(t, step), moved(t, -step)

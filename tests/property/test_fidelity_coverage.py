@@ -14,12 +14,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.data import collate
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity import coverage
-from alphatoken.fidelity.clouds import (
-    clusters_of,
-    entropy,
-    picture_of,
-)
-from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.fidelity.clouds import clusters_of, entropy, picture_of
 from alphatoken.fidelity.states import token_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import with_estimator
@@ -30,15 +25,7 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
 
 QUIET = Tracker("", 0, False)
-
-
-def two_clusters(size: int, *, seed: int = 0, width: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Gaussian clouds around 0 and around a point 30 away; which one each point is of."""
-    generator = np.random.default_rng(seed)
-    labels = np.repeat([0, 1], size)
-    points = generator.standard_normal((2 * size, width))
-    points[:, 0] += 30 * labels
-    return points, labels
+LABELS = np.repeat([0, 1], 60)
 
 
 # --- clouds --------------------------------------------------------------------------------------
@@ -54,7 +41,10 @@ def test_entropy_is_one_when_even_and_zero_in_one_cluster():
 
 
 def test_known_clusters_are_found_and_lie_apart_in_the_picture():
-    points, labels = two_clusters(60)
+    """Gaussian clouds around 0 and around a point 30 away."""
+    labels = LABELS
+    points = np.random.default_rng(0).standard_normal((120, 6))
+    points[:, 0] += 30 * labels
     found = clusters_of(points, 2, seed=0)
     assert len({(a, b) for a, b in zip(found.tolist(), labels.tolist(), strict=True)}) == 2
     places = picture_of(points, seed=0)
@@ -89,19 +79,11 @@ def test_missing_scikit_learn_is_said_with_its_remedy(monkeypatch: pytest.Monkey
 
 # --- what a selection covers -------------------------------------------------------------------
 
-LABELS = np.repeat([0, 1], 60)
 
-
-def test_keeping_everything_is_even_and_keeping_one_cluster_is_not():
-    assert entropy(LABELS, 2) == pytest.approx(1.0, abs=1e-12)
-    one = entropy(LABELS[LABELS == 0], 2)
-    low, high = coverage.band_of(LABELS, 60, 100, seed=1)
-    assert one == 0.0 < low <= high
-    assert "less even than" in coverage._conclusion({"direct": one}, (low, high))
-
-
-def test_the_band_holds_random_selections():
+def test_the_band_holds_random_selections_and_not_one_cluster():
     low, high = coverage.band_of(LABELS, 60, 300, seed=1)
+    assert 0.0 < low <= high
+    assert "less even than" in coverage._conclusion({"direct": 0.0}, (low, high))
     generator = np.random.default_rng(99)
     inside = sum(low <= entropy(generator.permutation(LABELS)[:60], 2) <= high for _ in range(100))
     assert inside >= 86  # of 100 at 95 %: 4 standard deviations
@@ -166,8 +148,8 @@ def test_padding_and_batches_change_no_state():
 # --- the picture ---------------------------------------------------------------------------------
 
 
-def fitted_on(monkeypatch: pytest.MonkeyPatch, **options) -> tuple[np.ndarray, Diagnosis]:
-    """The points that t-SNE was given, and the diagnosis."""
+def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(monkeypatch):
+    """The quarters of lowest and of highest loss are disjoint: half of the candidates."""
     seen: list[np.ndarray] = []
 
     def recorded(points: np.ndarray, **more) -> np.ndarray:
@@ -180,14 +162,9 @@ def fitted_on(monkeypatch: pytest.MonkeyPatch, **options) -> tuple[np.ndarray, D
         ReferenceDecoder(DecoderConfig(), seed=6).eval(), rows, rows_of([(2, 4)] * 4, 11, seed=2),
         batch_size=4, ratio=0.25,
     )  # fmt: skip
-    found = coverage.diagnose(subject, coverage.Options(clusters=3, draws=20, **options))
+    options = coverage.Options(clusters=3, draws=20, policies=("low-perplexity", "high-perplexity"))
+    found = coverage.diagnose(subject, options)
     (points,) = seen
-    return points, found
-
-
-def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(monkeypatch):
-    """The quarters of lowest and of highest loss are disjoint: half of the candidates."""
-    points, found = fitted_on(monkeypatch, policies=("low-perplexity", "high-perplexity"))
     records = found.figure("coverage-map").data.records()
     assert len(points) == len(records) == 30  # of 60
     assert all(r["low-perplexity"] != r["high-perplexity"] for r in records)

@@ -121,16 +121,12 @@ def moved(model: ReferenceDecoder, size: float, seed: int = 0) -> ReferenceDecod
     return found
 
 
-def three_models(**options) -> Diagnosis:
+@pytest.fixture(scope="module")
+def three() -> Diagnosis:
     """Before; "near", which is that model again; "far", which is not."""
     model = tiny_subject().model
     loads = {"near": lambda: copy.deepcopy(model), "far": lambda: moved(model, 3.0)}
-    return drift.diagnose(tiny_subject(beside=loads), drift.Options(probes=10, **options))
-
-
-@pytest.fixture(scope="module")
-def three() -> Diagnosis:
-    return three_models()
+    return drift.diagnose(tiny_subject(beside=loads), drift.Options(probes=10))
 
 
 def test_the_model_alone_beside_others_is_the_one_before(three: Diagnosis):

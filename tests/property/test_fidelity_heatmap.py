@@ -51,12 +51,12 @@ HOSTILE = (
 )
 
 
-def valued_text(tokens: tuple[str, ...] = HOSTILE, prompt: str = "a <b> $\n") -> ValuedText:
+def valued_text() -> ValuedText:
     """A row whose values alternate in sign and grow; every third token is kept."""
-    size = len(tokens)
+    size = len(HOSTILE)
     values = np.array([(-1.0) ** i * (i + 1) for i in range(size)])
     kept = np.arange(size) % 3 == 0
-    shown = [visible(token) for token in (prompt, *tokens)]
+    shown = [visible(token) for token in ("a <b> $\n", *HOSTILE)]
     response = np.array([False, *[True] * size])
     panels = (
         Panel("Total <1>", values, kept),
@@ -159,22 +159,20 @@ def test_the_first_token_is_coloured_by_its_own_value():
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def planted(**changes) -> heatmap.Valued:
+def planted() -> heatmap.Valued:
     size = 40
-    total = np.arange(size, dtype=float) - 10
-    given = {
-        "places": (0, 1),
-        "rows": (),
-        "belongs": np.repeat([0, 1], size // 2),
-        "position": np.arange(size),
-        "columns": {
-            "total": total,
+    return heatmap.Valued(
+        places=(0, 1),
+        rows=(),
+        belongs=np.repeat([0, 1], size // 2),
+        position=np.arange(size),
+        columns={
+            "total": np.arange(size, dtype=float) - 10,
             "adaptation_direct": np.full(size, 3.0),
             "stability_direct": np.full(size, -1.0),
         },
-        "kept": np.arange(size) >= size // 2,
-    }
-    return heatmap.Valued(**{**given, **changes})
+        kept=np.arange(size) >= size // 2,
+    )
 
 
 def test_shares_are_of_summed_magnitudes():

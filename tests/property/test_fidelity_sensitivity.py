@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.cost import direction_flops, flops, step_flops, values_flops
 from alphatoken.fidelity.sensitivity import Options
-from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
 from tests.property.test_fidelity_stability import PLAIN, drifted, rows_of, small
 
@@ -56,17 +54,12 @@ def test_adaptation_alone_has_no_lambda() -> None:
 def test_a_fisher_that_does_not_cover_a_layer_leaves_it_out() -> None:
     """The Fisher given has the two scored layers; K = 3 is left out, not guessed."""
     subject = small(rows=9)
-    given = Subject(**{**_fields(subject), "fisher": drifted(subject)})
+    given = replace(subject, fisher=drifted(subject))
     options = replace(OPTIONS, estimators=("alphatoken",), windows=())
     diagnosis = sensitivity.diagnose(given, options)
     tried = [r["value"] for r in diagnosis.table("settings").records() if r["setting"] == "K"]
     assert tried == ["1", "2"]
     assert any("K = 3 was left out" in note for note in diagnosis.notes)
-
-
-def _fields(subject: Subject) -> dict[str, Any]:
-    names = ("model", "train", "validation", "batch_size", "config", "tuning_steps", "seed")
-    return {name: getattr(subject, name) for name in names}
 
 
 # --- cost ----------------------------------------------------------------------------------------

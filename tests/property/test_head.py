@@ -27,7 +27,7 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.oracle import gradients
 from tests.property.architectures import ARCHITECTURES, BY_NAME
-from tests.property.setups import CONTRACTION
+from tests.property.setups import CONTRACTION, refusal
 from tests.property.strategies import SEEDS, make_batch
 from tests.property.tolerance import allowed, close
 
@@ -132,9 +132,7 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 
 
 def built(name: str) -> Any:
-    """One of the architectures; transformers is imported only here."""
-    from tests.property.architectures import BY_NAME
-
+    """One of the architectures."""
     return BY_NAME[name].build(1)
 
 
@@ -146,11 +144,8 @@ def caps(model: Any) -> bool:
 def calls_of(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[int]]:
     """What ``run`` returns, and how many positions a row the head was asked about, by call."""
     seen: list[int] = []
-    handle = module.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1]))
-    try:
+    with module.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1])):
         return run(), seen
-    finally:
-        handle.remove()
 
 
 def observed(model: nn.Module) -> tuple[Tensor, head.HeadUse | None]:
@@ -310,12 +305,8 @@ def test_scores_of_another_forward(name: str) -> None:
         with scorer.observe() as seen, torch.set_grad_enabled(gradients_on):
             other = model(**tokens).logits
             model(**INPUTS)
-            refused = False
-            try:
-                seen.values(other, BATCH["labels"])
-            except InputError:
-                refused = True
-            assert refused, "logits of another forward were valued"
+            error = refusal(functools.partial(seen.values, other, BATCH["labels"]))
+            assert isinstance(error, InputError), "logits of another forward were valued"
 
 
 @pytest.mark.parametrize("name", ["llama"])
@@ -332,12 +323,8 @@ def test_losses_that_autocast_rounded(name: str) -> None:
         with scorer.observe() as seen:
             logits = model(**INPUTS).logits * change
             model.forward = forward
-            refused = False
-            try:
-                seen.values(logits, BATCH["labels"])
-            except InputError:
-                refused = True
-            assert refused is not cast, "a pass under autocast is known by its rounding"
+            error = refusal(functools.partial(seen.values, logits, BATCH["labels"]))
+            assert isinstance(error, InputError) is not cast, "autocast is known by its rounding"
 
 
 def cast_around(linears: Iterable[nn.Linear], inside: torch.dtype, outside: torch.dtype) -> None:
@@ -410,9 +397,8 @@ def test_losses_that_16_bits_rounded_somewhere(kind: str, parameters: str, graph
         stack.close()
         try:
             found = seen.values(logits, BATCH["labels"]).total
-        except InputError:
-            found = None
-        assert found is not None, "rounding is taken for another forward"
+        except InputError as error:
+            raise AssertionError("rounding is taken for another forward") from error
         with pytest.raises(InputError, match="mean loss"):
             seen.values(other, BATCH["labels"])
     close((found - wanted).norm(), 0.0, wanted.norm(), allowed("norm", NARROW), name=kind)
@@ -420,9 +406,8 @@ def test_losses_that_16_bits_rounded_somewhere(kind: str, parameters: str, graph
 
 def test_a_label_outside_the_vocabulary_is_refused() -> None:
     adapter = find_adapter(BY_NAME["llama"].build(1))
-    inputs = {k: v for k, v in BATCH.items() if k != "labels"}
     with pytest.raises(InputError, match="no token of the vocabulary"):
-        response_losses(adapter, inputs, BATCH["labels"].clamp(max=99) * 0 + 99)
+        response_losses(adapter, INPUTS, BATCH["labels"].clamp(max=99) * 0 + 99)
 
 
 def test_heads_that_somebody_else_has_a_hand_in_are_left_alone() -> None:
@@ -513,8 +498,7 @@ def test_observed_label_values(name: str, parameters: str) -> None:
     expected = gradients.label_values(model, adapter.forward, BATCH, m)
     close(values.total, expected, expected.abs().sum(), CAST, name=f"{name}, {parameters}")
     assert not formed.called
-    shared = head.watched_head(logits) is not None
-    assert shared == (getattr(model.config, "final_logit_softcapping", None) is None)
+    assert (head.watched_head(logits) is None) == caps(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2"])

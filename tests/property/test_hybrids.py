@@ -31,11 +31,8 @@ from tests.property.strategies import Rows, make_batch
 from tests.property.test_transformers import Oracle
 from tests.property.tolerance import allowed, close
 
-CACHE = (
-    "cache"
-    if "cache" in inspect.signature(Qwen3_5ForCausalLM.forward).parameters
-    else ("past_key_values")
-)
+_NAMES = inspect.signature(Qwen3_5ForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _QWEN = BY_NAME["qwen3_5"]
@@ -218,11 +215,8 @@ def _enter_and_leave(models: Any, adapters: Any, batch: dict[str, Tensor], nets:
     again.close()
     assert torch.equal(models[0](**batch, use_cache=False).logits, plain[0])
     assert not torch.equal(models[1](**batch, use_cache=False).logits, plain[1])
-    try:
-        with second:
-            raise KeyError
-    except KeyError:
-        pass
+    with suppress(KeyError), second:
+        raise KeyError
     assert torch.equal(models[1](**batch, use_cache=False).logits, plain[1])
 
 
@@ -343,11 +337,8 @@ def test_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
         assert not delta_dispatch._ACTIVE
         assert not any(net._forward_pre_hooks or net._forward_hooks for (net,) in nets)
         scope = find_scope(adapters[0], "all")
-        try:
-            with record(adapters[0], scope):
-                models[0](input_ids=torch.tensor([[10**6]]))
-        except IndexError:
-            pass
+        with suppress(IndexError), record(adapters[0], scope):
+            models[0](input_ids=torch.tensor([[10**6]]))
         _raise_inside(models[0], adapters[0], batch, nets[0])
         assert all(names[n] is function for n, function in before.items())
     finally:

@@ -127,9 +127,8 @@ def test_label_over_named_parameters(setup: Setup, parameters: str) -> None:
     held = [chosen & {id(p) for p in block.parameters()} for block in model.layers]
     inside = chosen == set().union(*held)
     assert scorer.scored.first == (min(i for i, own in enumerate(held) if own) if inside else None)
-    inputs = {name: x for name, x in setup.case.batch.items() if name != "labels"}
     with quiet(), scorer.observe() as observed:
-        again = observed.values(model.train()(**inputs), setup.case.batch["labels"])
+        again = observed.values(model.train()(**setup.case.inputs), setup.case.batch["labels"])
     scale = values.total.abs().max() + 1e-30
     close(again.total, values.total, scale, MODEL, name="label, observed")
 

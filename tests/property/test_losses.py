@@ -110,11 +110,7 @@ def surrogate(case: PairCase, logits: tuple[Tensor, Tensor], keep: tuple[Tensor,
     branches = (pairs.chosen["labels"], pairs.rejected["labels"])
     each = [batch.token_losses(x, y) for x, y in zip(logits, branches, strict=True)]
     return losses.masked_dpo_loss(
-        *each,
-        pairs.reference_chosen,
-        pairs.reference_rejected,
-        *keep,
-        beta=case.beta,
+        *each, pairs.reference_chosen, pairs.reference_rejected, *keep, beta=case.beta
     )
 
 

@@ -142,39 +142,40 @@ def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
             assert source_of(edit.target).count(edit.old) == 1
 
 
-def test_a_failure_that_is_not_the_propertys_own_is_no_kill() -> None:
-    """An assertion inside the library, a wrong type, an import error: none of them counts."""
+def half(hundredths: int) -> None:
+    assert selection.keep_count(hundredths / 100, 10) == 5
 
-    def check(hundredths: int) -> None:
-        assert selection.keep_count(hundredths / 100, 10) == 5
 
-    for new, error in (("assert False", AssertionError), ("import nothing", ImportError)):
-        edit = Edit("select.masks.keep_count", "return whole", f"{new}; return whole")
-        with pytest.raises(error):
-            hunt(Mutant("broken", "", (edit,), ()), claim(check, 50))
+def never(number: int) -> None:
+    raise AssertionError(number)
+
+
+def impossible(count: int) -> None:
+    assert selection.keep_count(0.5, count) == -1
+
+
+ROUNDED = ("_ROUNDINGS[rounding](", "math.floor(")
+NO_KILLS = {
+    "an assertion in the library": (
+        claim(half, 50), ("return whole", "assert False; return whole"), AssertionError, ""
+    ),
+    "an import error": (
+        claim(half, 50), ("return whole", "import nothing; return whole"), ImportError, ""
+    ),
+    "never called": (claim(never, 1), ROUNDED, RuntimeError, "never called"),
+    "fails anyway": (claim(impossible, 3), ROUNDED, RuntimeError, "without any mutant"),
+}  # fmt: skip
+"""A property, the words of ``keep_count`` that are replaced, and how the hunt ends."""
+
+
+@pytest.mark.parametrize("name", NO_KILLS)
+def test_a_failure_that_is_not_the_propertys_own_is_no_kill(name: str) -> None:
+    """It is raised in the library, without the mutant's code, or without any mutant."""
+    one, words, error, said = NO_KILLS[name]
+    edit = Edit("select.masks.keep_count", *words)
+    with pytest.raises(error, match=said or None):
+        hunt(Mutant("no kill", "", (edit,), ()), one)
     assert selection.keep_count(0.5, 10) == 5
-
-
-def test_a_mutant_that_is_never_called_is_no_kill() -> None:
-    """A property that fails by itself shows nothing about a mutant elsewhere."""
-
-    def check(number: int) -> None:
-        raise AssertionError(number)
-
-    edit = Edit("select.masks.keep_count", "_ROUNDINGS[rounding](", "math.floor(")
-    with pytest.raises(RuntimeError, match="never called"):
-        hunt(Mutant("elsewhere", "", (edit,), ()), claim(check, 1))
-
-
-def test_a_property_that_fails_without_the_mutant_is_no_kill() -> None:
-    """The same example has to pass on the core as it is."""
-
-    def check(count: int) -> None:
-        assert selection.keep_count(0.5, count) == -1
-
-    edit = Edit("select.masks.keep_count", "_ROUNDINGS[rounding](", "math.floor(")
-    with pytest.raises(RuntimeError, match="without any mutant"):
-        hunt(Mutant("innocent", "", (edit,), ()), claim(check, 3))
 
 
 # --- documents -----------------------------------------------------------------------------------

@@ -210,8 +210,7 @@ def test_full_values_are_the_steps_derivative(
     scorer = full_scorer(setup, model, optimizer, "label", parameters=parameters)
     batch = setup.case.batch
     weights = random_weights(setup) if given else mean_weights(batch)
-    with quiet():
-        values = scorer.score(batch, step_weights=weights if given else None)
+    values = quiet_score(scorer, batch, step_weights=weights if given else None)
     chosen = scorer.parameters
     sides = [
         gradients.validation_gradient(model, forward_of(model), data, chosen)
@@ -254,7 +253,7 @@ def test_full_scales_the_direction_of_captured_estimators(
     with quiet():
         values = scorer.score(batch, **asked)
         with scorer.observe() as observed:
-            logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+            logits = model(**setup.case.inputs)
             seen = observed.values(logits, batch["labels"], **asked)
     assert torch.equal(seen.total, values.total)
     for data, found in (
@@ -304,7 +303,7 @@ def test_total_alone(setup: Setup, how: tuple[str, str], position: str) -> None:
     with quiet():
         scored = scorer.score(batch, components=False)
         with scorer.observe() as observed:
-            logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+            logits = model(**setup.case.inputs)
             alone = observed.values(logits, batch["labels"], components=False)
             apart = observed.values(logits, batch["labels"])
     assert torch.equal(scored.total, alone.total)
@@ -443,7 +442,7 @@ def test_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
     for _ in range(2):  # packed rows are proved once more as the user calls the model
         with quiet(), scorer.observe() as observed:
             calls.clear()
-            logits = model(**{k: v for k, v in batch.items() if k != "labels"})
+            logits = model(**setup.case.inputs)
             trunk = len(calls)
             try:
                 values = observed.values(logits, batch["labels"])

@@ -104,8 +104,7 @@ def test_a_late_step_of_a_large_pool_is_reached_directly() -> None:
 
 
 @given(
-    rows=st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True),
-    world=st.integers(1, 8),
+    rows=st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True), world=st.integers(1, 8)
 )
 def test_shares_of_the_ranks_are_a_partition(rows: list[int], world: int) -> None:
     if len(rows) < world:

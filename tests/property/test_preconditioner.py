@@ -34,7 +34,7 @@ from tests.property.setups import (
     parameters_of,
     quiet_score,
     setups,
-    summed_loss,
+    stepped,
     truth,
 )
 from tests.property.strategies import SEEDS
@@ -96,10 +96,7 @@ ADAMS = tuple(k for k in steps.TORCH if k.name.startswith("Adam") and "amsgrad" 
 
 def cases(kinds: tuple[Kind, ...] = DOUBLE, least: int = 1) -> st.SearchStrategy[Case]:
     return st.builds(
-        Case,
-        kind=st.sampled_from(kinds),
-        steps=st.integers(least, 12),
-        seed=st.integers(0, 2**20),
+        Case, kind=st.sampled_from(kinds), steps=st.integers(least, 12), seed=st.integers(0, 2**20)
     )
 
 
@@ -171,13 +168,7 @@ def test_floor_bounds_the_preconditioners(case: AdamCase, floor: float) -> None:
 @budget(0.1)
 def test_adam_preconditioner(setup: Setup, steps: int) -> None:
     """frozen: M = P o (G + lambda V) with P from the optimizer, on the direction's side, once."""
-    model = setup.case.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.97), eps=1e-6)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        summed_loss(model, setup.case.batch).backward()
-        optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = stepped(setup, steps, "AdamW", eps=1e-6)
     adapter = ReferenceAdapter(model)
     parameters = parameters_of(setup, adapter)
     drift = FisherDrift(*drift_of(setup, setup.case.model()))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.errors import (
-    AlphaTokenError,
-    CoverageError,
-    ModelError,
-    UnsupportedError,
-)
+from alphatoken.errors import AlphaTokenError, CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.proofs import compare_gradients, prove_documents
 from alphatoken.model import batch_slice
 from alphatoken.model.batch import LabelledBatch, read_batch
@@ -128,17 +123,6 @@ HIDDEN = ("hidden use", "use below the scored layers", "hidden mixer")
 """Traps that nothing but a forward and a backward gives away."""
 
 
-@contextmanager
-def slices_of(rows: int, length: int) -> Iterator[None]:
-    """Slices of another size, so that short batches are longer."""
-    before = batch_slice.ROWS, batch_slice.LENGTH
-    batch_slice.ROWS, batch_slice.LENGTH = rows, length
-    try:
-        yield
-    finally:
-        batch_slice.ROWS, batch_slice.LENGTH = before
-
-
 def _require_cut_alike(
     piece: LabelledBatch, whole: LabelledBatch, rows: Tensor, columns: Tensor
 ) -> None:
@@ -201,8 +185,7 @@ def test_a_trap_is_refused(name: str) -> None:
 
         def run() -> object:
             with scorer.observe() as observed:
-                inputs = {k: v for k, v in case.batch.items() if k != "labels"}
-                logits = scorer.adapter.model(**inputs)
+                logits = scorer.adapter.model(**case.inputs)
                 return observed.values(logits, case.batch["labels"])
 
     else:
@@ -346,10 +329,9 @@ def test_what_was_refused_is_refused_again(seed: int) -> None:
     model.forward = forward  # type: ignore[method-assign]
     scorer = Scorer(model, case.validation, config=config, adapter=ReferenceAdapter(model))
     scorer.score(case.batch)
-    inputs = {k: v for k, v in case.batch.items() if k != "labels"}
     model.train()
     with scorer.observe() as observed:
-        logits = model(**inputs)
+        logits = model(**case.inputs)
         error = refusal(lambda: observed.values(logits, case.batch["labels"]))
     assert isinstance(error, ModelError), "documents that the observed forward mixes passed"
     assert "see each other" in str(error)
@@ -362,11 +344,10 @@ def test_a_pass_leaves_nothing_to_the_next(seed: int) -> None:
     case = replace(make_case(*PLAIN), seed=seed)
     model = case.model()
     scorer = Scorer(model, case.validation, config=ScorerConfig("alphatoken", layers=2))
-    inputs = {k: v for k, v in case.batch.items() if k != "labels"}
     counts = []
     with scorer.observe() as observed:
         for _ in range(2):
-            logits = model(**inputs)
+            logits = model(**case.inputs)
             counts.append(len(observed._recorder.attentions))
         values = observed.values(logits, case.batch["labels"]).total
     assert counts[0] == counts[1], "attentions of an earlier pass stay"
@@ -477,7 +458,8 @@ def test_a_slice_is_a_part_of_its_batch(
         "unknown": torch.arange(b * t + 2),
     }
     whole = read_batch({**batch, **({"more": more[form]} if form in more else {})})
-    with slices_of(*size):
+    # Slices of another size, so that short batches are longer.
+    with mock.patch.multiple(batch_slice, ROWS=size[0], LENGTH=size[1]):
         pieces = [around_responses(whole)]
         if whole.document_starts is not None:
             pieces.append(around_documents(whole))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
@@ -23,6 +23,7 @@ from tests.property.setups import (
     BETAS,
     MODEL,
     Setup,
+    bits,
     drift_of,
     forward_of,
     label_truth,
@@ -33,6 +34,7 @@ from tests.property.setups import (
     setups,
     stepped,
     truth,
+    unchanged,
 )
 from tests.property.strategies import PADDED, make_case
 from tests.property.tolerance import close
@@ -101,7 +103,6 @@ class WholeSharding(FlatSharding):
 @contextmanager
 def other_objects_inside(model: ReferenceDecoder) -> Iterator[None]:
     """Every linear's parameters are copies while it runs."""
-    handles = []
     kept: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
 
     def enter(module: nn.Module, _: object) -> None:
@@ -115,17 +116,14 @@ def other_objects_inside(model: ReferenceDecoder) -> Iterator[None]:
         module._parameters.update(kept.pop(module))
 
     adapter = ReferenceAdapter(model)
-    for linear in adapter.scored_linears(range(len(adapter.layers()))):
-        handles.append(linear.module.register_forward_pre_hook(enter))
-        handles.append(linear.module.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for linear in adapter.scored_linears(range(len(adapter.layers()))):
+            hooks.enter_context(linear.module.register_forward_pre_hook(enter))
+            hooks.enter_context(linear.module.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _kronecker(setup: Setup, model: ReferenceDecoder, drift: FisherDrift) -> FisherDrift:
+def _kronecker(setup: Setup, drift: FisherDrift) -> FisherDrift:
     factors = {}
     for index, (name, w) in enumerate(drift.reference.items()):
         rows, columns = (*w.shape, 1)[:2]
@@ -133,17 +131,6 @@ def _kronecker(setup: Setup, model: ReferenceDecoder, drift: FisherDrift) -> Fis
         pair = [torch.randn(n, n, generator=generator, dtype=w.dtype) for n in (rows, columns)]
         factors[name] = tuple(a @ a.T for a in pair)
     return FisherDrift({}, drift.reference, {}, factors)  # type: ignore[arg-type]
-
-
-def _size(
-    setup: Setup, model: ReferenceDecoder, balance: Mapping[str, float], values: Tensor
-) -> Tensor:
-    psi = oracle_influence(setup, model, {n: torch.ones_like(p) for n, p in _scored(setup, model)})
-    return psi.absolute_scale.sum() * 1e3 + values.abs().max()
-
-
-def _scored(setup: Setup, model: ReferenceDecoder) -> list[tuple[str, Tensor]]:
-    return [(x.weight_name, x.weight) for x in scored(setup, ReferenceAdapter(model))]
 
 
 CASE = make_case(("pprrr",), (("pprr",),), layers=2)
@@ -159,7 +146,7 @@ def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention
     if retention != "data":
         data = FisherDrift(*drift_of(setup, model))
     if retention == "kronecker":
-        data = _kronecker(setup, model, data)  # type: ignore[arg-type]
+        data = _kronecker(setup, data)  # type: ignore[arg-type]
     whole = make_scorer(setup, estimator, model=model, retention=data)
     expected = quiet_score(whole, setup.case.batch)
     sharding = FlatSharding(model)
@@ -222,9 +209,11 @@ def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
     sharding = WholeSharding(model)
     scorer = make_scorer(setup, "path", sharding=sharding, **options)
     found = quiet_score(scorer, setup.case.batch)
+    ones = {name: torch.ones_like(p) for name, p in given.items()}
+    whole = 1e3 * oracle_influence(setup, model, ones).absolute_scale.sum()
     for part in ("adaptation", "stability"):
         one, two = getattr(found, part), getattr(expected, part)
-        size = _size(setup, model, expected.balance, two)
+        size = whole + two.abs().max()
         close(one, two, size, MODEL, name=f"sharded {kind} {part}")
 
 
@@ -255,7 +244,7 @@ def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> 
 def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
     """Every part walks and comes back by itself: AdamW is elementwise, and nothing is gathered."""
     model = setup.case.model()
-    before = [p.detach().clone() for p in model.parameters()]
+    before = bits(model)
     adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
     end = walk.walked(model, forward_of, setup.case.validation, 2, adamw)
     expected = walk.walk_values(model, end, forward_of, setup.case.batch)
@@ -266,7 +255,7 @@ def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
         found = quiet_score(scorer, setup.case.batch)
     close(found.total, expected, 1.0 + expected.abs(), 1e-8, name="sharded walk")
     assert not sharding.gathered
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert unchanged(model, before)
 
 
 def test_what_label_cannot_do_on_sharded_weights_is_refused() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.errors import CoverageError, ModelError
 from alphatoken.model.capture import record
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope
@@ -202,26 +202,15 @@ def setups(draw: st.DrawFn, name: str) -> Setup:
 # --- what the oracle is handed ------------------------------------------------------------------
 
 
-def block_name(architecture: Architecture, layer: int) -> str:
-    return f"transformer.h.{layer}" if architecture.name == "gpt2" else f"model.layers.{layer}"
-
-
 def linears(model: nn.Module, architecture: Architecture, layers: Sequence[int]) -> dict[str, Any]:
     """The linears of these blocks by name, found by type and name alone."""
-    prefixes = tuple(f"{block_name(architecture, layer)}." for layer in layers)
+    inside = "transformer.h" if architecture.name == "gpt2" else "model.layers"
+    prefixes = tuple(f"{inside}.{layer}." for layer in layers)
     return {
         name: module
         for name, module in model.named_modules()
         if name.startswith(prefixes) and isinstance(module, (nn.Linear, Conv1D))
     }
-
-
-def in_scope(modules: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Parameter name -> parameter of the scored linears."""
-    found: dict[str, Tensor] = {}
-    for name, module in modules.items():
-        found[f"{name}.weight"] = module.weight
-    return found
 
 
 def retention_of(drift: FisherDrift, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -246,12 +235,10 @@ def tapped_heads(
 
     linear = linears(model, architecture, layers)
     chosen = [m for name, m in linear.items() if name.endswith(architecture.output)]
-    handles = [module.register_forward_pre_hook(split) for module in chosen]
-    try:
+    with ExitStack() as hooks:
+        for module in chosen:
+            hooks.enter_context(module.register_forward_pre_hook(split))
         yield heads
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def explicit_mask(batch: Mapping[str, Tensor], window: int | None) -> Tensor:
@@ -293,7 +280,7 @@ class Oracle:
         self.model = setup.build() if model is None else model
         self.forward = plain_forward(self.model)
         self.modules = linears(self.model, self.architecture, setup.layers)
-        self.parameters = in_scope(self.modules)
+        self.parameters = {f"{n}.weight": m.weight for n, m in self.modules.items()}
         self.transposed = [n for n, m in self.modules.items() if isinstance(m, Conv1D)]
         self.batch = setup.batch
 
@@ -482,18 +469,7 @@ def test_values_equal_per_token_autograd(name: str, data: st.DataObject) -> None
 
     ``same_layer_hop`` takes part where the scope is the last layer, and equals ``path`` there.
     """
-    setup = data.draw(setups(name))
-    apart = name not in LEAKING or (name, setup.implementation) == ("gpt_oss", "flash")
-    if "|" in "".join(setup.train) and not apart:
-        for estimator in ("label", "path"):
-            with pytest.raises((ModelError, UnsupportedError)):
-                value_of(setup, setup.build(), None, estimator)
-    else:
-        compare_captured(setup)
-
-
-def option(setup: Setup, name: str) -> Any:
-    return setup.architecture.options.get(name, setup.architecture.choices.get(name, (None,))[0])
+    compare_captured(data.draw(setups(name)))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -114,11 +114,7 @@ def test_alphatoken_is_direct_plus_propagation(
 ) -> None:
     """The paper's estimator: diagonal plus Value-Propagation of the self-only errors."""
     scorer = make_scorer(
-        setup,
-        "alphatoken",
-        window=window,
-        head_reduction=reduction,
-        causal_position=position,
+        setup, "alphatoken", window=window, head_reduction=reduction, causal_position=position
     )
     compare_values(
         quiet_score(scorer, setup.case.batch),

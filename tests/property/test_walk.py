@@ -24,8 +24,20 @@ from alphatoken.oracle import composite, gradients
 from alphatoken.oracle import walk as oracle
 from alphatoken.support.progress import Tracker
 from tests.property.profiles import budget
-from tests.property.setups import Setup, forward_of, label_truth, quiet, quiet_score, setups, smooth
+from tests.property.setups import (
+    Setup,
+    bits,
+    forward_of,
+    label_truth,
+    quiet,
+    quiet_score,
+    setups,
+    smooth,
+    summed_loss,
+    unchanged,
+)
 from tests.property.strategies import CASE, PADDED, SHARED, TIED
+from tests.property.test_differences import counted, llama
 from tests.property.tolerance import close
 
 RATE, STEPS = 1e-2, 3
@@ -55,14 +67,6 @@ def wanted(setup: Setup, model: nn.Module, steps: int = STEPS) -> Tensor:
     return oracle.walk_values(model, trained(setup, model, steps), forward_of, setup.case.batch)
 
 
-def bits(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def unchanged(model: nn.Module, before: list[Tensor]) -> bool:
-    return all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-
-
 # --- the values ----------------------------------------------------------------------------------
 
 
@@ -90,23 +94,19 @@ def test_an_observed_forward_is_one_of_the_two(setup: Setup) -> None:
     model = setup.case.model()
     batch = setup.case.batch
     scorer = Scorer(model, setup.case.validation, config=config())
-    inputs = {name: x for name, x in batch.items() if name != "labels"}
     with quiet():
         alone = scorer.score(batch)
         for _ in range(2):  # kinds of arguments are looked at once
             with scorer.observe() as observed:
-                logits = model(**inputs)
-                calls: list[int] = []
-                handle = model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-                values = observed.values(logits, batch["labels"])
-                handle.remove()
+                logits = model(**setup.case.inputs)
+                with counted(model) as calls:
+                    values = observed.values(logits, batch["labels"])
     assert calls == [1]
     close(values.total, alone.total, 1.0 + alone.total.abs(), 1e-10, name="observed")
     losses = gradients.scalar_losses(logits, gradients.known_labels(batch))
     torch.stack(list(losses.values())).sum().backward()
     plain = setup.case.model()
-    inputs_again = gradients.scalar_losses(plain(**inputs), gradients.known_labels(batch))
-    torch.stack(list(inputs_again.values())).sum().backward()
+    summed_loss(plain, batch).backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         if q.grad is not None:
             assert p.grad is not None
@@ -131,9 +131,8 @@ def test_a_forward_with_dropout_is_run_again() -> None:
     model.add_module("drop", nn.Dropout(0.5))
     model.train()
     scorer = Scorer(model, CASE.validation, config=config())
-    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
     with quiet(), scorer.observe() as observed:
-        logits = model(**inputs) * 1.1  # as a dropped pass has other losses
+        logits = model(**CASE.inputs) * 1.1  # as a dropped pass has other losses
         values = observed.values(logits, CASE.batch["labels"])
     close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="dropout")
     assert model.training
@@ -143,10 +142,9 @@ def test_scores_that_are_not_the_forwards_are_refused() -> None:
     """Scaled ones, detached ones, and those of other tokens; looked at again on later passes."""
     model = CASE.model()
     scorer = Scorer(model, CASE.validation, config=config())
-    inputs = {name: x for name, x in CASE.batch.items() if name != "labels"}
     labels = CASE.batch["labels"]
     with quiet(), scorer.observe() as observed:
-        logits = model(**inputs)
+        logits = model(**CASE.inputs)
         for other in (1.5 * logits, 1.5 * logits.detach(), logits.roll(1, -1)):
             with pytest.raises(InputError, match="do not belong"):
                 observed.values(other, labels)
@@ -323,8 +321,7 @@ def test_other_validation_rows_and_a_refresh_take_a_new_walk() -> None:
     """Each from the weights as they are."""
     model = CASE.model()
     scorer = Scorer(model, CASE.validation, config=config())
-    with quiet():
-        scorer.score(CASE.batch)
+    quiet_score(scorer, CASE.batch)
     for change in (
         lambda: scorer.set_validation(CASE.validation[:1]),
         scorer.refresh,
@@ -355,7 +352,7 @@ def test_a_changed_setting_keeps_the_walk() -> None:
 def lora(*names: str) -> Any:
     peft = pytest.importorskip("peft")
     chosen = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(llama(torch.float32), chosen, adapter_name=names[0])
+    model = peft.get_peft_model(llama(), chosen, adapter_name=names[0])
     for name in names[1:]:
         model.add_adapter(name, chosen)
     return model
@@ -382,11 +379,10 @@ def test_a_walk_of_factors_that_no_forward_uses_is_refused() -> None:
 
 def test_walks_of_two_threads_wait_for_each_other() -> None:
     """Also those that a direction is made of: values and weights are to the bit."""
-    model = llama(torch.float32)
+    model = llama()
     before = bits(model)
     first, second = (Scorer(model, rows_of(1), config=config()) for _ in range(2))
-    with quiet():
-        wanted_values = first.score(rows_of(2)).total
+    wanted_values = quiet_score(first, rows_of(2)).total
     over = Event()
 
     def others() -> None:
@@ -422,20 +418,11 @@ def test_a_walk_on_pairs_lowers_the_preference_loss() -> None:
             p.grad = g[name]
         stepper.step()
     expected = oracle.walk_values(model, plain, forward_of, CASE.batch)
-    with quiet():
-        values = Scorer(model, pairs, config=config()).score(CASE.batch)
+    values = quiet_score(Scorer(model, pairs, config=config()), CASE.batch)
     close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="pairs")
 
 
 # --- narrow arithmetic, and coming back ----------------------------------------------------------
-
-
-def llama(dtype: torch.dtype) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)).to(dtype)
 
 
 def rows_of(seed: int) -> dict[str, Tensor]:
@@ -447,20 +434,20 @@ def test_weights_in_16_bits_walk_in_float32() -> None:
     """Forty steps that are each smaller than a weight's rounding still move it, as in float32."""
     ends = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = llama(torch.bfloat16).to(dtype)
+        model = llama().bfloat16().to(dtype)
         scorer = Scorer(model, rows_of(1), config=config(walk_steps=40, walk_learning_rate=2e-5))
         with quiet():
             ends[dtype] = walk_of(scorer).end_weights()
     assert all(end.dtype == torch.bfloat16 for end in ends[torch.bfloat16].values())
     name = "model.layers.0.mlp.up_proj.weight"
-    start = dict(llama(torch.bfloat16).named_parameters())[name].float()
+    start = dict(llama().bfloat16().named_parameters())[name].float()
     wide, narrow = (end[name].float() - start.detach().float() for end in ends.values())
     assert float(torch.nn.functional.cosine_similarity(wide.flatten(), narrow.flatten(), 0)) > 0.9
 
 
 def test_autocast_keeps_no_cast_of_weights_that_moved() -> None:
     """Under an autocast of the caller's, which caches casts, as without one."""
-    model, batch = llama(torch.float32), rows_of(2)
+    model, batch = llama(), rows_of(2)
     scorer = Scorer(model, rows_of(1), config=config(walk_steps=8))
     with quiet():
         scorer.score(batch)
@@ -484,8 +471,7 @@ def test_weights_come_back_after_an_exception(during: str) -> None:
     before = bits(model)
     scorer = Scorer(model, CASE.validation, config=config())
     if during == "end":
-        with quiet():
-            scorer.score(CASE.batch)
+        quiet_score(scorer, CASE.batch)
 
     def fail(*_: Any) -> None:
         if not unchanged(model, before):
@@ -553,9 +539,9 @@ def test_options_without_a_meaning_are_refused(options: dict[str, Any]) -> None:
 
 def test_a_reference_without_a_row_for_a_token_is_refused() -> None:
     """By its place, and not by an index inside of torch."""
-    other = llama(torch.float32)
+    other = llama()
     other.resize_token_embeddings(32)
-    scorer = Scorer(llama(torch.float32), None, config=ScorerConfig("walk"), reference=other)
+    scorer = Scorer(llama(), None, config=ScorerConfig("walk"), reference=other)
     with quiet(), pytest.raises(InputError, match="under the reference model has no row"):
         scorer.score(rows_of(2))
 
