@@ -198,23 +198,13 @@ def test_one_process_is_a_layout(accelerator: Accelerator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "part"),
-    [
-        ({"ddp_static_graph": True}, "static_graph"),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
-    ],
+    ("args", "parts"),
+    [({"ddp_static_graph": True}, ["static_graph"]), ({"n_gpu": 2}, ["DataParallel", "2 GPUs"])],
 )
-def test_arguments_are_refused(accelerator: Accelerator, args: dict[str, Any], part: str) -> None:
-    refuse(accelerator, part, args=arguments(**args))
-
-
-def test_reentrant_checkpointing_goes_with_an_own_forward(accelerator: Accelerator) -> None:
-    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "scoring_forward": "own"}
-    check_layout(accelerator, arguments(**kwargs), nn.Linear(2, 2))
-
-
-def test_data_parallel(accelerator: Accelerator) -> None:
-    refuse(accelerator, "DataParallel", "2 GPUs", args=arguments(n_gpu=2))
+def test_arguments_are_refused(
+    accelerator: Accelerator, args: dict[str, Any], parts: list[str]
+) -> None:
+    refuse(accelerator, *parts, args=arguments(**args))
 
 
 def test_a_model_spread_by_its_device_map(accelerator: Accelerator) -> None:
@@ -249,28 +239,24 @@ def test_parallel_within_a_layer(accelerator: Accelerator, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "version", "name", "remedy"),
+    ("kind", "version", "activation", "said", "remedy"),
     [
-        (DistributedType.FSDP, 1, "fsdp1", "fsdp_version: 2"),
-        (DistributedType.MEGATRON_LM, 2, "megatron_lm", "FSDP2"),
-        (DistributedType.XLA, 2, "xla", "DDP"),
+        (DistributedType.FSDP, 1, False, "fsdp1", "fsdp_version: 2"),
+        (DistributedType.MEGATRON_LM, 2, False, "megatron_lm", "FSDP2"),
+        (DistributedType.XLA, 2, False, "xla", "DDP"),
+        (DistributedType.FSDP, 2, True, "activation_checkpointing", "gradient_checkpointing=True"),
     ],
 )
 def test_other_backends(
-    accelerator: Accelerator, kind: DistributedType, version: int, name: str, remedy: str
-) -> None:
+    accelerator: Accelerator, kind: DistributedType, version: int, activation: bool, said: str,
+    remedy: str,
+) -> None:  # fmt: skip
     accelerator.state.distributed_type = kind
     accelerator.state.fsdp_plugin = SimpleNamespace(
-        fsdp_version=version, activation_checkpointing=False
+        fsdp_version=version, activation_checkpointing=activation
     )
-    assert layout(accelerator) == name
-    refuse(accelerator, name, remedy)
-
-
-def test_activation_checkpointing_of_fsdp(accelerator: Accelerator) -> None:
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=True)
-    refuse(accelerator, "activation_checkpointing", "gradient_checkpointing=True")
+    assert activation or layout(accelerator) == said
+    refuse(accelerator, said, remedy)
 
 
 def test_fsdp_wraps_the_layers_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
