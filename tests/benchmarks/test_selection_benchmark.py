@@ -108,7 +108,7 @@ def test_a_grid_can_be_read_and_every_try_is_counted(grid: Path) -> None:
 
 @pytest.mark.usefixtures("anywhere")
 def test_a_hypothesis_changes_no_more_than_its_option() -> None:
-    """Of two methods of its task; if the base takes values, its estimator and rows are both's."""
+    """Both are of its task; beside a base that takes values, estimator and rows are the base's."""
     (path,) = (one for one in GRIDS if one.stem == "smollm2")
     cells = all_cells(read_grid(*parse(["--config", str(path)])))
     of = {(cell.task, cell.policy): dict(cell.options) for cell in cells}
