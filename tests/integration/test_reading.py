@@ -294,12 +294,6 @@ def test_one_row_alone_is_no_list(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "a.json")) == 1
 
 
-def test_another_encoding_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json.dumps(TWO[0]).encode("utf-16"))
-    with pytest.raises(DataError, match="not UTF-8"):
-        read_rows(tmp_path / "a.jsonl")
-
-
 def test_the_first_bad_row_of_the_file_is_named(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"frage": str(i), "response": "x"} for i in range(40)])
     with pytest.raises(DataError, match=r"line 1 has 'frage'"):
