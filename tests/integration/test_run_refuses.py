@@ -94,15 +94,10 @@ def test_it_is_refused(name: str, here: Path, capsys: pytest.CaptureFixture[str]
 
 
 def trainer(tmp_path: Path, **more: Any) -> Any:
-    from tests.integration.tiny_training import model, options, sft_rows, tokenizer
+    from tests.integration.tiny_training import made, sft_rows
 
-    train = import_module("alphatoken.train")
-    given = {
-        "train_dataset": sft_rows(8), "validation_dataset": sft_rows(32, seed=5),
-        **{k: more.pop(k) for k in ("train_dataset", "validation_dataset") if k in more},
-    }  # fmt: skip
-    args = train.AlphaSFTConfig(**{**options(tmp_path), **more})
-    return train.AlphaSFTTrainer(model=model(), args=args, processing_class=tokenizer(), **given)
+    given = {"train_dataset": sft_rows(8), "validation_dataset": sft_rows(32, seed=5), **more}
+    return made(import_module("alphatoken.train").AlphaSFTTrainer, tmp_path, **given)
 
 
 @pytest.mark.usefixtures("no_fisher")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -137,24 +139,24 @@ def test_texts_join_to_the_row() -> None:
     assert bare.texts(row)[0] == f"[{row.input_ids[0]}]"
 
 
-@pytest.mark.parametrize("name", ["batch_size", "tokens", "oracle_tokens", "fisher_samples"])
-def test_sizes_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        subject(**{name: 0})
-
-
-def test_rows_without_response_are_refused() -> None:
-    with pytest.raises(DataError, match="train rows have no response token"):
-        subject(train=[])
-    with pytest.raises(DataError, match="validation rows have no response token"):
-        subject(validation=[])
-
-
-def test_missing_retention_names_the_option() -> None:
-    with pytest.raises(DataError, match="--retention_set FILE"):
-        subject(retention={}).retention_rows()
-    with pytest.raises(DataError, match="empty"):
-        subject(retention={"empty": []}).retention_rows()
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        *(
+            (lambda name=name: subject(**{name: 0}), ConfigError, name)
+            for name in ("batch_size", "tokens", "oracle_tokens", "fisher_samples")
+        ),
+        *(
+            (lambda name=name: subject(**{name: []}), DataError, f"{name} rows have no response")
+            for name in ("train", "validation")
+        ),
+        (lambda: subject(retention={}).retention_rows(), DataError, "--retention_set FILE"),
+        (lambda: subject(retention={"empty": []}).retention_rows(), DataError, "empty"),
+    ],
+)
+def test_what_no_diagnostic_can_use_is_refused(call: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        call()
 
 
 def test_too_few_tokens_for_a_statistic_are_refused() -> None:
