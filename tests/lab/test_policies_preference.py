@@ -578,15 +578,8 @@ def test_bad_arguments_are_refused_by_name() -> None:
         (ConfPO, {"loss": "ipo"}, "not defined on this base loss"),
         (TIDPO, {"loss": "simpo"}, "not defined on this base loss"),
         (ConfPO, {"loss": "dpo", "gamma": 1.0}, "SimPO's margin"),
-        (ConfPO, {"beta": 0.0}, "beta must be"),
         (SePO, {"beta": math.nan}, "beta must be"),
-        (SePO, {"k": 0.0}, "k must lie"),
-        (SePO, {"k": 1.2}, "k must lie"),
-        (TIDPO, {"mix": 1.1}, "mix must lie"),
         (TIDPO, {"span": "prompt"}, "span must be"),
-        (TIDPO, {"sigma_divisor": 0.0}, "sigma_divisor"),
-        (TIDPO, {"anchor_tokens": 0}, "sigma_divisor"),
-        (TIDPO, {"tdpo_alpha": -0.5}, "must not be negative"),
     ]
     for kind, options, message in refused:
         with pytest.raises(ConfigError, match=message):

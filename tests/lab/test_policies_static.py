@@ -407,9 +407,6 @@ def test_token_cleaning_needs_a_reference(tmp_path: Path) -> None:
         TokenCleaning(warmup_share=0.5).prepare(stage(tmp_path))
     assert TokenCleaning().lacks == "reference"
     assert TokenCleaning(warmup_share=0.5).lacks is None
-    for share in (0.0, 1.1):
-        with pytest.raises(ConfigError, match="lies in"):
-            TokenCleaning(warmup_share=share)
 
 
 # --- XTF ------------------------------------------------------------------------------------------
@@ -729,10 +726,9 @@ def test_less_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     silent = [{"input_ids": [3, 4], "labels": [-100, -100]}]
     with pytest.raises(DataError, match="validation row has no gradient"):
         LESS(**LESS_ARGUMENTS).choose_rows(replace(at, validation=silent))
-    for bad in ({"share": 0.0}, {"adam": "no"}, {"aggregate": "no"}, {"dimension": 0},
-                {"warmup_epochs": 0}, {"warmup_learning_rate": 0.0}, {"dropout": 1.0}):  # fmt: skip
-        with pytest.raises(ConfigError):
-            LESS(**LESS_ARGUMENTS | bad)
+    for name in ("adam", "aggregate"):
+        with pytest.raises(ConfigError, match=name):
+            LESS(**LESS_ARGUMENTS | {name: "no"})
 
 
 def test_less_never_chooses_a_row_without_a_response(tmp_path: Path) -> None:

@@ -136,7 +136,6 @@ def test_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "more", "match"),
     [
-        (lambda: TokenCleaning(rounds=1), {}, "at least 2 rounds"),
         (lambda: TokenCleaning(rounds=2, warmup_share=0.5), {}, "no warm-up"),
         (lambda: TokenCleaning(rounds=2), {"packing": True}, "packed rows"),
         (lambda: TokenCleaning(rounds=ROWS + 1), {}, "a row for each"),
