@@ -74,17 +74,6 @@ def test_ties_fall_to_the_earlier_micro_batch() -> None:
     assert [w.sum() for w in found] == [3, 0]
 
 
-def test_padding_changes_nothing() -> None:
-    values = torch.tensor([[3.0, 1.0, 2.0]])
-    padded = torch.tensor([[-7.0, 3.0, 1.0, 2.0, 99.0]])
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    wide = torch.tensor([[False, True, True, True, False]])
-    [short] = global_selection(Ranks(), [values], [mask], keep_half)
-    [long] = global_selection(Ranks(), [padded], [wide], keep_half)
-    assert torch.equal(long[:, 1:4], short)
-    assert long[0, 0] == long[0, 4] == 0
-
-
 def test_nothing_to_select_from() -> None:
     assert global_selection(Ranks(), [], [], keep_half) == []
     none = [torch.zeros(2, 3)]
