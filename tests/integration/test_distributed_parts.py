@@ -59,10 +59,10 @@ def keep_half(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def test_one_process_ranks_its_micro_batches_together() -> None:
-    values = [torch.tensor([[1.0, 5.0, 2.0]]), torch.tensor([[2.0, 9.0], [2.0, 0.0]])]
+    values = [torch.tensor([[1.0, -5.0, 2.0]]), torch.tensor([[2.0, 9.0], [2.0, 0.0]])]
     masks = [torch.tensor([[True, False, True]]), torch.tensor([[True, False], [True, True]])]
     found = global_selection(Ranks(), values, masks, keep_half)
-    # Of 1, 2 | 2 | 2, 0 three are kept: the 2s. The masked 5 and 9 have no say.
+    # Of 1, 2 | 2 | 2, 0 three are kept: the 2s. The masked -5 and 9 have no say.
     assert torch.equal(found[0], torch.tensor([[0.0, 0.0, 1.0]]))
     assert torch.equal(found[1], torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
     assert [w.dtype for w in found] == [torch.float32] * 2
