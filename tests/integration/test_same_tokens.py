@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_rows import RowReader
 from alphatoken.data import EncodeOptions, encode_rows, read_rows
 from alphatoken.train import AlphaSFTConfig
-from tests.integration.test_data import CHATML
+from tests.integration.test_data import CHATML, byte_tokenizer
 from tests.rows import jsonl
 
 SAID = [
@@ -38,21 +35,8 @@ MARKED = CHATML.replace("<|im_end|>\n", "<|im_end|>{{ '\\n' }}").replace(
 )
 
 
-def merging_tokenizer(template: str | None) -> Any:
-    """Bytes, and merges that reach over the border of prompt and response."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [("Ċ", "Ċ"), ("a", "b"), ("b", "Ċ"), ("bĊ", "ĊĊ"), ("ĊĊ", "a"), ("Ċ", "b")]
-    words = ["</s>", "<|im_start|>", "<|im_end|>", *alphabet, *(x + y for x, y in pieces)]
-    core = Tokenizer(models.BPE({piece: i for i, piece in enumerate(words)}, pieces))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="</s>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )
-    tokenizer.chat_template = template
-    return tokenizer
+MERGES = [("Ċ", "Ċ"), ("a", "b"), ("b", "Ċ"), ("bĊ", "ĊĊ"), ("ĊĊ", "a"), ("Ċ", "b")]
+"""They reach over the border of prompt and response."""
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])
@@ -61,7 +45,7 @@ def test_score_and_sft_make_the_same_tokens_and_labels(
     tmp_path: Path, template: str | None, turns: str
 ) -> None:
     file = str(jsonl(tmp_path / "rows.jsonl", ROWS))
-    tokenizer = merging_tokenizer(template)
+    tokenizer = byte_tokenizer(template, merges=MERGES)
     how = EncodeOptions(turns=turns, on_empty="skip")
     scored, report = encode_rows(read_rows(file), tokenizer, how)
     words = ["--train_file", file, "--turns", turns, "--use_cpu",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
+from alphatoken_lab.compare.evaluate import mean_response_loss
 from tests.integration.subjects import subject
 
 
@@ -69,24 +70,8 @@ def test_a_missing_second_model_is_made_once_from_a_copy() -> None:
     assert not after.training
     again = subject().before_and_after()[1]  # a function of rows, settings and seed
     assert same(again, weights(after))
-    losses = [mean_loss(found, model) for model in (found.model, after)]
+    losses = [mean_response_loss(model, found.train) for model in (found.model, after)]
     assert losses[1] < losses[0]
-
-
-def mean_loss(found: object, model: nn.Module) -> float:
-    total = count = 0.0
-    for batch in found.batches(found.train):  # type: ignore[attr-defined]
-        with torch.no_grad():
-            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        total += float(
-            nn.functional.cross_entropy(
-                logits.logits[:, :-1].flatten(0, 1),
-                batch["labels"][:, 1:].flatten(),
-                reduction="sum",
-            )
-        )
-        count += float((batch["labels"][:, 1:] != -100).sum())
-    return total / count
 
 
 def test_fine_tuning_that_explodes_says_so() -> None:
