@@ -128,10 +128,8 @@ def test_transformers_trainer_at_ratio_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"precompute_ref_log_probs": True},
         {"loss_type": ["ipo"]},
         {"label_smoothing": 0.1},
-        {"ld_alpha": 0.5},
     ],
     ids=str,
 )
@@ -183,9 +181,6 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "name"),
     [
-        ({"policy": "best"}, "policy"),
-        ({"keep_ratio": 0.0}, "ratio"),
-        ({"objective": "stability", "retention": "none"}, "retention"),
         ({"estimator": "label", "part": "direct"}, "part"),
         ({"score_layers": "three"}, "score_layers"),
         ({"preconditioner": "fisher"}, "preconditioner"),
@@ -199,13 +194,6 @@ def test_bad_options_are_refused_before_work(
 ) -> None:
     with pytest.raises(ConfigError, match=name):
         sft(tmp_path, **extra)
-
-
-def test_optimizer_without_second_moments(tmp_path: Path) -> None:
-    trainer = sft(tmp_path, preconditioner="frozen", optim="sgd", retention="none")
-    with pytest.raises(UnsupportedError, match="second moment"):
-        trainer.train()
-    assert trainer.state.global_step == 0
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
