@@ -249,12 +249,11 @@ def packed_row(lengths: tuple[int, ...] = (5, 3, 4)) -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def numbered(lengths: tuple[int, ...] = (5, 3, 4)) -> dict[str, Tensor]:
+def numbered() -> dict[str, Tensor]:
     """The same row with documents numbered in the mask: 1 1 1 1 1 2 2 2 3 3 3 3."""
-    batch = packed_row(lengths)
-    batch.pop("position_ids")
-    numbers = [torch.full((n,), k + 1) for k, n in enumerate(lengths)]
-    return batch | {"attention_mask": torch.cat(numbers)[None]}
+    batch = packed_row()
+    documents = (batch.pop("position_ids") == 0).cumsum(1)
+    return batch | {"attention_mask": documents}
 
 
 @EACH
