@@ -342,7 +342,7 @@ def test_rows_of_one_prompt_are_compared_as_wholes(tmp_path: Path) -> None:
     assert whole.survey().counts["train"] == len(pools.train) == 8
 
 
-# --- ``score`` and ``sft`` make the same tokens and labels of a row --------------------------------
+# --- ``score`` and ``sft`` make the same tokens and labels of a row -------------------------------
 
 TURNS = [
     {"role": "user", "content": "a"},
