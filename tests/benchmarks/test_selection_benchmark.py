@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from alphatoken_lab.commands.compare import parse
+from alphatoken_lab.commands.compare_grid import read_grid
+from alphatoken_lab.compare.grid import all_cells
 from benchmarks.selection.hypotheses import HYPOTHESES
 from benchmarks.selection.paired import difference
-from benchmarks.selection.rows import (
-    DIRT,
-    FLIPPED,
-    LETTERS,
-    write_rows,
-)
+from benchmarks.selection.rows import DIRT, FLIPPED, LETTERS, write_rows
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
 
@@ -92,49 +91,27 @@ def test_a_difference_is_weighted_by_tokens_and_paired() -> None:
 # --- the grids ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda path: path.stem)
-def test_a_grid_can_be_read_and_every_try_is_counted(
-    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from alphatoken_lab.commands.compare import parse
-    from alphatoken_lab.commands.compare_grid import read_grid
-    from alphatoken_lab.compare.grid import all_cells
-
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places that the grids name, and no test of theirs looks into."""
     for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
-        monkeypatch.setenv(name, str(tmp_path))
+        monkeypatch.setenv(name, "anywhere")
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda path: path.stem)
+def test_a_grid_can_be_read_and_every_try_is_counted(grid: Path) -> None:
     found = read_grid(*parse(["--config", str(grid)]))
-    tried: dict[tuple[str, str], int] = {}
-    for cell in all_cells(found):
-        if cell.tried:
-            tried[cell.task, cell.policy] = tried.get((cell.task, cell.policy), 0) + 1
+    tried = Counter((cell.task, cell.policy) for cell in all_cells(found) if cell.tried)
     assert set(tried.values()) == {len(values) for values in found.tune.values()}
 
 
-def test_every_hypothesis_is_about_methods_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    from alphatoken_lab.commands.compare import parse
-    from alphatoken_lab.commands.compare_grid import read_grid
-    from alphatoken_lab.compare.grid import all_cells
-
-    for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
-        monkeypatch.setenv(name, "anywhere")
+@pytest.mark.usefixtures("anywhere")
+def test_a_hypothesis_changes_no_more_than_its_option() -> None:
+    """Both are of its task; beside a base that takes values, estimator and rows are the base's."""
     (path,) = (one for one in GRIDS if one.stem == "smollm2")
     cells = all_cells(read_grid(*parse(["--config", str(path)])))
-    there = {(cell.task, cell.policy) for cell in cells}
-    for one in HYPOTHESES:
-        assert {(one.task, one.method), (one.task, one.base)} <= there, one
-
-
-def test_a_hypothesis_changes_no_more_than_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a base that takes values, the estimator and the rows are the base's."""
-    from alphatoken_lab.commands.compare import parse
-    from alphatoken_lab.commands.compare_grid import read_grid
-    from alphatoken_lab.compare.grid import all_cells
-
-    for name in ("SELECTION_ROWS", "ALPHATOKEN_MODELS"):
-        monkeypatch.setenv(name, "anywhere")
-    (path,) = (one for one in GRIDS if one.stem == "smollm2")
-    of = {(c.task, c.policy): dict(c.options)
-          for c in all_cells(read_grid(*parse(["--config", str(path)])))}  # fmt: skip
+    of = {(cell.task, cell.policy): dict(cell.options) for cell in cells}
     meant = {"label": "label", "label-responses": "label"}  # bases by the name of their method
     for one in HYPOTHESES:
         method, base = of[one.task, one.method], of[one.task, one.base]

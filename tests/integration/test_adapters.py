@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from alphatoken.errors import ModelError
 from alphatoken.report import read_values
 from alphatoken.train.loading import load_causal_model
 from tests.both_programs import main
+from tests.rows import jsonl
 from tests.tiny_language import make_model, make_tokenizer
 
 pytest.importorskip("peft", reason="peft is not installed: pip install alphatoken[lora]")
@@ -60,12 +60,6 @@ def saved(folder: Path, *, added: bool, head: bool = True) -> tuple[Path, Path]:
     return folder / "base", folder / "lora"
 
 
-def rows(folder: Path) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(path)
-
-
 def test_every_command_reads_with_the_adapter_s_tokenizer(tmp_path: Path) -> None:
     base, lora = saved(tmp_path, added=False)
     named = (
@@ -84,7 +78,7 @@ def test_every_command_reads_with_the_adapter_s_tokenizer(tmp_path: Path) -> Non
 
 def test_values_and_merged_folders_are_of_the_adapter_s_template(tmp_path: Path) -> None:
     base, lora = saved(tmp_path, added=False)
-    data, out = rows(tmp_path), tmp_path / "values"
+    data, out = str(jsonl(tmp_path / "rows.jsonl", ROWS)), tmp_path / "values"
     words = ["score", "--model_name_or_path", str(base), "--adapter", str(lora), "--quiet",
              "--train_file", data, "--validation_rows", "2", "--output_dir", str(out),
              "--no_report"]  # fmt: skip

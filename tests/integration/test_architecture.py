@@ -101,11 +101,3 @@ def test_a_public_summary_is_understood_by_itself(package: str) -> None:
         if not is_plain(summary)
     ]
     assert found == []
-
-
-def test_a_summary_that_hangs_in_the_air_is_found() -> None:
-    assert not any(map(is_plain, ("What is valued, and how.", "Of the rows that are left.", "W.")))
-    (found,) = public_summaries(ast.parse('def f():\n    """See that it is\n    there."""'))
-    assert found == "See that it is there."
-    assert not is_plain(found)
-    assert is_plain("Check that the file exists.")

@@ -13,6 +13,7 @@ from alphatoken.errors import DataError
 from alphatoken.train.loading import find_limits, find_parts
 from tests.both_programs import main
 from tests.integration import tiny_training as tiny
+from tests.rows import jsonl
 
 NEW = "<step>"
 STRICT = (
@@ -49,23 +50,21 @@ BAD = {
 }
 
 
-def files(folder: Path, bad: list[dict[str, str]], *, pairs: bool) -> tuple[str, str]:
-    """Ten good rows with a bad one in the fourth line; and validation rows."""
+def files(folder: Path, bad: Any, *more: Any, pairs: bool = False) -> tuple[str, str]:
+    """Ten good rows, a bad one in the fourth line and more at the end; and validation rows."""
     rows = [chat(f"{n}+{n}=", f"{2 * n}.") for n in range(10)]
-    rows.insert(3, bad)
+    rows = [*rows[:3], bad, *rows[3:], *more]
     held = [chat(f"{n}-{n}=", "0.") for n in range(4)]
-    found = []
-    for name, some in (("rows", rows), ("held", held)):
-        path = folder / f"{name}.jsonl"
-        records = [
-            {"prompt": m[:1], "chosen": m[1:], "rejected": [m[1] | {"content": "no."}]}
-            if pairs
-            else {"messages": m}
-            for m in some
-        ]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        found.append(str(path))
-    return found[0], found[1]
+
+    def record(m: Any) -> Any:
+        if isinstance(m, str):
+            return m
+        pair = {"prompt": m[:1], "chosen": m[1:], "rejected": [m[1] | {"content": "no."}]}
+        return pair if pairs else {"messages": m}
+
+    found = (jsonl(folder / f"{name}.jsonl", map(record, some))
+             for name, some in (("rows", rows), ("held", held)))  # fmt: skip
+    return str(next(found)), str(next(found))
 
 
 def words_of(command: str, model: Path, rows: str, held: str, out: Path) -> list[str]:
@@ -114,9 +113,7 @@ def test_a_bad_row_is_named_before_the_model_is_loaded(
 def test_a_fisher_names_the_first_bad_row_of_the_file(
     seed: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, held = files(tmp_path, BAD["template"][0], pairs=False)
-    with Path(rows).open("a") as file:
-        file.write(json.dumps({"messages": BAD["token"][0]}) + "\n")
+    rows, held = files(tmp_path, BAD["template"][0], BAD["token"][0])
     words = words_of("fisher", model, rows, held, tmp_path / "out")
     assert main([*words, "--seed", seed]) == 2
     assert "rows.jsonl, line 4" in capsys.readouterr().err
@@ -126,11 +123,8 @@ def test_a_fisher_names_the_first_bad_row_of_the_file(
 def test_bad_rows_are_passed_over_where_that_is_asked(
     command: str, model: Path, tmp_path: Path
 ) -> None:
-    rows, held = files(tmp_path, BAD["token"][0], pairs=False)
-    with Path(rows).open("a") as file:
-        for bad, _ in (BAD["template"], BAD["half a character"]):
-            file.write(json.dumps({"messages": bad}) + "\n")
-        file.write("{broken\n")
+    others = (BAD[kind][0] for kind in ("template", "half a character"))
+    rows, held = files(tmp_path, BAD["token"][0], *others, "{broken")
     out = tmp_path / "out"
     words = words_of(command, model, rows, held, out)
     assert main([*words, "--on_bad_rows", "skip"]) == 0
@@ -145,9 +139,7 @@ def test_bad_rows_are_passed_over_where_that_is_asked(
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_so_they_are_in_training(command: str, model: Path, tmp_path: Path, capsys: Any) -> None:
-    rows, held = files(tmp_path, BAD["template"][0], pairs=command == "dpo")
-    with Path(rows).open("a") as file:
-        file.write("{broken\n")
+    rows, held = files(tmp_path, BAD["template"][0], "{broken", pairs=command == "dpo")
     words = words_of(command, model, rows, held, tmp_path / "out")
     assert main([*words, "--on_bad_rows", "skip"]) == 0
     said = capsys.readouterr().err
@@ -181,10 +173,8 @@ def test_rows_that_are_not_measured_are_counted(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Empty ones, and those that the length cuts: that of the model where none is given."""
-    rows, _ = files(tmp_path, chat("1" * 40, ""), pairs=False)
-    with Path(rows).open("a") as file:
-        file.write(json.dumps({"messages": chat("1+1=", "2" * 600)}) + "\n")
-        file.write(json.dumps({"messages": chat("1" * 600, "2")}) + "\n")
+    long = chat("1+1=", "2" * 600), chat("1" * 600, "2")
+    rows, _ = files(tmp_path, chat("1" * 40, ""), *long)
     words = [word.format(model=model) for word in MEASURING[command]]
     words += ["--target_file", rows]
     assert main([*words, "--output_dir", str(tmp_path / "out")]) == 0
@@ -198,9 +188,8 @@ def test_rows_that_are_not_measured_are_counted(
 def test_columns_are_named_and_left_aside_where_rows_are_measured(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
     records = [{"ask": "1+1=", "say": "2.", "functions": "add"}] * 2
-    rows.write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = jsonl(tmp_path / "rows.jsonl", records)
     words = [word.format(model=model) for word in MEASURING[command]]
     words += ["--target_file", str(rows), "--output_dir", str(tmp_path / "out")]
     remedies = {
@@ -215,7 +204,7 @@ def test_columns_are_named_and_left_aside_where_rows_are_measured(
 
 
 def test_folders_of_rows_are_read_by_all(model: Path, tmp_path: Path) -> None:
-    rows, held = files(tmp_path, chat("9+1=", "10."), pairs=False)
+    rows, held = files(tmp_path, chat("9+1=", "10."))
     many = tmp_path / "many"
     many.mkdir()
     lines = Path(rows).read_text().splitlines(keepends=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +12,14 @@ from transformers import PreTrainedModel
 from alphatoken.errors import DataError
 from tests.both_programs import main
 from tests.integration.tiny_training import saved
+from tests.rows import jsonl
 
 ROW = {"prompt": "one and two", "response": "three"}
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(ROW) + "\n" for _ in range(4)))
-    return str(path)
+    return str(jsonl(tmp_path / "rows.jsonl", [ROW] * 4))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -516,12 +516,3 @@ def test_options_are_plain_and_complete(tmp_path: Path) -> None:
     assert options == json.loads(json.dumps(options))
     assert {"policy", "keep_ratio", "learning_rate", "packing", "lr_scheduler_type"} <= set(options)
     assert not {"output_dir", "logging_steps", "save_steps", "report_to"} & set(options)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """transformers prints each log."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

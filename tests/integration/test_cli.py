@@ -335,10 +335,6 @@ def cut(path: Path, source: Path) -> Path:
 ROW = {"prompt": "add : 3 and 4", "response": "3 plus 4 is 7 ."}
 Case = Callable[[World, Path], dict[str, object]]
 BAD: dict[str, tuple[Case, str]] = {
-    "broken line": (
-        lambda w, t: {"train": jsonl(t / "t.jsonl", [ROW, "{oops"])},
-        r"broken JSON line. Got: t.jsonl, line 2, column 2",
-    ),
     "no file": (lambda w, t: {"train": t / "no.jsonl"}, "no such data file"),
     "empty file": (lambda w, t: {"train": jsonl(t / "t.jsonl", [])}, "no rows"),
     "empty response": (
@@ -361,7 +357,6 @@ BAD: dict[str, tuple[Case, str]] = {
     "max-length": (lambda w, t: {"max_length": 97}, "the model allows. Got: 97, limit 96"),
     "ratio": (lambda w, t: {"ratio": 1.5}, r"ratio must lie in \(0, 1\]"),
     "layers": (lambda w, t: {"layers": "last"}, "--score_layers cannot be read"),
-    "too many layers": (lambda w, t: {"layers": 5}, r"(?i)layers"),
     "no model": (lambda w, t: {"model": t / "nowhere"}, "no such model folder"),
     "tokenizer": (
         lambda w, t: {"model": broken_model(w, t, "tokenizer.json", b"{]")},

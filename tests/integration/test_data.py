@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,16 @@ CHATML = (
 )
 
 
-def byte_tokenizer(template: str | None = None, *, start: bool = False) -> Any:
-    """One token a byte (so that characters span tokens), with ChatML's two markers."""
+def byte_tokenizer(
+    template: str | None = None, *, start: bool = False, merges: Sequence[tuple[str, str]] = ()
+) -> Any:
+    """One token a byte (so that characters span tokens), but for merges; ChatML's two markers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     words = {piece: number for number, piece in enumerate([*special, *alphabet])}
-    core = Tokenizer(models.BPE(words, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words |= {one + other: len(words) + i for i, (one, other) in enumerate(merges)}
+    core = Tokenizer(models.BPE(words, list(merges)))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
     core.decoder = decoders.ByteLevel()
     if start:
         core.post_processor = processors.TemplateProcessing(

@@ -72,7 +72,7 @@ def test_ranges_of_methods_are_those_that_they_hold_to() -> None:
         for one in arguments(kind):
             for value in _outside(one.within):
                 given = int(value) if isinstance(one.default, int) else value
-                with pytest.raises(ConfigError):
+                with pytest.raises(ConfigError, match=one.name.removeprefix("warmup_")):
                     made(**{**fixed, one.name: given})
                 tried += 1
     assert tried > 40

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from peft import get_peft_model
 
 from tests.integration.distributed.compare import (
     Ranks,
@@ -58,7 +59,6 @@ JOBS = {
 }  # fmt: skip
 RAM = "fsdp2-ram"
 """FSDP2 with ``cpu_ram_efficient_loading``, as packaged."""
-EMPTY = ("empty_global", "empty_batch")
 TWO = [layout for layout in JOBS if layout != "single"]
 
 
@@ -87,12 +87,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
     return found
 
 
-def with_job(name: str) -> pytest.MarkDecorator:
-    layouts = [lay for lay in TWO if any(job.endswith(f".{name}") for job in JOBS[lay])]
-    assert layouts
+def with_job(*names: str) -> pytest.MarkDecorator:
+    """Every layout that runs it; where there are several, ``job`` is an argument too."""
+    ran = [(lay, name) for name in names for lay in TWO
+           if any(job.endswith(f".{name}") for job in JOBS[lay])]  # fmt: skip
+    assert ran
     more = ("zero1", "zero2")  # between DDP and ZeRO-3
-    marked = [pytest.param(lay, marks=nightly) if lay in more else lay for lay in layouts]
-    return pytest.mark.parametrize("layout", marked)
+    cases = [
+        pytest.param(*one[: len(names)], marks=nightly if one[0] in more else ()) for one in ran
+    ]
+    return pytest.mark.parametrize("layout,job" if len(names) > 1 else "layout", cases)
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -147,36 +151,23 @@ def test_one_threshold_for_all(runs: Callable[[str], Ranks], layout: str) -> Non
 # --- the trainers --------------------------------------------------------------------------------
 
 
-@with_job("sft_global")
-def test_sft_under_a_global_threshold(runs: Callable[[str], Ranks], layout: str) -> None:
-    compare_global(runs, layout, "sft_global", branches=1)
+STARTS: dict[str, Callable[[], Any]] = {
+    "sft_global": model,
+    "dpo_global": model,
+    "lora_global": lambda: get_peft_model(model(), lora()),
+    "hybrid_global": hybrid,
+    "experts_global": mixture,  # tensors of experts in parts too: one of them is whole at a time
+}
 
 
-@with_job("hybrid_global")
-def test_a_hybrid_of_attention_and_delta_nets(runs: Callable[[str], Ranks], layout: str) -> None:
-    compare_global(runs, layout, "hybrid_global", branches=1, start=hybrid())
-
-
-@with_job("experts_global")
-def test_values_over_experts(runs: Callable[[str], Ranks], layout: str) -> None:
-    """Tensors of experts in parts too: one of them is whole at a time."""
-    compare_global(runs, layout, "experts_global", branches=1, start=mixture())
-
-
-@with_job("dpo_global")
-def test_dpo_under_a_global_threshold(runs: Callable[[str], Ranks], layout: str) -> None:
-    compare_global(runs, layout, "dpo_global", branches=2)
-
-
-def compare_global(
-    runs: Callable[[str], Ranks], layout: str, job: str, *, branches: int, start: Any = None
-) -> None:
+@with_job(*STARTS)
+def test_runs_under_a_global_threshold(runs: Callable[[str], Ranks], layout: str, job: str) -> None:
     one, ranks = runs("single"), runs(layout)
     expected, found = decided(one, job), decided(ranks, job)
     same_decisions(expected, found)
-    same_weights(one[0][job], ranks, job, model() if start is None else start)
+    same_weights(one[0][job], ranks, job, STARTS[job]())
     counts = kept_of(found)
-    assert len(counts) == 3 * branches
+    assert len(counts) == 3 * (2 if job == "dpo_global" else 1)
     for kept, tokens in counts.values():
         assert kept == math.ceil(tokens / 2)  # of the step, over accumulation and ranks
     assert all(rank[job]["own_forward"] for rank in ranks)
@@ -216,19 +207,7 @@ def test_sft_with_the_threshold_of_each_micro_batch(
             assert float(batch["weights"].sum()) == math.ceil(int(batch["mask"].sum()) / 2)
 
 
-@with_job("lora_global")
-def test_lora(runs: Callable[[str], Ranks], layout: str) -> None:
-    from peft import get_peft_model
-
-    one, ranks = runs("single"), runs(layout)
-    same_decisions(decided(one, "lora_global"), decided(ranks, "lora_global"))
-    same_weights(one[0]["lora_global"], ranks, "lora_global", get_peft_model(model(), lora()))
-
-
-@pytest.mark.parametrize(
-    ("layout", "job"),
-    [(lay, job) for lay in TWO for job in EMPTY if f"trainers.{job}" in JOBS[lay]],
-)
+@with_job("empty_global", "empty_batch")
 def test_a_process_without_a_response_token_does_not_hold_up_the_others(
     runs: Callable[[str], Ranks], layout: str, job: str
 ) -> None:

@@ -1,8 +1,9 @@
-"""Pages for users against what they speak of: data formats, messages, tutorials, order."""
+"""Pages for users, and examples in docstrings, against what they speak of."""
 
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib.util
 import json
 import re
@@ -12,9 +13,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import transformers
 
 from alphatoken import errors
 from alphatoken.data import pair_of, row_of
+from tests import architectures_page as table
+from tests import page_numbers
+from tests.page_numbers import MARK, PAGES, differences, filled, value_of, written
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -157,3 +162,79 @@ def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> Non
     assert outputs
     assert all(one["output_type"] != "error" for one in outputs)
     assert all(one.get("name") != "stderr" for one in outputs)
+
+
+# --- numbers in prose, which ``tests.page_numbers`` fills in --------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_marked_number_is_that_of_its_data(page: str) -> None:
+    assert differences(page) == []
+
+
+def test_pages_that_readers_meet_first_have_marked_numbers() -> None:
+    for name in ("should-i", "fidelity", "paper-gaps", "selection"):
+        assert MARK.search((DOCS / f"{name}.md").read_text()), name
+
+
+def test_a_number_that_was_edited_is_found_and_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "-selection/grids/smollm2/tasks/clean/method=rho-1/against/target/standard/mean"
+    right = f"\nit loses {written(value_of(source), '-0.014')}<!-- = {source} --> there"
+    wrong = right.replace("loses -0.0", "loses -0.9")
+    assert wrong != right
+    (tmp_path / "page.md").write_text(wrong)
+    monkeypatch.setattr(page_numbers, "ROOT", tmp_path)
+    assert [line.split(":")[0] for line in differences("page.md")] == ["page.md, line 2"]
+    assert filled(wrong) == right
+
+
+# --- the table of architectures -------------------------------------------------------------------
+
+SAMPLE = ("afmoe", "bart", "cpmant", "ctrl", "deepseek_v3", "doge", "modernbert-decoder")
+"""An output that is viewed, an unshifted loss, positions of its own, blocks found without
+checkpointing, projections on other positions, a kernel called by the model, a head named decoder.
+"""
+TRIED: dict[str, Any] = json.loads(table.DATA.read_text(encoding="utf-8"))
+
+
+def test_the_page_is_its_data_and_no_value_is_wrong() -> None:
+    """Each is exact, returned after the proofs, or refused by an error of ours."""
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(TRIED)
+    assert len(TRIED["kinds"]) >= 40
+    cells = [said for found in TRIED["kinds"].values() for said in found.values()]
+    assert not [said for said in cells if said.startswith("WRONG")]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    TRIED["transformers"] != transformers.__version__,
+    reason="the table is of another release of transformers",
+)
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_row_holds(kind: str) -> None:
+    assert table.tried(kind) == TRIED["kinds"][kind]
+
+
+# --- examples in docstrings -----------------------------------------------------------------------
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(ROOT.glob("alphatoken/**/*.py"))
+    if ">>> " in path.read_text("utf-8")
+]
+
+
+def test_there_are_examples() -> None:
+    assert len(MODULES) > 10
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each runs, and says what it says."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    found = doctest.testmod(importlib.import_module(name), optionflags=flags)
+    assert found.attempted
+    assert not found.failed, capsys.readouterr().out

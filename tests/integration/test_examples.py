@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from alphatoken.demo.__main__ import run_demo
 from alphatoken.demo.models import SMOLLM2
 from alphatoken.report import read_values
 from tests.both_programs import main
@@ -76,6 +77,29 @@ def test_the_picture_and_its_values_are_made_by_the_example(smollm2: Path, tmp_p
         texts, values = zip(*tokens, strict=True)
         assert texts == tuple(text for text, _ in made[name])
         assert [value for _, value in made[name]] == pytest.approx(values, rel=0.02, abs=1)
+
+
+@pytest.mark.slow
+def test_the_demo_prints_the_highest_and_lowest_tokens_and_writes_the_page(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ``make demo`` does, on fewer rows."""
+    for _ in range(2):  # an earlier demo is replaced
+        run_demo(tmp_path, rows=3, held_out=2)
+    printed = capsys.readouterr().out
+    totals = [
+        one.values["total"][at]
+        for one in read_values(tmp_path / "values/values")
+        for at in np.flatnonzero(one.response)
+    ]
+    lines = printed.splitlines()
+    for title, ranked in (("highest", sorted(totals, reverse=True)), ("lowest", sorted(totals))):
+        at = len(lines) - 1 - lines[::-1].index(f"{title} values:")
+        told = lines[at + 1 : at + 6]
+        assert [float(line.split()[0]) for line in told] == pytest.approx(ranked[:5], rel=1e-3)
+        assert all("train.jsonl, line " in line for line in told)
+    assert (tmp_path / "values/report.html").is_file()
+    assert f"page: {tmp_path / 'values/report.html'}" in printed
 
 
 def run_line(line: str) -> None:

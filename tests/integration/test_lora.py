@@ -13,6 +13,7 @@ from alphatoken import fit_fisher, masked_sft_loss, select_top
 from alphatoken.errors import CoverageError
 from alphatoken.oracle import gradients, influence, propagation
 from tests.integration.snapshot import Snapshot
+from tests.integration.test_observe import same_gradients
 from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, scorer_for
 from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.tolerance import close
@@ -205,13 +206,7 @@ def test_observing_a_frozen_trunk(estimator: str, targets: tuple[str, ...]) -> N
     close(values.total, scored.total, scale, 1e-7, name=f"observed {targets[0]}")
     fresh = adapted(layers_to_transform=[2], target_modules=list(targets)).train()
     masked_sft_loss(fresh(**inputs()).logits, BATCH["labels"], keep).backward()
-    for (name, found), (_, expected) in zip(
-        model.named_parameters(), fresh.named_parameters(), strict=True
-    ):
-        assert (found.grad is None) == (expected.grad is None), name
-        if found.grad is not None and expected.grad is not None:
-            error = (found.grad - expected.grad).norm()
-            close(error, 0.0, expected.grad.norm() + 1e-9, 1e-10, name=name)
+    same_gradients(model, fresh, 1e-10)
 
 
 # --- variants that do not fit -------------------------------------------------------------------

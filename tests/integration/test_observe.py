@@ -158,43 +158,35 @@ def test_token_log_probabilities_serve_as_well_as_logits(estimator: str) -> None
         close(values.total, expected.total, scale, 1e-9, name="log-probabilities")
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
-def test_passes_without_gradients_in_between_leave_no_trace(estimator: str) -> None:
-    """A reference pass or generation between the forward and values()."""
-    model = BY_NAME["llama"].build(5)
-    scorer = scorer_for(model, estimator)
-    expected, _ = observe(scorer, model)
-    with scorer.observe() as observed:
-        logits = model(**inputs()).logits
-        with torch.no_grad():
-            model(**inputs(OTHER))
-        model.generate(OTHER["input_ids"][:, :3], max_new_tokens=2, do_sample=False)
-        values = observed.values(logits, BATCH["labels"])
-    assert torch.equal(values.total, expected.total)
-
-
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
-def test_the_last_of_several_passes_counts(estimator: str) -> None:
-    model = BY_NAME["llama"].build(5)
-    scorer = scorer_for(model, estimator)
-    expected, _ = observe(scorer, model)
-    with scorer.observe() as observed:
+def without_gradients(model: Any) -> Tensor:
+    """A reference pass and generation between the forward and values()."""
+    logits: Tensor = model(**inputs()).logits
+    with torch.no_grad():
         model(**inputs(OTHER))
-        logits = model(**inputs()).logits
-        values = observed.values(logits, BATCH["labels"])
-    assert torch.equal(values.total, expected.total)
+    model.generate(OTHER["input_ids"][:, :3], max_new_tokens=2, do_sample=False)
+    return logits
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
-def test_inputs_given_by_position(estimator: str) -> None:
+def the_last_of_several(model: Any) -> Tensor:
+    model(**inputs(OTHER))
+    logits: Tensor = model(**inputs()).logits
+    return logits
+
+
+def by_position(model: Any) -> Tensor:
+    logits: Tensor = model(BATCH["input_ids"], BATCH["attention_mask"]).logits
+    return logits
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+@pytest.mark.parametrize("passes", [without_gradients, the_last_of_several, by_position])
+def test_the_pass_whose_logits_are_given_counts(passes: Any, estimator: str) -> None:
     model = BY_NAME["llama"].build(5)
     scorer = scorer_for(model, estimator)
     expected, _ = observe(scorer, model)
     with scorer.observe() as observed:
-        logits = model(BATCH["input_ids"], BATCH["attention_mask"]).logits
-        values = observed.values(logits, BATCH["labels"])
-    scale = float(expected.total.abs().sum())
-    close(values.total, expected.total, scale, 1e-9, name="by position")
+        values = observed.values(passes(model), BATCH["labels"])
+    assert torch.equal(values.total, expected.total)
 
 
 # --- misuse -------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def value(rank: int, world: int, folder: str, *, offload: bool) -> None:
+def value(rank: int, world: int, folder: str, offload: bool) -> None:
     """One process's values, and whether its parts of the weights came back to the bit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -54,19 +54,12 @@ def value(rank: int, world: int, folder: str, *, offload: bool) -> None:
     dist.destroy_process_group()
 
 
-def value_offloaded(rank: int, world: int, folder: str) -> None:
-    value(rank, world, folder, offload=True)
-
-
-def value_in_place(rank: int, world: int, folder: str) -> None:
-    value(rank, world, folder, offload=False)
-
-
-@pytest.mark.parametrize(
-    ("work", "world"), [(value_offloaded, 2), (value_in_place, 4), (value_offloaded, 4)]
-)
-def test_label_values_under_fsdp2_equal_one_process(work: Any, world: int, tmp_path: Path) -> None:
-    start_processes(work, (world, str(tmp_path)), nprocs=world, start_method="spawn")
+@pytest.mark.parametrize(("offload", "world"), [(True, 2), (False, 4), (True, 4)])
+def test_label_values_under_fsdp2_equal_one_process(
+    offload: bool, world: int, tmp_path: Path
+) -> None:
+    given = (world, str(tmp_path), offload)
+    start_processes(value, given, nprocs=world, start_method="spawn")
     expected = Scorer(llama(), [batch()], None, CONFIG).score(batch())
     for rank in range(world):
         total, curvature, back = torch.load(tmp_path / f"{rank}.pt")

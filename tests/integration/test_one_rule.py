@@ -12,22 +12,9 @@ from typing import Any, cast
 import pytest
 
 from alphatoken.cli import main
-from alphatoken.errors import AlphaTokenWarning, ConfigError
-from alphatoken.train import (
-    AlphaDPOConfig,
-    AlphaDPOTrainer,
-)
-from tests.integration.tiny_training import (
-    ALPHA,
-    dpo,
-    model,
-    options,
-    preference_rows,
-    saved,
-    sft,
-    sums,
-    tokenizer,
-)
+from alphatoken.errors import AlphaTokenWarning
+from alphatoken.train import AlphaDPOTrainer
+from tests.integration.tiny_training import dpo, model, preference_rows, saved, sft, sums, tokenizer
 
 
 def pairs_trainer(folder: Path, **more: Any) -> AlphaDPOTrainer:
@@ -55,12 +42,6 @@ def test_a_loss_of_another_form_is_said(tmp_path: Path, more: dict[str, Any]) ->
         pairs_trainer(tmp_path, **more)
     (text,) = [str(one.message) for one in said if "validation pairs" in str(one.message)]
     assert all(n in text for n in more if n not in ("precompute_ref_log_probs", "loss_weights"))
-
-
-def test_a_likelihood_loss_is_no_preference(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="loss_type"):
-        AlphaDPOConfig(**options(tmp_path, **ALPHA, loss_type=["sft"]))
-    AlphaDPOConfig(**options(tmp_path, loss_type=["sft"], policy="standard"))
 
 
 def test_validation_rows_of_another_form_are_said(tmp_path: Path) -> None:

@@ -322,10 +322,6 @@ def test_the_scorer_refuses_before_any_work(form: str) -> None:
         )
 
 
-def oracle_losses(model: nn.Module) -> dict[tuple[int, int], Tensor]:
-    return gradients.run_losses(plain_forward(model), BATCH)
-
-
 @pytest.mark.parametrize("estimator", ["alphatoken", "path"])
 def test_both_forms_stay_finite_on_a_lora_factor_that_no_gradient_has_reached(
     estimator: str,
@@ -334,7 +330,8 @@ def test_both_forms_stay_finite_on_a_lora_factor_that_no_gradient_has_reached(
     model = adapted(trained=False)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
-    torch.stack(list(oracle_losses(model).values())).mean().backward()
+    losses = gradients.run_losses(plain_forward(model), BATCH)
+    torch.stack(list(losses.values())).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     seconds = [s["exp_avg_sq"] for s in optimizer.state.values()]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,6 @@ def test_version_is_one_everywhere() -> None:
     assert newest.split()[1] == alphatoken.__version__
     citation = (ROOT / "CITATION.cff").read_text("utf-8").splitlines()
     assert f"version: {alphatoken.__version__}" in citation
-
-
-def test_classifiers_say_what_is_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    lowest = project["requires-python"].removeprefix(">=")
-    named = [c.split(" :: ")[-1] for c in project["classifiers"] if ":: Python :: 3." in c]
-    assert named[0] == lowest
-    assert [int(name.split(".")[1]) for name in named] == list(range(11, 11 + len(named)))
 
 
 def run(*words: Any, cwd: Path) -> str:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer
@@ -107,6 +105,7 @@ def paired(folder: Path, reference: Any, policy: Any = None) -> Any:
 def test_a_reference_without_rows_for_the_tokens_is_refused_before_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Which references are refused is a property of ``test_rules.py``."""
     small, large, size = tiny.model(), tiny.model(), len(tiny.tokenizer())
     small.resize_token_embeddings(size - 1, mean_resizing=False)
     large.resize_token_embeddings(size + 8, mean_resizing=False)
@@ -117,24 +116,3 @@ def test_a_reference_without_rows_for_the_tokens_is_refused_before_work(
     with pytest.raises(ConfigError, match="reference model has no row for some tokens") as caught:
         paired(tmp_path, small)
     assert f"{size - 1} rows, {size} tokens" in caught.value.got
-
-
-def test_a_reference_of_another_tokenizer_is_refused_before_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = tiny.tokenizer()
-    text = own.backend_tokenizer.to_str().replace('"a":4', '"a":5').replace('"b":5', '"b":4')
-    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), pad_token="<pad>")
-    reference = tiny.model()
-    for place, tokenizer in (("same", own), ("other", other)):
-        reference.save_pretrained(tmp_path / place)
-        tokenizer.save_pretrained(tmp_path / place)
-    loaded = {name: type(reference).from_pretrained(tmp_path / name) for name in ("same", "other")}
-    own.add_tokens(["<step>"])  # that the reference's lacks is no contradiction
-    paired(tmp_path / "run", loaded["same"])
-    monkeypatch.setattr(AlphaDPOTrainer, "_prepare_dataset", None)
-    with pytest.raises(
-        ConfigError, match="tokens of the reference model are not the trained model's"
-    ) as caught:
-        paired(tmp_path / "run", loaded["other"])
-    assert "2 of" in caught.value.got

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from alphatoken.cli.arguments import read_arguments
+from alphatoken.cli.training_rows import RowReader
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import (
     EncodeOptions,
     Fields,
     Reading,
-    Row,
     encode_row,
+    encode_rows,
+    leak_keys,
     pair_of,
     read_records,
     read_rows,
@@ -25,6 +28,7 @@ from alphatoken.data import (
 )
 from alphatoken.data.source import find_source
 from alphatoken.errors import ColumnsError, DataError
+from alphatoken.train import AlphaSFTConfig
 from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text
 from tests.rows import jsonl
 
@@ -294,12 +298,6 @@ def test_one_row_alone_is_no_list(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "a.json")) == 1
 
 
-def test_another_encoding_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json.dumps(TWO[0]).encode("utf-16"))
-    with pytest.raises(DataError, match="not UTF-8"):
-        read_rows(tmp_path / "a.jsonl")
-
-
 def test_the_first_bad_row_of_the_file_is_named(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"frage": str(i), "response": "x"} for i in range(40)])
     with pytest.raises(DataError, match=r"line 1 has 'frage'"):
@@ -312,10 +310,6 @@ def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> No
     how = EncodeOptions(on_bad_rows="skip")
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
         Corpus(find_source(path), Fields(), byte_tokenizer(), how).survey()
-    from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.training_rows import RowReader
-    from alphatoken.train import AlphaSFTConfig
-
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
         read_rows(path, on_bad_rows="skip")
     train = ["--model_name_or_path", "unread", "--train_file", str(path), "--validation_rows", "1"]
@@ -340,7 +334,7 @@ def test_rows_of_one_prompt_are_compared_as_wholes(tmp_path: Path) -> None:
     assert not {row.response for row in pools.train} & {row.response for row in pools.validation}
     assert pools.counts["removed_same_as_validation"] == 2
     corpus = Corpus(find_source(path), Fields(), byte_tokenizer())
-    held = frozenset(key for row in pools.validation for key in _keys(row))
+    held = frozenset(key for row in pools.validation for key in leak_keys(row))
     drawn = frozenset(row.index for row in pools.validation)
     with pytest.raises(DataError, match="--leak_key conversation"):
         replace(corpus, drawn=drawn, held=held).survey()
@@ -348,7 +342,47 @@ def test_rows_of_one_prompt_are_compared_as_wholes(tmp_path: Path) -> None:
     assert whole.survey().counts["train"] == len(pools.train) == 8
 
 
-def _keys(row: Row) -> set[str]:
-    from alphatoken.data import leak_keys
+# --- ``score`` and ``sft`` make the same tokens and labels of a row -------------------------------
 
-    return leak_keys(row)
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "\nb", "weight": 0},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "\n\na"},
+]
+ROWS = [
+    {"prompt": "ab", "response": "\nba"},
+    {"prompt": "a\n", "response": "\n"},
+    {"system": "b", "instruction": "a", "input": "b\n", "output": "\nab"},
+    {"question": "b", "answer": "\na"},
+    {"prompt": TURNS[:1], "completion": [{"role": "assistant", "content": "\nab"}]},
+    {"messages": TURNS},
+    {"text": "ab\n\nba"},
+]
+MARKED = CHATML.replace("<|im_end|>\n", "<|im_end|>{{ '\\n' }}").replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+
+
+MERGES = [("Ċ", "Ċ"), ("a", "b"), ("b", "Ċ"), ("bĊ", "ĊĊ"), ("ĊĊ", "a"), ("Ċ", "b")]
+"""They reach over the border of prompt and response."""
+
+
+@pytest.mark.parametrize("turns", ["all", "last"])
+@pytest.mark.parametrize("template", [None, CHATML, MARKED], ids=["plain", "chat", "generation"])
+def test_score_and_sft_make_the_same_tokens_and_labels(
+    tmp_path: Path, template: str | None, turns: str
+) -> None:
+    file = str(jsonl(tmp_path / "rows.jsonl", ROWS))
+    tokenizer = byte_tokenizer(template, merges=MERGES)
+    how = EncodeOptions(turns=turns, on_empty="skip")
+    scored, report = encode_rows(read_rows(file), tokenizer, how)
+    words = ["--train_file", file, "--turns", turns, "--use_cpu",
+             "--bf16", "false", "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    reader = RowReader(read_arguments("sft", words, AlphaSFTConfig), tokenizer)
+    trained = reader.dataset(reader.training_rows())
+    assert [row["input_ids"] for row in trained] == [one.input_ids for one in scored]
+    assert [row["labels"] for row in trained] == [one.labels for one in scored]
+    assert report.skipped_empty == len(ROWS) - len(trained)

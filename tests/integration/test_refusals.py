@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from alphatoken import FisherDrift, PreferenceBatch, ScorerConfig, fit_fisher, select_top
+from alphatoken import FisherDrift, PreferenceBatch, ScorerConfig, fit_fisher
 from alphatoken.errors import (
     AlphaTokenError,
     ConfigError,
@@ -214,18 +214,6 @@ def test_a_loss_that_is_not_finite_in_the_batch_alone(estimator: str) -> None:
         model.get_input_embeddings().weight[unused] = float("nan")
     scorer = scorer_for(model, estimator)
     refused(NumericalError, lambda: scorer.score(batch), "not finite", "row 1, token", model=model)
-
-
-@pytest.mark.parametrize("ratio", [0.0, -0.5, 1.5, float("nan"), float("inf")])
-def test_a_ratio_outside_its_range(ratio: float) -> None:
-    values = scorer_for(model_of(), "path").score(BATCH)
-    for scope in ("batch", "sequence"):
-        refused(
-            InputError,
-            lambda scope=scope: select_top(values.total, values.mask, ratio, scope=scope),
-            "(0, 1]",
-            repr(ratio),
-        )
 
 
 # --- options ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run refuses before it trains, and before a Fisher is fitted."""
+"""What a run refuses before it trains, before a Fisher is fitted, and before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from trl import SFTTrainer
 
-from alphatoken.errors import ConfigError, InputError
+from alphatoken.errors import AlphaTokenError, ConfigError, InputError
+from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from tests.both_programs import main
+from tests.integration.tiny_training import (
+    ALPHA,
+    furthest,
+    made,
+    model,
+    options,
+    saved,
+    sft,
+    sft_rows,
+    sums,
+)
 
 SFT = ["--validation_rows", "4", "--validation_batch_size", "2", "--retention", "none"]
 DPO = [*SFT, "--beta", "0.1"]
@@ -51,8 +65,6 @@ CASES: dict[str, tuple[str, list[str], str]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.integration.tiny_training import saved
-
     place = saved(tmp_path_factory.mktemp("refused"), 12)
     (place / "full").mkdir()
     (place / "full" / "notes.txt").write_text("mine")
@@ -94,15 +106,8 @@ def test_it_is_refused(name: str, here: Path, capsys: pytest.CaptureFixture[str]
 
 
 def trainer(tmp_path: Path, **more: Any) -> Any:
-    from tests.integration.tiny_training import model, options, sft_rows, tokenizer
-
-    train = import_module("alphatoken.train")
-    given = {
-        "train_dataset": sft_rows(8), "validation_dataset": sft_rows(32, seed=5),
-        **{k: more.pop(k) for k in ("train_dataset", "validation_dataset") if k in more},
-    }  # fmt: skip
-    args = train.AlphaSFTConfig(**{**options(tmp_path), **more})
-    return train.AlphaSFTTrainer(model=model(), args=args, processing_class=tokenizer(), **given)
+    given = {"train_dataset": sft_rows(8), "validation_dataset": sft_rows(32, seed=5), **more}
+    return made(AlphaSFTTrainer, tmp_path, **given)
 
 
 @pytest.mark.usefixtures("no_fisher")
@@ -123,11 +128,60 @@ def test_eight_processes_need_eight_held_out_rows(
 @pytest.mark.parametrize("which", ["train_dataset", "validation_dataset"])
 def test_rows_longer_than_the_model_are_found_at_once(tmp_path: Path, which: str) -> None:
     """TRL's default length is longer than this model's; it is the rows that matter then."""
-    from datasets import Dataset
-
-    from tests.integration.tiny_training import sums
-
     rows = sums(32, seed=9)
     rows[3]["completion"] = " 1" * 70
     with pytest.raises(InputError, match=r"150 tokens in row 3, limit 128"):
         trainer(tmp_path, max_length=1024, **{which: Dataset.from_list(rows)})
+
+
+# --- what needs no model ------------------------------------------------------------------------
+
+
+def config(folder: Path, **more: Any) -> AlphaSFTConfig:
+    return AlphaSFTConfig(**{**options(folder), **ALPHA, **more})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "compile": ({"torch_compile": True}, "compile"),
+    "Liger": ({"use_liger_kernel": True}, "Liger kernels"),
+    "offloading": ({"activation_offloading": True}, "offloaded activations"),
+    "smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+    "fp16": ({"fp16": True}, "fp16 does not work"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_are_refused_where_the_configuration_is_made(tmp_path: Path, name: str) -> None:
+    more, said = REFUSED[name]
+    with pytest.raises(AlphaTokenError, match=said):
+        config(tmp_path, **more)
+
+
+@pytest.mark.parametrize("name", ["Liger", "offloading", "smoothing"])
+def test_a_run_that_weighs_nothing_refuses_nothing_of_the_trainers_below(
+    tmp_path: Path, name: str
+) -> None:
+    assert not config(tmp_path, policy="standard", **REFUSED[name][0]).weighs
+
+
+@pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated:FutureWarning")
+def test_standard_is_trls_trainer_with_what_weights_would_refuse(tmp_path: Path) -> None:
+    more = {"label_smoothing_factor": 0.1}
+    ours = sft(tmp_path / "ours", validation_dataset=None, policy="standard", **more)
+    theirs = made(SFTTrainer, tmp_path / "theirs", **more)
+    ours.train()
+    theirs.train()
+    assert furthest(ours, theirs) == 0
+
+
+# --- documents one after the other ----------------------------------------------------------------
+
+
+def test_packed_rows_may_be_longer_than_the_model(tmp_path: Path) -> None:
+    """That values at ratio 1 leave such a run as TRL has it is tested in ``test_trainers.py``."""
+    more = {"packing": True, "max_length": 256, "retention": "none"}
+    assert model().config.max_position_embeddings < 256
+    trainer = sft(tmp_path / "ours", train_dataset=sft_rows(96), **more)
+    assert max(len(row["input_ids"]) for row in trainer.train_dataset) > 128
+    with pytest.raises(AlphaTokenError, match="longer than the model allows"):
+        sft(tmp_path / "wrapped", packing_strategy="wrapped", **more)

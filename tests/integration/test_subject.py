@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
+from alphatoken_lab.compare.evaluate import mean_response_loss
 from tests.integration.subjects import subject
 
 
@@ -67,24 +70,8 @@ def test_a_missing_second_model_is_made_once_from_a_copy() -> None:
     assert not after.training
     again = subject().before_and_after()[1]  # a function of rows, settings and seed
     assert same(again, weights(after))
-    losses = [mean_loss(found, model) for model in (found.model, after)]
+    losses = [mean_response_loss(model, found.train) for model in (found.model, after)]
     assert losses[1] < losses[0]
-
-
-def mean_loss(found: object, model: nn.Module) -> float:
-    total = count = 0.0
-    for batch in found.batches(found.train):  # type: ignore[attr-defined]
-        with torch.no_grad():
-            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        total += float(
-            nn.functional.cross_entropy(
-                logits.logits[:, :-1].flatten(0, 1),
-                batch["labels"][:, 1:].flatten(),
-                reduction="sum",
-            )
-        )
-        count += float((batch["labels"][:, 1:] != -100).sum())
-    return total / count
 
 
 def test_fine_tuning_that_explodes_says_so() -> None:
@@ -137,24 +124,24 @@ def test_texts_join_to_the_row() -> None:
     assert bare.texts(row)[0] == f"[{row.input_ids[0]}]"
 
 
-@pytest.mark.parametrize("name", ["batch_size", "tokens", "oracle_tokens", "fisher_samples"])
-def test_sizes_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        subject(**{name: 0})
-
-
-def test_rows_without_response_are_refused() -> None:
-    with pytest.raises(DataError, match="train rows have no response token"):
-        subject(train=[])
-    with pytest.raises(DataError, match="validation rows have no response token"):
-        subject(validation=[])
-
-
-def test_missing_retention_names_the_option() -> None:
-    with pytest.raises(DataError, match="--retention_set FILE"):
-        subject(retention={}).retention_rows()
-    with pytest.raises(DataError, match="empty"):
-        subject(retention={"empty": []}).retention_rows()
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        *(
+            (lambda name=name: subject(**{name: 0}), ConfigError, name)
+            for name in ("batch_size", "tokens", "oracle_tokens", "fisher_samples")
+        ),
+        *(
+            (lambda name=name: subject(**{name: []}), DataError, f"{name} rows have no response")
+            for name in ("train", "validation")
+        ),
+        (lambda: subject(retention={}).retention_rows(), DataError, "--retention_set FILE"),
+        (lambda: subject(retention={"empty": []}).retention_rows(), DataError, "empty"),
+    ],
+)
+def test_what_no_diagnostic_can_use_is_refused(call: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        call()
 
 
 def test_too_few_tokens_for_a_statistic_are_refused() -> None:

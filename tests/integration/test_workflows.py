@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -39,16 +40,17 @@ def test_workflows_call_what_is_there() -> None:
 
 
 def test_the_lowest_python_is_tested_and_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     checks = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text("utf-8"))
     lowest = checks["jobs"]["fast"]["strategy"]["matrix"]["python"][0]
-    assert project["requires-python"] == f">={lowest}"
+    assert PROJECT["requires-python"] == f">={lowest}"
+    named = [c.split(" :: ")[-1] for c in PROJECT["classifiers"] if ":: Python :: 3." in c]
+    assert named[0] == lowest
+    assert [int(name.split(".")[1]) for name in named] == list(range(11, 11 + len(named)))
 
 
 def test_the_lock_has_what_the_package_asks_for() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["docs"]]
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *extras["test"], *extras["docs"]]
     names = {re.split(r"[\[<>=!~ ;]", one)[0].lower() for one in wanted} - {"alphatoken"}
     lock = (ROOT / ".ci" / "lock.txt").read_text("utf-8")
     assert names <= set(re.findall(r"^([\w.-]+)(?=[=\[])", lock, re.MULTILINE))

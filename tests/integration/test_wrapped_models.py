@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from trl.trainer.utils import add_fused_lm_head
 
 from alphatoken.direction.objective import scoring_forward
 from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS
 from alphatoken.model.protocol import find_adapter
 from tests.integration.snapshot import Snapshot
-from tests.integration.tiny_scorer import (
-    BATCH,
-    inputs,
-    model_of,
-    scorer_for,
-)
+from tests.integration.tiny_scorer import BATCH, inputs, model_of, scorer_for
 from tests.property.architectures import BY_NAME
 from tests.property.tolerance import close
 
@@ -87,10 +82,8 @@ def test_a_model_inside_a_deepspeed_engine() -> None:
 
 
 def _fused(name: str) -> Any:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    utils = pytest.importorskip("trl.trainer.utils")
     model = BY_NAME[name].build(1, dtype=torch.float32)
-    utils.add_fused_lm_head(model)
+    add_fused_lm_head(model)
     return model
 
 

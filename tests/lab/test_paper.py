@@ -19,11 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
 from alphatoken.train.selecting import selecting
-from alphatoken_lab.commands.compare import parse as parse_compare
-from alphatoken_lab.commands.compare_grid import read_grid
 from alphatoken_lab.commands.paper import PaperOptions
 from alphatoken_lab.commands.paper_plan import Work
-from alphatoken_lab.compare.grid import all_cells
 from alphatoken_lab.compare.selection_cost import measured_selection
 from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find
 from alphatoken_lab.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
@@ -31,6 +28,7 @@ from alphatoken_lab.paper.rows import OTHER, SIZES, write_rows
 from tests.both_programs import main
 from tests.integration.library_decoder import make_tokenizer
 from tests.lab.forked_cells import forked_cells
+from tests.lab.test_tuning import cells_of
 from tests.places import nightly
 
 LABELS = {
@@ -270,11 +268,6 @@ def grid(tmp_path: Path, text: str, name: str = "grid.yaml") -> Path:
     path = tmp_path / name
     path.write_text(text)
     return path
-
-
-def cells_of(path: Path) -> dict[str, Any]:
-    found = all_cells(read_grid(*parse_compare(["--config", str(path)])))
-    return {cell.name: cell for cell in found}
 
 
 def test_a_grid_extends_another_and_takes_options_of_a_recipe(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,15 @@ class Uniform(PreferencePolicy):
         return batch.mask.to(batch.log_probs.dtype)
 
 
-def trained(folder: Path, **more: Any) -> Any:
-    """Three steps, if not told otherwise."""
-    return run(AlphaDPOTrainer, folder, **more)
-
-
-def plain(folder: Path, **more: Any) -> Any:
-    return run(DPOTrainer, folder, **more)
-
-
 def run(kind: type[Any], folder: Path, **more: Any) -> Any:
+    """Three steps, if not told otherwise."""
     own = {"ref_model": model(), "train_dataset": preference_rows(24), **STEPS, **more}
     trainer = made(kind, folder, **own)
     trainer.train()
     return trainer
+
+
+trained, plain = partial(run, AlphaDPOTrainer), partial(run, DPOTrainer)
 
 
 def logged(trainer: Any, key: str = "loss") -> list[float]:

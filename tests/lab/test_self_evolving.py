@@ -25,12 +25,10 @@ OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_step
 ROWS, ROUNDS, RATIO = 24, 3, 0.6
 
 
-def run(
-    folder: Path, policy: Any = None, peft: bool = False, reference: Any = None, **more: Any
-) -> AlphaSFTTrainer:
+def run(folder: Path, policy: Any, **more: Any) -> AlphaSFTTrainer:
     """Train by a policy: an object, or a name as a recipe has it."""
     own = {"model": tiny.model(layers=2), "train_dataset": tiny.sft_rows(ROWS), **OPTIONS, **more}
-    trainer = tiny.made(AlphaSFTTrainer, folder, peft=peft, policy=policy, **own)
+    trainer = tiny.made(AlphaSFTTrainer, folder, policy=policy, **own)
     trainer.train()
     return trainer
 
@@ -138,7 +136,6 @@ def test_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "more", "match"),
     [
-        (lambda: TokenCleaning(rounds=1), {}, "at least 2 rounds"),
         (lambda: TokenCleaning(rounds=2, warmup_share=0.5), {}, "no warm-up"),
         (lambda: TokenCleaning(rounds=2), {"packing": True}, "packed rows"),
         (lambda: TokenCleaning(rounds=ROWS + 1), {}, "a row for each"),

@@ -89,22 +89,13 @@ def test_reference_models_that_do_not_fit(tmp_path: Path) -> None:
 # --- killed and resumed ---------------------------------------------------------------------------
 
 
-def tiny_rows(count: int, seed: int = 0) -> list[Row]:
-    tokenizer, found = tiny.tokenizer(), []
-    for row in tiny.sums(count, seed):
-        prompt, answer = (tokenizer(row[k])["input_ids"] for k in ("prompt", "completion"))
-        labels = [-100] * (1 + len(prompt)) + answer
-        found.append({"input_ids": [1, *prompt, *answer], "labels": labels})
-    return found
-
-
 def slowly(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> dict[str, Tensor]:
     time.sleep(0.1)
     return measure_losses(model, inputs, labels)
 
 
 def run_pass(folder: Path, measure: Any, progress: Any = False) -> TokenTable:
-    at = stage(folder, tiny_rows(40), tiny.model(layers=1), progress=progress)
+    at = stage(folder, list(tiny.tokenised(40)), tiny.model(layers=1), progress=progress)
     return static_pass(at, at.model, ("loss",), measure, "losses", rows_per_shard=4)
 
 
