@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from alphatoken.certificate.entries import Entry
-from alphatoken.certificate.expected import SIDES, Expected, Oracle, evaluating
+from alphatoken.certificate.expected import SIDES, Expected, Oracle
 from alphatoken.certificate.localise import values_by_parameter
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
+from alphatoken.model.batch import to_token_index
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.oracle.composite import read_drift
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.values import TokenValues
@@ -247,7 +249,7 @@ def _ways(
         "score, total alone": scorer.score(batch, components=False, **weights),
     }
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    with evaluating(scorer.adapter.model), scorer.observe() as observed:
+    with evaluation_mode(scorer.adapter.model), scorer.observe() as observed:
         with torch.enable_grad():
             scores = scorer.adapter.forward(inputs)
         found["observe"] = observed.values(scores, batch["labels"], components=True, **weights)
@@ -349,9 +351,8 @@ def _of_direction(
     """The scorer's own M against the oracle's, parameter by parameter."""
     direction = scorer.direction_for(batch, step_weights=step_weights)
     owners = {alias: name for name, aliases in expected.names.items() for alias in aliases}
-    sides = (direction.adaptation or None, direction.stability)
-    for name, side, wanted in zip(SIDES, sides, expected.direction, strict=True):
-        found, exact = side or {}, wanted or {}
+    for name in SIDES:
+        found, exact = getattr(direction, name) or {}, expected.direction.get(name, {})
         keys = {owners.get(n, n): n for n in found}
         missing = set(keys) ^ set(exact)
         where = f"{name}, {min(missing)}" if missing else ""
@@ -400,14 +401,8 @@ def _named(check: Check, inside: Mapping[str, Mapping[str, Tensor]], expected: E
         wanted = expected.components.get(component)
         for parameter, values in parts.items():
             if wanted is not None and parameter in wanted.by:
-                moved = values if not part else _shifted(values)
+                moved = values if not part else to_token_index(values)
                 difference = (moved - wanted.by[parameter])[expected.seen].abs()
                 away[parameter] = away.get(parameter, 0.0) + float(difference.sum())
     worst = max(away, key=lambda name: away[name], default=None)
     return check if worst is None or away[worst] == 0 else replace(check, parameter=worst)
-
-
-def _shifted(columns: Tensor) -> Tensor:
-    moved = torch.zeros_like(columns)
-    moved[:, 1:] = columns[:, :-1]
-    return moved

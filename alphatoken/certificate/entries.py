@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -53,9 +53,6 @@ class Entry:
         return Entry(move(self.value), move(self.scale), {n: move(v) for n, v in self.by.items()})
 
 
-def loosened(entries: Sequence[Entry | None], more: Sequence[Entry | None]) -> list[Entry | None]:
+def loosened(entries: Mapping[str, Entry], more: Mapping[str, Entry]) -> dict[str, Entry]:
     """The same values, with the absolute terms of ``more`` beside their own."""
-    return [
-        None if one is None or other is None else Entry(one.value, one.scale + other.scale, one.by)
-        for one, other in zip(entries, more, strict=True)
-    ]
+    return {n: Entry(e.value, e.scale + more[n].scale, e.by) for n, e in entries.items()}
