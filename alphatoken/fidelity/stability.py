@@ -124,13 +124,7 @@ def _figure(tokens: Table) -> Figure:
 
 def _dependence(base: OwnValues) -> list[str]:
     """Say so if values change by more than rounding where each row is a batch of its own."""
-    alone = np.concatenate(
-        [
-            values.total[values.mask].detach().double().cpu().numpy()
-            for batch in base.subject.batches(base.rows, 1)
-            for values in [base.scorer.score(batch)]
-        ]
-    )
+    alone = base.subject.resized(batch_size=1).score(base.scorer, base.rows, "Row by row")["total"]
     error = float(np.abs(alone - base.total).max()) / (float(np.abs(base.total).max()) or 1.0)
     dtype = next(iter(base.scorer.parameters.values())).dtype
     if error <= _TOLERANCE.get(dtype, _NARROW):  # False for NaN

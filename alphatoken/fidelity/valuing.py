@@ -17,7 +17,7 @@ from alphatoken.estimate.columns import Side, contract_columns
 from alphatoken.estimate.estimators import SPLIT, WALK
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.token_values import assign_columns
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, gathered
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.parameter_choice import ParameterChoice
@@ -108,18 +108,15 @@ def values_along(
         label: of the progress.
     """
     tracker = subject.tracker(label or f"Values, {scorer.config.estimator}", len(rows))
-    blocks: list[NDArray[np.float64]] = []
-    done = 0
-    for batch in subject.batches(rows):
+
+    def of(batch: dict[str, Tensor]) -> dict[int, Tensor]:
         checked = read_batch(batch, max_length=scorer.adapter.max_positions())
         # The proofs of coverage and isolation, on this model.
         if scorer.valuer.capture_check.pending:
             scorer.valuer.prove(around_responses(checked))
-        found = [values[checked.mask] for values in _along(scorer, checked, directions)]
-        blocks.append(np.stack([one.detach().double().cpu().numpy() for one in found], axis=1))
-        done += len(checked.labels)
-        tracker.report(done)
-    return np.concatenate(blocks)
+        return {n: v[checked.mask] for n, v in enumerate(_along(scorer, checked, directions))}
+
+    return np.stack([*gathered(subject.batches(rows), tracker, of).values()], axis=1)
 
 
 def _along(
