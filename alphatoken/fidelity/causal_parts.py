@@ -27,6 +27,7 @@ from alphatoken.estimate.columns import Side, contract_columns
 from alphatoken.estimate.estimators import TokenErrors, token_errors
 from alphatoken.fidelity.intervals import bootstrap
 from alphatoken.fidelity.subject import Subject, gathered
+from alphatoken.fidelity.valuing import Setting, scorer_for
 from alphatoken.model.batch import LabelledBatch, read_batch, to_token_index
 from alphatoken.model.capture import record
 from alphatoken.scorer import Scorer
@@ -114,17 +115,8 @@ def causal_columns(
 
 def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:
     """A scorer of these layers along the validation gradient, for scope, names and direction."""
-    config = replace(
-        subject.config,
-        estimator="same_layer_hop",
-        layers=list(layers),
-        objective="adaptation",
-        part="both",
-        parameters="linears",
-        preconditioner=None,
-        uncovered="skip",
-    )
-    return Scorer(subject.model, subject.batches(subject.validation), None, config)
+    config = Setting("same_layer_hop", tuple(layers)).config(subject.config)
+    return scorer_for(subject, config=replace(config, uncovered="skip"))
 
 
 def causal_parts(

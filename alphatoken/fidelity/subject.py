@@ -58,7 +58,7 @@ def places_of(rows: Sequence[Example]) -> NDArray[np.int64]:
 def gathered(
     batches: Sequence[Batch], tracker: Tracker, of: Callable[[Batch], Mapping[Any, Tensor]]
 ) -> dict[Any, NDArray[np.float64]]:
-    """What ``of`` finds in each batch, one below the other under its key."""
+    """Tensors that ``of`` finds in each batch, joined by key along their first axis."""
     columns: dict[Any, list[NDArray[np.float64]]] = {}
     done = 0
     for batch in batches:
