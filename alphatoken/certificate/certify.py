@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from alphatoken.certificate.entries import Entry
-from alphatoken.certificate.expected import SIDES, Expected, Oracle
+from alphatoken.certificate.expected import SIDES, Entry, Expected, Oracle
 from alphatoken.certificate.localise import values_by_parameter
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
 from alphatoken.model.batch import to_token_index

@@ -6,7 +6,7 @@ retention, optimizer, weights and configuration are taken as they were handed ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.certificate.entries import Entry, loosened
 from alphatoken.certificate.tolerances import Narrowest, tolerance_of
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
@@ -25,13 +24,11 @@ from alphatoken.support.progress import Tracker
 if TYPE_CHECKING:
     from alphatoken.scorer import HandedOver
 
-__all__ = ["SIDES", "Expected", "Oracle"]
+__all__ = ["SIDES", "Entry", "Expected", "Oracle"]
 
 SIDES = ("adaptation", "stability")
 Matrices = dict[str, Tensor]
 """By parameter name."""
-Entries = dict[str, Entry]
-"""By side, of those that are built."""
 _SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
 _SPLIT = (*_SELF_ONLY, "paper_literal")
 _NOT_INPUTS = frozenset(
@@ -41,6 +38,55 @@ _NOT_INPUTS = frozenset(
     )
 )  # fmt: skip
 """Keys of a trainer's batch that shape a loss, or the output's form, and no logits."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One component: values and sums of absolute terms, whole and by parameter or linear map."""
+
+    value: Tensor
+    scale: Tensor
+    by: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def zero(cls, shape: torch.Size, names: Collection[str]) -> Entry:
+        """Nothing, for each of the names."""
+        value, scale, *by = (torch.zeros(shape, dtype=torch.float64) for _ in (0, 1, *names))
+        return cls(value, scale, dict(zip(names, by, strict=True)))
+
+    @classmethod
+    def of(cls, parts: readouts.Parts, shape: torch.Size) -> Entry:
+        """The sum of what the linear maps contribute."""
+        whole = cls.zero(shape, ())
+        value, scale = whole.value, whole.scale
+        for name in parts.value:
+            value = value + parts.value[name].cpu()
+            scale = scale + parts.scale[name].cpu()
+        return cls(value, scale, {n: v.detach().cpu() for n, v in parts.value.items()})
+
+    def __add__(self, other: Entry) -> Entry:
+        names = {*self.by, *other.by}
+        zero = torch.zeros_like(self.value)
+        by = {n: self.by.get(n, zero) + other.by.get(n, zero) for n in sorted(names)}
+        return Entry(self.value + other.value, self.scale + other.scale, by)
+
+    def times(self, factor: float) -> Entry:
+        """The entry, scaled by a factor."""
+        by = {n: factor * v for n, v in self.by.items()}
+        return Entry(factor * self.value, abs(factor) * self.scale, by)
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Entry:
+        """The same function of all three."""
+        return Entry(move(self.value), move(self.scale), {n: move(v) for n, v in self.by.items()})
+
+
+Entries = dict[str, Entry]
+"""By side, of those that are built."""
+
+
+def loosened(entries: Entries, more: Entries) -> Entries:
+    """The same values, with the absolute terms of ``more`` beside their own."""
+    return {n: Entry(e.value, e.scale + more[n].scale, e.by) for n, e in entries.items()}
 
 
 @dataclass(frozen=True)
