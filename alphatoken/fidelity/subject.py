@@ -273,10 +273,25 @@ class Subject:
         """
         if self.fisher is not None and self.fisher.structure == structure and not options:
             return self.fisher
-        settings = {"samples": self.fisher_samples, "structure": structure, **options}
+        settings: dict[str, Any] = {"samples": self.fisher_samples, "structure": structure}
+        settings |= options
         key = f"fisher {sorted(settings.items(), key=str)}"
         if key not in self._kept:
-            self._kept[key] = self.fit_fisher(self.fisher_rows, **settings)
+            settings = {
+                "layers": self.config.layers,
+                "labels": "token",
+                "seed": self.seed,
+                "batch_size": self.batch_size,
+                "progress": self.progress,
+            } | settings
+            # Drawing is nearly all of a fit, and the Fisher's structure has no part in it.
+            if settings["labels"] == "sequence":
+                of = ("samples", "seed", "max_new_tokens", "batch_size")
+                drawn = f"responses {[settings.get(name) for name in of]}"
+                settings["responses"] = self._kept.setdefault(drawn, {})
+            (batch,) = self.batches(self.fisher_rows, len(self.fisher_rows))
+            reference = self.model if self.reference is None else self.reference
+            self._kept[key] = fit_fisher(reference, batch, **settings)
         found: FisherDrift = self._kept[key]
         return found
 
@@ -285,26 +300,6 @@ class Subject:
         """Rows that Fishers are fitted on: the held-out ones, or the training rows without them."""
         held = [row for row in self.prompts if row.response_tokens]
         return held or [row for row in self.train if row.response_tokens]
-
-    def fit_fisher(self, rows: Sequence[Example], **options: Any) -> FisherDrift:
-        """Fit a Fisher on these rows at the reference, with the settings of the run."""
-        (batch,) = self.batches(rows, len(rows))
-        settings: dict[str, Any] = {
-            "samples": len(rows),
-            "layers": self.config.layers,
-            "labels": "token",
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "progress": self.progress,
-        } | options
-        reference = self.model if self.reference is None else self.reference
-        # Drawing is nearly all of a fit, and the Fisher's structure has no part in it.
-        if settings["labels"] == "sequence":
-            of = ("samples", "seed", "max_new_tokens", "batch_size")
-            read = [list(row.input_ids) for row in rows]
-            key = f"responses {[settings.get(name) for name in of]} {read}"
-            settings["responses"] = self._kept.setdefault(key, {})
-        return fit_fisher(reference, batch, **settings)
 
     # --- small things -----------------------------------------------------------------------------
 
