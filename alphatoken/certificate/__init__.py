@@ -1,8 +1,8 @@
 """The certificate: every number that a scorer returns, against the oracle (``Scorer.verify``).
 
 ``certify`` compares every component of what the user gets with ``expected``, which builds labels,
-scope, G, V, P, lambda and M anew from what the user gave, by the oracles alone; ``entries`` says
-how far rounding may move each number, ``tolerances`` how far right code may be off, ``localise``
+scope, G, V, P, lambda and M anew from what the user gave, by the oracles alone, and how far
+rounding may move each number, ``tolerances`` how far right code may be off, ``localise``
 which linear map a wrong value comes from, and ``metrics`` how far two sets of values agree.
 
 **May import** the core and the ``oracle``, not the scorer that it certifies, which it is handed.

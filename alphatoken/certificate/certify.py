@@ -15,21 +15,24 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from alphatoken.certificate.entries import Entry
-from alphatoken.certificate.expected import SIDES, Expected, Oracle, evaluating
+from alphatoken.certificate.expected import SIDES, Entry, Expected, Oracle
 from alphatoken.certificate.localise import values_by_parameter
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
+from alphatoken.model.batch import to_token_index
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.oracle.composite import read_drift
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.values import TokenValues
 
 if TYPE_CHECKING:
+    from alphatoken.direction.algebra import Direction
     from alphatoken.scorer import Scorer
 
 __all__ = ["Certificate", "Check", "certify"]
@@ -191,25 +194,28 @@ def certify(
             remedy="compare them with a model that you train yourself: Scorer(reference=...)",
         )
     start = time.monotonic()
-    found = _ways(scorer, batch, token_weights, step_weights)
-    given = scorer.given
+    weights = {"token_weights": token_weights, "step_weights": step_weights}
+    found, given = _ways(scorer, batch, weights), scorer.given
     if fisher_file is not None:
         given = replace(given, retention=read_drift(fisher_file))
-    oracle = Oracle(given, batch, token_weights, step_weights)
+    oracle = Oracle(given, batch, **weights)
     sampled = _sample(oracle.mask, tokens, seed)
     count = int(sampled.sum())
     tracker = Tracker("Certificate", count, progress)
     expected = oracle.expect(sampled, tracker)
     tracker.report(count)
-    weights = next(iter(oracle.scope.parameters.values())).dtype
     row, tolerance = expected.arithmetic
     stated = max(values.error for values in found.values())
+    direction = scorer.direction_for(batch, step_weights=step_weights)
     checks = [
         replace(c, tolerance=tolerance + 3 * stated * (c.component in expected.components))
-        for c in _checks(scorer, batch, step_weights, found, expected)
+        for c in _checks(batch, direction, found, expected)
     ]
     if not all(check.passed for check in checks):
-        checks = _localised(checks, scorer, batch, expected, token_weights, step_weights)
+        # The fault that is to be named may stop this as well.
+        with suppress(AlphaTokenError, RuntimeError, LookupError):
+            inside = values_by_parameter(scorer, batch, **weights)
+            checks = [one if one.passed else _named(one, inside, expected) for one in checks]
     return Certificate(
         estimator=scorer.given.config.estimator,
         checks=tuple(checks),
@@ -218,7 +224,7 @@ def certify(
         batch_tokens=int(expected.mask.sum()),
         arithmetic=row,
         seconds=time.monotonic() - start,
-        dtype=str(weights).removeprefix("torch."),
+        dtype=str(next(iter(oracle.scope.parameters.values())).dtype).removeprefix("torch."),
         derivative=found["score"].derivative,
         stated_error=stated,
     )
@@ -235,19 +241,15 @@ def _sample(mask: Tensor, tokens: int, seed: int) -> Tensor:
 
 
 def _ways(
-    scorer: Scorer,
-    batch: Mapping[str, Any],
-    token_weights: Tensor | None,
-    step_weights: Tensor | None,
+    scorer: Scorer, batch: Mapping[str, Any], weights: Mapping[str, Tensor | None]
 ) -> dict[str, TokenValues]:
     """Values that the user gets, by every way to them."""
-    weights = {"token_weights": token_weights, "step_weights": step_weights}
     found = {
         "score": scorer.score(batch, components=True, **weights),
         "score, total alone": scorer.score(batch, components=False, **weights),
     }
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    with evaluating(scorer.adapter.model), scorer.observe() as observed:
+    with evaluation_mode(scorer.adapter.model), scorer.observe() as observed:
         with torch.enable_grad():
             scores = scorer.adapter.forward(inputs)
         found["observe"] = observed.values(scores, batch["labels"], components=True, **weights)
@@ -258,9 +260,8 @@ def _ways(
 
 
 def _checks(
-    scorer: Scorer,
     batch: Mapping[str, Any],
-    step_weights: Tensor | None,
+    direction: Direction,
     found: Mapping[str, TokenValues],
     expected: Expected,
 ) -> list[Check]:
@@ -268,7 +269,7 @@ def _checks(
     every = [
         check for way, values in found.items() for check in _of_values(way, values, batch, expected)
     ]
-    every += _of_direction(scorer, batch, step_weights, expected)
+    every += _of_direction(direction, expected)
     every.append(Check("attention", expected.attention_error, 0.0))
     every.append(Check("oracle", expected.own_error, 0.0))
     worst: dict[str, Check] = {}
@@ -343,15 +344,11 @@ _SEVERAL = 6
 """Entries from which on their root mean square says something."""
 
 
-def _of_direction(
-    scorer: Scorer, batch: Mapping[str, Any], step_weights: Tensor | None, expected: Expected
-) -> Iterator[Check]:
+def _of_direction(direction: Direction, expected: Expected) -> Iterator[Check]:
     """The scorer's own M against the oracle's, parameter by parameter."""
-    direction = scorer.direction_for(batch, step_weights=step_weights)
     owners = {alias: name for name, aliases in expected.names.items() for alias in aliases}
-    sides = (direction.adaptation or None, direction.stability)
-    for name, side, wanted in zip(SIDES, sides, expected.direction, strict=True):
-        found, exact = side or {}, wanted or {}
+    for name in SIDES:
+        found, exact = getattr(direction, name) or {}, expected.direction.get(name, {})
         keys = {owners.get(n, n): n for n in found}
         missing = set(keys) ^ set(exact)
         where = f"{name}, {min(missing)}" if missing else ""
@@ -366,26 +363,8 @@ def _of_direction(
             yield Check(f"direction ({name})", error, 0.0, "", parameter)
 
 
-# --- naming the place ----------------------------------------------------------------------------
-
-
-def _localised(
-    checks: list[Check],
-    scorer: Scorer,
-    batch: Mapping[str, Any],
-    expected: Expected,
-    token_weights: Tensor | None,
-    step_weights: Tensor | None,
-) -> list[Check]:
-    """Failed token checks with the linear map that most of the difference comes from."""
-    try:
-        inside = values_by_parameter(scorer, batch, token_weights, step_weights)
-    except (AlphaTokenError, RuntimeError, LookupError):
-        return checks  # the fault that is to be named may stop this as well
-    return [check if check.passed else _named(check, inside, expected) for check in checks]
-
-
 def _named(check: Check, inside: Mapping[str, Mapping[str, Tensor]], expected: Expected) -> Check:
+    """A failed check of tokens with the linear map that most of the difference comes from."""
     entry = expected.components.get(check.component)
     if entry is None or check.parameter is not None:
         return check
@@ -400,14 +379,8 @@ def _named(check: Check, inside: Mapping[str, Mapping[str, Tensor]], expected: E
         wanted = expected.components.get(component)
         for parameter, values in parts.items():
             if wanted is not None and parameter in wanted.by:
-                moved = values if not part else _shifted(values)
+                moved = values if not part else to_token_index(values)
                 difference = (moved - wanted.by[parameter])[expected.seen].abs()
                 away[parameter] = away.get(parameter, 0.0) + float(difference.sum())
     worst = max(away, key=lambda name: away[name], default=None)
     return check if worst is None or away[worst] == 0 else replace(check, parameter=worst)
-
-
-def _shifted(columns: Tensor) -> Tensor:
-    moved = torch.zeros_like(columns)
-    moved[:, 1:] = columns[:, :-1]
-    return moved

@@ -6,17 +6,17 @@ retention, optimizer, weights and configuration are taken as they were handed ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from alphatoken.certificate.entries import Entry, loosened
 from alphatoken.certificate.tolerances import Narrowest, tolerance_of
+from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
 from alphatoken.oracle import composite, evaluate, readouts, scope
 from alphatoken.support.progress import Tracker
@@ -24,9 +24,11 @@ from alphatoken.support.progress import Tracker
 if TYPE_CHECKING:
     from alphatoken.scorer import HandedOver
 
-__all__ = ["SIDES", "Expected", "Oracle"]
+__all__ = ["SIDES", "Entry", "Expected", "Oracle"]
 
 SIDES = ("adaptation", "stability")
+Matrices = dict[str, Tensor]
+"""By parameter name."""
 _SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
 _SPLIT = (*_SELF_ONLY, "paper_literal")
 _NOT_INPUTS = frozenset(
@@ -39,34 +41,81 @@ _NOT_INPUTS = frozenset(
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One component: values and sums of absolute terms, whole and by parameter or linear map."""
+
+    value: Tensor
+    scale: Tensor
+    by: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def zero(cls, shape: torch.Size, names: Collection[str]) -> Entry:
+        """Nothing, for each of the names."""
+        value, scale, *by = (torch.zeros(shape, dtype=torch.float64) for _ in (0, 1, *names))
+        return cls(value, scale, dict(zip(names, by, strict=True)))
+
+    @classmethod
+    def of(cls, parts: readouts.Parts, shape: torch.Size) -> Entry:
+        """The sum of what the linear maps contribute."""
+        whole = cls.zero(shape, ())
+        value, scale = whole.value, whole.scale
+        for name in parts.value:
+            value = value + parts.value[name].cpu()
+            scale = scale + parts.scale[name].cpu()
+        return cls(value, scale, {n: v.detach().cpu() for n, v in parts.value.items()})
+
+    def __add__(self, other: Entry) -> Entry:
+        names = {*self.by, *other.by}
+        zero = torch.zeros_like(self.value)
+        by = {n: self.by.get(n, zero) + other.by.get(n, zero) for n in sorted(names)}
+        return Entry(self.value + other.value, self.scale + other.scale, by)
+
+    def times(self, factor: float) -> Entry:
+        """The entry, scaled by a factor."""
+        by = {n: factor * v for n, v in self.by.items()}
+        return Entry(factor * self.value, abs(factor) * self.scale, by)
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Entry:
+        """The same function of all three."""
+        return Entry(move(self.value), move(self.scale), {n: move(v) for n, v in self.by.items()})
+
+
+Entries = dict[str, Entry]
+"""By side, of those that are built."""
+
+
+def loosened(entries: Entries, more: Entries) -> Entries:
+    """The same values, with the absolute terms of ``more`` beside their own."""
+    return {n: Entry(e.value, e.scale + more[n].scale, e.by) for n, e in entries.items()}
+
+
+@dataclass(frozen=True)
 class Expected:
     """The oracle's answer to one scorer.
 
     Attributes:
         mask: response tokens (b, t).
         seen: tokens that are compared, (b, t).
-        sampled: tokens that were sent back one by one, (b, t).
         components: name (as in ``TokenValues``) -> entry by token; None where it must be None.
         unassigned: by row.
-        sums: name -> (value, scale) of a component's sum over all tokens.
-        direction: (P o G, P o V) by parameter name, None for a side that is not built.
+        direction: P o G and P o V, by side.
         names: parameter name -> all its names.
+        arithmetic: row of the table of tolerances, and the tolerance.
+        sums: name -> (value, scale) of a component's sum over all tokens.
         own_error: largest difference of the two oracles of the direct part.
         attention_error: of the recomputed attention from the model's own kernel.
-        arithmetic: row of the table of tolerances, and the tolerance.
     """
 
     mask: Tensor
     seen: Tensor
-    sampled: Tensor
     components: dict[str, Entry | None]
     unassigned: Entry
-    sums: dict[str, tuple[float, float]]
-    direction: tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]
+    direction: dict[str, Matrices]
     names: dict[str, list[str]]
-    own_error: float
-    attention_error: float
     arithmetic: tuple[str, float]
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    own_error: float = 0.0
+    attention_error: float = 0.0
 
 
 @dataclass
@@ -120,25 +169,26 @@ class Oracle:
 
     # --- M -------------------------------------------------------------------------------------
 
-    def direction(self) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-        """``G`` and ``V`` by parameter name, before P."""
-        given, parameters = self.given, self.scope.parameters
-        gain = keep = None
+    def direction(self) -> dict[str, Matrices]:
+        """``G`` and ``V``, before P."""
+        given, found = self.given, dict[str, Matrices]()
         if given.config.objective != "stability":
-            gain = self._gradient(given.validation)
+            found["adaptation"] = self._gradient(given.validation)
         if given.config.objective != "adaptation" and given.retention is not None:
             if isinstance(given.retention, composite.Drift):
-                keep = composite.fisher_drift(given.retention, parameters, self.names.__getitem__)
+                found["stability"] = composite.fisher_drift(
+                    given.retention, self.scope.parameters, self.names.__getitem__
+                )
             else:
-                keep = self._gradient(given.retention)
-        return gain, keep
+                found["stability"] = self._gradient(given.retention)
+        return found
 
-    def _gradient(self, items: Any) -> dict[str, Tensor]:
+    def _gradient(self, items: Any) -> Matrices:
         listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items
         return composite.objective_gradient(self.forward, listed, self.scope.parameters)
 
-    def scale(self, losses: Tensor, places: Tensor) -> dict[str, Tensor]:
-        """P by parameter name; where it is missing, 1."""
+    def scale(self) -> Matrices:
+        """P; where it is missing, 1."""
         config, parameters = self.given.config, self.scope.parameters
         kind = config.preconditioner
         if isinstance(kind, Mapping):
@@ -149,27 +199,24 @@ class Oracle:
             return {}
         gradients = None
         if kind == "full":
-            weights = losses.new_full(losses.shape, 1 / len(losses))
+            weights = torch.full_like(self.losses, 1 / len(self.losses))
             if self.step_weights is not None:
-                weights = self.step_weights[tuple(places.T)].to(losses)
-            found = torch.autograd.grad(
-                (weights * losses).sum(),
-                list(parameters.values()),
-                retain_graph=True,
-                allow_unused=True,
-            )
-            gradients = {
-                n: torch.zeros_like(p) if g is None else g
-                for (n, p), g in zip(parameters.items(), found, strict=True)
-            }
-        found_scale = composite.adam_scale(
+                weights = self.step_weights[tuple(self.places.T)].to(self.losses)
+            gradients = self._gradients((weights.detach() * self.losses).sum())
+        found = composite.adam_scale(
             self.given.optimizer, parameters, gradients, after=config.precondition_after
         )
-        return found_scale or {}
+        return found or {}
 
-    def _preconditioned(
-        self, side: Mapping[str, Tensor], p: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _gradients(self, loss: Tensor) -> Matrices:
+        parameters = self.scope.parameters
+        found = torch.autograd.grad(
+            loss, [*parameters.values()], retain_graph=True, allow_unused=True,
+            materialize_grads=True,
+        )  # fmt: skip
+        return dict(zip(parameters, found, strict=True))
+
+    def _preconditioned(self, side: Matrices, p: Matrices) -> Matrices:
         factors, damping = self.given.influence, self.given.config.damping
         if factors is not None:
             return composite.damped_directions(factors, side, damping, self.names.__getitem__)
@@ -179,42 +226,29 @@ class Oracle:
 
     def expect(self, sampled: Tensor, tracker: Tracker) -> Expected:
         """The values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
-        self._tracker = tracker
-        with only_trainable(self.model, self.scope.parameters), evaluating(self.model):
-            gain, keep = self.direction()
-            self._weight = self.given.config.stability_weight
-            captured = self.given.config.estimator != "label"
-            with (
-                readouts.traced(
-                    self.scope if captured else _unhooked(self.scope), self._shape
-                ) as t,
-                self.inside,
-            ):
-                losses, places = composite.losses_of(self.forward, self.batch)
-            p = self.scale(losses, places)
-            sides = [None if m is None else self._preconditioned(m, p) for m in (gain, keep)]
-            find = self._columns if captured else self._rows
-            components, rest, found = find(sides, t, losses, places, sampled)
-        return Expected(
-            mask=self.mask,
-            sampled=sampled,
-            components=self._components(components),
-            unassigned=self._total(rest),
-            direction=(sides[0], sides[1]),
-            names=self.names,
-            arithmetic=self.arithmetic,
-            **found,
-        )
+        self._sampled, self._tracker = sampled, tracker
+        captured, hooked = self.given.config.estimator != "label", self.scope
+        if not captured:  # rows of Psi need no linears to hook
+            hooked = replace(self.scope, blocks=(), linears=(), mixtures=())
+        with only_trainable(self.model, self.scope.parameters), evaluation_mode(self.model):
+            sides = self.direction()
+            with readouts.traced(hooked, self._shape) as trace, self.inside:
+                self.losses, self.places = composite.losses_of(self.forward, self.batch)
+            p = self.scale()
+            self.sides = {side: self._preconditioned(m, p) for side, m in sides.items()}
+            return self._columns(trace) if captured else self._rows()
 
     @property
     def _shape(self) -> torch.Size:
         shape: torch.Size = self.batch["input_ids"].shape
         return shape
 
-    def _weights(self, losses: Tensor, places: Tensor) -> Tensor:
+    @property
+    def _weights(self) -> Tensor:
+        """Factor on each loss."""
         if self.token_weights is None:
-            return torch.ones_like(losses)
-        return self.token_weights[tuple(places.T)].to(losses)
+            return torch.ones_like(self.losses)
+        return self.token_weights[tuple(self.places.T)].to(self.losses)
 
     @property
     def arithmetic(self) -> tuple[str, float]:
@@ -222,7 +256,7 @@ class Oracle:
         weights = next(iter(self.scope.parameters.values())).dtype
         return tolerance_of(weights, self.inside.dtype)
 
-    def _conditions(self, losses: Tensor) -> Tensor:
+    def _conditions(self) -> Tensor:
         """Rounding that no code can avoid, by token, in units of the tolerance.
 
         The error of a loss at the logits is p - 1, with absolute terms 1 / (1 - p) times as large:
@@ -230,96 +264,60 @@ class Oracle:
         """
         weights = next(iter(self.scope.parameters.values())).dtype
         eps = torch.finfo(torch.promote_types(weights, torch.float32)).eps
-        unsure = (-torch.expm1(-losses.detach().double())).clamp(min=eps)
+        unsure = (-torch.expm1(-self.losses.detach().double())).clamp(min=eps)
         return 8 * eps / self.arithmetic[1] / unsure
 
-    def _rows(
-        self,
-        sides: Sequence[dict[str, Tensor] | None],
-        trace: readouts.Trace,
-        losses: Tensor,
-        places: Tensor,
-        sampled: Tensor,
-    ) -> tuple[list[Entry | None], list[Entry | None], dict[str, Any]]:
+    def _rows(self) -> Expected:
         """Label values: ``<grad l_k, M>``, one backward a token; and their sum by one more."""
-        weights, parameters = self._weights(losses, places), self.scope.parameters
+        weighted, conditions = self._weights * self.losses, 1 + self._conditions()
 
-        def along(loss: Tensor) -> list[dict[str, tuple[float, float]] | None]:
-            found = torch.autograd.grad(
-                loss, list(parameters.values()), retain_graph=True, allow_unused=True
-            )
-            gradients = {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
-            return [None if side is None else _inner(gradients, side) for side in sides]
+        def along(loss: Tensor) -> dict[str, dict[str, tuple[float, float]]]:
+            gradients = self._gradients(loss)
+            return {side: _inner(gradients, m) for side, m in self.sides.items()}
 
-        entries: list[Entry | None] = [
-            None if side is None else Entry.zero(self._shape, parameters) for side in sides
-        ]
-        conditions = 1 + self._conditions(losses)
-        for n, row, token in self._sampled(sampled, places):
-            for entry, parts in zip(entries, along(weights[n] * losses[n]), strict=True):
-                if entry is not None and parts is not None:
-                    for name, (value, size) in parts.items():
-                        entry.by[name][row, token] = value
-                        entry.value[row, token] += value
-                        entry.scale[row, token] += size * float(conditions[n])
+        entries = {side: Entry.zero(self._shape, m) for side, m in self.sides.items()}
+        for n, row, token in self._one_after_another():
+            for side, parts in along(weighted[n]).items():
+                entry = entries[side]
+                for name, (value, size) in parts.items():
+                    entry.by[name][row, token] = value
+                    entry.value[row, token] += value
+                    entry.scale[row, token] += size * float(conditions[n])
         sums = {}
-        whole = along((weights * losses).sum())
-        for name, parts in zip(SIDES, whole, strict=True):
-            if parts is not None:
-                value, size = (sum(each) for each in zip(*parts.values(), strict=True))
-                sums[name] = (float(value), float(size))
-        rows = self._shape[:1]
-        nothing: list[Entry | None] = [None if s is None else Entry.zero(rows, ()) for s in sides]
-        found = {
-            "seen": sampled,
-            "sums": sums,
-            "own_error": 0.0,
-            "attention_error": 0.0,
-        }
-        return [*entries, None, None], nothing, found
+        for side, parts in along(weighted.sum()).items():
+            value, size = map(sum, zip(*parts.values(), strict=True))
+            sums[side] = (float(value), float(size))
+        return self._answer(entries, {}, {}, seen=self._sampled, sums=sums)
 
-    def _columns(
-        self,
-        sides: Sequence[dict[str, Tensor] | None],
-        trace: readouts.Trace,
-        losses: Tensor,
-        places: Tensor,
-        sampled: Tensor,
-    ) -> tuple[list[Entry | None], list[Entry | None], dict[str, Any]]:
-        """Direct and causal columns of every position; direct ones of ``sampled`` one by one."""
-        config = self.given.config
-        weights = self._weights(losses, places)
-        parameters = self.scope.parameters
-        by_id = [
-            None if side is None else {id(parameters[n]): m for n, m in side.items()}
-            for side in sides
-        ]
+    def _columns(self, trace: readouts.Trace) -> Expected:
+        """Direct and causal columns of every position; direct ones of some tokens one by one."""
+        config, parameters = self.given.config, self.scope.parameters
+        weights = self._weights
+        rounding = (weights * self._conditions()).to(self.losses)
+        by_id = {
+            side: {id(parameters[n]): m for n, m in matrices.items()}
+            for side, matrices in self.sides.items()
+        }
 
         def read(
             trace: readouts.Trace,
             errors: Sequence[Tensor | None],
             spread: Sequence[Tensor] | None = None,
-        ) -> list[Entry | None]:
-            return [
-                None
-                if m is None
-                else Entry.of(
-                    readouts.contract(trace, errors, m, spread=spread),
-                    self._shape,
-                )
-                for m in by_id
-            ]
+        ) -> Entries:
+            return {
+                side: Entry.of(readouts.contract(trace, errors, m, spread=spread), self._shape)
+                for side, m in by_id.items()
+            }
 
-        rounding = (weights * self._conditions(losses)).to(losses)
-        ordinary = read(trace, self._errors(trace, (weights * losses).sum()))
-        unsure = read(trace, self._errors(trace, (rounding * losses).sum()))
-        ordinary = loosened(ordinary, unsure)
-        none: list[Entry | None] = [
-            None if m is None else Entry.zero(self._shape, ()) for m in by_id
-        ]
+        none = {side: Entry.zero(self._shape, ()) for side in by_id}
         own_error, attention_error = 0.0, 0.0
-        direct, causal = ordinary, none
-        if config.estimator != "path":
+        if config.estimator == "path":
+            direct, unsure = (
+                read(trace, self._errors(trace, (factors * self.losses).sum()))
+                for factors in (weights, rounding)
+            )
+            direct, causal = loosened(direct, unsure), none
+        else:
             split = config.estimator in _SELF_ONLY
             with readouts.traced(
                 self.scope,
@@ -334,7 +332,7 @@ class Oracle:
             attention_error = max((use.error for use in second.attentions), default=0.0)
             outputs = [use.output for use in second.attentions]
 
-            def both(factors: Tensor) -> tuple[list[Entry | None], list[Entry | None]]:
+            def both(factors: Tensor) -> tuple[Entries, Entries]:
                 errors = self._errors(second, (factors * again).sum(), outputs)
                 uses = len(second.linears)
                 return read(second, errors[:uses]), self._causal(second, errors[uses:], read)
@@ -345,66 +343,53 @@ class Oracle:
                 # The library takes its own k = t terms away from the kernel's backward.
                 causal = loosened(causal, direct)
             if split:
-                direct, own_error = self._one_by_one(direct, by_id, trace, losses, places, sampled)
-        if config.part == "direct":
-            causal = none
-        if config.part == "causal":
-            direct = none
-        one = [None if e is None else self._by_token(e, causal=False) for e in direct]
-        two = [None if e is None else self._by_token(e, causal=True) for e in causal]
-        rest = [
-            None if d is None or c is None else _rest(d + c, a.value + b.value)  # type: ignore[union-attr]
-            for d, c, a, b in zip(direct, causal, one, two, strict=True)
-        ]
-        found = {
-            "seen": self.mask,
-            "sums": {},
-            "own_error": own_error,
-            "attention_error": attention_error,
-        }
-        return [*one, *two], rest, found
-
-    def _causal(
-        self, trace: readouts.Trace, heads: Sequence[Tensor | None], read: Any
-    ) -> list[Entry | None]:
-        """Causal columns, as the estimator defines them, from errors at the heads' outputs."""
-        config = self.given.config
-        errors: list[Tensor | None] = [None] * len(trace.linears)
-        if config.estimator in ("same_layer_hop", "direct"):
-            if config.estimator == "same_layer_hop":
-                errors = readouts.hop_errors(trace, heads)
-            found: list[Entry | None] = read(trace, errors)
-            return found
-        mean = config.estimator == "paper_literal"
-        errors, spread = readouts.propagated_errors(
-            trace,
-            heads,
-            window=config.window,
-            head_reduction="mean" if mean else config.head_reduction,
+                own_error = self._replace_sampled(direct, by_id, trace)
+        direct = none if config.part == "causal" else direct
+        causal = none if config.part == "direct" else causal
+        one = {side: self._by_token(entry) for side, entry in direct.items()}
+        stays = config.causal_position == "context"
+        two = {side: self._by_token(entry, stays=stays) for side, entry in causal.items()}
+        rest = {}
+        for side in by_id:
+            columns, assigned = direct[side] + causal[side], one[side].value + two[side].value
+            left = columns.value.sum(-1) - assigned.sum(-1)
+            rest[side] = Entry(left, columns.scale.sum(-1))
+        return self._answer(
+            one, two, rest, seen=self.mask, own_error=own_error, attention_error=attention_error
         )
-        propagated: list[Entry | None] = read(trace, errors, spread)
-        return propagated
 
-    def _one_by_one(
-        self,
-        direct: Sequence[Entry | None],
-        by_id: Sequence[dict[int, Tensor] | None],
-        trace: readouts.Trace,
-        losses: Tensor,
-        places: Tensor,
-        sampled: Tensor,
-    ) -> tuple[list[Entry | None], float]:
-        """The direct part of sampled tokens from the untouched model, one backward each."""
-        entries = [None if e is None else e.map(lambda x: x.clone()) for e in direct]
+    def _causal(self, trace: readouts.Trace, heads: Sequence[Tensor | None], read: Any) -> Entries:
+        """Causal columns, as the estimator defines them, from errors at the heads' outputs."""
+        config, spread = self.given.config, None
+        errors: list[Tensor | None] = [None] * len(trace.linears)
+        if config.estimator == "same_layer_hop":
+            errors = readouts.hop_errors(trace, heads)
+        elif config.estimator != "direct":
+            mean = config.estimator == "paper_literal"
+            errors, spread = readouts.propagated_errors(
+                trace,
+                heads,
+                window=config.window,
+                head_reduction="mean" if mean else config.head_reduction,
+            )
+        found: Entries = read(trace, errors, spread)
+        return found
+
+    def _replace_sampled(
+        self, direct: Entries, by_id: Mapping[str, dict[int, Tensor]], trace: readouts.Trace
+    ) -> float:
+        """Put the direct part of sampled tokens from the untouched model, one backward each.
+
+        Returns:
+            The largest difference from what stood there.
+        """
         worst = 0.0
-        weighted = self._weights(losses, places) * losses
-        for n, row, token in self._sampled(sampled, places):
+        weighted = self._weights * self.losses
+        for n, row, token in self._one_after_another():
             place = (row, token - 1)
             errors = self._errors(trace, weighted[n])
-            for entry, m in zip(entries, by_id, strict=True):
-                if entry is None or m is None:
-                    continue
-                parts = readouts.contract(trace, errors, m, rows=place)
+            for side, entry in direct.items():
+                parts = readouts.contract(trace, errors, by_id[side], rows=place)
                 one = Entry.of(parts, torch.Size([]))
                 size = float(entry.scale[place])  # of the joint backward, conditions included
                 away = abs(float(entry.value[place] - one.value))
@@ -412,11 +397,12 @@ class Oracle:
                 entry.value[place] = one.value
                 for name, value in one.by.items():
                     entry.by[name][place] = value
-        return list(entries), worst
+        return worst
 
-    def _sampled(self, sampled: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
+    def _one_after_another(self) -> Iterator[tuple[int, int, int]]:
         """(number among the losses, row, token) of each sampled token, which is reported."""
-        chosen = [(n, b, i) for n, (b, i) in enumerate(places.tolist()) if bool(sampled[b, i])]
+        every = enumerate(self.places.tolist())
+        chosen = [(n, b, i) for n, (b, i) in every if bool(self._sampled[b, i])]
         for done, one in enumerate(chosen):
             self._tracker.report(done)
             yield one
@@ -453,9 +439,8 @@ class Oracle:
 
     # --- assembling ----------------------------------------------------------------------------
 
-    def _by_token(self, entry: Entry, *, causal: bool) -> Entry:
-        """Columns by position to values by token; 0 off the response."""
-        stays = causal and self.given.config.causal_position == "context"
+    def _by_token(self, entry: Entry, *, stays: bool = False) -> Entry:
+        """Columns by position to values by token, the next one unless it ``stays``; 0 elsewhere."""
 
         def move(columns: Tensor) -> Tensor:
             moved = torch.zeros_like(columns)
@@ -464,59 +449,39 @@ class Oracle:
 
         return entry.map(move)
 
-    def _total(self, sides: Sequence[Entry | None]) -> Entry:
+    def _answer(self, direct: Entries, causal: Entries, rest: Entries, **found: Any) -> Expected:
+        """Entries by token, and what no token has by row, put together."""
+        split = self.given.config.estimator in _SPLIT
+        zero, components, sides = Entry.zero(self._shape, ()), dict[str, Entry | None](), Entries()
+        for side in SIDES:
+            one, two = direct.get(side, zero), causal.get(side, zero)
+            components[side] = sides[side] = one + two
+            components[f"{side}_direct"] = one if split else None
+            components[f"{side}_causal"] = two if split else None
+        components["total"] = self._total(sides, zero)
+        return Expected(
+            mask=self.mask,
+            components=components,
+            unassigned=self._total(rest, Entry.zero(self._shape[:1], ())),
+            direction=self.sides,
+            names=self.names,
+            arithmetic=self.arithmetic,
+            **found,
+        )
+
+    def _total(self, sides: Entries, zero: Entry) -> Entry:
         """Adaptation + lambda stability."""
-        gain, keep = sides[0], sides[1]
-        weighted = None if keep is None else keep.times(self._weight)
-        both = [entry for entry in (gain, weighted) if entry is not None]
-        return both[0] if len(both) == 1 else both[0] + both[1]
-
-    def _components(self, entries: Sequence[Entry | None]) -> dict[str, Entry | None]:
-        zero = Entry.zero(self._shape, ())
-        config = self.given.config
-        split = config.estimator in _SPLIT
-        found: dict[str, Entry | None] = {}
-        sides: list[Entry] = []
-        for index, side in enumerate(SIDES):
-            direct, causal = entries[index] or zero, entries[index + 2] or zero
-            sides.append(direct + causal)
-            found[side] = sides[-1]
-            found[f"{side}_direct"] = direct if split else None
-            found[f"{side}_causal"] = causal if split else None
-        found["total"] = sides[0] + sides[1].times(self._weight)
-        return found
+        gain, keep = (sides.get(side, zero) for side in SIDES)
+        return gain + keep.times(self.given.config.stability_weight)
 
 
-def _inner(
-    gradients: Mapping[str, Tensor], side: Mapping[str, Tensor]
-) -> dict[str, tuple[float, float]]:
+def _inner(gradients: Matrices, side: Matrices) -> dict[str, tuple[float, float]]:
     """Inner product ``<g, M>`` by parameter, and the sum of its absolute terms."""
     found = {}
     for name, g in gradients.items():
         terms = g.double() * side[name]
         found[name] = (float(terms.sum()), float(terms.abs().sum()))
     return found
-
-
-def _rest(columns: Entry, assigned: Tensor) -> Entry:
-    return Entry(columns.value.sum(-1) - assigned.sum(-1), columns.scale.sum(-1))
-
-
-def _unhooked(scored: scope.ScoredModel) -> scope.ScoredModel:
-    """The same without linears to hook: rows of Psi need none."""
-    return scope.ScoredModel(scored.model, (), scored.layers, (), scored.loose, scored.parameters)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside; each module's own flag afterwards."""
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""Agreement between two sets of values of the same tokens, and detection of marked tokens.
+"""Agreement between two sets of values of the same tokens, one number each; ``b`` is the reference.
 
-All take tensors with a mask of the tokens that count, or plain columns without one, so that they
-can be handed to ``intervals.bootstrap``. ``b`` is the reference where the two are not alike.
+Equally long columns, as ``intervals.bootstrap`` hands them over.
 """
 
 from __future__ import annotations
@@ -11,65 +10,41 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from alphatoken.errors import InputError, NumericalError
+from alphatoken.errors import NumericalError
 from alphatoken.select.masks import keep_count
 
-__all__ = [
-    "auc",
-    "kept",
-    "overlap",
-    "relative_error",
-    "spearman",
-    "top_overlap",
-]
+__all__ = ["kept", "overlap", "relative_error", "spearman", "top_overlap"]
 
 Column = Tensor | NDArray[Any] | Sequence[Any]
-"""Values of tokens: one number each."""
 Numbers = NDArray[np.float64]
-
-
-def _pair(a: Column, b: Column, mask: Tensor | None) -> tuple[Numbers, Numbers]:
-    x, y = _numbers(a), _numbers(b)
-    chosen = np.ones(x.shape, dtype=np.bool_) if mask is None else mask.cpu().numpy()
-    if x.shape != y.shape or x.shape != chosen.shape:
-        raise InputError(
-            "both values and the mask must have one shape",
-            got=f"{x.shape}, {y.shape}, {chosen.shape}",
-        )
-    return x[chosen], y[chosen]
 
 
 def _numbers(column: Column) -> Numbers:
     if isinstance(column, Tensor):
-        column = column.detach().to("cpu", torch.float64).numpy()
+        column = column.detach().double().cpu().numpy()
     return np.asarray(column, dtype=np.float64)
 
 
-def _constant(x: Numbers) -> bool:
-    return len(x) < 3 or bool((x == x[0]).all())
-
-
-def spearman(a: Column, b: Column, mask: Tensor | None = None) -> float:
+def spearman(a: Column, b: Column) -> float:
     """Spearman rank correlation, ties by their mean rank; NaN below 3 tokens or if constant."""
-    x, y = _pair(a, b, mask)
-    if _constant(x) or _constant(y):
+    x, y = _numbers(a), _numbers(b)
+    if len(x) < 3 or (x == x[0]).all() or (y == y[0]).all():
         return math.nan
     r, q = stats.rankdata(x), stats.rankdata(y)
     r, q = r - r.mean(), q - q.mean()
     return float(r @ q) / math.sqrt(float(r @ r) * float(q @ q))
 
 
-def top_overlap(a: Column, b: Column, mask: Tensor | None = None, ratio: float = 0.5) -> float:
+def top_overlap(a: Column, b: Column, ratio: float = 0.5) -> float:
     """Share of the tokens kept by ``a`` that ``b`` keeps too, both at ``ratio``.
 
     A random ranking scores ``ratio`` in the mean.
     """
-    x, y = _pair(a, b, mask)
+    x, y = _numbers(a), _numbers(b)
     return overlap(kept(x, ratio), kept(y, ratio)) if len(x) else 0.0
 
 
@@ -99,7 +74,7 @@ def kept(values: Numbers, ratio: float) -> NDArray[np.bool_]:
 
 def overlap(ours: Column, theirs: Column) -> float:
     """Share of the tokens marked in ``ours`` that ``theirs`` marks too; NaN without any."""
-    a, b = _pair(ours, theirs, None)
+    a, b = _numbers(ours), _numbers(theirs)
     return float((a * b).sum() / a.sum()) if a.sum() else math.nan
 
 
@@ -107,23 +82,3 @@ def relative_error(found: Numbers, true: Numbers) -> float:
     """``||found - true|| / ||true||``; NaN where all true values are 0."""
     size = float(np.linalg.norm(true))
     return float(np.linalg.norm(found - true)) / size if size else math.nan
-
-
-def auc(score: Column, marked: Column, mask: Tensor | None = None) -> float:
-    """Chance that a marked token has a higher score than an unmarked one, ties counting half.
-
-    The area under the ROC curve. 0.5: the score knows nothing; below: it is the wrong way round.
-    NaN without marked, or without unmarked tokens.
-
-    Args:
-        score: of each token.
-        marked: nonzero at the tokens to be found.
-        mask: tokens that count.
-    """
-    x, y = _pair(score, marked, mask)
-    found = y != 0
-    positives, negatives = int(found.sum()), int((~found).sum())
-    if not positives or not negatives:
-        return math.nan
-    above = float(stats.rankdata(x)[found].sum()) - positives * (positives + 1) / 2
-    return above / (positives * negatives)

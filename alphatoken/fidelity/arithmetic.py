@@ -25,8 +25,7 @@ from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.own_values import OwnValues
-from alphatoken.fidelity.per_row import keep_shares, row_columns
+from alphatoken.fidelity.own_values import OwnValues, keep_shares, row_columns
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import scorer_for

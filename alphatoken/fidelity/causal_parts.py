@@ -26,7 +26,8 @@ from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.estimate.columns import Side, contract_columns
 from alphatoken.estimate.estimators import TokenErrors, token_errors
 from alphatoken.fidelity.intervals import bootstrap
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, gathered
+from alphatoken.fidelity.valuing import Setting, scorer_for
 from alphatoken.model.batch import LabelledBatch, read_batch, to_token_index
 from alphatoken.model.capture import record
 from alphatoken.scorer import Scorer
@@ -114,17 +115,8 @@ def causal_columns(
 
 def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:
     """A scorer of these layers along the validation gradient, for scope, names and direction."""
-    config = replace(
-        subject.config,
-        estimator="same_layer_hop",
-        layers=list(layers),
-        objective="adaptation",
-        part="both",
-        parameters="linears",
-        preconditioner=None,
-        uncovered="skip",
-    )
-    return Scorer(subject.model, subject.batches(subject.validation), None, config)
+    config = Setting("same_layer_hop", tuple(layers)).config(subject.config)
+    return scorer_for(subject, config=replace(config, uncovered="skip"))
 
 
 def causal_parts(
@@ -138,21 +130,23 @@ def causal_parts(
     direction = scorer.direction.adaptation
     batches = subject.batches(rows)
     scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
-    tracker = subject.tracker("Causal parts", len(batches))
-    columns: dict[str, dict[str, list[Numbers]]] = {}
-    for number, given in enumerate(batches):
+
+    def of(given: dict[str, Tensor]) -> dict[tuple[int, str], Tensor]:
         batch = read_batch(given, max_length=subject.adapter.max_positions())
-        found = causal_columns(scorer, batch, subject.config.window, direction)
-        for layer, parts in found.items():
-            for name, column in parts.items():
-                flat = to_token_index(column)[batch.mask].detach().double().cpu().numpy()
-                columns.setdefault(str(layer), {}).setdefault(name, []).append(flat)
-        tracker.report(number + 1)
-    layers = {
-        layer: {name: np.concatenate(parts) for name, parts in by_name.items()}
-        for layer, by_name in columns.items()
-    }
+        return {
+            (layer, name): to_token_index(column)[batch.mask]
+            for layer, parts in causal_columns(
+                scorer, batch, subject.config.window, direction
+            ).items()
+            for name, column in parts.items()
+        }
+
+    found = gathered(batches, subject.tracker("Causal parts", len(rows)), of)
     names = ("exact", *PARTS)
+    layers = {
+        str(layer): {name: found[layer, name] for name in names}
+        for layer in dict.fromkeys(layer for layer, _ in found)
+    }
     total = {name: np.sum([parts[name] for parts in layers.values()], axis=0) for name in names}
     return {**layers, "all": total}
 

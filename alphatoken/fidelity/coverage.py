@@ -24,7 +24,7 @@ from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.states import HeadStates, token_states
+from alphatoken.fidelity.states import HeadStates, head_states
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.tokenwise import draw
 from alphatoken.fidelity.valuing import retention_term, scorer_for
@@ -74,9 +74,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     options = options or Options()
     rows = subject.sample()
     subject.require_tokens(rows, 2 * FEWEST, "the kept ones are measured as a cloud of points")
-    states = token_states(
-        subject.model, subject.batches(rows), subject.tracker("States", len(rows))
-    )
+    tracker = subject.tracker("States", len(rows))
+    states = head_states(subject.model, subject.batches(rows), tracker, pooled=False)
     where = places_of(rows)
     belongs = where[:, 0]
     labels = clusters_of(states.states, options.clusters, subject.seed)

@@ -26,7 +26,7 @@ from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.states import HeadStates, pooled_states
+from alphatoken.fidelity.states import HeadStates, head_states
 from alphatoken.fidelity.subject import Subject
 
 __all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]
@@ -151,7 +151,7 @@ def _pooled(
     found = {}
     for one, rows in probes.items():
         tracker = subject.tracker(f"States {name}, {one}", len(rows))
-        found[one] = pooled_states(model, subject.batches(rows), tracker)
+        found[one] = head_states(model, subject.batches(rows), tracker, pooled=True)
         if not np.isfinite(found[one].states).all():
             raise DataError(
                 "a probe has a state that is not finite",

@@ -22,19 +22,19 @@ from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import agreement
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.readings import (
+from alphatoken.fidelity.result import conclude
+from alphatoken.fidelity.subject import Subject, places_of
+from alphatoken.fidelity.tokenwise import draw_short, inner_products, token_gradients
+from alphatoken.fidelity.valuing import (
     WINDOWED,
     Numbers,
     Setting,
     depths_of,
     full_gradient,
     read,
+    scorer_for,
     supported,
 )
-from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.subject import Subject, places_of
-from alphatoken.fidelity.tokenwise import draw_short, inner_products, token_gradients
-from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.model.scope import resolve_layers
 
 __all__ = ["Options", "diagnose"]

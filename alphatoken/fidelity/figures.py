@@ -185,26 +185,17 @@ def _legend(picture: Canvas, every: Sequence[Axes]) -> None:
 # --- marks with intervals -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Series:
-    """Rows of one colour and shape; ``look`` is its place among all series of the table."""
-
-    label: str
-    look: int
-    records: Sequence[Record]
-
-
-def _series(figure: Figure, records: Sequence[Record]) -> list[_Series]:
-    """One for each entry of the column ``series``; one of all rows without it."""
+def _series(figure: Figure, records: Sequence[Record]) -> list[tuple[str, int, list[Record]]]:
+    """Label, place of colour and shape, and rows of each entry of ``series``, or of all rows."""
     if not figure.series:
-        return [_Series("", 0, records)]
+        return [("", 0, [*records])]
     found = []
     entries = dict.fromkeys(record[figure.series] for record in figure.table.records())
-    for look, entry in enumerate(entries):
+    for place, entry in enumerate(entries):
         own = [record for record in records if record[figure.series] == entry]
         said = f"{entry:g}" if isinstance(entry, float) else str(entry)
         if own:
-            found.append(_Series(said, look, own))
+            found.append((said, place % len(COLOURS), own))
     return found
 
 
@@ -229,32 +220,29 @@ def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     names = [_names(records, column) for column in (figure.x, figure.y)]
     _draw_band(axes, figure, records)
     every = _series(figure, records)
-    crowded = sum(len(one.records) for one in every) > len(names[0] or names[1])
-    for place, one in enumerate(every):
-        x, x_bars = _places(one.records, figure.x, names[0])
-        y, y_bars = _places(one.records, figure.y, names[1])
+    crowded = sum(len(own) for _, _, own in every) > len(names[0] or names[1])
+    for place, (label, look, own) in enumerate(every):
+        x, x_bars = _places(own, figure.x, names[0])
+        y, y_bars = _places(own, figure.y, names[1])
         if (
             figure.kind == "bars" and crowded
         ):  # marks of one name stand apart, so that no bar hides another
             apart = 0.6 * (place - (len(every) - 1) / 2) / len(every)
             x, y = (x, y + apart) if names[1] else (x + apart, y)
-        look = one.look % len(COLOURS)
         style: dict[str, Any] = {
             "color": COLOURS[look],
             "marker": MARKERS[look],
             "linestyle": DASHES[look] if figure.kind == "lines" else "none",
             **(_POINT if figure.kind == "scatter" and len(x) > 60 else {"markersize": 4}),
         }
-        axes.errorbar(
-            x, y, xerr=x_bars, yerr=y_bars, label=one.label or None, elinewidth=1.0, **style
-        )
+        axes.errorbar(x, y, xerr=x_bars, yerr=y_bars, label=label or None, elinewidth=1.0, **style)
     _finish_axes(axes, figure, names)
 
 
 def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     """Draw the band of the first series, along x."""
     if figure.band:
-        first = _series(figure, records)[0].records
+        *_, first = _series(figure, records)[0]
         ends = (figure.x, f"{figure.band}_low", f"{figure.band}_high")
         x, low, high = ([float(record[name]) for record in first] for name in ends)
         axes.fill_between(x, low, high, color=_INK, alpha=0.2, linewidth=0, label=figure.band)
@@ -304,43 +292,28 @@ def _draw_guides(axes: Axes, figure: Figure) -> None:
 
 
 def _draw_grid(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
-    """Cells between their edges, on a logarithmic scale of colours."""
-    from matplotlib.collections import PatchCollection
+    """Cells between their edges, on a logarithmic scale of colours, and sums over either side."""
     from matplotlib.colors import LogNorm
-    from matplotlib.patches import Rectangle
 
-    sides = [
-        ([r[f"{column}_from"] for r in records], [r[f"{column}_to"] for r in records])
+    counts = np.array([float(record[figure.colour]) for record in records])
+    x, y = ([record[f"{column}_from"] for record in records] for column in (figure.x, figure.y))
+    edges = [
+        sorted({record[f"{column}_{end}"] for record in records for end in ("from", "to")})
         for column in (figure.x, figure.y)
     ]
-    colours = np.array([float(record[figure.colour] or math.nan) for record in records])
-    cells = [
-        Rectangle((left, low), right - left, high - low)
-        for left, right, low, high in zip(*sides[0], *sides[1], strict=True)
-    ]
-    norm = LogNorm(1, max(colours.max(initial=0), 2))
-    drawn = PatchCollection(cells, cmap=SEQUENTIAL, norm=norm, rasterized=True, linewidths=0)
-    drawn.set_array(colours)
-    axes.add_collection(drawn)
+    norm = LogNorm(1, max(counts.max(), 2))
+    *_, drawn = axes.hist2d(
+        x, y, bins=edges, weights=counts, cmin=1, cmap=SEQUENTIAL, norm=norm, rasterized=True
+    )
     axes.grid(visible=False)
-    for axis, (start, end) in zip("xy", sides, strict=True):
-        getattr(axes, f"set_{axis}lim")(min(start, default=0), max(end, default=1))
     axes.figure.colorbar(drawn, ax=axes, label=figure.colour.replace("_", " "), shrink=0.8)
-    _draw_margins(axes, sides, colours)
-    _finish_axes(axes, figure, ([], []))
-
-
-def _draw_margins(
-    axes: Axes, sides: Sequence[tuple[Sequence[float], Sequence[float]]], counts: Numbers
-) -> None:
-    """Sums over the columns above the grid, and over its lines beside it."""
     above = axes.inset_axes((0.0, 1.03, 1.0, 0.2), sharex=axes)
     beside = axes.inset_axes((1.03, 0.0, 0.2, 1.0), sharey=axes)
-    for margin, (start, end), way in zip((above, beside), sides, _WAYS, strict=True):
-        bins = sorted({*start, *end})
+    for margin, start, bins, way in zip((above, beside), (x, y), edges, _WAYS, strict=True):
         margin.hist(start, bins=bins, weights=counts, orientation=way, color=COLOURS[0], alpha=0.5)
         names = margin is beside, margin is above  # of its own axis: the other is the grid's
         margin.tick_params(which="both", labelsize=7, labelbottom=names[0], labelleft=names[1])
+    _finish_axes(axes, figure, ([], []))
 
 
 # --- clouds ---------------------------------------------------------------------------------------
@@ -357,10 +330,9 @@ def _draw_cloud(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     above = axes.inset_axes((0.0, 1.02, 1.0, 0.16), sharex=axes)
     beside = axes.inset_axes((1.02, 0.0, 0.16, 1.0), sharey=axes)
     axes.set_title(axes.get_title(), fontsize=9, y=-0.1)
-    for one in _series(figure, records):
-        points = _points(figure, one.records)
-        look = one.look % len(COLOURS)
-        axes.plot(*points.T, MARKERS[look], color=COLOURS[look], label=one.label, **_POINT)
+    for label, look, own in _series(figure, records):
+        points = _points(figure, own)
+        axes.plot(*points.T, MARKERS[look], color=COLOURS[look], label=label, **_POINT)
         style: dict[str, Any] = {"color": COLOURS[look], "linestyle": DASHES[look]}
         axes.plot(*ellipse_of(points).T, linewidth=1.2, **style)
         above.plot(*density_of(points[:, 0]), **style)

@@ -17,20 +17,13 @@ from numpy.typing import NDArray
 from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
+from alphatoken.fidelity.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.token_text import (
-    KINDS,
-    Panel,
-    ValuedText,
-    heatmap_figure,
-    kind_of,
-    normalised,
-)
+from alphatoken.fidelity.token_text import KINDS, heatmap_figure, kind_of, normalised
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.report import COMPONENTS
 from alphatoken.report.examples import visible
@@ -151,13 +144,12 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     valued = _valued(subject, pool)
     words = [subject.texts(row) for row in valued.rows]
     own = [words[row][at] for row, at in zip(valued.belongs, valued.position, strict=True)]
-    texts = [_text_of(valued, subject, options, place) for place in shown]
     tokens = _tokens_table(valued, own, shown)
     kinds = Table.of("heatmap-kinds", "Kinds of tokens", kinds_of(valued, own))
     parts = [{"component": key, "share": share} for key, share in shares_of(valued).items()]
     note = "Of the summed magnitudes; stability times lambda."
     shares = Table.of("heatmap-shares", "What the values are made of", parts, note)
-    drawn = [heatmap_figure(text, _row_table(tokens, text.row)) for text in texts]
+    drawn = [_row_figure(valued, subject, options, tokens, place) for place in shown]
     return conclude(
         "heatmap",
         subject,
@@ -203,29 +195,33 @@ def _valued(subject: Subject, pool: Sequence[int]) -> Valued:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def _text_of(valued: Valued, subject: Subject, options: Options, place: int) -> ValuedText:
+def _row_figure(
+    valued: Valued, subject: Subject, options: Options, tokens: Table, place: int
+) -> Drawing:
     """One row with its panels: the total, and the components where they are several.
 
     A component that is 0 is left out, and one alone is the total.
     """
     row = list(valued.places).index(place)
-    example = valued.rows[row]
-    own = valued.belongs == row
-    response = np.zeros(len(example.input_ids), dtype=bool)
-    response[valued.position[own]] = True
-    estimator, relative = subject.config.estimator, options.colours == "relative"
-    panels: list[Panel] = []
-    parts = [key for key in valued.parts if valued.columns[key].any()]
-    if options.panels != "components" or len(parts) < 2:
-        total = valued.columns["total"][own]
-        panels.append(Panel(f"Total, {estimator}", total, valued.kept[own], relative))
-    if options.panels != "total" and len(parts) > 1:
-        panels += [
-            Panel(_NAMES[key], valued.columns[key][own], valued.kept[own], relative)
-            for key in parts
-        ]
+    example, own = valued.rows[row], valued.belongs == row
+    parts = {_NAMES[key]: valued.columns[key] for key in valued.parts if valued.columns[key].any()}
+    total = {f"Total, {subject.config.estimator}": valued.columns["total"]}
+    if len(parts) < 2 or options.panels == "total":
+        parts = total
+    elif options.panels == "all":
+        parts = total | parts
     texts = [visible(token) for token in subject.texts(example)]
-    return ValuedText(place, f"row {place} ({example.row.place})", texts, response, tuple(panels))
+    at = valued.position[own]
+    cells = tuple(cells for cells in tokens.rows if cells[0] == place)
+    return heatmap_figure(
+        f"row {place} ({example.row.place})",
+        "".join(texts[: at[0]]),
+        [texts[position] for position in at],
+        {title: values[own] for title, values in parts.items()},
+        valued.kept[own],
+        Table(f"heatmap-row-{place}", f"Tokens of row {place}", tokens.columns, cells, tokens.note),
+        relative=options.colours == "relative",
+    )
 
 
 def _tokens_table(valued: Valued, words: Sequence[str], shown: Sequence[int]) -> Table:
@@ -242,11 +238,6 @@ def _tokens_table(valued: Valued, words: Sequence[str], shown: Sequence[int]) ->
             records.append(record)
     note = "normalised: total over the largest absolute total of the response."
     return Table.of("heatmap-tokens", "Tokens of the rows shown", records, note)
-
-
-def _row_table(tokens: Table, row: int) -> Table:
-    rows = tuple(cells for cells in tokens.rows if cells[0] == row)
-    return Table(f"heatmap-row-{row}", f"Tokens of row {row}", tokens.columns, rows, tokens.note)
 
 
 def _kinds_figure(kinds: Table, ratio: float) -> Figure:

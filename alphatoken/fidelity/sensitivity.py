@@ -25,10 +25,9 @@ from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import agreement, percent
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import OwnValues
-from alphatoken.fidelity.readings import WINDOWED, depths_of, windows_of
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import scorer_for, with_estimator
+from alphatoken.fidelity.valuing import WINDOWED, depths_of, scorer_for, windows_of, with_estimator
 
 __all__ = ["Options", "diagnose", "scored"]
 

@@ -17,21 +17,19 @@ from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
 from alphatoken.fidelity.options import CheckedOptions, option
-from alphatoken.fidelity.own_values import OwnValues
-from alphatoken.fidelity.per_row import (
-    DECISIONS,
-    NOISE,
-    UNCERTAIN,
-    classify,
-    keep_shares,
-    row_columns,
-)
+from alphatoken.fidelity.own_values import OwnValues, keep_shares, row_columns
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 
-__all__ = ["Options", "diagnose"]
+__all__ = ["Options", "classify", "diagnose"]
 
 Numbers = NDArray[np.float64]
+
+UNCERTAIN = 0.05
+"""A decision is noise if more than this share of the draws reverses it."""
+
+DECISIONS = ("sure keep", "noise", "sure drop")
+NOISE = DECISIONS.index("noise")
 
 # Of a rounding difference, relative to the largest value, whose terms may cancel.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
@@ -84,6 +82,16 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     )
 
 
+def classify(keep_share: Numbers) -> NDArray[np.int64]:
+    """Index into ``DECISIONS``: a decision is noise unless one side has all but ``UNCERTAIN``.
+
+    Args:
+        keep_share: share of the draws in which a token is kept.
+    """
+    sure_keep, sure_drop = keep_share >= 1 - UNCERTAIN, keep_share <= UNCERTAIN
+    return np.where(sure_keep, 0, np.where(sure_drop, 2, NOISE)).astype(np.int64)
+
+
 def _share(base: OwnValues, chosen: NDArray[np.bool_]) -> Estimate:
     return bootstrap(np.mean, chosen, groups=base.groups, seed=base.subject.seed)
 
@@ -124,13 +132,7 @@ def _figure(tokens: Table) -> Figure:
 
 def _dependence(base: OwnValues) -> list[str]:
     """Say so if values change by more than rounding where each row is a batch of its own."""
-    alone = np.concatenate(
-        [
-            values.total[values.mask].detach().double().cpu().numpy()
-            for batch in base.subject.batches(base.rows, 1)
-            for values in [base.scorer.score(batch)]
-        ]
-    )
+    alone = base.subject.resized(batch_size=1).score(base.scorer, base.rows, "Row by row")["total"]
     error = float(np.abs(alone - base.total).max()) / (float(np.abs(base.total).max()) or 1.0)
     dtype = next(iter(base.scorer.parameters.values())).dtype
     if error <= _TOLERANCE.get(dtype, _NARROW):  # False for NaN

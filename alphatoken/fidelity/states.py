@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from alphatoken.fidelity.subject import gathered
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, token_losses
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.progress import Tracker
 
-__all__ = ["HeadStates", "pooled_states", "token_states"]
+__all__ = ["HeadStates", "head_states"]
 
 Numbers = NDArray[np.float64]
 
@@ -84,53 +85,28 @@ def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Te
     return found[-1] if found else hidden, losses, bool(found)
 
 
-def _collected(
-    model: nn.Module,
-    batches: Sequence[dict[str, Tensor]],
-    tracker: Tracker,
-    choose: Callable[[LabelledBatch, Tensor, Tensor], tuple[Tensor, Tensor]],
+def head_states(
+    model: nn.Module, batches: Sequence[dict[str, Tensor]], tracker: Tracker, *, pooled: bool
 ) -> HeadStates:
-    """What ``choose`` takes of the states and losses of each batch."""
-    adapter = find_adapter(model)
-    device = next(model.parameters()).device
-    parts: list[list[Numbers]] = []
-    has_head, rows = True, 0
-    for batch in batches:
-        moved = {name: tensor.to(device) for name, tensor in batch.items()}
-        checked = read_batch(moved, max_length=adapter.max_positions())
-        states, losses, found = states_of(adapter, checked)
-        chosen = choose(checked, states, losses)
-        parts.append([one.detach().double().cpu().numpy() for one in chosen])
-        has_head = has_head and found
-        rows += len(checked.labels)
-        tracker.report(rows)
-    whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return HeadStates(whole[0], whole[1], has_head)
+    """States of the tokens of these batches, or of their rows if ``pooled``.
 
-
-def token_states(
-    model: nn.Module, batches: Sequence[dict[str, Tensor]], tracker: Tracker
-) -> HeadStates:
-    """States at the position *before* each response token: where the model predicts it.
-
-    The contextual embedding of a token as its loss sees it: it holds the prefix, not the token.
+    Of a token at the position *before* it, where the model predicts it: its contextual embedding
+    as its loss sees it, which holds the prefix, not the token. Of a row the mean over its tokens;
+    padding cannot reach it.
     """
+    adapter = find_adapter(model)
+    places: set[bool] = set()
 
-    def choose(batch: LabelledBatch, states: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-        return states[to_label_position(batch.mask)], losses[batch.mask]
-
-    return _collected(model, batches, tracker, choose)
-
-
-def pooled_states(
-    model: nn.Module, batches: Sequence[dict[str, Tensor]], tracker: Tracker
-) -> HeadStates:
-    """Mean state of each row at the head's input, in float64; padding cannot reach it."""
-
-    def choose(batch: LabelledBatch, states: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-        attention = batch.inputs.get("attention_mask")
-        real = torch.ones_like(batch.mask) if attention is None else attention != 0
+    def of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        checked = read_batch(batch, max_length=adapter.max_positions())
+        states, losses, found = states_of(adapter, checked)
+        places.add(found)
+        if not pooled:
+            at = to_label_position(checked.mask)
+            return {"states": states[at], "losses": losses[checked.mask]}
+        attention = checked.inputs.get("attention_mask")
+        real = torch.ones_like(checked.mask) if attention is None else attention != 0
         wide = states.double().masked_fill(~real.unsqueeze(-1), 0.0)
-        return wide.sum(1) / real.sum(1, keepdim=True), losses.sum(1)
+        return {"states": wide.sum(1) / real.sum(1, keepdim=True), "losses": losses.sum(1)}
 
-    return _collected(model, batches, tracker, choose)
+    return HeadStates(**gathered(batches, tracker, of), has_head=places == {True})

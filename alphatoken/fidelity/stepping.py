@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import NumericalError, require_choice
+from alphatoken.errors import NumericalError
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
@@ -72,10 +72,10 @@ class Stepper:
             self.model.to(dtype)
         self.adapter = find_adapter(self.model)
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        require_choice("optimizer", optimizer, OPTIMIZERS)
-        made = _OPTIMIZERS[optimizer]
         # The learning rate is set at each step.
-        self.optimizer = made(self.parameters.values(), lr=0.0, weight_decay=weight_decay)
+        self.optimizer = _OPTIMIZERS[optimizer](
+            self.parameters.values(), lr=0.0, weight_decay=weight_decay
+        )
         self.validation = [self.read(batch) for batch in validation]
         # The weights to go back to are the user's own, which no step touches: no copy of them.
         self._start = {n: p for n, p in model.named_parameters() if n in self.parameters}

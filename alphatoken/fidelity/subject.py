@@ -24,7 +24,9 @@ from alphatoken.report.examples import COMPONENTS
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 
-__all__ = ["Subject", "places_of", "require_retention"]
+__all__ = ["Subject", "gathered", "places_of", "require_retention"]
+
+Batch = dict[str, Tensor]
 
 
 def require_retention(sets: Sized) -> None:
@@ -51,6 +53,20 @@ def places_of(rows: Sequence[Example]) -> NDArray[np.int64]:
         if place and label != IGNORE
     ]
     return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
+def gathered(
+    batches: Sequence[Batch], tracker: Tracker, of: Callable[[Batch], Mapping[Any, Tensor]]
+) -> dict[Any, NDArray[np.float64]]:
+    """Tensors that ``of`` finds in each batch, joined by key along their first axis."""
+    columns: dict[Any, list[NDArray[np.float64]]] = {}
+    done = 0
+    for batch in batches:
+        for key, part in of(batch).items():
+            columns.setdefault(key, []).append(part.detach().cpu().double().numpy())
+        done += len(batch["labels"])
+        tracker.report(done)
+    return {key: np.concatenate(parts) for key, parts in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +177,7 @@ class Subject:
         object.__setattr__(found, "_kept", self._kept)
         return found
 
-    def batches(self, rows: Sequence[Example], size: int | None = None) -> list[dict[str, Tensor]]:
+    def batches(self, rows: Sequence[Example], size: int | None = None) -> list[Batch]:
         """Rows in padded batches on the model's device."""
         return [
             {name: tensor.to(self.device) for name, tensor in batch.items()}
@@ -201,20 +217,15 @@ class Subject:
         ``adaptation_direct`` and so on; ``row`` and ``position`` say which token it is. Stability
         is before lambda; ``row`` and ``position`` are whole numbers, the rest float64.
         """
-        columns: dict[str, list[NDArray[Any]]] = {}
-        tracker, done = self.tracker(label or f"Values, {scorer.config.estimator}", len(rows)), 0
-        for batch in self.batches(rows):
+        tracker = self.tracker(label or f"Values, {scorer.config.estimator}", len(rows))
+
+        def of(batch: Batch) -> dict[str, Tensor]:
             values = scorer.score(batch)
-            for key in (component.key for component in COMPONENTS):
-                part: Tensor | None = getattr(values, key)
-                if part is not None:
-                    flat = part.detach()[values.mask].cpu().double().numpy()
-                    columns.setdefault(key, []).append(flat)
-            done += len(values.mask)
-            tracker.report(done)
+            parts = {one.key: getattr(values, one.key) for one in COMPONENTS}
+            return {key: part[values.mask] for key, part in parts.items() if part is not None}
+
         row, position = places_of(rows).T
-        whole = {key: np.concatenate(parts) for key, parts in columns.items()}
-        return {"row": row, "position": position, **whole}
+        return {"row": row, "position": position, **gathered(self.batches(rows), tracker, of)}
 
     # --- before and after -----------------------------------------------------------------------
 
@@ -262,10 +273,25 @@ class Subject:
         """
         if self.fisher is not None and self.fisher.structure == structure and not options:
             return self.fisher
-        settings = {"samples": self.fisher_samples, "structure": structure, **options}
+        settings: dict[str, Any] = {"samples": self.fisher_samples, "structure": structure}
+        settings |= options
         key = f"fisher {sorted(settings.items(), key=str)}"
         if key not in self._kept:
-            self._kept[key] = self.fit_fisher(self.fisher_rows, **settings)
+            settings = {
+                "layers": self.config.layers,
+                "labels": "token",
+                "seed": self.seed,
+                "batch_size": self.batch_size,
+                "progress": self.progress,
+            } | settings
+            # Drawing is nearly all of a fit, and the Fisher's structure has no part in it.
+            if settings["labels"] == "sequence":
+                of = ("samples", "seed", "max_new_tokens", "batch_size")
+                drawn = f"responses {[settings.get(name) for name in of]}"
+                settings["responses"] = self._kept.setdefault(drawn, {})
+            (batch,) = self.batches(self.fisher_rows, len(self.fisher_rows))
+            reference = self.model if self.reference is None else self.reference
+            self._kept[key] = fit_fisher(reference, batch, **settings)
         found: FisherDrift = self._kept[key]
         return found
 
@@ -274,26 +300,6 @@ class Subject:
         """Rows that Fishers are fitted on: the held-out ones, or the training rows without them."""
         held = [row for row in self.prompts if row.response_tokens]
         return held or [row for row in self.train if row.response_tokens]
-
-    def fit_fisher(self, rows: Sequence[Example], **options: Any) -> FisherDrift:
-        """Fit a Fisher on these rows at the reference, with the settings of the run."""
-        (batch,) = self.batches(rows, len(rows))
-        settings: dict[str, Any] = {
-            "samples": len(rows),
-            "layers": self.config.layers,
-            "labels": "token",
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "progress": self.progress,
-        } | options
-        reference = self.model if self.reference is None else self.reference
-        # Drawing is nearly all of a fit, and the Fisher's structure has no part in it.
-        if settings["labels"] == "sequence":
-            of = ("samples", "seed", "max_new_tokens", "batch_size")
-            read = [list(row.input_ids) for row in rows]
-            key = f"responses {[settings.get(name) for name in of]} {read}"
-            settings["responses"] = self._kept.setdefault(key, {})
-        return fit_fisher(reference, batch, **settings)
 
     # --- small things -----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -17,9 +17,7 @@ from alphatoken.report.numbers import number as written
 
 __all__ = [
     "KINDS",
-    "Panel",
     "Piece",
-    "ValuedText",
     "heatmap_figure",
     "kind_of",
     "laid_out",
@@ -28,67 +26,6 @@ __all__ = [
 ]
 
 Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One colouring of a response.
-
-    Attributes:
-        title: over the panel.
-        values: (n,) one a response token.
-        kept: (n,) True where the selection keeps the token.
-        relative: whether colours run from the lowest value of the response to its highest, as the
-            paper's do, instead of telling signs.
-    """
-
-    title: str
-    values: Numbers
-    kept: NDArray[np.bool_]
-    relative: bool = False
-
-    @property
-    def colours(self) -> Numbers:
-        """The values, normalised within this response: to [-1, 1], or to [0, 1] if relative."""
-        return ranged(self.values) if self.relative else normalised(self.values)
-
-    @property
-    def scale(self) -> str:
-        """Meaning of the colours in numbers, for a heading."""
-        low, high = _ends(self.values)
-        if self.relative:
-            return f"light {written(low)}, dark {written(high)}"
-        return f"full colour \u00b1{written(max(abs(low), abs(high)))}"
-
-
-@dataclass(frozen=True)
-class ValuedText:
-    """One row of t tokens, n of them in responses.
-
-    Attributes:
-        row: number of the training row.
-        place: how a person finds it.
-        tokens: (t) text that each token adds, made visible.
-        response: (t,) True at the valued tokens.
-        panels: colourings, the first one the total.
-    """
-
-    row: int
-    place: str
-    tokens: Sequence[str]
-    response: NDArray[np.bool_]
-    panels: tuple[Panel, ...]
-
-    @property
-    def shown(self) -> list[str]:
-        """Texts of the response tokens."""
-        return [token for token, own in zip(self.tokens, self.response, strict=True) if own]
-
-    @property
-    def prompt(self) -> str:
-        """The text before the first response token."""
-        places = np.flatnonzero(self.response)
-        return "".join(self.tokens[: int(places[0])] if len(places) else self.tokens)
 
 
 def normalised(values: Numbers) -> Numbers:
@@ -183,26 +120,46 @@ _RELATIVE = (
 )
 
 
-def heatmap_figure(text: ValuedText, data: Table) -> Drawing:
+def heatmap_figure(
+    place: str,
+    prompt: str,
+    tokens: Sequence[str],
+    panels: Mapping[str, Numbers],
+    kept: NDArray[np.bool_],
+    data: Table,
+    *,
+    relative: bool = False,
+) -> Drawing:
     """Every panel of one row, two beside each other.
 
     Args:
-        text: the row.
+        place: how a person finds the row.
+        prompt: the text before the response.
+        tokens: (n) text that each response token adds, made visible.
+        panels: title -> (n,) values, normalised within this response; the first is the total.
+        kept: (n,) True where the selection keeps the token.
         data: what is drawn.
+        relative: whether colours run from the lowest value of the response to its highest, as the
+            paper's do, instead of telling signs.
     """
-    tokens, prompt = text.shown, _end_of(text.prompt)
+    prompt = _end_of(prompt)
     pieces, shown = laid_out(tokens, _COLUMNS, _LINES)
     cut = "" if shown == len(tokens) else f"; first {shown} of {len(tokens)} tokens"
     lines = pieces[-1].line + 1 if pieces else 1
-    drawn, top = [_written(_GAP, _LINE, text.place)], 2 * _LINE
-    for number, panel in enumerate(text.panels):
+    drawn, top = [_written(_GAP, _LINE, place)], 2 * _LINE
+    for number, (title, values) in enumerate(panels.items()):
         left = _GAP + number % 2 * (_COLUMNS * _LETTER + _GAP)
         if number and not number % 2:
             top += _HEAD + _LINE * lines
             lines, prompt = lines - len(_folded(prompt)), ""  # the first two panels show it
         elif not number:
             lines += len(_folded(prompt))
-        drawn += _panel(panel, pieces, prompt, left, top, cut)
+        low, high = _ends(values)
+        scale = f"full colour \u00b1{written(max(abs(low), abs(high)))}"
+        scale = f"light {written(low)}, dark {written(high)}" if relative else scale
+        drawn.append(_written(left, top + 0.7 * _LINE, f"{title}   ({scale}{cut})"))
+        colours = ranged(values) if relative else normalised(values)
+        drawn += _panel(pieces, colours, kept, prompt, left, top + _HEAD)
     width, height = 2 * _COLUMNS * _LETTER + 3 * _GAP, top + _HEAD + _LINE * lines
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
@@ -211,13 +168,12 @@ def heatmap_figure(text: ValuedText, data: Table) -> Drawing:
     )
     return Drawing(
         data.key,
-        f"Values over the text of {text.place}",
-        (_RELATIVE if any(panel.relative for panel in text.panels) else _SIGNED)
-        + " Underlined tokens are kept.",
+        f"Values over the text of {place}",
+        f"{_RELATIVE if relative else _SIGNED} Underlined tokens are kept.",
         data,
         svg,
-        f"Text of {text.place} with each response token coloured by its value, in panels: "
-        f"{', '.join(panel.title for panel in text.panels)}.",
+        f"Text of {place} with each response token coloured by its value, in panels: "
+        f"{', '.join(panels)}.",
     )
 
 
@@ -243,21 +199,23 @@ def _written(x: float, y: float, text: str, colour: str = "#111") -> str:
 
 
 def _panel(
-    panel: Panel, pieces: Sequence[Piece], prompt: str, left: float, top: float, cut: str
+    pieces: Sequence[Piece],
+    colours: Numbers,
+    kept: NDArray[np.bool_],
+    prompt: str,
+    left: float,
+    top: float,
 ) -> Iterator[str]:
-    """Title, prompt in grey, and every piece of a token in its box."""
-    yield _written(left, top + 0.7 * _LINE, f"{panel.title}   ({panel.scale}{cut})")
-    top += _HEAD
+    """Prompt in grey, and every piece of a token in its box."""
     for part in _folded(prompt):
         yield _written(left, top + 0.7 * _LINE, part, "#6b7280")
         top += _LINE
-    colours = panel.colours
     for piece in pieces:
         x, y = left + _LETTER * piece.column, top + _LINE * piece.line
         fill = "".join(f"{round(255 * channel):02x}" for channel in colour_of(colours[piece.token]))
         box = f'x="{x:g}" y="{y:g}" width="{_LETTER * len(piece.text):g}"'
         yield f'<rect {box} height="{_LINE - 2:g}" fill="#{fill}"/>'
-        if panel.kept[piece.token]:
+        if kept[piece.token]:
             line = f'x="{x:g}" y="{y + _LINE - 3:g}" width="{_LETTER * len(piece.text):g}"'
             yield f'<rect {line} height="1" fill="#222"/>'
         if not piece.text.isspace():

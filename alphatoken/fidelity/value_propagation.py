@@ -74,8 +74,8 @@ class Options(CheckedOptions):
 
 def collect_pairs(
     subject: Subject, rows: Sequence[Example], layers: Sequence[int], budget: int
-) -> tuple[dict[int, PairCounts], float]:
-    """Counts of the pairs of all batches by layer; and the share of positions looked at.
+) -> tuple[PairCounts, float]:
+    """Counts of the pairs of all batches and layers; and the share of positions looked at.
 
     A pair's positions both predict a response token: the self-only error of a query is zero
     elsewhere, so no other pair takes part in the values. The share is of token positions with a
@@ -86,11 +86,10 @@ def collect_pairs(
     used = [to_label_position(batch.mask) for batch in batches]
     chosen = choose_positions(used, window, budget, subject.seed)
     tracker = subject.tracker("Attention pairs", len(batches))
-    found: dict[int, PairCounts] = {}
+    found = PairCounts.total([])
     for number, (batch, mask, picked) in enumerate(zip(batches, used, chosen, strict=True)):
         for seen in see_calls(subject.adapter, layers, batch) if bool(picked.any()) else ():
-            counts = PairCounts.of(*weigh_pairs(seen, mask, picked, window))
-            found[seen.layer] = found[seen.layer] + counts if seen.layer in found else counts
+            found += PairCounts.of(*weigh_pairs(seen, mask, picked, window))
         tracker.report(number + 1)
     whole = sum(int((pair_counts(mask, window) > 0).sum()) for mask in used)
     share = sum(int(mask.sum()) for mask in chosen) / whole if whole else 0.0
@@ -195,15 +194,14 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     rows = subject.sample()
     subject.require_tokens(rows, FEWEST, "shares of so few tokens mean nothing")
     layers, others = softmax_layers(subject.adapter, subject.config.layers, "use estimator='label'")
-    counted, looked_at = collect_pairs(subject, rows, layers, options.pairs)
-    if not counted:
+    pairs, looked_at = collect_pairs(subject, rows, layers, options.pairs)
+    if not pairs.pairs:
         raise InputError(
             "there is no causal-window pair of response tokens",
             got=f"{len(rows)} rows, window {subject.config.window}",
             why="Value-Propagation is about what one response token does to a later one",
             remedy="rows with two or more response tokens, and a window of at least 1",
         )
-    pairs = PairCounts.total(counted.values())
     depth = len(subject.adapter.layers())
     # Those above which every layer has a self-only rule, as the self-only backward needs.
     clear = [n for n in layers if not mixers_without_rule(subject.adapter, range(n, depth))]

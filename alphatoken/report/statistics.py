@@ -88,7 +88,7 @@ def summarise(
         texts: token ids -> text of each token, for examples that come without; asked for those
             that are shown.
     """
-    summary, sums = ValueSummary(), _Sums()
+    summary, sums = ValueSummary(), dict[str, list[float]]()
     chosen, draw = dict[int, ScoredExample](), random.Random(seed)
     high: list[_Token] = []
     low: list[_Token] = []
@@ -102,14 +102,20 @@ def summarise(
             chosen[place] = example
         response = example.response
         own = {key: np.asarray(v, float)[response] for key, v in example.values.items()}
-        sums.add(own)
+        _add(sums, own)
         summary.response_tokens += int(response.sum())
         # Of equal values the first one seen comes first.
         high += _ends(example, -own["total"], extremes)
         high = heapq.nlargest(extremes, high, key=itemgetter(0))
         low += _ends(example, own["total"], extremes)
         low = heapq.nsmallest(extremes, low, key=itemgetter(0))
-    summary.components = sums.summaries()
+    n = summary.response_tokens
+    summary.components = [
+        ComponentSummary(c.key, n, total / n, low, high, positive / n)
+        for c in COMPONENTS
+        if c.key in sums
+        for total, low, high, positive in [sums[c.key]]
+    ]
     summary.highest = [_extreme(worded(e, texts), place) for _, e, place in high]
     summary.lowest = [_extreme(worded(e, texts), place) for _, e, place in low]
     picked = sorted(chosen.values(), key=lambda example: example.row)
@@ -133,37 +139,17 @@ def worded(
     return replace(example, tokens=texts(example.ids))
 
 
-class _Sums:
-    """Count, sum and range of each component."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._found: dict[str, list[float]] = {}
-
-    def add(self, values: Mapping[str, NDArray[np.float64]]) -> None:
-        """Add tokens to the sums."""
-        count = len(values["total"])
-        if not count:
-            return
-        self._count += count
-        for key, column in values.items():
-            total, low, high, positive = self._found.get(key, [0.0, math.inf, -math.inf, 0.0])
-            self._found[key] = [
+def _add(sums: dict[str, list[float]], values: Mapping[str, NDArray[np.float64]]) -> None:
+    """Add tokens to the sum, range and count of positive values of each component."""
+    for key, column in values.items():
+        if len(column):
+            total, low, high, positive = sums.get(key, [0.0, math.inf, -math.inf, 0.0])
+            sums[key] = [
                 total + float(column.sum()),
                 min(low, float(column.min())),
                 max(high, float(column.max())),
                 positive + float((column > 0).sum()),
             ]
-
-    def summaries(self) -> list[ComponentSummary]:
-        """One a component, in the order of the page."""
-        n = self._count
-        return [
-            ComponentSummary(c.key, n, total / n, low, high, positive / n)
-            for c in COMPONENTS
-            if c.key in self._found
-            for total, low, high, positive in [self._found[c.key]]
-        ]
 
 
 def _extreme(example: ScoredExample, position: int) -> Extreme:

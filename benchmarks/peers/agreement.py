@@ -104,10 +104,10 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 def agreement(peer: Peer, work: Work, found: Tensor, exact: Work | None = None) -> Agreement:
     """``found`` against our values in float64 (``exact``: the work in float64, if at hand)."""
     exact = exact or in_double(work)
-    labels = reference(exact, "label")
+    labels, counted = reference(exact, "label"), label_mask(work.batch["labels"])
     wanted = labels if peer.estimand == "label" else reference(exact, peer.estimand)
     return Agreement(
         relative_error(found.detach(), wanted),
         peer.allowed(next(work.model.parameters()).dtype),
-        spearman(tokenwise(found, work, peer.estimand), labels, label_mask(work.batch["labels"])),
+        spearman(tokenwise(found, work, peer.estimand)[counted], labels[counted]),
     )

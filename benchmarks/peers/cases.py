@@ -130,13 +130,13 @@ def peer_correlation(run: Run) -> Iterator[Row]:
     for kind in ("near", "far"):
         work = real(Path(folder), kind)
         exact, mask = in_double(work), label_mask(work.batch["labels"])
-        utility = _utility(exact)
-        own = spearman(reference(exact, "label"), utility, mask)
+        utility = _utility(exact)[mask]
+        own = spearman(reference(exact, "label")[mask], utility)
         for peer in present():
             with started(peer, work) as value:
                 found = value()
             seen = agreement(peer, work, found, exact)
-            other = spearman(tokenwise(found, work, peer.estimand), utility, mask)
+            other = spearman(tokenwise(found, work, peer.estimand)[mask], utility)
             yield _correlated(peer, kind, work, seen, (own, other))
 
 

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score as auc
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.certificate.metrics import auc
 from alphatoken.data import EncodeOptions, Example, batches, encode_rows, read_rows
 from alphatoken.model.batch import label_mask
 from alphatoken.model.response_losses import response_losses
@@ -216,7 +216,7 @@ def _areas(rows: Sequence[_Row]) -> dict[str, Any]:
         def area(chosen: Sequence[int], name: str = name) -> float:
             marked = np.concatenate([rows[i].planted for i in chosen])
             numbers = np.concatenate([rows[i].numbers[name] for i in chosen])
-            return float("nan") if marked.all() or not marked.any() else auc(-numbers, marked)
+            return float("nan") if marked.all() or not marked.any() else auc(marked, -numbers)
 
         again = np.asarray([area(draw) for draw in draws])
         low, high = np.nanquantile(again, [0.025, 0.975])

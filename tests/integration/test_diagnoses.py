@@ -15,7 +15,7 @@ import torch
 from alphatoken import Scorer
 from alphatoken.fidelity import registry
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.per_row import row_columns
+from alphatoken.fidelity.own_values import row_columns
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.storage import weights_digest
 from tests.integration.subjects import RETENTION, examples, model, subject

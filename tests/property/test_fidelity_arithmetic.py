@@ -17,7 +17,7 @@ from alphatoken.direction.drift import FisherDrift
 from alphatoken.fidelity import arithmetic
 from alphatoken.fidelity.arithmetic import Arithmetic, Options, redrawn_changes
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.per_row import keep_shares
+from alphatoken.fidelity.own_values import keep_shares
 from alphatoken.fidelity.subject import Subject
 from alphatoken.scorer import Scorer
 from tests.property.test_differences import llama

@@ -15,7 +15,7 @@ from alphatoken.data import collate
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.fidelity import coverage
 from alphatoken.fidelity.clouds import clusters_of, entropy, picture_of
-from alphatoken.fidelity.states import token_states
+from alphatoken.fidelity.states import head_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import with_estimator
 from alphatoken.model.protocol import find_adapter
@@ -105,7 +105,7 @@ def test_the_band_holds_random_selections_and_not_one_cluster():
 def test_states_are_what_the_head_reads_where_a_token_is_predicted(config: DecoderConfig):
     model = ReferenceDecoder(config, seed=1).train()
     rows = rows_of([(2, 5), (4, 3), (1, 7)], config.vocabulary)
-    found = token_states(model, [collate(rows)], QUIET)
+    found = head_states(model, [collate(rows)], QUIET, pooled=False)
     logits = F.linear(torch.from_numpy(found.states), model.head.weight)
     losses = F.cross_entropy(logits, labels_of(rows), reduction="none")
     np.testing.assert_allclose(losses.detach().numpy(), found.losses, rtol=1e-12)
@@ -122,7 +122,7 @@ def labels_of(rows):
 def test_the_head_is_found_on_every_family(family):
     model = family.build(3)
     rows = rows_of([(2, 5), (3, 4)], 23)
-    found = token_states(model, [collate(rows)], QUIET)
+    found = head_states(model, [collate(rows)], QUIET, pooled=False)
     assert found.has_head
     head = model.get_output_embeddings()
     with torch.no_grad():
@@ -139,8 +139,8 @@ def test_the_head_is_found_on_every_family(family):
 def test_padding_and_batches_change_no_state():
     model = ReferenceDecoder(DecoderConfig(), seed=2)
     rows = rows_of([(2, 5), (4, 3), (1, 7)], 11)
-    together = token_states(model, [collate(rows)], QUIET)
-    alone = token_states(model, [collate([row]) for row in rows], QUIET)
+    together = head_states(model, [collate(rows)], QUIET, pooled=False)
+    alone = head_states(model, [collate([row]) for row in rows], QUIET, pooled=False)
     np.testing.assert_allclose(alone.states, together.states, atol=1e-12)
     np.testing.assert_allclose(alone.losses, together.losses, atol=1e-12)
 

@@ -15,7 +15,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity import drift
 from alphatoken.fidelity.clouds import density_of, ellipse_of
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.states import HeadStates, pooled_states
+from alphatoken.fidelity.states import HeadStates, head_states
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.progress import Tracker
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
@@ -54,7 +54,7 @@ def test_nothing_moved_is_zero_and_the_change_of_loss_is_per_token():
 def test_pooled_states_are_means_over_their_tokens_whatever_the_padding():
     model = ReferenceDecoder(DecoderConfig(layers=3), seed=5)
     rows = rows_of([(2, 5), (4, 3), (1, 7)], 11)
-    found = pooled_states(model, [collate(rows)], QUIET)
+    found = head_states(model, [collate(rows)], QUIET, pooled=True)
     seen: list[torch.Tensor] = []
     handle = model.head.register_forward_hook(lambda m, args, out: seen.append(args[0]))
     with torch.no_grad():

@@ -15,7 +15,8 @@ from alphatoken.errors import ConfigError, InputError
 from alphatoken.estimate.estimators import ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.readings import (
+from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.valuing import (
     WINDOWED,
     Setting,
     depths_of,
@@ -24,7 +25,6 @@ from alphatoken.fidelity.readings import (
     supported,
     windows_of,
 )
-from alphatoken.fidelity.subject import Subject
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients as oracle
 from tests.places import nightly

@@ -19,8 +19,6 @@ from alphatoken.fidelity.diagnosis import Table
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_text import (
-    Panel,
-    ValuedText,
     heatmap_figure,
     laid_out,
     normalised,
@@ -51,19 +49,12 @@ HOSTILE = (
 )
 
 
-def valued_text() -> ValuedText:
-    """A row whose values alternate in sign and grow; every third token is kept."""
-    size = len(HOSTILE)
-    values = np.array([(-1.0) ** i * (i + 1) for i in range(size)])
-    kept = np.arange(size) % 3 == 0
-    shown = [visible(token) for token in ("a <b> $\n", *HOSTILE)]
-    response = np.array([False, *[True] * size])
-    panels = (
-        Panel("Total <1>", values, kept),
-        Panel("Adaptation", -values, kept),
-        Panel("Stability", np.zeros(size), kept),
-    )
-    return ValuedText(3, "rows <x>, line 4", shown, response, panels)
+def drawn(tokens: tuple[str, ...], prompt: str, *values: list[float]) -> str:
+    """Every third token is kept."""
+    shown = [visible(token) for token in tokens]
+    panels = {f"Panel <{number}>": np.array(one) for number, one in enumerate(values)}
+    kept, table = np.arange(len(tokens)) % 3 == 0, Table("key", "title", ("a",), ((1,),))
+    return heatmap_figure("rows <x>, line 4", visible(prompt), shown, panels, kept, table).svg
 
 
 # --- normalisation and colour --------------------------------------------------------------------
@@ -80,14 +71,14 @@ def test_normalisation_is_exact_and_keeps_signs_and_zeros():
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20))
 def test_relative_colours_are_darker_the_higher_the_value(values: list[float]):
     """From white, the lowest of the response, to full colour, its highest; whatever the signs."""
-    panel = Panel("T", np.array(values), np.zeros(len(values), bool), relative=True)
-    light = [sum(colour_of(colour)) for colour in panel.colours]
+    colours = ranged(np.array(values))
+    light = [sum(colour_of(colour)) for colour in colours]
     for a, one in zip(values, light, strict=True):
         for b, other in zip(values, light, strict=True):
             assert (a >= b) <= (one <= other + 1e-12)
     if max(values) > min(values):
-        assert panel.colours.min() == 0.0
-        assert panel.colours.max() == 1.0
+        assert colours.min() == 0.0
+        assert colours.max() == 1.0
         assert light[int(np.argmin(values))] == 3.0  # white
     assert ranged(np.array([])).tolist() == []
 
@@ -139,19 +130,18 @@ def fills(svg: str, colour: tuple[int, int, int]) -> int:
 
 
 def test_a_figure_of_hostile_text_shows_both_colours():
-    figure = heatmap_figure(valued_text(), Table("key", "title", ("a",), ((1,),)))
+    values = [(-1.0) ** i * (i + 1) for i in range(len(HOSTILE))]  # in sign by turns, growing
+    svg = drawn(HOSTILE, "a <b> $\n", values, [-v for v in values], [0.0] * len(HOSTILE))
     for colour in (PLUS, MINUS):
-        assert fills(figure.svg, colour) > 0, colour
-    assert "<script" not in figure.svg
-    assert "http://" not in figure.svg.replace("http://www.w3.org", "")
-    ElementTree.fromstring(figure.svg)
+        assert fills(svg, colour) > 0, colour
+    assert "<script" not in svg
+    assert "http://" not in svg.replace("http://www.w3.org", "")
+    ElementTree.fromstring(svg)
 
 
 def test_the_first_token_is_coloured_by_its_own_value():
     for value, colour, other in ((2.0, PLUS, MINUS), (-2.0, MINUS, PLUS)):
-        panel = Panel("T", np.array([value, 1e-9]), np.array([False, False]))
-        text = ValuedText(0, "row", ["    ", " b"], np.array([True, True]), (panel,))
-        svg = heatmap_figure(text, Table("k", "t", ("a",), ())).svg
+        svg = drawn(("    ", " b"), "", [value, 1e-9])
         assert fills(svg, colour) == 1
         assert fills(svg, other) == 0
 

@@ -16,10 +16,10 @@ from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.estimate.estimators import ESTIMATORS
-from alphatoken.fidelity import per_row, stability
+from alphatoken.fidelity import own_values, stability
 from alphatoken.fidelity.intervals import Estimate, percent
-from alphatoken.fidelity.own_values import OwnValues
-from alphatoken.fidelity.per_row import NOISE, RowColumns, classify, keep_shares, row_columns
+from alphatoken.fidelity.own_values import OwnValues, RowColumns, keep_shares, row_columns
+from alphatoken.fidelity.stability import NOISE, classify
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import values_along
 from alphatoken.scorer import Scorer
@@ -117,7 +117,7 @@ def test_the_scorer_gets_its_validation_rows_back_and_chunks_do_not_matter(
     scorer = scorer_of(subject)
     before = subject.score(scorer, subject.train)["total"]
     whole = row_columns(subject, scorer, subject.train, subject.validation)
-    monkeypatch.setattr(per_row, "_HELD", 1)
+    monkeypatch.setattr(own_values, "_HELD", 1)
     parts = row_columns(subject, scorer, subject.train, subject.validation)
     np.testing.assert_allclose(parts.sums, whole.sums, rtol=1e-12)
     assert np.array_equal(subject.score(scorer, subject.train)["total"], before)

@@ -17,10 +17,10 @@ from alphatoken.certificate import metrics
 from alphatoken.errors import InputError, NumericalError
 from alphatoken.fidelity import utility as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.readings import full_gradient
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper, mean_loss
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.utility import slope
+from alphatoken.fidelity.valuing import full_gradient
 from alphatoken.oracle import utility as oracle
 from alphatoken.oracle.evaluate import displaced
 from tests.property.decoder import DecoderConfig, ReferenceDecoder

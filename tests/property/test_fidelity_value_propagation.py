@@ -200,7 +200,8 @@ def test_one_response_token_has_no_pairs_and_no_causal_value() -> None:
     subject, parts, _ = parts_of(model, lengths=[2] * 9)
     total = parts["all"]
     assert all(float(np.abs(total[name]).max()) == 0.0 for name in (*causal_parts.PARTS, "exact"))
-    assert diagnostic.collect_pairs(subject, subject.train, [0, 1], 100) == ({}, 0.0)
+    pairs, share = diagnostic.collect_pairs(subject, subject.train, [0, 1], 100)
+    assert (pairs.pairs, share) == (0, 0.0)
     records = causal_parts.share_records(total, places_of(subject.train)[:, 0], "all")
     assert not any(record["signed"].defined for record in records)
     with pytest.raises(InputError, match="no causal-window pair"):
@@ -259,7 +260,7 @@ def test_the_density_counts_every_pair_that_is_seen() -> None:
     assert share == 1.0
     found = diagnostic.diagnose(subject, TINY)
     drawn = found.figure("density").data.records()
-    assert sum(record["pairs"] for record in drawn) == sum(one.pairs for one in counted.values())
+    assert sum(record["pairs"] for record in drawn) == counted.pairs
 
 
 @pytest.mark.pictures
