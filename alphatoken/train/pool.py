@@ -101,7 +101,8 @@ class ValidationPool:
                 "there are fewer validation rows than processes",
                 got=f"{len(rows)} rows, {world} processes",
                 why="a process without rows has no part in the validation gradient",
-                remedy="give more validation rows, or a larger validation_batch_size",
+                remedy="give more validation rows; of those drawn, a larger validation_batch_size; "
+                "of those held out, a larger held_out_share, or held_out_steps=0 to hold none out",
             )
         return tuple(rows[rank::world])
 

@@ -313,7 +313,7 @@ PROOFS = (
     _proof(
         "mixers-taken-for-attention",
         "a layer without softmax attention is given a direct value",
-        ("require_self_rule", "if scope.mixers:", "if False:"),
+        ("require_rules", "in scope.mixers.items():", "in ():"),
         trap("named mixer"),
     ),
     _proof(
