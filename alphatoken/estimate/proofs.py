@@ -45,12 +45,8 @@ __all__ = [
     "prove_documents",
     "prove_isolation",
     "require_covered",
-    "require_rules",
     "require_self_rule",
 ]
-
-_INSTEAD = "estimator='label' (exact on every layer type) or 'path'"
-"""Remedy where an estimator has no self-only backward."""
 
 
 def require_covered(scope: Scope, estimator: str, uncovered: str) -> None:
@@ -90,21 +86,6 @@ def _covering(scope: Scope) -> list[str]:
     return found
 
 
-def require_rules(scope: Scope, estimator: str) -> None:
-    """Raise unless the self-only backward has a rule for every layer from the first scored one on.
-
-    Raises:
-        UnsupportedError: a mixer that is neither softmax attention nor a gated delta net.
-    """
-    for name, kind in scope.mixers.items():
-        raise UnsupportedError(
-            f"'{estimator}' is defined on attention and gated delta nets only",
-            got=f"{name} ({kind})",
-            why="its self-only backward has no rule here, and an approximation would be silent",
-            remedy=_INSTEAD,
-        )
-
-
 def require_self_rule(recorder: Recorder, estimator: str) -> None:
     """Raise unless every layer from the first scored one on has a self-only backward.
 
@@ -113,12 +94,21 @@ def require_self_rule(recorder: Recorder, estimator: str) -> None:
             those whose call was not seen; keys or states of a cache; active attention dropout,
             which the recomputed weights would not contain.
     """
-    require_rules(recorder.scope, estimator)
+    scope = recorder.scope
+    remedy = "estimator='label' (exact on every layer type) or 'path'"
+    if scope.mixers:
+        name, kind = next(iter(scope.mixers.items()))
+        raise UnsupportedError(
+            f"'{estimator}' is defined on attention and gated delta nets only",
+            got=f"{name} ({kind})",
+            why="its self-only backward has no rule here, and an approximation would be silent",
+            remedy=remedy,
+        )
     if not recorder.attention_seen:
         raise UnsupportedError(
             f"'{estimator}' saw no attention call in at least one of the scored layers",
             why="the model's attention does not go through the adapter's dispatch",
-            remedy=_INSTEAD + ", or another attention implementation; a function that was put into "
+            remedy=remedy + ", or another attention implementation; a function that was put into "
             "transformers' attention registry meanwhile must call the one that it found there; a "
             "gated delta net must call its convolution and its rule by name, not as one kernel",
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.estimate.estimators import SELF_ONLY
-from alphatoken.estimate.proofs import require_covered, require_rules
+from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -58,8 +58,13 @@ def check_run(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy
     adapter = find_adapter(model)
     choice = ParameterChoice.read(args.value_parameters, "value_parameters")
     scope = choice.scope(adapter, read_layers(args.score_layers))
-    if args.estimator in SELF_ONLY:
-        require_rules(scope, args.estimator)
+    for name, mixer in scope.mixers.items() if args.estimator in SELF_ONLY else ():
+        raise UnsupportedError(
+            f"estimator={args.estimator!r} is defined on attention and gated delta nets only",
+            got=f"{name} ({mixer})",
+            why="its self-only backward has no rule here, and an approximation would be silent",
+            remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
+        )
     require_covered(scope, args.estimator, args.uncovered)
 
 

@@ -313,7 +313,7 @@ PROOFS = (
     _proof(
         "mixers-taken-for-attention",
         "a layer without softmax attention is given a direct value",
-        ("require_rules", "in scope.mixers.items():", "in ():"),
+        ("require_self_rule", "if scope.mixers:", "if False:"),
         trap("named mixer"),
     ),
     _proof(
