@@ -17,7 +17,6 @@ from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
-from alphatoken.model.scope import Scope
 from alphatoken.model.token_ids import embedding_rows, require_rows
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.layouts import SHARDED, check_layout, layout
@@ -31,9 +30,7 @@ __all__ = [
     "check_run",
     "check_tokens",
     "chooses_rows",
-    "chosen_from_packed",
     "has_pass",
-    "refuse_scope",
 ]
 
 _IDS = {"input_ids", "prompt_ids", "chosen_ids", "rejected_ids"}
@@ -60,7 +57,15 @@ def check_run(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy
         return
     adapter = find_adapter(model)
     choice = ParameterChoice.read(args.value_parameters, "value_parameters")
-    refuse_scope(choice.scope(adapter, read_layers(args.score_layers)), args)
+    scope = choice.scope(adapter, read_layers(args.score_layers))
+    for name, mixer in scope.mixers.items() if args.estimator in SELF_ONLY else ():
+        raise UnsupportedError(
+            f"estimator={args.estimator!r} is defined on attention and gated delta nets only",
+            got=f"{name} ({mixer})",
+            why="its self-only backward has no rule here, and an approximation would be silent",
+            remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
+        )
+    require_covered(scope, args.estimator, args.uncovered)
 
 
 def check_given(
@@ -103,24 +108,6 @@ def check_given(
         )
 
 
-def refuse_scope(scope: Scope, args: Any) -> None:
-    """Raise what the scorer would raise on the layers of this model.
-
-    Raises:
-        UnsupportedError: a layer without a self-only rule under a self-only estimator.
-        CoverageError: a matrix that the estimator does not cover.
-    """
-    if args.estimator in SELF_ONLY and scope.mixers:
-        name, kind = next(iter(scope.mixers.items()))
-        raise UnsupportedError(
-            f"estimator={args.estimator!r} is defined on attention and gated delta nets only",
-            got=f"{name} ({kind})",
-            why="its self-only backward has no rule here, and an approximation would be silent",
-            remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
-        )
-    require_covered(scope, args.estimator, args.uncovered)
-
-
 # --- rows ---------------------------------------------------------------------------------------
 
 
@@ -138,14 +125,8 @@ def check_pool(args: Any, rows: int, processes: int) -> ValidationPool:
         seed=args.value_seed,
     )
     ValidationPool.share_of(pool.rows(0), 0, processes)
-    if 0 < len(pool.held_out) < processes:
-        raise ConfigError(
-            "there are fewer held-out validation rows than processes",
-            got=f"{len(pool.held_out)} of {rows} rows, {processes} processes",
-            why="a process without rows has no part in looking at them",
-            remedy="more validation rows, a larger held_out_share, or held_out_steps=0 to hold "
-            "none out",
-        )
+    if pool.held_out:
+        ValidationPool.share_of(pool.held_out, 0, processes)
     return pool
 
 
@@ -231,16 +212,6 @@ def has_pass(policy: TokenPolicy) -> bool:
     return chooses_rows(policy) or type(policy).prepare is not TokenPolicy.prepare
 
 
-def chosen_from_packed(policy: TokenPolicy) -> ConfigError:
-    """Error for a policy that chooses rows if a row is no sample."""
-    return ConfigError(
-        "samples cannot be chosen from packed rows",
-        got=f"policy '{policy.name}'",
-        why="a packed row holds several samples",
-        remedy="packing=False",
-    )
-
-
 def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy) -> None:
     kind = layout(accelerator)
     # At every batch, not only in a pass before training.
@@ -251,13 +222,13 @@ def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPo
             remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
         )
     if policy.needs.attention:
-        _check_attention(model, args, policy)
-    if policy.needs.entropy and kind in SHARDED:
-        raise UnsupportedError(
-            f"policy '{policy.name}' reads the output head, which is spread over processes",
-            got=f"layout {kind}",
-            remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
-        )
+        adapter = find_adapter(model)
+        for name, mixer in adapter.other_mixers([len(adapter.layers()) - 1]).items():
+            raise UnsupportedError(
+                f"policy '{policy.name}' reads the attention of the last layer, which has none",
+                got=f"{name} ({mixer})",
+                remedy="a model with softmax attention there",
+            )
     if has_pass(policy):
         # Whole weights that were handed over are cut up after the pass; those that a run loads by
         # name (on the meta device where it is only planned) are cut up as they are loaded.
@@ -269,24 +240,9 @@ def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPo
                 remedy="run it once in one process; the files in policy_cache are then found here",
             )
     if chooses_rows(policy) and getattr(args, "packing", False):
-        raise chosen_from_packed(policy)
-
-
-def _check_attention(model: nn.Module, args: Any, policy: TokenPolicy) -> None:
-    adapter = find_adapter(model)
-    last = len(adapter.layers()) - 1
-    mixers = adapter.other_mixers([last])
-    if mixers:
-        name, mixer = next(iter(mixers.items()))
-        raise UnsupportedError(
-            f"policy '{policy.name}' reads the attention of the last layer, which has none",
-            got=f"{name} ({mixer})",
-            remedy="a model with softmax attention there",
-        )
-    kwargs: Any = getattr(args, "gradient_checkpointing_kwargs", None) or {}
-    if args.gradient_checkpointing and kwargs.get("use_reentrant"):
         raise ConfigError(
-            "reentrant gradient checkpointing hides the last layer's attention",
-            got="use_reentrant=True",
-            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}",
+            "samples cannot be chosen from packed rows",
+            got=f"policy '{policy.name}'",
+            why="a packed row holds several samples",
+            remedy="packing=False",
         )

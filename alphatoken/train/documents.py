@@ -10,7 +10,7 @@ counterpart: there the key covers both responses and the branch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -59,33 +59,25 @@ class Document:
     places: Ints
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A document before it has a key; arrays over its real tokens."""
-
-    tokens: Ints
-    response: Flags
-    places: Ints
-
-    def digest(self) -> bytes:
-        end = int(self.response.nonzero()[0][-1]) + 1 if self.response.any() else 0
-        content = self.tokens[:end].astype("<i8", copy=False).tobytes()
-        # Nine bytes a token, so that no other split into tokens and marks has the same bytes.
-        found = blake2b(content + self.response[:end].tobytes(), digest_size=KEY_BYTES)
-        return found.digest()
-
-    def document(self, key: bytes, branch: int = 0) -> Document:
-        (at,) = self.response.nonzero()
-        return Document(key, branch, self.tokens[: at[-1] + 1], at, self.places[at])
+def _document(tokens: Ints, response: Flags, places: Ints) -> Document:
+    """One document, perhaps without a response token; the first token is none."""
+    at = response[1:].nonzero()[0] + 1
+    end = int(at[-1]) + 1 if len(at) else 0
+    marks = np.zeros(end, dtype=bool)
+    marks[at] = True
+    # Nine bytes a token, so that no other split into tokens and marks has the same bytes.
+    content = tokens[:end].astype("<i8", copy=False).tobytes() + marks.tobytes()
+    key = blake2b(content, digest_size=KEY_BYTES).digest()
+    return Document(key, 0, tokens[:end], at, places[at])
 
 
-def _pair_keys(chosen: bytes, rejected: bytes) -> tuple[bytes, bytes]:
-    """Keys of both branches of a pair, from the digests of its two sequences."""
-    first, second = (
-        blake2b(name + chosen + rejected, digest_size=KEY_BYTES).digest()
-        for name in (b"chosen", b"rejected")
-    )
-    return first, second
+def _pair(chosen: Document, rejected: Document) -> list[Document]:
+    """Both branches of a pair, each with a key of the two sequences."""
+    both = chosen.key + rejected.key
+    keys = [
+        blake2b(name + both, digest_size=KEY_BYTES).digest() for name in (b"chosen", b"rejected")
+    ]
+    return [replace(chosen, key=keys[0], branch=1), replace(rejected, key=keys[1], branch=2)]
 
 
 def split_batch(batch: Mapping[str, Any], mask: Tensor) -> list[Document]:
@@ -103,19 +95,12 @@ def split_batch(batch: Mapping[str, Any], mask: Tensor) -> list[Document]:
     Raises:
         InputError: a mask that is True on padding.
     """
-    ids, marked, real, starts = _arrays(batch, mask)
-    pieces = _pieces(ids, marked, real, starts)
-    if "completion_mask" not in batch:
-        return [piece.document(piece.digest()) for piece in pieces if piece.response.any()]
-    half = len(ids) // 2
-    digests = [piece.digest() for piece in pieces]
-    keys = [_pair_keys(*pair) for pair in zip(digests[:half], digests[half:], strict=True)]
-    stacked = [(keys[row % half][row // half], 1 + row // half) for row in range(len(ids))]
-    return [
-        piece.document(key, branch)
-        for piece, (key, branch) in zip(pieces, stacked, strict=True)
-        if piece.response.any()
-    ]
+    found = _documents(*_arrays(batch, mask))
+    if "completion_mask" in batch:
+        half = len(found) // 2
+        pairs = [_pair(*pair) for pair in zip(found[:half], found[half:], strict=True)]
+        found = [pair[branch] for branch in (0, 1) for pair in pairs]
+    return [one for one in found if len(one.positions)]
 
 
 def _arrays(batch: Mapping[str, Any], mask: Tensor) -> tuple[Ints, Flags, Flags, Flags | None]:
@@ -139,16 +124,16 @@ def _arrays(batch: Mapping[str, Any], mask: Tensor) -> tuple[Ints, Flags, Flags,
     return numbers, marked, real, None if starts is None else starts.cpu().numpy()
 
 
-def _pieces(ids: Ints, marked: Flags, real: Flags, starts: Flags | None) -> list[_Piece]:
+def _documents(ids: Ints, marked: Flags, real: Flags, starts: Flags | None) -> list[Document]:
     width = ids.shape[1]
     (places,) = real.reshape(-1).nonzero()
     new = np.ones(len(places), dtype=bool)
     new[1:] = places[1:] // width != places[:-1] // width
     if starts is not None:
         new |= starts.reshape(-1)[places]
-    tokens, response = ids.reshape(-1)[places], marked.reshape(-1)[places] & ~new
+    tokens, response = ids.reshape(-1)[places], marked.reshape(-1)[places]
     bounds = [*new.nonzero()[0].tolist(), len(places)]
-    return [_Piece(tokens[a:b], response[a:b], places[a:b]) for a, b in pairwise(bounds)]
+    return [_document(tokens[a:b], response[a:b], places[a:b]) for a, b in pairwise(bounds)]
 
 
 def row_documents(
@@ -166,24 +151,22 @@ def row_documents(
         cut = slice(None, max_length)
         if truncation_mode == "keep_end" and max_length is not None:
             cut = slice(-max_length, None)
-        prompt = _integers(row["prompt_ids"])
-        digests = []
+        sides = []
         for side in ("chosen_ids", "rejected_ids"):
-            response = _integers(row[side])
-            marks = np.arange(len(prompt) + len(response)) >= len(prompt)
-            digests.append(_piece(np.concatenate([prompt, response])[cut], marks[cut]).digest())
-        for branch, key in enumerate(_pair_keys(*digests), start=1):
-            yield key, branch
+            tokens = np.asarray([*row["prompt_ids"], *row[side]], np.int64)
+            places = np.arange(len(tokens))
+            marks = places >= len(row["prompt_ids"])
+            sides.append(_document(tokens[cut], marks[cut], places))
+        yield from ((one.key, one.branch) for one in _pair(*sides))
         return
-    ids = _integers(row["input_ids"])
-    labels = row.get("labels")
-    marks = np.ones(len(ids), dtype=bool) if labels is None else _integers(labels) != IGNORE
-    lengths = row.get("seq_lengths")
+    ids = np.asarray(row["input_ids"], np.int64)
+    labels, lengths = row.get("labels"), row.get("seq_lengths")
+    marks = np.ones(len(ids), dtype=bool) if labels is None else np.asarray(labels) != IGNORE
     bounds = np.cumsum([0, *(lengths if lengths is not None else [len(ids)])]).tolist()
     for a, b in pairwise(bounds):
-        piece = _piece(ids[a:b], marks[a:b])
-        if piece.response.any():
-            yield piece.digest(), 0
+        one = _document(ids[a:b], marks[a:b], np.arange(b - a))
+        if len(one.positions):
+            yield one.key, 0
 
 
 def rows_fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -198,13 +181,3 @@ def rows_fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
         for key, branch in row_documents(row):
             digest.update(key + bytes([branch]))
     return digest.hexdigest()
-
-
-def _piece(tokens: Ints, marks: Flags) -> _Piece:
-    response = marks.copy()
-    response[:1] = False
-    return _Piece(tokens, response, np.arange(len(tokens)))
-
-
-def _integers(numbers: Any) -> Ints:
-    return np.asarray(numbers, np.int64)

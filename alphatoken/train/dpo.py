@@ -281,10 +281,6 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """One over the pairs of the step on this rank."""
         return 1.0 / (mask.shape[0] // 2 * self.current_gradient_accumulation_steps)
 
-    def step_scale(self, num_items: Any) -> float:
-        """A micro-batch's mean over pairs stands for the step's."""
-        return 1.0
-
     def final_coefficients(
         self,
         gate: GradientWeightedModel,

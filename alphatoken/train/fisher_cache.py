@@ -57,7 +57,7 @@ def check_fisher_rows(options: AlphaOptions, fisher: FisherDrift | None, rows: A
     compared with.
 
     Raises:
-        ConfigError: a Fisher is there already, none is wanted, or there are no rows.
+        ConfigError: a Fisher is there already, or none is wanted.
     """
     if rows is not None and fisher is not None:
         raise ConfigError(
@@ -75,12 +75,6 @@ def check_fisher_rows(options: AlphaOptions, fisher: FisherDrift | None, rows: A
             got=f"objective={options.objective!r}, retention={options.retention!r}",
             why="nothing would read it",
             remedy="leave it out, or objective='both' with retention='diagonal' or 'kronecker'",
-        )
-    if hasattr(rows, "__len__") and not len(rows):
-        raise ConfigError(
-            "fisher_dataset has no rows",
-            why="the Fisher is an expectation over prompts",
-            remedy="give some, or leave it out to take the prompts of the training rows",
         )
 
 

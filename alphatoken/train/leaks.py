@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from alphatoken.data import Row, Turn, leak_keys, pair_of
+from alphatoken.data import Row, leak_keys, pair_of
 from alphatoken.data.rows import Fields, row_of
 from alphatoken.errors import AlphaTokenWarning, DataError, warn_caller
 from alphatoken.train.python_rows import form_of
@@ -59,6 +59,11 @@ def warn_of_leaks(train: Any, held: Mapping[str, Any], *, text_field: str = "tex
 
 def _keys(record: Mapping[str, Any], text_field: str) -> set[str]:
     """Keys of one record; none of a record that is no text (images, tool calls)."""
+    if "input_ids" in record:  # what comes before the first label is the prompt
+        ids, labels = list(record["input_ids"]), record.get("labels") or ()
+        first = next((i for i, label in enumerate(labels) if label != -100), 0)
+        # A start token alone is no prompt.
+        return {str(ids), f"prompt {ids[:first]}"} if first > 1 else {str(ids)}
     try:
         return leak_keys(_row(record, text_field))
     except (DataError, TypeError):
@@ -68,15 +73,5 @@ def _keys(record: Mapping[str, Any], text_field: str) -> set[str]:
 def _row(record: Mapping[str, Any], text_field: str) -> Row:
     if "chosen" in record and "rejected" in record:
         return pair_of(record, 0, "").row
-    if "input_ids" in record:
-        return _row_of_ids(list(record["input_ids"]), list(record.get("labels") or ()))
     read = {name: record[name] for name in form_of(record, text_field)}
     return row_of(read, 0, "", Fields(text=text_field))
-
-
-def _row_of_ids(ids: list[int], labels: list[int]) -> Row:
-    """Token ids written as numbers: what comes before the first label is the prompt."""
-    first = next((i for i, label in enumerate(labels) if label != -100), 0)
-    first = first if first > 1 else 0  # a start token alone is no prompt
-    prompt, response = (" ".join(map(str, part)) for part in (ids[:first], ids[first:]))
-    return Row(0, "", (Turn("user", prompt), Turn("assistant", response)))

@@ -83,11 +83,6 @@ class ValueLedger:
         """Number of documents."""
         return len(self.documents)
 
-    @property
-    def tokens(self) -> int:
-        """Number of response tokens."""
-        return sum(len(entry.positions) for entry in self.documents.values())
-
     def sums(self) -> NDArray[np.float64]:
         """(tokens, 4) the sums of all documents, one after the other."""
         none = np.zeros((0, len(COMPONENTS) + 1))

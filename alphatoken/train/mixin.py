@@ -360,11 +360,6 @@ class AlphaTrainerMixin(_Base):
         assert isinstance(self.weigher, ValueWeigher)
         return self.weigher.valuation
 
-    @property
-    def needs_values(self) -> bool:
-        """True if tokens are valued; a ``TokenPolicy`` has weights of its own."""
-        return isinstance(self.weigher, ValueWeigher) and bool(self.args.needs_values)
-
     # --- the trainer's hooks ----------------------------------------------------------------------
 
     def train(

@@ -29,7 +29,7 @@ from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.support.storage import write_json
-from alphatoken.train.checks import chooses_rows, chosen_from_packed, has_pass
+from alphatoken.train.checks import has_pass
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.gradient_weights import (
     GradientWeightedModel,
@@ -89,24 +89,10 @@ class PolicyWeigher:
     def _prepare(self, validation: Any) -> None:
         """Let the policy choose rows and run its static pass, where it has them."""
         policy = self.policy
-        if not has_pass(policy):
-            if policy.needs.columns:
-                raise ConfigError(
-                    f"policy '{policy.name}' asks for columns and has no prepare() to make them",
-                    got=", ".join(policy.needs.columns),
-                )
-            return
-        device = self._trainer.accelerator.device
-        with kept_random_state(), on_accelerator(self._trainer.model, device):
-            stage = make_stage(self._trainer, policy, validation)
-            if chooses_rows(policy):
-                rows = policy.choose_rows(stage)
-                # Processes that chose differently would train on different data sets.
-                rows = Ranks(self._trainer.accelerator).broadcast_object(rows)
-                if rows is not None:
-                    self._train_on_rows(rows)
-                    stage = make_stage(self._trainer, policy, validation)
-            self._columns = policy.prepare(stage)
+        trainer = self._trainer
+        if has_pass(policy):
+            with kept_random_state(), on_accelerator(trainer.model, trainer.accelerator.device):
+                self._columns = self._pass(validation)
         missing = set(policy.needs.columns) - set(self._columns.columns if self._columns else ())
         if missing:
             raise ConfigError(
@@ -114,12 +100,16 @@ class PolicyWeigher:
                 got=", ".join(sorted(missing)),
             )
 
-    def _train_on_rows(self, rows: Sequence[int]) -> None:
-        """Take all other rows out of the trainer's data set."""
-        trainer = self._trainer
-        if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or ()):
-            raise chosen_from_packed(self.policy)
-        trainer.train_dataset = select_rows(trainer.train_dataset, rows, self.policy.name)
+    def _pass(self, validation: Any) -> Columns | None:
+        """Columns of the rows that the policy chooses; the others go out of the run."""
+        trainer, policy = self._trainer, self.policy
+        stage = make_stage(trainer, policy, validation)
+        # Processes that chose differently would train on different data sets.
+        rows = Ranks(trainer.accelerator).broadcast_object(policy.choose_rows(stage))
+        if rows is not None:
+            trainer.train_dataset = select_rows(trainer.train_dataset, rows, policy.name)
+            stage = make_stage(trainer, policy, validation)
+        return policy.prepare(stage)
 
     # --- one optimizer step -----------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from alphatoken.errors import ConfigError
 
@@ -56,9 +57,6 @@ class ValidationPool:
     seed: int = field(default=0, kw_only=True)
     held_out: tuple[int, ...] = field(init=False, repr=False)
     drawn: tuple[int, ...] = field(init=False, repr=False)
-    _orders: dict[int, tuple[int, ...]] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )
 
     def __post_init__(self) -> None:
         """Set the held-out rows aside."""
@@ -84,36 +82,10 @@ class ValidationPool:
             return self.drawn
         first = step * self.batch_size
         epoch, offset = divmod(first, len(self.drawn))
-        rows = self._order(epoch)[offset : offset + self.batch_size]
+        rows = _order(self, epoch)[offset : offset + self.batch_size]
         if len(rows) < self.batch_size:
-            rows += self._order(epoch + 1)[: self.batch_size - len(rows)]
+            rows += _order(self, epoch + 1)[: self.batch_size - len(rows)]
         return rows
-
-    def _order(self, epoch: int) -> tuple[int, ...]:
-        """Order of one epoch.
-
-        It depends on the tail of the epoch before, back to the last epoch that began with a
-        batch. There are at most ``batch_size`` epochs from one such to the next.
-        """
-        if epoch not in self._orders:
-            whole = self.batch_size // math.gcd(self.batch_size, len(self.drawn))
-            start = epoch - epoch % whole
-            known = [e for e in self._orders if start <= e < epoch]
-            for e in range(max(known, default=start - 1) + 1, epoch + 1):
-                self._orders[e] = self._next_order(e, self._orders.get(e - 1, ()))
-            for e in [e for e in self._orders if e < epoch - 1]:
-                del self._orders[e]
-        return self._orders[epoch]
-
-    def _next_order(self, epoch: int, before: tuple[int, ...]) -> tuple[int, ...]:
-        order = _shuffled(self.drawn, self.seed, "epoch", epoch)
-        begun = epoch * len(self.drawn) % self.batch_size  # rows that the open batch holds already
-        if not begun:
-            return order
-        held = set(before[-begun:])
-        head = [row for row in order if row not in held][: self.batch_size - begun]
-        rest = set(order) - set(head)
-        return (*head, *(row for row in order if row in rest))
 
     @staticmethod
     def share_of(rows: Sequence[int], rank: int, world: int) -> tuple[int, ...]:
@@ -129,6 +101,25 @@ class ValidationPool:
                 "there are fewer validation rows than processes",
                 got=f"{len(rows)} rows, {world} processes",
                 why="a process without rows has no part in the validation gradient",
-                remedy="give more validation rows, or a larger validation_batch_size",
+                remedy="give more validation rows; of those drawn, a larger validation_batch_size; "
+                "of those held out, a larger held_out_share, or held_out_steps=0 to hold none out",
             )
         return tuple(rows[rank::world])
+
+
+@lru_cache(maxsize=4)
+def _order(pool: ValidationPool, epoch: int) -> tuple[int, ...]:
+    """Order of one epoch; its start depends on those before, back to one that began with a batch.
+
+    There are at most ``batch_size`` epochs from one such to the next.
+    """
+    size, count = pool.batch_size, len(pool.drawn)
+    found: tuple[int, ...] = ()
+    for number in range(epoch - epoch % (size // math.gcd(size, count)), epoch + 1):
+        begun = number * count % size  # rows that the open batch holds already
+        held = set(found[-begun:]) if begun else set()
+        order = _shuffled(pool.drawn, pool.seed, "epoch", number)
+        head = [row for row in order if row not in held][: size - begun] if begun else []
+        rest = set(order) - set(head)
+        found = (*head, *(row for row in order if row in rest))
+    return found

@@ -42,11 +42,6 @@ class RunRecords:
         self.ledger = ValueLedger()
         self.listener: Callable[[Tensor, Tensor], None] | None = None
 
-    @property
-    def keeps_values(self) -> bool:
-        """True if values go into the ledger, which adds up their components too."""
-        return bool(self._trainer.args.export_values)
-
     def micro_batch(
         self, batch: MicroBatch, scored: Scored | None, weights: Tensor, seconds: float = 0.0
     ) -> None:
@@ -68,7 +63,7 @@ class RunRecords:
             values=values,
             seconds=seconds if scored is None else scored.seconds,
         )
-        if values is not None and self.keeps_values:
+        if values is not None and self._trainer.args.export_values:
             self.ledger.add(
                 {**inputs, "labels": batch.labels},
                 batch.mask,

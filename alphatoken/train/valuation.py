@@ -232,7 +232,7 @@ class Valuation:
                 labels,
                 token_weights=self._trainer.value_weights(coefficients, mask, batch.num_items),
                 step_weights=self._step_weights(coefficients, batch),
-                components=self._trainer.records.keeps_values,
+                components=self._options.export_values,
             )
         if empty:
             return Scored(torch.zeros_like(values.total))

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import ConfigError, FisherError, InputError
+from alphatoken.errors import AlphaTokenError, ConfigError, FisherError, InputError
 from alphatoken.support.progress import Tracker
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.fisher_cache import cache_key, fisher_settings, fitted_fisher
@@ -216,7 +216,7 @@ def test_rows_that_would_go_unused_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="given twice"):
         trainer("sft", tmp_path, rows=rows, fisher=by_hand(8))
     for kind in ("sft", "dpo", "plain"):
-        with pytest.raises(ConfigError, match="fisher_dataset has no rows"):
+        with pytest.raises(AlphaTokenError, match="Fisher data set has no rows|no row is left"):
             trainer(kind, tmp_path, rows=held_out(kind).select([]))
     with pytest.raises(ConfigError, match="no row is left to fit the Fisher on"):
         trainer("sft", tmp_path, rows=Dataset.from_list(TOO_LONG))

@@ -237,7 +237,7 @@ def test_visits_add_up_however_they_are_batched(
         for rows in parts(len(found), size):
             add(ledger, found, one, mode, rows)
     assert read(ledger) == keyed(by_hand(found, visits))
-    assert ledger.tokens == sum(len(entries) for entries in by_hand(found, visits).values())
+    assert len(ledger.sums()) == sum(len(entries) for entries in by_hand(found, visits).values())
 
 
 @budget(1.0)
@@ -332,7 +332,7 @@ def test_a_restored_ledger_goes_on_bit_for_bit(found: list[Doc], before: int) ->
 def test_an_empty_ledger_is_a_ledger(tmp_path: Path) -> None:
     back = ValueLedger()
     back.load_tensors(ValueLedger().state_tensors())
-    assert len(back) == back.tokens == 0
+    assert len(back) == len(back.sums()) == 0
     assert exported(back, tmp_path / "out", []) == []
 
 
@@ -375,7 +375,7 @@ def test_trl_sft_batches_are_found_in_the_data_set(
     keys = [{key for key, _ in row_documents(row)} for row in rows]
     assert ledger.documents.keys() == set().union(*keys)
     labels = sum(sum(t != -100 for t in row.get("labels", row["input_ids"])) for row in rows)
-    assert ledger.tokens == labels - (layout != "packed")  # its first token has no prediction
+    assert len(ledger.sums()) == labels - (layout != "packed")  # its first token has no prediction
     holders = {(*one.ids,): visits_of(one).rows for one in exported(ledger, tmp_path, rows)}
     assert holders == {
         (*ledger.documents[key].ids.tolist(),): [n for n, one in enumerate(keys) if key in one]
@@ -404,7 +404,7 @@ def test_trl_preference_batches_are_found_in_the_data_set(truncation: str, tmp_p
     assert any(len(row["prompt_ids"]) + len(row["chosen_ids"]) > 18 for row in rows)
     cut = {"max_length": 18, "truncation_mode": truncation}
     found = exported(ledger, tmp_path, rows, **cut)
-    assert sum(int(one.response.sum()) for one in found) == ledger.tokens
+    assert sum(int(one.response.sum()) for one in found) == len(ledger.sums())
     assert {len(visits_of(one).rows) for one in found} == {1}
     order = [(one.row, visits_of(one).branch) for one in found]
     assert order == [(n, branch) for n in range(7) for branch in ("chosen", "rejected")]

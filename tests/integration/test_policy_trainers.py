@@ -361,7 +361,7 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, Twice), "chose rows"),
         (lambda d: sft(d, examples.FirstRows, packing=True), "packed"),
         (lambda d: sft(d, examples.FirstRows, train_dataset=streamed()), "streamed"),
-        (lambda d: sft(d, NoColumns), "no prepare"),
+        (lambda d: sft(d, NoColumns), "left columns out"),
         (lambda d: sft(d, Validates), "validation dataset"),
         (lambda d: sft(d, examples.OwnDPO), "preference pairs"),
         (lambda d: dpo(d, examples.OwnDPO, precompute_ref_log_probs=True), "precompute"),

@@ -118,7 +118,7 @@ def test_eight_processes_need_eight_held_out_rows(
     from accelerate import Accelerator
 
     monkeypatch.setattr(Accelerator, "num_processes", 8)
-    with pytest.raises(ConfigError, match="6 of 32 rows, 8 processes"):
+    with pytest.raises(ConfigError, match="6 rows, 8 processes"):
         trainer(tmp_path)
     with pytest.raises(ConfigError, match="4 rows, 8 processes"):
         trainer(tmp_path, validation_batch_size=4)

@@ -470,7 +470,7 @@ def _read_ledger(trainer: Any, seen: Seen) -> None:
 def _tell(trainer: Any, seen: Seen) -> None:
     """What the reference is told: micro-batches, and the rows that a step was measured against."""
     asked = seen.asked
-    pool = trainer.valuation.pool if trainer.needs_values else None
+    pool = trainer.valuation.pool if trainer.args.needs_values else None
     rows = trainer.rows.validation
 
     def documents(chosen: Sequence[int]) -> Micro:
