@@ -31,6 +31,7 @@ __all__ = [
     "check_tokens",
     "chooses_rows",
     "has_pass",
+    "refuse_packed",
 ]
 
 _IDS = {"input_ids", "prompt_ids", "chosen_ids", "rejected_ids"}
@@ -229,6 +230,12 @@ def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPo
                 got=f"{name} ({mixer})",
                 remedy="a model with softmax attention there",
             )
+    if policy.needs.entropy and kind in SHARDED:
+        raise UnsupportedError(
+            f"policy '{policy.name}' reads the output head, which is spread over processes",
+            got=f"layout {kind}",
+            remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
+        )
     if has_pass(policy):
         # Whole weights that were handed over are cut up after the pass; those that a run loads by
         # name (on the meta device where it is only planned) are cut up as they are loaded.
@@ -239,7 +246,13 @@ def _check_policy(model: nn.Module, accelerator: Any, args: Any, policy: TokenPo
                 got=f"layout {kind}",
                 remedy="run it once in one process; the files in policy_cache are then found here",
             )
-    if chooses_rows(policy) and getattr(args, "packing", False):
+    if getattr(args, "packing", False):
+        refuse_packed(policy)
+
+
+def refuse_packed(policy: TokenPolicy) -> None:
+    """Raise if a policy chooses rows, where a row is no sample."""
+    if chooses_rows(policy):
         raise ConfigError(
             "samples cannot be chosen from packed rows",
             got=f"policy '{policy.name}'",
