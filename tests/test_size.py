@@ -17,7 +17,7 @@ ROOMS = {
     "corpus": 2_173,
     "data": 2_196,
     "demo": 342,
-    "direction": 3_823,
+    "direction": 3_835,
     "estimate": 2_364,
     "fidelity": 5_913,
     "model": 5_561,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_245), ("tests", 53_928)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_245), ("tests", 53_941)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

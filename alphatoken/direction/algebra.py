@@ -7,7 +7,7 @@ Dictionaries map parameter names to tensors in the parameter's own shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "kronecker_drift",
     "norms",
     "precondition",
+    "read_together",
 ]
 
 
@@ -60,7 +61,17 @@ def precondition(
 
 def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:
     """Frobenius norm of each parameter's matrix."""
-    return {name: float(torch.linalg.vector_norm(m)) for name, m in direction.items()}
+    found = read_together([torch.linalg.vector_norm(m) for m in direction.values()])
+    return dict(zip(direction, found, strict=True))
+
+
+def read_together(numbers: Sequence[Tensor]) -> list[float]:
+    """Tensors of one number each in one transfer, since each transfer waits for the device."""
+    if not numbers:
+        return []
+    together = torch.stack([number.double().to(numbers[0].device) for number in numbers])
+    found: list[float] = together.tolist()
+    return found
 
 
 @dataclass(frozen=True)

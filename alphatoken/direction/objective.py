@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from alphatoken.direction.algebra import read_together
 from alphatoken.errors import InputError, ModelError, NumericalError
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.backward import accumulate_errors
@@ -186,13 +187,13 @@ def mean_gradient(role: str, sums: dict[str, Tensor], count: float) -> dict[str,
 
 def require_finite_gradient(role: str, gradient: Mapping[str, Tensor]) -> None:
     """Raise NumericalError naming the first parameter whose gradient has a NaN or Inf."""
-    for name, g in gradient.items():
-        if not bool(torch.isfinite(g).all()):
-            raise NumericalError(
-                f"the {role} gradient is not finite",
-                got=name,
-                remedy="check the weights for NaN or Inf, and the precision",
-            )
+    finite = read_together([torch.isfinite(g).all() for g in gradient.values()])
+    if not all(finite):
+        raise NumericalError(
+            f"the {role} gradient is not finite",
+            got=list(gradient)[finite.index(0.0)],
+            remedy="check the weights for NaN or Inf, and the precision",
+        )
 
 
 def stream_losses(

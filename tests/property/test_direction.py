@@ -23,7 +23,12 @@ from alphatoken import (
     TokenValues,
 )
 from alphatoken.direction import algebra as direction
-from alphatoken.direction.objective import mean_gradient, objective_sums
+from alphatoken.direction.objective import (
+    mean_gradient,
+    objective_sums,
+    require_finite_gradient,
+)
+from alphatoken.errors import NumericalError
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence, preference
@@ -150,6 +155,14 @@ def test_direction_algebra(case: DirectionCase) -> None:
     assert all(torch.equal(alone.total()[n], g[n]) for n in names)
     assert alone.balance() == dict.fromkeys(names, 0.0)
     assert direction.precondition(g, None) == g
+
+
+def test_the_first_gradient_that_is_not_finite_is_named() -> None:
+    good, bad = torch.ones(2), torch.tensor([1.0, float("inf")])
+    require_finite_gradient("validation", {})
+    require_finite_gradient("validation", {"a": good, "b": good.half()})
+    with pytest.raises(NumericalError, match=r"validation gradient is not finite.*\bb\b"):
+        require_finite_gradient("validation", {"a": good, "b": bad, "c": -bad})
 
 
 @given(setups())
