@@ -2,8 +2,8 @@
 
 | profile | examples | drawn | for |
 |---|---|---|---|
-| dev | 12 | derandomised: every run and every machine sees the same | a newcomer (default) |
-| ci | 50 | derandomised | every change |
+| dev | 12 | derandomised: every run and every machine sees the same | a newcomer, `.ci/run` (default) |
+| ci | 50 | derandomised | the workflow, at every change |
 | random | 4 | anew from a printed seed | by hand: ``make random``, ``make random SEED=...`` |
 | nightly | 5,000 | anew from a printed seed | ``make nightly`` |
 
