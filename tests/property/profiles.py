@@ -2,7 +2,7 @@
 
 | profile | examples | drawn | for |
 |---|---|---|---|
-| dev | 12 | derandomised: every run and every machine sees the same | a newcomer, `.ci/run` (default) |
+| dev | 12 | derandomised: every run and every machine sees the same | everybody (default) |
 | ci | 50 | derandomised | the workflow, at every change |
 | random | 4 | anew from a printed seed | by hand: ``make random``, ``make random SEED=...`` |
 | nightly | 5,000 | anew from a printed seed | ``make nightly`` |
