@@ -17,7 +17,7 @@ ROOMS = {
     "corpus": 2_173,
     "data": 2_196,
     "demo": 342,
-    "direction": 3_835,
+    "direction": 3_843,
     "estimate": 2_364,
     "fidelity": 5_913,
     "model": 5_561,

@@ -18,10 +18,10 @@ from alphatoken.support.precision import full_precision, wide
 __all__ = [
     "Direction",
     "diagonal_drift",
+    "first_not_finite",
     "kronecker_drift",
     "norms",
     "precondition",
-    "read_together",
 ]
 
 
@@ -63,6 +63,12 @@ def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:
     """Frobenius norm of each parameter's matrix."""
     found = read_together([torch.linalg.vector_norm(m) for m in direction.values()])
     return dict(zip(direction, found, strict=True))
+
+
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor with a NaN or Inf."""
+    finite = read_together([torch.isfinite(tensor).all() for tensor in tensors.values()])
+    return next((name for name, whole in zip(tensors, finite, strict=True) if not whole), None)
 
 
 def read_together(numbers: Sequence[Tensor]) -> list[float]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from alphatoken.direction.algebra import read_together
+from alphatoken.direction.algebra import first_not_finite
 from alphatoken.errors import InputError, ModelError, NumericalError
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.backward import accumulate_errors
@@ -187,11 +187,11 @@ def mean_gradient(role: str, sums: dict[str, Tensor], count: float) -> dict[str,
 
 def require_finite_gradient(role: str, gradient: Mapping[str, Tensor]) -> None:
     """Raise NumericalError naming the first parameter whose gradient has a NaN or Inf."""
-    finite = read_together([torch.isfinite(g).all() for g in gradient.values()])
-    if not all(finite):
+    name = first_not_finite(gradient)
+    if name is not None:
         raise NumericalError(
             f"the {role} gradient is not finite",
-            got=list(gradient)[finite.index(0.0)],
+            got=name,
             remedy="check the weights for NaN or Inf, and the precision",
         )
 

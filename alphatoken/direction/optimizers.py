@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from alphatoken.direction.algebra import first_not_finite
 from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
 from alphatoken.direction.updates import Held, Rule, known_classes, rule_of
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
@@ -144,7 +144,7 @@ def _by_parameter(
     of them together would be several models.
     """
     check_optimizer(optimizer)
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if gradients is not None and name not in gradients:
             raise InputError(
@@ -156,8 +156,10 @@ def _by_parameter(
         read = read_update(optimizer, parameter, None if gradients is None else gradients[name])
         # All parameters or none: scaled and unscaled ones in one sum would mix two units.
         if read is None or read[0].steps < after:
+            _require_finite(found)
             return None
-        found[name] = _finite(name, make(*read))
+        found[name] = make(*read)
+    _require_finite(found)
     return found
 
 
@@ -218,12 +220,12 @@ def _gradient(gradient: Tensor, local: Tensor) -> Tensor:
     return gradient.detach()
 
 
-def _finite(name: str, p: Tensor) -> Tensor:
-    if not bool(torch.isfinite(p).all()):
+def _require_finite(p: Mapping[str, Tensor]) -> None:
+    name = first_not_finite(p)
+    if name is not None:
         raise NumericalError(
             "a preconditioner is not finite",
             got=name,
             why="the optimizer's state or the step's gradient holds a NaN or Inf",
             remedy="look at the last training losses; preconditioner=None does without the state",
         )
-    return p
