@@ -332,6 +332,13 @@ class Kill:
     refused: str | None
 
 
+class _Killed(BaseException):  # Hypothesis would run an Exception's example again
+    """No further example is drawn."""
+
+    def __init__(self, kill: Kill) -> None:
+        self.kill = kill
+
+
 def hunt(mutant: Mutant | None, claim: Claim, *, refusals: bool = False) -> Kill | None:
     """Try the claim on its examples with the mutant inside, up to the first kill.
 
@@ -339,7 +346,7 @@ def hunt(mutant: Mutant | None, claim: Claim, *, refusals: bool = False) -> Kill
     """
     if claim.late:
         importlib.import_module(claim.late)
-    seen, kills = 0, list[Kill]()
+    seen = 0
 
     @settings(
         max_examples=claim.examples,
@@ -352,33 +359,37 @@ def hunt(mutant: Mutant | None, claim: Claim, *, refusals: bool = False) -> Kill
     @given(claim.arguments)
     def search(arguments: tuple[Any, ...]) -> None:
         nonlocal seen
-        if not kills:
-            seen += 1
-            kill = _try(mutant, claim, arguments, seen, refusals=refusals)
-            kills.extend([] if kill is None else [kill])
+        seen += 1
+        if (kill := _try(mutant, claim, arguments, seen, refusals=refusals)) is not None:
+            raise _Killed(kill)
 
-    search()
-    return kills[0] if kills else None
+    try:
+        search()
+    except _Killed as found:
+        return found.kill
+    return None
 
 
 def _try(
     mutant: Mutant | None, claim: Claim, arguments: tuple[Any, ...], number: int, *, refusals: bool
 ) -> Kill | None:
     of_proofs = mutant.of_proofs if mutant else claim.name.startswith("test_proof")
-    unproved = nullcontext() if of_proofs else without_proofs()
-    with applied(mutant) as calls, unproved, without_shapes():
+    with nullcontext() if of_proofs else without_proofs(), without_shapes():
         try:
-            claim.check(*arguments)
+            with applied(mutant) as calls:
+                claim.check(*arguments)
             return None
         except AssertionError as error:
             if mutant is None or not _is_the_propertys_own(error):
                 raise  # the library stumbled; nothing was shown about values
             frames = traceback.extract_tb(error.__traceback__)
             message = str(error).partition("\n")[0] or f"not ({frames[-1].line})"
-    if not calls:
-        raise RuntimeError(f"{mutant.name}: {claim.name} failed, and never called what is mutated")
-    if not claim.tested:
-        _require_clean(claim, arguments)
+        if not calls:
+            raise RuntimeError(
+                f"{mutant.name}: {claim.name} failed, and never called what is mutated"
+            )
+        if not claim.tested:
+            _require_clean(claim, arguments)
     # A trainer is above the proofs, which look at the scorer.
     above = mutant.of_proofs or all(edit.target.startswith("train.") for edit in mutant.edits)
     refused = _refusal(mutant, claim, arguments) if refusals and not above else None
