@@ -50,6 +50,7 @@ def model_of(size: Size) -> Any:
     return size.model()
 
 
+@cache
 def ready(size: Size, estimator: str, layers: int, *, retention: bool = False) -> Scorer:
     """A scorer whose G and V are built and whose proofs have been given."""
     model = model_of(size)
@@ -152,8 +153,9 @@ def label(shape: Shape, layers: int, tokens: int, *, observed: bool) -> Bounds:
 # --- the scorer ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("estimator", CAPTURED)
+@pytest.mark.parametrize(
+    ("estimator", "layers"), [("alphatoken", 1), *((estimator, 3) for estimator in CAPTURED)]
+)
 def test_captured_estimators(estimator: str, layers: int) -> None:
     shape = SMALL.shape(model_of(SMALL))
     bounds = captured(shape, layers, estimator, predictions(SMALL))
@@ -226,7 +228,10 @@ def first_use(estimator: str) -> float:
     return first - flops(lambda: made.score(batch))
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+@pytest.mark.parametrize(
+    "estimator",
+    ["alphatoken", "label", pytest.param("path", marks=pytest.mark.slow)],  # part of the first
+)
 def test_the_first_use_costs_a_slice_more(estimator: str) -> None:
     shape = FIRST.shape(model_of(FIRST))
     counted = first_use(estimator)
@@ -265,7 +270,7 @@ cheaper, so that it stays so."""
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "layers"),
-    [pytest.param(*case, marks=nightly if case[1] == 3 else ()) for case in TODAY],
+    [pytest.param(*case, marks=nightly if case[1] != 28 else ()) for case in TODAY],
 )
 def test_the_overhead_of_an_observed_step_stays(estimator: str, layers: int) -> None:
     model, batch = model_of(DEEP), DEEP.batch()

@@ -13,7 +13,7 @@ from alphatoken import oracle
 from alphatoken.select import masks as selection
 from tests.places import nightly
 from tests.property import generate_docs
-from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS, OF_LAB
+from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS, OF_LAB, ROOMS
 from tests.property.claims import EQUATIONS, KINDS, ROWS
 from tests.property.mutation import (
     Claim,
@@ -39,8 +39,18 @@ arithmetic inside; ties all kept; ceil in floating point; threshold over padding
 """
 """The errors that the properties must notice, as demanded."""
 OF_METHODS = {mutant.name for room in OF_LAB.values() for mutant in room}
-LATE = [pytest.mark.slow, nightly]  # they run trainings
-EVERY = [pytest.param(name, marks=LATE if name in OF_METHODS else []) for name in BY_NAME]
+SOON = {mutant.name for mutant in LISTED} | {room[0].name for room in ROOMS.values()}
+"""What was demanded, and one of each room, since rooms differ in what they break."""
+
+
+def late(name: str) -> list[pytest.MarkDecorator]:
+    """A hunt runs whole properties; those of the other methods run trainings."""
+    if name in OF_METHODS:
+        return [pytest.mark.slow, nightly]
+    return [] if name in SOON else [pytest.mark.slow]
+
+
+EVERY = [pytest.param(name, marks=late(name)) for name in BY_NAME]
 
 
 @pytest.mark.parametrize("name", EVERY)
