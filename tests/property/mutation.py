@@ -282,10 +282,10 @@ def _forget(target: str) -> None:
 
 
 @contextmanager
-def applied(mutant: Mutant | None) -> Iterator[Counter[str]]:
+def applied(mutant: Mutant) -> Iterator[Counter[str]]:
     """The library with this error inside; yields how often each mutated function was called."""
     edits: dict[str, list[Edit]] = {}
-    for edit in mutant.edits if mutant else ():
+    for edit in mutant.edits:
         edits.setdefault(edit.target, []).append(edit)
     with replaced({target: _edited(target, some) for target, some in edits.items()}) as calls:
         yield calls
@@ -339,7 +339,7 @@ class _Killed(BaseException):  # Hypothesis would run an Exception's example aga
         self.kill = kill
 
 
-def hunt(mutant: Mutant | None, claim: Claim, *, refusals: bool = False) -> Kill | None:
+def hunt(mutant: Mutant, claim: Claim, *, refusals: bool = False) -> Kill | None:
     """Try the claim on its examples with the mutant inside, up to the first kill.
 
     ``refusals``: the killing example runs once more, with the library's own proofs on.
@@ -371,16 +371,15 @@ def hunt(mutant: Mutant | None, claim: Claim, *, refusals: bool = False) -> Kill
 
 
 def _try(
-    mutant: Mutant | None, claim: Claim, arguments: tuple[Any, ...], number: int, *, refusals: bool
+    mutant: Mutant, claim: Claim, arguments: tuple[Any, ...], number: int, *, refusals: bool
 ) -> Kill | None:
-    of_proofs = mutant.of_proofs if mutant else claim.name.startswith("test_proof")
-    with nullcontext() if of_proofs else without_proofs(), without_shapes():
+    with nullcontext() if mutant.of_proofs else without_proofs(), without_shapes():
         try:
             with applied(mutant) as calls:
                 claim.check(*arguments)
             return None
         except AssertionError as error:
-            if mutant is None or not _is_the_propertys_own(error):
+            if not _is_the_propertys_own(error):
                 raise  # the library stumbled; nothing was shown about values
             frames = traceback.extract_tb(error.__traceback__)
             message = str(error).partition("\n")[0] or f"not ({frames[-1].line})"

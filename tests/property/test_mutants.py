@@ -16,7 +16,6 @@ from tests.property import generate_docs
 from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS, OF_LAB, ROOMS
 from tests.property.claims import EQUATIONS, KINDS, ROWS
 from tests.property.mutation import (
-    Claim,
     Edit,
     Mutant,
     applied,
@@ -77,16 +76,6 @@ def require(packages: tuple[str, ...]) -> None:
 def killers(mutant: Mutant) -> list[str]:
     """Who else would notice; asked only when a named property did not."""
     return [one.name for one in CLAIMS if not one.needs and hunt(mutant, one) is not None]
-
-
-# Slow: a hunt shows by itself that its killing example passes on the library as it is.
-@pytest.mark.slow
-@nightly
-@pytest.mark.parametrize("one", CLAIMS, ids=[one.name for one in CLAIMS])
-def test_without_a_mutant_the_same_examples_pass(one: Claim) -> None:
-    """What kills a mutant is no property that always fails."""
-    require(one.needs)
-    assert hunt(None, one) is None
 
 
 def test_every_mutant_of_the_list_is_there() -> None:
