@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import random
 import sysconfig
 import textwrap
@@ -150,12 +151,11 @@ def write_files(
 
 
 def _library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    return [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not _LEFT_OUT & set(path.relative_to(root).parts)
-    ]
+    found: list[Path] = []
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]  # others are not entered
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 def _functions(path: Path) -> Iterator[tuple[str, str, str]]:
