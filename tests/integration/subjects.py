@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,17 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(model_folder())
 
 
-def model() -> nn.Module:
-    """A fresh copy, float32, in evaluation mode."""
+@cache
+def _loaded() -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     found: nn.Module = AutoModelForCausalLM.from_pretrained(model_folder())
     return found.eval()
+
+
+def model() -> nn.Module:
+    """A fresh copy, float32, in evaluation mode."""
+    return copy.deepcopy(_loaded())
 
 
 @cache
@@ -57,6 +63,11 @@ def _row(row: Row, prompt: str, response: str) -> Row:
 
 def examples(name: str, first: int, count: int, length: int = 256) -> list[Example]:
     """``count`` encoded rows, from row ``first`` on, that keep a response within ``length``."""
+    return list(_encoded(name, first, count, length))
+
+
+@cache
+def _encoded(name: str, first: int, count: int, length: int) -> tuple[Example, ...]:
     options = EncodeOptions(max_length=length, on_empty="skip")
     found: list[Example] = []
     place = first
@@ -64,7 +75,7 @@ def examples(name: str, first: int, count: int, length: int = 256) -> list[Examp
         more, _ = encode_rows(rows(name)[place : place + count], tokenizer(), options)
         found += more
         place += count
-    return found[:count]
+    return tuple(found[:count])
 
 
 def subject(

@@ -78,9 +78,8 @@ def words_of(command: str, model: Path, rows: str, held: str, out: Path) -> list
         "score": ["--validation_file", held, "--output_dir", str(out), "--no_report", "--quiet"],
         "filter": ["--validation_file", held, "--output_file", str(out), "--quiet"],
         "fisher": ["--output_file", str(out), "--samples", "2", "--max_new_tokens", "2", "--quiet"],
-        "diagnose": ["--validation_file", held, "--output_dir", str(out)],
     }.get(command, training)
-    return ["diagnose", "coverage", *words[1:], *more] if command == "diagnose" else words + more
+    return words + more
 
 
 @pytest.fixture

@@ -62,19 +62,21 @@ def by_hand(world: World, fisher: Path, **config: Any) -> tuple[Any, list[Exampl
     return tokenizer, train, Scorer(model, validation, drift, ScorerConfig(**config))
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
-def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path, estimator: str) -> None:
+SPLIT = {"adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal"}
+
+
+def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path) -> None:
     fisher_file = world / "fisher.safetensors"
-    assert world.score(tmp_path, estimator=estimator, fisher=fisher_file) == 0
+    assert world.score(tmp_path, fisher=fisher_file, limit=14) == 0
     assert [p.name for p in value_files(tmp_path / "values")] == [
-        f"part-0000{i}.parquet" for i in range(3)
+        f"part-0000{i}.parquet" for i in range(2)
     ]
-    tokenizer, train, scorer = by_hand(world, fisher_file, estimator=estimator)
+    tokenizer, train, scorer = by_hand(world, fisher_file)
     scored = load(tmp_path)
-    assert [e.row for e in scored] == [e.row.index for e in train]
+    assert [e.row for e in scored] == [e.row.index for e in train[:14]]
     cursor = 0
-    for start in (0, 8, 16):  # files of 8 rows, batches of 4 within each
-        for batch in batches(train[start : start + 8], 4):
+    for start, stop in ((0, 8), (8, 14)):  # files of 8 rows, batches of 4 within each
+        for batch in batches(train[start:stop], 4):
             values = scorer.score(batch)
             keep = select_top(values.total, values.mask, 0.5)
             for index in range(len(batch["input_ids"])):
@@ -85,9 +87,8 @@ def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path, estimator
                 assert np.array_equal(found.kept, keep[index, :length].numpy())
                 assert np.array_equal(found.response, values.mask[index, :length].numpy())
                 cursor += 1
-    assert cursor == 20
-    split = {"adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal"}
-    assert split.isdisjoint(scored[0].values) == (estimator == "label")
+    assert cursor == 14
+    assert scored[0].values.keys() >= SPLIT
     assert any(e.values["stability"].any() for e in scored)
     assert tokenizer.decode([scored[0].ids[0]]) == "<start>"
     assert tokenizer.decode([scored[0].ids[-1]]) == "<end>"
@@ -100,7 +101,7 @@ def test_parameters_by_name_are_those_of_the_python_call(world: World, tmp_path:
     assert world.fit(fisher_file, parameters=chosen) == 0
     out = tmp_path / "out"
     status = world.score(
-        out, "--verify", 2, estimator="label", parameters=chosen, fisher=fisher_file
+        out, "--verify", 2, estimator="label", parameters=chosen, fisher=fisher_file, limit=4
     )
     assert status == 0
     _, train, scorer = by_hand(world, fisher_file, estimator="label", parameters=chosen)
@@ -108,21 +109,22 @@ def test_parameters_by_name_are_those_of_the_python_call(world: World, tmp_path:
     names = [name for name, _ in model.named_parameters() if "norm" in name or "embed" in name]
     assert set(names) < set(scorer.parameters)
     values = scorer.score(next(iter(batches(train[:4], 4))))
-    for index, found in enumerate(load(out)[:4]):
+    for index, found in enumerate(load(out)):
         expected = values.total[index, : len(found.ids)].double().numpy()
         assert np.array_equal(found.values["total"], expected)
+        assert SPLIT.isdisjoint(found.values)
 
 
 def test_summary_and_report_agree_with_the_values(world: World, tmp_path: Path) -> None:
     status = world.score(
         tmp_path, "--verify", 3, fisher=world / "fisher.safetensors", validation=None,
-        validation_rows=5,
+        validation_rows=5, limit=10,
     )  # fmt: skip
     assert status == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     scored = load(tmp_path)
     totals = np.concatenate([e.values["total"][e.response] for e in scored])
-    assert summary["values"]["sequences"] == len(scored) == 15
+    assert summary["values"]["sequences"] == len(scored) == 5
     assert summary["values"]["response_tokens"] == totals.size
     assert summary["values"]["components"][0]["maximum"] == totals.max()
     assert summary["pools"]["drawn_validation"] == 5
@@ -140,24 +142,12 @@ def test_values_that_do_not_agree_end_in_an_error(
     right = contraction.contract
     monkeypatch.setattr(contraction, "contract", lambda *given: 1.01 * right(*given))
     fisher = world / "fisher.safetensors"
-    status = world.score(tmp_path, "--verify", 2, fisher=fisher, validation=None, validation_rows=5)
-    assert status == 2
+    assert world.score(tmp_path, "--verify", 2, fisher=fisher, limit=4) == 2
     assert "the values do not agree with the oracle" in capsys.readouterr().err
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["certificate"].endswith("does not agree")
     assert "adaptation_direct" in summary["certificate"]
     assert "does not agree" in (tmp_path / "report.html").read_text()
-
-
-def test_scope_dataset_keeps_the_best_of_all(world: World, tmp_path: Path) -> None:
-    assert world.score(tmp_path, "--no_report", scope="dataset", ratio=0.3) == 0
-    scored = load(tmp_path)
-    totals = np.concatenate([e.values["total"][e.response] for e in scored])
-    kept = np.concatenate([e.kept[e.response] for e in scored])
-    assert kept.sum() == -(-3 * totals.size // 10)
-    assert totals[kept].min() >= totals[~kept].max()
-    assert not any(e.kept[~e.response].any() for e in scored)
-    assert not (tmp_path / "report.html").exists()
 
 
 def test_step_zero_says_that_stability_is_zero(
@@ -208,17 +198,16 @@ def test_a_checkpoint_goes_when_its_fisher_is_saved(
 
     with monkeypatch.context() as patch:
         patch.setattr(FisherDrift, "save", killed)
-        assert world.fit(out, "--checkpoint", state, samples=60) == 130
+        assert world.fit(out, "--checkpoint", state, samples=20) == 130
     assert state.exists()
-    assert world.fit(out, "--checkpoint", state, samples=60) == 0
+    assert world.fit(out, "--checkpoint", state, samples=20) == 0
     assert out.exists()
     assert not state.exists()
 
 
-@pytest.mark.parametrize("more", [("--labels", "token"), ("--structure", "kronecker")])
-def test_other_fishers_fit_and_score(world: World, tmp_path: Path, more: tuple[str, str]) -> None:
+def test_another_fisher_fits_and_scores(world: World, tmp_path: Path) -> None:
     out = tmp_path / "f.safetensors"
-    assert world.fit(out, *more) == 0
+    assert world.fit(out, "--labels", "token", "--structure", "kronecker") == 0
     assert world.score(tmp_path / "o", "--no_report", fisher=out, limit=4) == 0
     assert any(e.values["stability"].any() for e in load(tmp_path / "o"))
 
@@ -248,13 +237,21 @@ def test_lora_adapter_is_valued_by_its_factors(world: World, tmp_path: Path) -> 
 # --- interruption ---------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def whole(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of all rows writes."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert world.score(out) == 0
+    return out
+
+
 def test_interrupt_keeps_finished_files_and_resume_gives_the_same(
     world: World,
+    whole: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert world.score(tmp_path / "whole") == 0
     calls, score = [], Scorer.score
 
     def interrupted(self: Scorer, batch: Any) -> Any:
@@ -275,7 +272,7 @@ def test_interrupt_keeps_finished_files_and_resume_gives_the_same(
     before = finished.stat().st_mtime_ns
     (parts / ".part-00099.parquet.0123abcd.tmp").write_text("half")  # as a kill may leave
     assert world.score(tmp_path / "cut", "--resume") == 0
-    assert same(load(tmp_path / "cut"), load(tmp_path / "whole"))
+    assert same(load(tmp_path / "cut"), load(whole))
     assert finished.stat().st_mtime_ns == before
     assert not list(parts.glob(".*"))
 
@@ -283,7 +280,7 @@ def test_interrupt_keeps_finished_files_and_resume_gives_the_same(
 def test_resume_refuses_another_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {"limit": 6}
+    small = {"limit": 2}
     assert world.score(tmp_path, "--no_report", **small) == 0
     assert world.score(tmp_path, "--no_report", **small) == 2
     assert "holds an earlier run" in capsys.readouterr().err
@@ -292,28 +289,28 @@ def test_resume_refuses_another_run(
         ({"ratio": 0.4}, "keep_ratio"),
         ({"model": world / "reference"}, "model_name_or_path, model_sha256"),
         ({"train": other}, "train_file, train_sha256"),
-        ({"limit": 5}, "train_sha256"),
+        ({"limit": 1}, "train_sha256"),
         ({"fisher": world / "fisher.safetensors"}, "fisher_file, fisher_sha256"),
     ):
         assert world.score(tmp_path, "--no_report", "--resume", **(small | changed)) == 2
         assert f"differs in {named}" in capsys.readouterr().err
-    assert world.score(tmp_path, "--no_report", "--overwrite_output", limit=5) == 0
-    assert len(load(tmp_path)) == 5
+    assert world.score(tmp_path, "--no_report", "--overwrite_output", limit=1) == 0
+    assert len(load(tmp_path)) == 1
     (tmp_path / "run.json").write_text("{")
-    assert world.score(tmp_path, "--resume", limit=5) == 2
+    assert world.score(tmp_path, "--resume", limit=1) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
 def test_exchanged_value_files_are_noticed(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert world.score(tmp_path, "--no_report") == 0
-    files = value_files(tmp_path / "values")
+    out = shutil.copytree(whole, tmp_path / "out")
+    files = value_files(out / "values")
     shutil.copy(files[0], files[1])
-    assert world.score(tmp_path, "--no_report", "--resume") == 2
+    assert world.score(out, "--resume") == 2
     assert "do not hold the training rows" in capsys.readouterr().err
     files[1].write_bytes(files[1].read_bytes()[:100])
-    assert world.score(tmp_path, "--no_report", "--resume") == 2
+    assert world.score(out, "--resume") == 2
     assert "part-00001" in capsys.readouterr().err
 
 
@@ -336,14 +333,6 @@ ROW = {"prompt": "add : 3 and 4", "response": "3 plus 4 is 7 ."}
 Case = Callable[[World, Path], dict[str, object]]
 BAD: dict[str, tuple[Case, str]] = {
     "no file": (lambda w, t: {"train": t / "no.jsonl"}, "no such data file"),
-    "empty file": (lambda w, t: {"train": jsonl(t / "t.jsonl", [])}, "no rows"),
-    "empty response": (
-        lambda w, t: {
-            "train": jsonl(t / "t.jsonl", [ROW, ROW | {"response": ""}]),
-            "on_empty": "error",
-        },
-        "empty response. Got: t.jsonl, line 2",
-    ),
     "no validation tokens": (
         lambda w, t: {
             "validation": jsonl(t / "v.jsonl", [ROW | {"response": ""}]),
@@ -355,7 +344,6 @@ BAD: dict[str, tuple[Case, str]] = {
         "validation rows cannot be drawn",
     ),
     "max-length": (lambda w, t: {"max_length": 97}, "the model allows. Got: 97, limit 96"),
-    "ratio": (lambda w, t: {"ratio": 1.5}, r"ratio must lie in \(0, 1\]"),
     "layers": (lambda w, t: {"layers": "last"}, "--score_layers cannot be read"),
     "no model": (lambda w, t: {"model": t / "nowhere"}, "no such model folder"),
     "tokenizer": (
@@ -366,7 +354,6 @@ BAD: dict[str, tuple[Case, str]] = {
         lambda w, t: {"model": broken_model(w, t, "model.safetensors", b"\x08")},
         "model cannot be loaded",
     ),
-    "no Fisher": (lambda w, t: {"fisher": t / "no.safetensors"}, "no.safetensors"),
     "truncated Fisher": (
         lambda w, t: {"fisher": cut(t / "f.safetensors", w / "fisher.safetensors")},
         "f.safetensors' cannot be read",
@@ -430,15 +417,16 @@ def test_full_disk_is_exit_1_and_resume_mends_it(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    assert world.score(tmp_path) == 1
+    small = {"limit": 4, "shard_size": 2}
+    assert world.score(tmp_path, **small) == 1
     error = capsys.readouterr().err
     assert "No space left on device" in error
     assert "part-00001" in error
     assert error.count("\n") == 1
     assert [p.name for p in (tmp_path / "values").iterdir()] == ["part-00000.parquet"]
     monkeypatch.undo()
-    assert world.score(tmp_path, "--resume") == 0
-    assert len(load(tmp_path)) == 20
+    assert world.score(tmp_path, "--resume", **small) == 0
+    assert len(load(tmp_path)) == 4
 
 
 # --- the face -------------------------------------------------------------------------------------

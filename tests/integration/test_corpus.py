@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from alphatoken import ConfigError, DataError, Scorer
@@ -24,8 +25,10 @@ from alphatoken.data.source import find_source, source_of
 from alphatoken.report import value_files
 from tests.integration.small_world import World, flags, write_rows
 from tests.integration.test_cli import load, same
+from tests.places import nightly
 from tests.rows import jsonl
 
+QUERIES = ("5 plus 0 is 5 .", '{"prompt": "say : it", "response": "the last is d ."}')
 ROWS = [{"prompt": f"add : {n} and 4", "response": f"the sum of {n} is 7 ."} for n in range(700)]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
 
@@ -160,14 +163,14 @@ def test_validation_rows_are_drawn_among_the_good(tmp_path: Path) -> None:
     source, how = find_source(jsonl(tmp_path / "r.jsonl", rows)), EncodeOptions(on_bad_rows="skip")
     corpus = Corpus(source, Fields(), None, how)
     counts = Counter[int]()
-    for seed in range(60):
+    for seed in range(24):
         found = [row.index for row in draw_rows(corpus, 40, seed)]
         assert found == sorted(set(found))
         assert len(found) == 40
         assert all(index % 3 for index in found)
         counts.update(found)
     thirds = [sum(counts[i] for i in range(a, a + 233)) for a in (0, 233, 466)]
-    assert min(thirds) > 0.85 * 800, "uniform over the file"
+    assert min(thirds) > 0.85 * 320, "uniform over the file"
     with pytest.raises(ConfigError, match="cannot be drawn"):
         draw_rows(corpus, 500, 0)
 
@@ -201,15 +204,25 @@ def test_two_runs_in_one_folder_are_refused(
     assert "another run is at work in this folder" in capsys.readouterr().err
 
 
-def test_a_selection_over_all_keeps_the_files_types(world: World, tmp_path: Path) -> None:
+def test_a_selection_over_all_keeps_the_best_and_the_files_types(
+    world: World, tmp_path: Path
+) -> None:
     import pyarrow.parquet as pq
 
     types = set()
     for scope in ("batch", "dataset"):
-        assert world.score(tmp_path / scope, "--no_report", scope=scope) == 0
+        small = {"limit": 9, "ratio": 0.3}
+        assert world.score(tmp_path / scope, "--no_report", scope=scope, **small) == 0
         schema = pq.read_schema(value_files(tmp_path / scope / "values")[0])
         types.add(str(schema.field("value").type))
     assert types == {"list<element: float>"}
+    scored = load(tmp_path / "dataset")
+    totals = np.concatenate([e.values["total"][e.response] for e in scored])
+    kept = np.concatenate([e.kept[e.response] for e in scored])
+    assert kept.sum() == -(-3 * totals.size // 10)
+    assert totals[kept].min() >= totals[~kept].max()
+    assert not any(e.kept[~e.response].any() for e in scored)
+    assert not (tmp_path / "dataset" / "report.html").exists()
 
 
 def test_engines_are_refused_before_any_work(
@@ -235,15 +248,13 @@ def test_engines_are_refused_before_any_work(
 
 
 class Job:
-    """Many rows of the small world, and the words that value them."""
+    """Many rows of the small world, and the words that value them against an objective."""
 
-    def __init__(self, world: World, path: Path, rows: int, shard: int) -> None:
-        self.train, self.rows = path, rows
+    def __init__(self, world: World, train: Path, objective: list[str]) -> None:
         self.words = [
-            "score", "--model_name_or_path", str(world / "moved"), "--train_file", str(path),
-            "--validation_file", str(world / "validation.jsonl"),
-            "--per_device_train_batch_size", "4", "--shard_size", str(shard), "--no_report",
-            "--keep_scope", "dataset",
+            "score", "--model_name_or_path", str(world / "moved"), "--train_file", str(train),
+            "--per_device_train_batch_size", "4", "--shard_size", "4", "--no_report",
+            "--keep_scope", "dataset", *objective,
         ]  # fmt: skip
 
     def command(self, engine: str, out: Path, *more: str) -> list[str]:
@@ -258,10 +269,14 @@ class Job:
         return [sys.executable, "-m", "alphatoken.cli", *own, *extra]
 
 
-@pytest.fixture(scope="module")
-def corpus(world: World, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    path = tmp_path_factory.mktemp("corpus") / "train.jsonl"
-    return Job(world, write_rows(path, 240, seed=11), 240, 8)
+@pytest.fixture(scope="module", params=["queries", pytest.param("rows", marks=nightly)])
+def corpus(
+    request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory
+) -> Job:
+    train = write_rows(tmp_path_factory.mktemp("corpus") / "train.jsonl", 120, seed=11)
+    queries = [word for query in QUERIES for word in ("--query", query)]
+    rows = ["--validation_file", str(world / "validation.jsonl")]
+    return Job(world, train, queries if request.param == "queries" else rows)
 
 
 @pytest.fixture(scope="module")
@@ -328,23 +343,29 @@ def test_killed_processes_lose_nothing(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     left = len(value_files(out / "values"))
+    assert errors.count("query 1 is read as plain text") == ("--query" in corpus.words)
     if mark == "MapWorker":
         assert process.returncode == 0, errors[-3000:]
         assert left == 30
     else:
         assert process.returncode != 0
         assert 3 <= left < 30
-        again = corpus.command(engine, out, "--resume")
-        run = subprocess.run(again, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stderr[-3000:]
+        # By one process, which is an engine too.
+        assert main([*corpus.words, "--output_dir", str(out), "--resume", "--quiet"]) == 0
     agree(whole, out)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> None:
-    """Peaks of 2,000 and of 12,000 rows, each in a process of its own."""
+@pytest.mark.parametrize(
+    ("few", "many", "growth"),
+    [(500, 3_500, 1.03), pytest.param(2_000, 12_000, 1.1, marks=nightly)],
+)
+def test_memory_does_not_grow_with_the_rows(
+    world: World, tmp_path: Path, few: int, many: int, growth: float
+) -> None:
+    """Peaks of few and of many rows, each in a process of its own."""
     peaks = {}
-    for count in (2_000, 12_000):
+    for count in (few, many):
         train = tmp_path / f"{count}.jsonl"
         with train.open("w") as file:
             for n in range(count):
@@ -370,4 +391,4 @@ def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> Non
         peaks[count] = int(run.stdout.split()[-1])
         summary = json.loads((tmp_path / f"out{count}" / "summary.json").read_text())
         assert summary["values"]["sequences"] == count
-    assert peaks[12_000] <= 1.1 * peaks[2_000], peaks
+    assert peaks[many] <= growth * peaks[few], peaks

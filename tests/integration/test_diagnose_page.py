@@ -6,6 +6,7 @@ import base64
 import math
 import re
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from typing import Any
 
@@ -35,6 +36,7 @@ HOSTILE = (
 )
 
 
+@cache  # drawing takes longer than all else here
 def drawn(key: str, title: str = "A curve", *, width: float = 6.4) -> Drawing:
     """A figure with clip paths, markers, a colour bar and a rasterised part."""
     records = [{"x": x, "y": math.sin(x)} for x in range(5)]

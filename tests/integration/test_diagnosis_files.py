@@ -39,6 +39,11 @@ def test_comes_back_as_it_was(tmp_path: Path) -> None:
     assert again.figure("line") == saved.figure("line")
     assert again.table("numbers").csv() == saved.table("numbers").csv()
 
+    def refuse(name: str) -> None:
+        raise AssertionError(f"JSON has no such number: {name}")
+
+    json.loads((tmp_path / "diagnosis.json").read_text("utf-8"), parse_constant=refuse)
+
 
 def test_csv_is_what_a_spreadsheet_reads(tmp_path: Path) -> None:
     example().save(tmp_path)
@@ -50,42 +55,29 @@ def test_csv_is_what_a_spreadsheet_reads(tmp_path: Path) -> None:
     assert rows[1]["rank_n"] == "2"
 
 
-def test_json_has_no_numbers_that_json_lacks(tmp_path: Path) -> None:
-    example().save(tmp_path)
-
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    json.loads((tmp_path / "diagnosis.json").read_text("utf-8"), parse_constant=refuse)
-
-
-def test_pictures_need_nothing_from_outside_and_leave_no_state(tmp_path: Path) -> None:
+def test_pictures_need_nothing_from_outside_and_leave_no_state() -> None:
+    kept = drawn("line").svg
     before = dict(mpl.rcParams)
-    svg = example().figure("line").svg
+    svg = drawn.__wrapped__("line").svg  # drawn once more
     assert dict(mpl.rcParams) == before
     ET.fromstring(svg)
     assert "<text" not in svg  # letters are outlines: no font is looked for
     assert svg.startswith("<svg")
-    assert svg == example().figure("line").svg  # and the same picture is the same file
+    assert svg == kept  # and the same picture is the same file
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("diagnosis.json", "cannot be read"), ("line.svg", r"line\.svg")]
-)
-def test_a_missing_file_is_noticed(tmp_path: Path, name: str, said: str) -> None:
-    """Without its last file a folder is not finished."""
+def test_missing_and_damaged_files_are_noticed(tmp_path: Path) -> None:
+    """Without its last file a folder is not finished; damaged records say what to do."""
     example().save(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=said):
-        Diagnosis.load(tmp_path)
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"name": "x"}', "{}"])
-def test_damaged_records_say_what_to_do(tmp_path: Path, damage: str) -> None:
+    for damage in ("{", "[]", '{"name": "x"}', "{}"):
+        (tmp_path / "diagnosis.json").write_text(damage)
+        with pytest.raises(DataError, match="remove the folder"):
+            Diagnosis.load(tmp_path)
     example().save(tmp_path)
-    (tmp_path / "diagnosis.json").write_text(damage)
-    with pytest.raises(DataError, match="remove the folder"):
-        Diagnosis.load(tmp_path)
+    for name, said in (("line.svg", r"line\.svg"), ("diagnosis.json", "cannot be read")):
+        (tmp_path / name).unlink()
+        with pytest.raises(DataError, match=said):
+            Diagnosis.load(tmp_path)
 
 
 def test_records_may_lack_columns() -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,13 +78,26 @@ def test_the_picture_and_its_values_are_made_by_the_example(smollm2: Path, tmp_p
         assert [value for _, value in made[name]] == pytest.approx(values, rel=0.02, abs=1)
 
 
+@pytest.fixture
+def in_smollm2s_place(
+    library_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small decoder stands where SmolLM2 would, which takes minutes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path / "models"))
+    Path("models").mkdir()
+    Path("models", SMOLLM2.name).symlink_to(library_decoder.resolve())
+
+
 @pytest.mark.slow
 def test_the_demo_prints_the_highest_and_lowest_tokens_and_writes_the_page(
-    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    in_smollm2s_place: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What ``make demo`` does, on fewer rows."""
-    for _ in range(2):  # an earlier demo is replaced
-        run_demo(tmp_path, rows=3, held_out=2)
+    for earlier in (tmp_path / "rows/train.jsonl", tmp_path / "values/run.json"):
+        earlier.parent.mkdir()
+        earlier.write_text("{}")  # of an earlier demo, which is replaced
+    run_demo(tmp_path, rows=3, held_out=2)
     printed = capsys.readouterr().out
     totals = [
         one.values["total"][at]
@@ -102,13 +114,14 @@ def test_the_demo_prints_the_highest_and_lowest_tokens_and_writes_the_page(
     assert f"page: {tmp_path / 'values/report.html'}" in printed
 
 
-def run_line(line: str) -> None:
+def run_line(line: str, patch: pytest.MonkeyPatch) -> None:
     """A line for the shell, as it is printed; what installs is for the package matrix."""
     words = shlex.split(line, comments=True)
     if words[:1] in (["alphatoken"], ["alphatoken-lab"]):
         assert main(words[1:]) == 0, line
-    elif words[:1] == ["python"]:
-        subprocess.run([sys.executable, *words[1:]], check=True)
+    elif words[:2] == ["python", "-m"]:
+        patch.setattr(sys, "argv", words[2:])
+        runpy.run_module(words[2], run_name="__main__")
     else:
         assert words[:1] in (["make"], ["pip"], ["source"]), line
 
@@ -117,22 +130,18 @@ def run_line(line: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # those of a user's session: fewer rows, libraries' own
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_what_a_newcomer_pastes_runs_in_order(
-    page: str, library_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, in_smollm2s_place: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the small decoder in SmolLM2's place, which takes minutes a page."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ALPHATOKEN_MODELS", str(tmp_path / "models"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    Path("models").mkdir()
-    Path("models", SMOLLM2.name).symlink_to(library_decoder.resolve())
+    """On the small decoder and fewer rows."""
     names: dict[str, Any] = {"__name__": "pasted"}
     found = re.findall(r"^```(|python)\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
     assert {kind for kind, _ in found} == {"", "python"}
+    assert "".join(text for _, text in found).count("--train_limit 40 ") == 1
     for kind, text in found:
         if kind:
             exec(compile(text, page, "exec"), names)
         else:
             for line in text.replace("\\\n", " ").splitlines():
-                run_line(line)
+                run_line(line.replace("--train_limit 40 ", "--train_limit 12 "), monkeypatch)
     assert names["values"].total.isfinite().all()
     assert [*Path().glob("*values/report.html")]

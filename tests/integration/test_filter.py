@@ -17,7 +17,7 @@ from alphatoken.data import batches, encode_rows, read_rows
 from tests.integration.small_world import World, flags
 from tests.rows import jsonl
 
-WEIGHT = 300.0
+WEIGHT, ROWS = 500.0, 9
 
 
 def judged(world: World, out: Path, *more: object, **changed: object) -> int:
@@ -28,6 +28,7 @@ def judged(world: World, out: Path, *more: object, **changed: object) -> int:
         "output_file": out,
         "per_device_train_batch_size": 3,
         "validation_batches": 3,
+        "train_limit": ROWS,
         # So much weight on what the model was that some rows are harmful.
         "fisher_file": world / "fisher.safetensors",
         "stability_weight": WEIGHT,
@@ -46,7 +47,7 @@ def values_by_hand(world: World) -> list[tuple[float, float, int]]:
 
     model = AutoModelForCausalLM.from_pretrained(world / "moved")
     tokenizer = AutoTokenizer.from_pretrained(world / "moved")
-    train, _ = encode_rows(read_rows(world / "train.jsonl"), tokenizer)
+    train, _ = encode_rows(read_rows(world / "train.jsonl", limit=ROWS), tokenizer)
     held, _ = encode_rows(read_rows(world / "validation.jsonl"), tokenizer)
     fisher = FisherDrift.load(world / "fisher.safetensors")
     parts = [next(batches(held[k::3], 99)) for k in range(3)]
@@ -67,7 +68,7 @@ def values_by_hand(world: World) -> list[tuple[float, float, int]]:
 def test_values_errors_and_verdicts(world: World, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert judged(world, out, confidence=0.7) == 0
-    found, rows = lines(out), lines(world / "train.jsonl")
+    found, rows = lines(out), lines(world / "train.jsonl")[:ROWS]
     assert [{k: row[k] for k in rows[0]} for row in found] == rows
     expected = values_by_hand(world)
     quantile = stats.t.ppf(0.7, 2)
@@ -112,6 +113,11 @@ def test_what_is_not_valued_says_why(world: World, tmp_path: Path) -> None:
     assert [row["verdict"] for row in lines(drawn)].count("held out") == 4
 
 
+def turned_round(path: Path, folder: Path) -> Path:
+    """The same rows from the last to the first."""
+    return jsonl(folder / path.name, path.read_text().splitlines()[::-1])
+
+
 def test_an_interrupted_run_goes_on_to_the_same(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -122,24 +128,29 @@ def test_an_interrupted_run_goes_on_to_the_same(
 
     def interrupted(self: Scorer, batch: Any, **more: Any) -> Any:
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return score(self, batch, **more)
 
     monkeypatch.setattr(Scorer, "score", interrupted)
     assert judged(world, out) == 130
-    assert "9 of 20 rows" in capsys.readouterr().err
+    assert "6 of 9 rows" in capsys.readouterr().err
     journal = tmp_path / ".out.jsonl.partial"
     with journal.open("a") as file:
-        file.write('{"row": 9, "val')  # killed while it wrote
+        file.write('{"row": 6, "val')  # killed while it wrote
     assert not out.exists()
     assert judged(world, out) == 2
     assert "--resume" in capsys.readouterr().err
-    assert judged(world, out, "--resume", layers=2) == 2
-    assert "differs in config" in capsys.readouterr().err
-    calls[:] = [1] * 4
+    changes = {"config": {"layers": 2}, "fisher": {"fisher_file": None}} | {
+        name: {f"{name}_file": turned_round(world / f"{name}.jsonl", tmp_path)}
+        for name in ("train", "validation")
+    }
+    for what, changed in changes.items():
+        assert judged(world, out, "--resume", **changed) == 2
+        assert f"differs in {what}" in capsys.readouterr().err
+    calls[:] = [1] * 3
     assert judged(world, out, "--resume") == 0
-    assert len(calls) == 4 + 4  # four batches of three rows were left
+    assert len(calls) == 3 + 1  # one batch of three rows was left
     assert out.read_bytes() == whole.read_bytes()
 
 
@@ -183,7 +194,7 @@ def test_an_output_that_is_there_is_left_alone(
         assert "--output_file is the input" in capsys.readouterr().err
         assert (world / name).read_bytes() == before
     assert judged(world, out, "--overwrite_output") == 0
-    assert len(lines(out)) == 20
+    assert len(lines(out)) == ROWS
 
 
 def test_every_row_is_written_or_counted(
@@ -200,28 +211,3 @@ def test_every_row_is_written_or_counted(
         f"9 rows: 6 valued, {verdicts.count('keep')} to keep; 1 cannot be read: not valued; "
         f"2 without a record: not written: {out}"
     )
-
-
-@pytest.mark.parametrize("what", ["validation", "fisher", "train"])
-def test_a_run_does_not_go_on_with_other_files(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    from alphatoken import Scorer
-
-    def interrupted(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
-    out, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
-    with monkeypatch.context() as patch:
-        patch.setattr(Scorer, "score", interrupted)
-        assert judged(world, out) == 130
-    if what == "fisher":
-        changed: dict[str, Any] = {"fisher_file": None}
-    else:
-        rows = (world / f"{what}.jsonl").read_text().splitlines(keepends=True)
-        other.write_text("".join(rows[::-1]))
-        changed = {f"{what}_file": other}
-    capsys.readouterr()
-    assert judged(world, out, "--resume", **changed) == 2
-    assert f"differs in {what}" in capsys.readouterr().err

@@ -19,11 +19,13 @@ from alphatoken.report import read_values
 from tests.integration import tiny_training as tiny
 from tests.property.test_logprobs import _at, _other
 
+ROWS = 24
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows, the model before and after, values by both models, and both files."""
-    folder = tiny.saved(tmp_path_factory.mktemp("logprobs"), 60)
+    folder = tiny.saved(tmp_path_factory.mktemp("logprobs"), ROWS)
     tiny.model(3).save_pretrained(folder / "after")
     tiny.tokenizer().save_pretrained(folder / "after")
     words = ["score", "--estimator", "walk", "--train_file", str(folder / "rows.jsonl")]
@@ -68,14 +70,14 @@ def test_values_and_selection_are_those_of_the_models(
     assert score(tmp_path, models / "model.parquet", models / "after.parquet", *more) == 0
     found = list(read_values(tmp_path / "values"))
     wanted = list(read_values(models / "by_models" / "values"))
-    assert len(found) == len(wanted) == 60
+    assert len(found) == len(wanted) == ROWS
     for one, two in zip(found, wanted, strict=True):
         assert (one.row, one.ids, one.labels) == (two.row, two.ids, two.labels)
         np.testing.assert_allclose(one.values["total"], two.values["total"], atol=2e-5)
         if scope == "batch":
             assert (one.kept == two.kept).mean() > 0.99
     kept = sum(int(one.kept.sum()) for one in found)
-    assert kept == pytest.approx(sum(int(one.response.sum()) for one in found) / 2, abs=60)
+    assert kept == pytest.approx(sum(int(one.response.sum()) for one in found) / 2, abs=ROWS)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["values"]["response_tokens"] == sum(int(e.response.sum()) for e in wanted)
     assert "plus" in (tmp_path / "report.html").read_text()  # texts, not ids
@@ -141,10 +143,10 @@ def test_files_that_are_none_are_refused(
     pq.write_table(schema.empty_table(), empty)
     assert score(tmp_path / "out", empty, empty) != 0
     assert "no row" in capsys.readouterr().err
-    shorter = pq.read_table(good).slice(0, 59)
+    shorter = pq.read_table(good).slice(0, ROWS - 1)
     pq.write_table(shorter, empty)
     assert score(tmp_path / "out", good, empty) != 0
-    assert "row 59: the other file ends before it" in capsys.readouterr().err
+    assert f"row {ROWS - 1}: the other file ends before it" in capsys.readouterr().err
     assert not (tmp_path / "out" / "values").exists()
     assert not (tmp_path / "out" / "run.json").exists()
 
@@ -175,7 +177,7 @@ def test_a_tokenizer_that_is_not_there_is_said_before_work(
     assert (tmp_path / "out" / "run.json").exists()
     words = ["score", "--logprobs", *map(str, files), "--no_report"]
     assert main([*words, "--output_dir", str(tmp_path / "loud")]) == 0
-    assert "Reading log-probabilities: 60/60" in capsys.readouterr().err
+    assert f"Reading log-probabilities: {ROWS}/{ROWS}" in capsys.readouterr().err
 
 
 def test_an_earlier_run_is_kept_unless_it_may_go(models: Path, tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ def test_without_a_registry_it_is_one_line(
     with pytest.raises(RegistryError, match="could not be fetched"):
         fetch_model()
     assert left(tmp_path / "models") == []
+    failed = models.subprocess.CompletedProcess([], 1, "", "")
+    monkeypatch.setattr(models.subprocess, "run", lambda *_, **__: failed)  # as it just was
     for words, status in ((["--if-reachable"], 0), ([], 1), (["--only", GEMMA3.name], 1)):
         monkeypatch.setattr("sys.argv", ["models", *words])
         assert models.main() == status

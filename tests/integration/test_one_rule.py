@@ -24,14 +24,19 @@ def pairs_trainer(folder: Path, **more: Any) -> AlphaDPOTrainer:
     return cast("AlphaDPOTrainer", dpo(folder, ref_model=reference, train_dataset=rows, **own))
 
 
-OBJECTIVE = [
+OBJECTIVE = [  # a loss, a number, and that number beside what changes the reference's part
     {"loss_type": ["ipo"]},
-    {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
     {"label_smoothing": 0.1},
-    {"f_divergence_type": "js_divergence"},
-    {"use_weighting": True},
-    {"ld_alpha": 0.3},
     {"ld_alpha": 0.3, "precompute_ref_log_probs": True},
+    *(
+        pytest.param(more, marks=pytest.mark.slow)
+        for more in (
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
+            {"f_divergence_type": "js_divergence"},
+            {"use_weighting": True},
+            {"ld_alpha": 0.3},
+        )
+    ),
 ]
 """Losses of other forms than the one that validation pairs are measured by."""
 

@@ -1,24 +1,21 @@
-"""``score --query``: values, the page of both sides, resume, refusals, engines."""
+"""``score --query``: values, the page of both sides, resume, refusals."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from alphatoken.cli import main
 from alphatoken.corpus.queries import encode_queries, query_rows, read_as
 from alphatoken.data import EncodeOptions, Fields
 from alphatoken.report import ScoredExample, value_files
 from tests.integration.browser import opened
-from tests.integration.small_world import World, write_rows
+from tests.integration.small_world import World
 from tests.integration.test_cli import load, same
-from tests.integration.test_corpus import ENVIRONMENT, Job, agree
 from tests.rows import jsonl
 from tests.tiny_language import make_tokenizer
 
@@ -47,13 +44,18 @@ def columns(folder: Path, key: str) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "scope"), [("alphatoken", "dataset"), ("label", "batch"), ("walk", "batch")]
+    ("estimator", "scope"),
+    [  # the other estimators are as this one where queries are told apart; a walk is not
+        ("alphatoken", "dataset"),
+        ("walk", "batch"),
+        pytest.param("label", "batch", marks=pytest.mark.slow),
+    ],
 )
 def test_a_query_has_the_values_of_a_run_against_that_row(
     world: World, tmp_path: Path, estimator: str, scope: str
 ) -> None:
     """One query to the bit, several to rounding; a walk is on one query alone."""
-    more = {"estimator": estimator, "scope": scope, "limit": 10}
+    more = {"estimator": estimator, "scope": scope, "limit": 5}
     rows = [{"text": TEXT}, ROW]
     if estimator != "walk":
         assert asked(world, tmp_path / "both", *ASKED, "--no_report", **more) == 0
@@ -85,20 +87,6 @@ def test_queries_are_resumed_and_other_queries_are_not(
     assert world.score(tmp_path, "--no_report", "--resume") == 2
     assert asked(world, tmp_path, *ASKED, "--no_report", "--resume") == 0
     assert same(before, load(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torchrun", "ray"])
-def test_engines_give_the_values_of_one_process(world: World, tmp_path: Path, engine: str) -> None:
-    job = Job(world, write_rows(tmp_path / "train.jsonl", 32, seed=11), 32, 8)
-    place = job.words.index("--validation_file")
-    job.words[place : place + 2] = ASKED
-    assert main([*job.words, "--output_dir", str(tmp_path / "one"), "--quiet"]) == 0
-    command = job.command(engine, tmp_path / "two")
-    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stderr.count("query 1 is read as plain text") == 1
-    agree(tmp_path / "one", tmp_path / "two")
 
 
 # --- what a query is read as ----------------------------------------------------------------------
@@ -153,14 +141,20 @@ def sums(examples: list[ScoredExample], key: str) -> dict[str, float]:
     return {e.place: float(e.values[key][e.response].astype(float).sum()) for e in examples}
 
 
-def test_page_and_summary_have_the_rows_of_both_sides(world: World, tmp_path: Path) -> None:
-    hostile = "<b>5</b> </script> 5"
-    assert asked(world, tmp_path, *ASKED, "--query", hostile) == 0
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def paged(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a page, of which the last query is hostile."""
+    out = tmp_path_factory.mktemp("paged")
+    assert asked(world, out, *ASKED, "--query", "<b>5</b> </script> 5") == 0
+    return out
+
+
+def test_page_and_summary_have_the_rows_of_both_sides(paged: Path) -> None:
+    page = (paged / "report.html").read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     lists = {one["anchor"]: one for one in data["lists"]}
-    told = json.loads((tmp_path / "summary.json").read_text())["queries"]
-    examples = load(tmp_path)
+    told = json.loads((paged / "summary.json").read_text())["queries"]
+    examples = load(paged)
     for number, query in enumerate(told, start=1):
         key = f"query_{number}"
         ranked = sorted(sums(examples, key).items(), key=lambda item: -item[1])
@@ -186,10 +180,9 @@ def test_page_and_summary_have_the_rows_of_both_sides(world: World, tmp_path: Pa
     assert "<b>5" not in page
 
 
-@pytest.mark.pictures
-def test_browser_draws_the_rows_of_each_query(world: World, tmp_path: Path) -> None:
-    assert asked(world, tmp_path / "out", *ASKED) == 0
-    with opened(tmp_path / "out" / "report.html", tmp_path / "profile") as browser:
+@pytest.mark.slow
+def test_browser_draws_the_rows_of_each_query(paged: Path, tmp_path: Path) -> None:
+    with opened(paged / "report.html", tmp_path / "profile") as browser:
         data = json.loads(browser.evaluate("document.getElementById('data').textContent"))
         for one in data["lists"]:
             tokens = f"document.querySelectorAll('#{one['anchor']} .tok')"

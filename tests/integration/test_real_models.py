@@ -1,8 +1,8 @@
 """Real language models of 135 and 268 million parameters: scored, observed, trained, diagnosed.
 
 SmolLM2-135M-Instruct, and in the nightly profile Gemma 3 270M (sliding window, norms of queries and
-keys, no chat template), their four-bit weights dequantised to float32; few and short rows of the
-standard library. What is exact elsewhere must hold here to the rounding of float32.
+keys, no chat template), their four-bit weights dequantised to float32. What is exact elsewhere must
+hold here to the rounding of float32. Rows are few and short: a token costs 0.3 GFLOP a pass.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
 from alphatoken.data import EncodeOptions, Example, Row, Turn, collate, encode_rows
-from alphatoken.data.stdlib import code_pairs, code_rows
 from tests.places import nightly
 
 pytestmark = [
@@ -29,6 +29,15 @@ pytestmark = [
 ]
 
 
+SAID = [
+    ("Name three birds.", "A wren, a robin and a common blackbird, all of which live in gardens."),
+    ("What is 2 + 3, doubled?", "Two and three are five, and twice five is ten."),
+    ("What is rain?", "Water that falls in drops from the clouds."),
+    ("Where is Oslo?", "In the south of Norway, at the end of a long fjord."),
+    ("Who wrote Hamlet?", "William Shakespeare, in about the year 1600."),
+    ("How does one count to five?", "One, two, three, four, five."),
+]
+"""Question and answer; the answer to the next question is a wrong one."""
 MODELS = [
     pytest.param("smollm2", marks=pytest.mark.smollm2),
     pytest.param("gemma3", marks=[pytest.mark.gemma3, pytest.mark.slow, nightly]),
@@ -66,16 +75,13 @@ def model(folder: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
-    """Short functions."""
-    return [row for row in code_rows(400) if len(row.prompt) + len(row.response) < 300][:12]
-
-
-@pytest.fixture(scope="module")
-def examples(rows: list[Row], tokenizer: Any) -> list[Example]:
-    """Through the model's chat template, where it has one."""
-    found, _ = encode_rows(rows, tokenizer, EncodeOptions(max_length=96, on_empty="skip"))
-    return found
+def examples(tokenizer: Any) -> list[Example]:
+    """Without the model's chat template, which adds as many tokens again."""
+    rows = [
+        Row(i, f"row {i}", (Turn("user", asked), Turn("assistant", said)))
+        for i, (asked, said) in enumerate(SAID)
+    ]
+    return encode_rows(rows, tokenizer, EncodeOptions(chat_template=False))[0]
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -94,12 +100,10 @@ def gradient(model: Any, batch: dict[str, Tensor], *, mean: bool) -> list[Tensor
 
 def test_score_splits_and_totals(model: Any, examples: list[Example]) -> None:
     """Components add up; label values add up to autograd's own inner product of two gradients."""
-    batch, validation = collate(examples[:2]), collate(examples[4:6])
-    values = {
-        name: Scorer(model, validation, config=ScorerConfig(estimator=name, layers=1)).score(batch)
-        for name in ("alphatoken", "label")
-    }
-    ours, label = values["alphatoken"], values["label"]
+    batch, validation = collate(examples[:2]), collate(examples[2:4])
+    scorer = Scorer(model, validation, config=ScorerConfig(layers=1))
+    ours = scorer.score(batch)
+    label = Scorer(model, validation, config=ScorerConfig("label", layers=1)).score(batch)
     parts = ours.adaptation_direct + ours.adaptation_causal
     assert relative(parts, ours.total) < 1e-5
     assert not ours.total[~ours.mask].any()
@@ -110,7 +114,7 @@ def test_score_splits_and_totals(model: Any, examples: list[Example]) -> None:
     wanted = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
     scale = float(label.total.abs().double().sum())
     assert float(label.total.double().sum()) == pytest.approx(wanted, abs=1e-5 * scale)
-    alone = Scorer(model, validation, config=ScorerConfig(layers=1)).score(collate(examples[1:2]))
+    alone = scorer.score(collate(examples[1:2]))
     width = alone.total.shape[1]
     assert relative(ours.total[1:, :width], alone.total) < 1e-3  # padding and company do nothing
 
@@ -120,7 +124,7 @@ def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer
     """Chat rows hold the padding token, whose embedding the backward gives nothing."""
     texts = ("Name a bird.", "A wren."), ("3 + 3?", "6")
     given = [
-        Row(i, f"r{i}", (Turn("user", asked), Turn("assistant", said)))
+        Row(i, f"r{i}", (Turn("system", "-"), Turn("user", asked), Turn("assistant", said)))
         for i, (asked, said) in enumerate(texts)
     ]
     (own, held), _ = encode_rows(given, tokenizer)
@@ -167,16 +171,16 @@ def logged(trainer: Any, key: str) -> float:
 
 
 @pytest.mark.slow
-def test_one_step_of_sft(folder: Path, tokenizer: Any, rows: list[Row], tmp_path: Path) -> None:
+def test_one_step_of_sft(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
     from datasets import Dataset
 
     from alphatoken.train import AlphaSFTTrainer
     from tests.integration.tiny_training import made
 
-    data = Dataset.from_list([{"prompt": r.prompt, "completion": r.response} for r in rows])
+    data = Dataset.from_list([{"prompt": asked, "completion": said} for asked, said in SAID])
     model = load(folder)
     before = {n: p.detach().clone() for n, p in model.model.layers[-1].named_parameters()}
-    given = {"train_dataset": data.select(range(2)), "validation_dataset": data.select(range(4, 6))}
+    given = {"train_dataset": data.select(range(2)), "validation_dataset": data.select(range(2, 4))}
     options = {"optim": "sgd", "max_length": 80, **STEP, **given}
     trainer = made(AlphaSFTTrainer, tmp_path, model=model, processing_class=tokenizer, **options)
     trainer.train()
@@ -188,9 +192,7 @@ def test_one_step_of_sft(folder: Path, tokenizer: Any, rows: list[Row], tmp_path
 
 
 @pytest.mark.slow
-def test_one_step_of_dpo_with_adapters(
-    folder: Path, tokenizer: Any, rows: list[Row], tmp_path: Path
-) -> None:
+def test_one_step_of_dpo_with_adapters(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
     """Policy and reference are one model before the first step: the loss is log 2."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -198,10 +200,12 @@ def test_one_step_of_dpo_with_adapters(
     from alphatoken.train import AlphaDPOTrainer
     from tests.integration.tiny_training import made
 
-    data = Dataset.from_list([
-        {"prompt": p.prompt[0].text, "chosen": p.chosen[0].text, "rejected": p.rejected[0].text}
-        for p in code_pairs(4)
-    ])  # fmt: skip
+    data = Dataset.from_list(
+        [
+            {"prompt": asked, "chosen": said, "rejected": other}
+            for (asked, said), (_, other) in pairwise(SAID)
+        ]
+    )
     model = load(folder)
     before = model.model.layers[-1].self_attn.q_proj.weight.detach().clone()
     given = {"train_dataset": data.select(range(2)), "validation_dataset": data.select(range(2, 4))}

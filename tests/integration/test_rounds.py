@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.rounds import cut, diagnosed_within
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.progress import Tracker
-from tests.integration.subjects import subject
+from tests.integration import subjects
+from tests.integration.subjects import examples
+
+
+def subject(**changes: Any) -> Subject:
+    """Of topics alone, which are read faster than functions."""
+    kept = {"topics": examples("topics", 180, 8)}
+    return subjects.subject("near", **{"retention": kept, "length": 64} | changes)
+
 
 SMALL = ("oracle_tokens", "fisher_samples")
 """Sizes that stay."""

@@ -10,8 +10,20 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
+from alphatoken.fidelity.subject import Subject
 from alphatoken_lab.compare.evaluate import mean_response_loss
-from tests.integration.subjects import subject
+from tests.integration import subjects
+from tests.integration.subjects import examples
+
+
+def subject(**changes: Any) -> Subject:
+    """Small in everything, and of topics alone, which are read faster than functions."""
+    kept = {name: examples("topics", first, 4, 64) for name, first in (("a", 180), ("b", 300))}
+    small = {
+        "train_rows": 6, "validation_rows": 4, "length": 64, "retention": kept, "tokens": 300,
+        "fisher_samples": 4, "tuning_steps": 4,
+    }  # fmt: skip
+    return subjects.subject("near", **small | changes)
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -23,14 +35,14 @@ def same(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
 
 
 def test_rows_are_drawn_up_to_a_number_of_tokens() -> None:
-    found = subject(tokens=300)
+    found = subject(tokens=150)
     drawn = found.sample()
     count = sum(row.response_tokens for row in drawn)
-    assert 0 < count <= 300
+    assert 0 < count <= 150
     assert drawn == found.sample()
     indices = [row.row.index for row in drawn]
     assert indices == sorted(indices)
-    assert [row.row.index for row in subject(tokens=300, seed=5).sample()] != indices
+    assert [row.row.index for row in subject(tokens=150, seed=5).sample()] != indices
     assert found.resized(tokens=10**9).sample() == list(found.train)
     assert len(found.resized(tokens=1).sample()) == 1  # a row is never cut
 
@@ -65,7 +77,7 @@ def test_a_missing_second_model_is_made_once_from_a_copy() -> None:
     assert same(found.model, before)
     assert not same(after, before)
     assert found.before_and_after()[1] is after
-    assert "8 AdamW steps" in said
+    assert "4 AdamW steps" in said
     assert all(p.grad is None for p in after.parameters())
     assert not after.training
     again = subject().before_and_after()[1]  # a function of rows, settings and seed
@@ -86,9 +98,9 @@ def test_fishers_are_fitted_at_the_reference_and_kept() -> None:
     assert fisher.structure == "diagonal"
     assert found.fitted_fisher() is fisher
     assert found.fitted_fisher("kronecker").structure == "kronecker"
-    more = found.fitted_fisher(samples=5, seed=3)
+    more = found.fitted_fisher(samples=2, seed=3)
     assert more is not fisher
-    assert more.metadata["samples"] == 5
+    assert more.metadata["samples"] == 2
     assert subject(fisher=fisher).fitted_fisher() is fisher
     now = {name: p for name, p in found.model.named_parameters() if name in fisher.names}
     assert max(fisher.drift(now).values()) == 0.0  # its reference is the model before
@@ -104,15 +116,15 @@ def test_retention_rows_are_the_first_of_each_set() -> None:
 def test_other_sizes_share_what_was_made() -> None:
     found = subject()
     smaller = found.resized(tokens=100, objective_rows=2)
-    assert (smaller.tokens, len(smaller.validation), found.tokens) == (100, 2, 600)
+    assert (smaller.tokens, len(smaller.validation), found.tokens) == (100, 2, 300)
     assert all(any(row is one for one in found.validation) for row in smaller.validation)
     after = found.before_and_after()[1]
     assert smaller.before_and_after()[1] is after
     assert found.fitted_fisher() is smaller.fitted_fisher()
-    other = found.resized(tuning_steps=3, fisher_samples=5)
+    other = found.resized(tuning_steps=3, fisher_samples=2)
     assert other.before_and_after()[1] is not after
-    assert other.fitted_fisher().metadata["samples"] == 5
-    assert found.fitted_fisher().metadata["samples"] == 24
+    assert other.fitted_fisher().metadata["samples"] == 2
+    assert found.fitted_fisher().metadata["samples"] == 4
 
 
 def test_texts_join_to_the_row() -> None:
