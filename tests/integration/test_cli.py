@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
 from alphatoken.cli import main
 from alphatoken.data import Example, batches, encode_rows, read_rows
-from alphatoken.data.stdlib import write_files
 from alphatoken.estimate import contraction
 from alphatoken.report import ScoredExample, read_values, value_files
 from tests.integration.small_world import World, write_rows
@@ -451,39 +450,3 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> Non
             main(words)
         assert end.value.code == 2
         assert "usage: alphatoken" in capsys.readouterr().err
-
-
-# --- a trained model and real rows ----------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_trained_model_on_real_rows(library_decoder: Path, tmp_path: Path) -> None:
-    folder, fisher, out = tmp_path, tmp_path / "fisher.safetensors", tmp_path / "out"
-    write_files(folder, train=22, held_out=6)
-    model = str(library_decoder)
-    assert main(
-        ["fisher", "--model_name_or_path", model, "--train_file", str(folder / "retention.jsonl"),
-         "--response_column", "text", "--labels", "token", "--samples", "6", "--train_limit", "6",
-         "--output_file", str(fisher), "--quiet"]
-    ) == 0  # fmt: skip
-    assert main(
-        ["score", "--model_name_or_path", model,
-         "--train_file", str(folder / "train.jsonl"), "--max_length", "512",
-         "--train_limit", "22", "--validation_rows", "6", "--on_empty", "skip",
-         "--fisher_file", str(fisher), "--output_dir", str(out),
-         "--verify", "4", "--shard_size", "8", "--quiet"]
-    ) == 0  # fmt: skip
-    scored = load(out)
-    assert 10 < len(scored) <= 16
-    for example in scored:
-        values = example.values
-        parts = values["adaptation_direct"] + values["adaptation_causal"]
-        assert np.allclose(parts, values["adaptation"], rtol=1e-5, atol=1e-4)
-        assert not values["stability"].any()  # the weights are the reference
-        assert np.array_equal(values["total"], values["adaptation"])
-        assert not values["total"][~example.response].any()
-    totals = np.concatenate([e.values["total"][e.response] for e in scored])
-    assert np.isfinite(totals).all()
-    assert totals.std() > 0
-    summary = json.loads((out / "summary.json").read_text())
-    assert "agrees with the per-token oracle" in summary["certificate"]

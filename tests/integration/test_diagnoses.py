@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -12,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from alphatoken import Scorer
 from alphatoken.fidelity import registry
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.own_values import row_columns
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.storage import weights_digest
 from tests.integration.subjects import RETENTION, examples, model, subject
@@ -180,20 +177,6 @@ def test_every_token_has_a_decision_and_padding_only_rounds() -> None:
     assert sum(record["tokens"] for record in decisions.values()) == len(tokens)
     assert 0.02 < decisions["noise"]["share"] < 0.9
     assert not any("WARNING" in note for note in diagnosed("stability").notes)
-
-
-def test_a_resample_is_a_scoring_on_the_real_model() -> None:
-    """Float64 copy: through transformers' float32 casts, so to 1e-6."""
-    one = given("stability")
-    wide, rows = copy.deepcopy(one.model).double(), one.resized(tokens=200).sample()
-    scorer = Scorer(wide, one.batches(one.validation), None, one.config)
-    columns = row_columns(one, scorer, rows, one.validation[:4])
-    weights = np.array([2, 0, 1, 1])
-    drawn = [row for row, w in zip(one.validation, weights, strict=False) for _ in range(w)]
-    wanted = one.score(Scorer(wide, one.batches(drawn), None, one.config), rows)["total"]
-    assert np.abs(columns.at(weights) - wanted).max() < 1e-6 * np.abs(wanted).max()
-    whole = columns.at(np.ones(len(columns.tokens)))
-    assert np.abs(whole - wanted).max() > 1e-2 * np.abs(wanted).max()
 
 
 @nightly
