@@ -82,7 +82,13 @@ def records(name: str, table: str, *keys: str) -> dict[Any, dict[str, Any]]:
     return {tuple(r[k] for k in keys) if len(keys) > 1 else r[keys[0]]: r for r in found}
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+ALONE = ("value-propagation", "heatmap", "coverage", "arithmetic")
+"""Of which nothing more is tested here: on tiny models each has properties of its own."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=nightly if one in ALONE else ()) for one in SUBJECTS]
+)
 def test_a_diagnosis_is_an_answer_tables_with_intervals_and_figures(
     name: str, tmp_path: Path
 ) -> None:
