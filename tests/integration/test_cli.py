@@ -197,9 +197,9 @@ def test_a_checkpoint_goes_when_its_fisher_is_saved(
 
     with monkeypatch.context() as patch:
         patch.setattr(FisherDrift, "save", killed)
-        assert world.fit(out, "--checkpoint", state, samples=20) == 130
+        assert world.fit(out, "--checkpoint", state, samples=60) == 130
     assert state.exists()
-    assert world.fit(out, "--checkpoint", state, samples=20) == 0
+    assert world.fit(out, "--checkpoint", state, samples=60) == 0
     assert out.exists()
     assert not state.exists()
 
