@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import socket
 import sys
@@ -61,7 +60,6 @@ class Run:
         peft: whether adapters are trained.
         processes: how many train together, on gloo.
         options: of the trainer, over those of all tests.
-        largest_file: in bytes; a longer write fails as on a full disk. By process.
     """
 
     kind: str
@@ -69,7 +67,6 @@ class Run:
     peft: bool = False
     processes: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    largest_file: dict[int, int] = field(default_factory=dict)
 
     @property
     def out(self) -> Path:
@@ -151,10 +148,6 @@ def _main(
     torch.manual_seed(seed)
     try:
         trainer = run.trainer()
-        if rank in run.largest_file:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            size = run.largest_file[rank]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         if moment is not None and moment.event == "write":
             _stop_at_write(moment.count, mark)
         elif moment is not None:
@@ -163,8 +156,7 @@ def _main(
             warnings.simplefilter("ignore")
             trainer.train(resume_from_checkpoint=resume)
         mark.with_suffix(".done").touch()
-    except BaseException as problem:
-        mark.with_suffix(".name").write_text(f"{type(problem).__name__}: {problem}")
+    except BaseException:
         mark.with_suffix(".error").write_text(traceback.format_exc())
         os._exit(1)  # a process group that waits for others must not hold this one
 
@@ -217,14 +209,3 @@ def finish(run: Run, resume: str | bool | None = None) -> None:
         assert mark.with_suffix(".done").exists(), (
             _text(mark, ".error") or f"exit code {process.exitcode}"
         )
-
-
-def fails(run: Run, resume: str | bool | None = None) -> list[str]:
-    """Train, and give each process's error as ``class: message``."""
-    started = _start(run, resume, None)
-    for process, _ in started:
-        process.join(PATIENCE)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    return [_text(mark, ".name") for _, mark in started]

@@ -225,8 +225,11 @@ def test_a_mask_that_a_users_function_does_not_name_is_read() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["at once", "after a pass that was seen"])
-@pytest.mark.parametrize("layer", [None, 1], ids=["all layers", "one layer"])
+@pytest.mark.parametrize(
+    ("before", "layer"),
+    [(False, None), (True, 1)],
+    ids=["all layers, at once", "one layer, after a pass that was seen"],
+)
 def test_a_pass_that_goes_around_the_override_is_refused(before: bool, layer: int | None) -> None:
     """Also after a pass that did not, and if one scored layer does."""
     scorer, model = scorer_of(0), adapter(0).model

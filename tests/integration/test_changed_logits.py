@@ -19,7 +19,6 @@ from tests.property.architectures import VOCABULARY
 from tests.property.strategies import make_batch
 
 OTHER = make_batch(("pprrprrr", "prprrrrr"), vocabulary=VOCABULARY, seed=3)
-EACH = pytest.mark.parametrize("estimator", ["label", "path", "direct"])
 
 
 # --- logits that are changed after the head -------------------------------------------------------
@@ -41,17 +40,20 @@ def cut_past(logits: Tensor) -> Tensor:
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled in place": lambda z: z.mul_(3.0),
-    "divided in place": lambda z: z.div_(2.0),
     "capped in place": lambda z: z.clamp_(-1.0, 1.0),
     "in place, not at the end": cut_past,
-    "scaled": lambda z: 3.0 * z,
     "widened and capped": lambda z: z.double().clamp(-1.0, 1.0),
 }
 
 
-@pytest.mark.parametrize("estimator", ["label", "path"])
 @pytest.mark.parametrize(
-    ("change", "where"), [*((name, "model") for name in CHANGES), ("capped in place", "head")]
+    ("change", "where", "estimator"),
+    [
+        ("scaled in place", "model", "label"),
+        ("in place, not at the end", "model", "path"),
+        ("widened and capped", "model", "label"),
+        ("capped in place", "head", "path"),
+    ],
 )
 def test_changed_logits_have_the_values_of_their_own_loss(
     change: str, where: str, estimator: str
@@ -116,9 +118,9 @@ def test_logits_that_differ_by_more_than_rounding_are_refused() -> None:
             observed.values(logits * (1 + 20 * limit), BATCH["labels"])
 
 
-@EACH
 @pytest.mark.parametrize(
-    "change", [lambda z: z / 2.0, lambda z: z.div_(2.0), lambda z: z.clamp(-0.5, 0.5)]
+    ("change", "estimator"),
+    [(lambda z: z / 2.0, "label"), (lambda z: z.div_(2.0), "path")],
 )
 def test_logits_that_the_loop_changes_are_valued_as_changed_or_refused(
     change: Callable[[Tensor], Tensor], estimator: str, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +155,7 @@ def test_label_needs_no_graph_and_still_sees_which_forward_it_was() -> None:
     torch.testing.assert_close(values, scorer.score(BATCH).total)
 
 
-@EACH
+@pytest.mark.parametrize("estimator", ["label", "direct"])
 def test_values_after_the_context_and_without_a_forward_are_refused(estimator: str) -> None:
     model = model_of()
     scorer = scorer_for(model, estimator)

@@ -148,17 +148,21 @@ def test_rows_that_a_policy_does_not_read_are_said_to_be_drawn(tmp_path: Path) -
     assert len(whole.train) == 20
 
 
-@pytest.mark.parametrize("name", ["fisher_data", "fisher_file", "fisher_prompts"])
-@pytest.mark.parametrize("other", [("--retention", "none"), ("--objective", "adaptation")])
-@pytest.mark.parametrize("command", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("fisher_data", ("--retention", "none")),
+        ("fisher_file", ("--objective", "adaptation")),
+    ],
+)
 def test_a_fisher_that_is_not_wanted_is_refused(
-    command: str, other: tuple[str, str], name: str, tmp_path: Path
+    name: str, other: tuple[str, str], tmp_path: Path
 ) -> None:
-    file = str(jsonl(tmp_path / "train.jsonl", (rows if command == "sft" else pairs)(20)))
-    given = (f"--{name}", "5" if name == "fisher_prompts" else file)
+    """Prompts that are drawn: below."""
+    file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
+    given = ("--validation_rows", "2", f"--{name}", file)
     with pytest.raises(ConfigError, match=f"{name} is given, and no Fisher is wanted"):
-        load(command, tmp_path, "--train_file", file, "--validation_rows", "2", *given, *other,
-             small=False)  # fmt: skip
+        load("sft", tmp_path, "--train_file", file, *given, *other, small=False)
 
 
 @pytest.mark.parametrize("name", ["fisher_data", "fisher_prompts"])
@@ -403,21 +407,19 @@ def test_what_is_no_pair_is_refused() -> None:
 # --- what is refused before any work ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_weights_that_were_cut_off_are_one_line(
-    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file ends in the middle, as after a broken download."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    made = {"sft": rows, "dpo": pairs}[command]
-    file = jsonl(tmp_path / "train.jsonl", made(20))
+    file = jsonl(tmp_path / "train.jsonl", rows(20))
     words = ["--train_file", str(file), "--validation_rows", "2"]
     words += ["--score_layers", "1", "--use_cpu", "--bf16", "false", "--max_steps", "1"]
     words += ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "out")]
-    assert main([command, *words]) == 2
+    assert main(["sft", *words]) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "alphatoken:" in line]
     assert "the model cannot be loaded" in said
     assert "files in it are whole" in said
@@ -426,8 +428,7 @@ def test_weights_that_were_cut_off_are_one_line(
 # --- the Fisher's rows --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo"])
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize(("command", "drawn"), [("sft", True), ("dpo", False)])
 def test_the_fisher_is_fitted_on_held_out_prompts(
     command: str, drawn: bool, model: Path, tmp_path: Path
 ) -> None:
@@ -511,30 +512,29 @@ def library(library_decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def real(library: Path, task: str, out: Path, **changed: object) -> list[object]:
+def real(library: Path, out: Path, **changed: object) -> list[object]:
     """A short run on the trained model and real rows; keyword arguments replace options."""
-    files = {"sft": "train", "dpo": "pairs"}
     options: dict[str, object] = {
-        "config": f"laptop-{task}",
+        "config": "laptop-sft",
         "model_name_or_path": library / "model",
-        "train_file": library / f"{files[task]}.jsonl",
+        "train_file": library / "train.jsonl",
         "output_dir": out,
-        "max_length": 192,
+        "max_length": 96,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "validation_rows": 10,
         "validation_batch_size": 2,
-        "fisher_samples": 6,
+        "fisher_samples": 2,
         **({} if "retention" in changed else {"fisher_prompts": 6}),
         "fisher_max_new_tokens": 8,
-        "max_steps": 6,
+        "max_steps": 4,
         "save_steps": 2,
         "logging_steps": 1,
         "save_total_limit": "null",
         "retention": "diagonal",
         **changed,
     }
-    return [task, *(word for name, value in options.items() for word in (f"--{name}", value))]
+    return ["sft", *(word for name, value in options.items() for word in (f"--{name}", value))]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -548,13 +548,12 @@ def differ(left: Path, right: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
-@pytest.mark.parametrize("task", ["sft"])
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    task: str, library: Path, tmp_path: Path, in_process: Callable[..., Any]
+    library: Path, tmp_path: Path, in_process: Callable[..., Any]
 ) -> None:
     """Only the run that is interrupted is a process of its own: its signal and its status are."""
-    in_process(*real(library, task, tmp_path / "whole"))
-    words = real(library, task, tmp_path / "parts")
+    in_process(*real(library, tmp_path / "whole", max_steps=6))
+    words = real(library, tmp_path / "parts", max_steps=6)
     process = subprocess.Popen(
         command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(tmp_path), cwd=tmp_path,
@@ -570,30 +569,32 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert not (tmp_path / "parts" / "model.safetensors").exists()
 
     assert "the output folder is not empty" in in_process(*words, status=2).err
-    changed = real(library, task, tmp_path / "parts", learning_rate=1.0)
+    changed = real(library, tmp_path / "parts", max_steps=6, learning_rate=1.0)
     assert "learning_rate" in in_process(*changed, "--resume", status=2).err.splitlines()[-1]
     assert "6 steps trained" in in_process(*words, "--resume").out
     assert not differ(tmp_path / "parts", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo"])
-def test_a_run_in_this_process(
-    task: str, library: Path, tmp_path: Path, in_process: Callable[..., Any]
-) -> None:
-    words = real(library, task, tmp_path / "out", max_steps=2, max_length=96, fisher_samples=2)
+def test_a_run_in_this_process(model: Path, tmp_path: Path, in_process: Callable[..., Any]) -> None:
+    """Pairs are trained on by the paper's recipes, below."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "model").symlink_to(model)
+    jsonl(tmp_path / "data" / "train.jsonl", rows(40))
+    words = real(tmp_path / "data", tmp_path / "out", max_steps=2)
     said = in_process(*words, "--resume")  # it starts where there is nothing to resume
     assert "2 steps trained; model:" in said.out
     assert "10 rows drawn for validation and not trained on" in said.err
-    assert differ(tmp_path / "out", library / "model")
+    assert differ(tmp_path / "out", model)
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     assert len(losses) == 2
     assert min(losses) > 0
     shares = [e["alpha/kept_share"] for e in state["log_history"] if "alpha/kept_share" in e]
-    ratio = {"sft": 1.0, "dpo": 0.5}[task]  # of the packaged recipe
-    assert shares == pytest.approx([ratio] * len(shares), abs=0.05)
+    assert shares == pytest.approx([1.0] * len(shares), abs=0.05)  # of the packaged recipe
     assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
-    assert list((tmp_path / "out" / "_alphatoken" / "values").glob("part-*"))
+    table = list(read_values(tmp_path / "out" / "_alphatoken" / "values"))
+    assert len(table) == 8
+    assert all(one.visits is not None and one.visits.count == 1 for one in table)
     assert "values and report, which quote training rows: " in said.out
     page = (tmp_path / "out" / "_alphatoken" / "alphatoken-report.html").read_text()
     assert "<li><b>model</b><span>model</span></li>" in page  # that the run began with
@@ -612,11 +613,10 @@ def test_a_run_in_this_process(
     assert "missing keys" not in again.err
     assert len(before) > 2
     assert all(path.read_bytes() == content for path, content in before.items())
-    if task == "sft":  # longer than it was to be, on purpose
-        longer = [*words, "--max_steps", "3", "--resume"]
-        refused = in_process(*longer, status=2).err
-        assert "--allow_changed max_steps on the command line" in " ".join(refused.split())
-        assert "3 steps trained" in in_process(*longer, "--allow_changed", "max_steps").out
+    longer = [*words, "--max_steps", "3", "--resume"]  # than it was to be, on purpose
+    refused = in_process(*longer, status=2).err
+    assert "--allow_changed max_steps on the command line" in " ".join(refused.split())
+    assert "3 steps trained" in in_process(*longer, "--allow_changed", "max_steps").out
 
 
 def test_a_template_of_trl_has_a_bare_name_on_the_command_line_too() -> None:
@@ -634,10 +634,10 @@ def test_adapters_retention_rows_and_evaluation(
 ) -> None:
     """laptop-lora, with retention rows of plain text, and TRL's own evaluation."""
     words = real(
-        library, "sft", tmp_path / "out", config="laptop-lora", max_steps=2, retention="data",
+        library, tmp_path / "out", config="laptop-lora", max_steps=2, retention="data",
         retention_data=library / "retention.jsonl", retention_batch_size=2,
         eval_strategy="steps", eval_steps=2, eval_data=library / "test.jsonl",
-        max_length=128, per_device_eval_batch_size=16,
+        per_device_eval_batch_size=16,
     )  # fmt: skip
     assert "2 steps trained" in in_process(*words).out
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
@@ -646,7 +646,7 @@ def test_adapters_retention_rows_and_evaluation(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # several processes of their own, perhaps on a busy machine
 def test_two_processes_are_launched(library: Path, tmp_path: Path) -> None:
-    words = real(library, "sft", tmp_path / "out", max_steps=1, max_length=96, retention="none")
+    words = real(library, tmp_path / "out", max_steps=1, retention="none")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
          *command(*words)[1:]],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, weight_norm
+from torch.nn.utils import parametrizations, parametrize
 from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM
 
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
@@ -44,7 +44,7 @@ from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import ReferenceAdapter
 from tests.property.strategies import make_batch, make_case
 
-EACH = pytest.mark.parametrize("estimator", ["label", "path", "direct"])
+EACH = pytest.mark.parametrize("estimator", ["label", "direct"])
 
 
 def drift_of(model: nn.Module, size: float = 1.0) -> FisherDrift:
@@ -63,10 +63,9 @@ def foreign() -> FisherDrift:
     return drift_of(model_of(1, hidden_size=8, num_attention_heads=2, head_dim=4))
 
 
-@pytest.mark.parametrize("retains", [True, False])
-def test_a_refused_retention_changes_nothing(retains: bool) -> None:
+def test_a_refused_retention_changes_nothing() -> None:
     model = model_of()
-    before = drift_of(model) if retains else None
+    before = drift_of(model)
     options = ScorerConfig(layers=2, max_relative_drift=None)
     scorer = Scorer(model, VALIDATION, before, options)
     scorer.warn = False
@@ -138,11 +137,9 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 LIMITS = {
     "plain": ({}, 16),
-    "yarn on top": (rope("yarn", factor=4.0), 64),
     "yarn, of a shorter one": (
         rope("yarn", factor=4.0, original_max_position_embeddings=8), 32,
     ),
-    "yarn, said already": (rope("yarn", factor=2.0, original_max_position_embeddings=8), 16),
     "linear": (rope("linear", factor=4.0), 16),
 }  # fmt: skip
 
@@ -276,9 +273,7 @@ def test_an_observed_forward_that_mixes_documents_is_refused(estimator: str) -> 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("attention", "estimator"), [("sdpa", "label"), ("eager", "path"), ("sdpa", "direct")]
-)
+@pytest.mark.parametrize(("attention", "estimator"), [("sdpa", "label"), ("eager", "path")])
 def test_documents_that_a_mask_numbers_are_no_plain_row(attention: str, estimator: str) -> None:
     """Kernels that take the numbers for ones let documents see each other: refused, each time."""
     model = model_of()
@@ -303,7 +298,7 @@ def test_a_mask_that_is_none_is_refused(mask: list[list[float]]) -> None:
 # --- passes that look ahead -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_a_pass_that_looks_ahead_is_refused_by_itself(estimator: str) -> None:
     """Each mask of pairs is judged; the pass that was refused leaves no trace."""
     batch = make_batch(("pprrprr", "prprrrr"), vocabulary=VOCABULARY, seed=1)
@@ -326,10 +321,9 @@ def test_a_pass_that_looks_ahead_is_refused_by_itself(estimator: str) -> None:
     assert torch.allclose(again, plain, rtol=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["direct", "label"])
-def test_a_flag_that_makes_a_pass_look_ahead_is_refused_after_any_other(estimator: str) -> None:
+def test_a_flag_that_makes_a_pass_look_ahead_is_refused_after_any_other() -> None:
     batch = {k: v for k, v in BATCH.items() if k != "attention_mask"}
-    scorer = scorer_for(model_of(), estimator)
+    scorer = scorer_for(model_of(), "direct")
     plain = scorer.score(batch).total
     for _ in range(2):
         with pytest.raises(ModelError, match="looks ahead"):
@@ -365,7 +359,7 @@ CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters els
 """As transformers calls it: by the first name from 5.24 on."""
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop", "path", "label"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_a_batch_that_continues_a_cache_is_refused(estimator: str) -> None:
     """Its keys belong to positions that the pass does not run, and a forward fills it further."""
     model = model_of()
@@ -384,13 +378,12 @@ def test_a_batch_that_continues_a_cache_is_refused(estimator: str) -> None:
             scorer.score({"input_ids": rest, "labels": labels, name: cache})
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "same_layer_hop"])
 def test_more_keys_than_queries_have_no_self_only_backward(
-    estimator: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A cache that the model holds by itself: no argument shows it, the attention call does."""
     model = model_of()
-    scorer = scorer_for(model, estimator)
+    scorer = scorer_for(model, "direct")
     scorer.score(BATCH)
     with torch.no_grad():
         cache = model(BATCH["input_ids"][:, :3], use_cache=True)[CACHE]
@@ -471,11 +464,9 @@ NORMS: dict[str, Callable[..., Any]] = {
         linear, "weight", Doubled()
     ),
     "weight_norm": parametrizations.weight_norm,
-    "the former weight_norm": weight_norm,
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("how", NORMS)
 def test_a_weight_that_is_computed_is_followed_or_refused(how: str) -> None:
     model = model_of()
@@ -507,8 +498,7 @@ def test_rows_of_an_embedding_are_known_under_an_adapter() -> None:
     assert embedding_rows(SimpleNamespace()) is None
 
 
-@EACH
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+@pytest.mark.parametrize(("dtype", "estimator"), [(torch.int16, "label"), (torch.int32, "direct")])
 def test_labels_of_any_integers(dtype: torch.dtype, estimator: str) -> None:
     scorer = scorer_for(model_of(), estimator)
     expected = scorer.score(BATCH).total
@@ -519,9 +509,8 @@ def test_labels_of_any_integers(dtype: torch.dtype, estimator: str) -> None:
         scorer.score(BATCH | {"input_ids": BATCH["input_ids"].to(torch.int16)})
 
 
-@EACH
-def test_weights_off_the_response_are_not_read(estimator: str) -> None:
-    scorer = scorer_for(model_of(), estimator)
+def test_weights_off_the_response_are_not_read() -> None:
+    scorer = scorer_for(model_of(), "label")
     mask = scorer.score(BATCH).mask
     weights = torch.ones(mask.shape, dtype=torch.float64)
     expected = scorer.score(BATCH, token_weights=weights).total
@@ -564,8 +553,10 @@ def compiled(how: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("estimator", ["label", "direct"])
-@pytest.mark.parametrize("how", ["wrapper", "model.compile()", "a layer"])
+@pytest.mark.parametrize(
+    ("how", "estimator"),
+    [("wrapper", "label"), ("model.compile()", "direct"), ("a layer", "label")],
+)
 def test_compiled_models_are_scored_as_they_were_written(how: str, estimator: str) -> None:
     scorer = scorer_for(compiled(how), estimator)
     expected = scorer_for(model_of(), estimator).score(BATCH).total

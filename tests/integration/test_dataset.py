@@ -54,6 +54,14 @@ def by_hand(model: Any, rows: list[dict[str, Any]]) -> float:
     return total / sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
 
 
+@pytest.fixture(scope="module")
+def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a data set whose rows keep four tenths of their tokens."""
+    folder = tmp_path_factory.mktemp("scored")
+    assert world.score(folder, "--keep_ratio", 0.4, "--write_dataset") == 0
+    return folder / "dataset"
+
+
 def page_code() -> dict[str, Any]:
     """What the page shows, run."""
     names: dict[str, Any] = {}
@@ -100,10 +108,9 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "v" / "summary.json").read_text())["dataset"] == counts
 
 
-def test_plain_trl_trains_on_the_mask(world: World, tmp_path: Path) -> None:
-    assert world.score(tmp_path / "v", "--keep_ratio", 0.4, "--write_dataset") == 0
+def test_plain_trl_trains_on_the_mask(world: World, scored: Path, tmp_path: Path) -> None:
     model, tokenizer = model_of(world)
-    rows = load(tmp_path / "v" / "dataset")
+    rows = load(scored)
     args = trl.SFTConfig(str(tmp_path / "o"), per_device_train_batch_size=3, **OPTIONS)
     trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
     by_ids = {tuple(row["input_ids"]): row for row in rows}
@@ -119,11 +126,10 @@ def test_plain_trl_trains_on_the_mask(world: World, tmp_path: Path) -> None:
 
 
 def test_a_loss_over_shifted_log_probabilities_reads_the_weights(
-    world: World, tmp_path: Path
+    world: World, scored: Path
 ) -> None:
     """verl's: -sum(log p * weights, one to the left) / sum(weights) over flat rows; ours by row."""
-    assert world.score(tmp_path / "v", "--keep_ratio", 0.4, "--write_dataset") == 0
-    files = [str(path) for path in sorted((tmp_path / "v" / "dataset").glob("*.parquet"))]
+    files = [str(path) for path in sorted(scored.glob("*.parquet"))]
     rows = page_code()["TokenRows"](files)
     model, _ = model_of(world)
     held = [rows[i] for i in range(len(rows))]
@@ -135,22 +141,20 @@ def test_a_loss_over_shifted_log_probabilities_reads_the_weights(
         flat.append(logits.log_softmax(-1).gather(-1, following[:, None])[:, 0])
     weights = torch.cat([row["loss_mask"] for row in held])
     loss = -(torch.cat(flat) * weights.roll(-1)).sum() / weights.sum()
-    assert float(loss) == pytest.approx(by_hand(model, load(tmp_path / "v" / "dataset")), rel=1e-5)
+    assert float(loss) == pytest.approx(by_hand(model, load(scored)), rel=1e-5)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("packed", "accumulation"),
+    [(False, 2), pytest.param(True, 1, marks=pytest.mark.slow)],
+)
 def test_float_weights_reach_the_loss(
-    world: World,
-    tmp_path: Path,
-    packed: bool,
-    accumulation: int,
+    world: World, scored: Path, tmp_path: Path, packed: bool, accumulation: int
 ) -> None:
-    assert world.score(tmp_path / "v", "--write_dataset") == 0
     # Weights of one's own, in place of 0 and 1.
     rows = datasets.Dataset.from_list([
         {**row, "loss_weights": [w * (0.5 + i % 3) for i, w in enumerate(row["loss_weights"])]}
-        for row in load(tmp_path / "v" / "dataset")
+        for row in load(scored)
     ])  # fmt: skip
     lengths = [len(row["input_ids"]) for row in rows]
     limit = sorted(lengths)[len(lengths) // 2]  # half of the rows are cut

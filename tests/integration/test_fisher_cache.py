@@ -191,8 +191,8 @@ def by_hand(seed: int, rows: int = HELD_OUT) -> FisherDrift:
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("sft", {}), ("sft", {"packing": True}), ("dpo", {}), ("plain", {})],
-    ids=["sft", "packed", "dpo", "plain"],
+    [("sft", {"packing": True}), ("dpo", {}), pytest.param("plain", {}, marks=pytest.mark.slow)],
+    ids=["packed", "dpo", "plain"],
 )
 def test_fisher_is_fitted_on_the_prompts_of_its_own_rows(
     tmp_path: Path, kind: str, more: dict[str, Any]
@@ -226,23 +226,22 @@ def test_rows_that_would_go_unused_are_refused(tmp_path: Path) -> None:
 TOO_LONG = [{"prompt": "1+" * 40, "completion": " too long."}]
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "plain"])
 def test_a_newcomer_fits_none_and_who_does_is_told(
-    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of 0.26 million parameters the default's 1,000 samples took 160 silent seconds."""
-    default = KINDS[kind].CONFIG(output_dir=str(tmp_path), report_to=[], use_cpu=True)
-    made = trainer(kind, tmp_path, retention=default.retention)
+    default = AlphaSFTTrainer.CONFIG(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    made = trainer("sft", tmp_path, retention=default.retention)
     assert made.rows.fisher is None
     assert not (tmp_path / "fisher").exists()
     assert "Fisher" not in capfd.readouterr().err
-    trainer(kind, tmp_path, disable_tqdm=False)
+    trainer("sft", tmp_path, disable_tqdm=False)
     said = capfd.readouterr().err
     first = said.index("fitting the Fisher before training: 7 samples")
     assert "at most 8 tokens" in said
     assert "none: retention='none'" in said
     assert re.search(r"Fisher: 7/7 \(100%\), +[0-9.]+/s", said[first:])
-    trainer(kind, tmp_path, disable_tqdm=False)
+    trainer("sft", tmp_path, disable_tqdm=False)
     assert "fitting" not in capfd.readouterr().err, "it is found again"
 
 

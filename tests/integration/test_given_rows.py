@@ -113,7 +113,7 @@ def thinking(field: str) -> list[dict[str, Any]]:
     return [{"messages": [_said("user", "1+1"), answer]} for _ in range(8)]
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
 def test_thoughts_that_the_template_leaves_out_are_no_rows_of_a_trainer(
     tmp_path: Path, field: str
 ) -> None:
@@ -240,7 +240,7 @@ def called(number: int) -> dict[str, Any]:
     return {"asked": asked, "answer": answer}
 
 
-@pytest.mark.parametrize("form", ["prompt and completion", "messages", "pairs"])
+@pytest.mark.parametrize("form", ["messages", "pairs"])
 def test_a_call_of_a_tool_is_a_response(tmp_path: Path, form: str) -> None:
     rows, written = [called(i) for i in range(8)], tiny.tokenizer()
     written.chat_template = TEMPLATE
@@ -255,8 +255,6 @@ def test_a_call_of_a_tool_is_a_response(tmp_path: Path, form: str) -> None:
         trainer = tiny.dpo(tmp_path, processing_class=written, **more)
     else:
         dataset = [{"messages": [r["asked"], r["answer"]]} for r in rows]
-        if form != "messages":
-            dataset = [{"prompt": [r["asked"]], "completion": [r["answer"]]} for r in rows]
         trainer = tiny.sft(tmp_path, train_dataset=dataset, processing_class=written, **more)
     assert len(trainer.train_dataset) == 8
     trainer.train()

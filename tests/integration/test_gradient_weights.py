@@ -207,8 +207,10 @@ def test_values_and_a_selected_update_share_their_products() -> None:
     assert counter.get_total_flops() / (2 * head.numel()) == 2 * n + 2 * kept
 
 
-@pytest.mark.parametrize("parameters", ["linears", "all"])
-@pytest.mark.parametrize("name", [*HEADS, "of logits"])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("plain", "linears"), ("biased", "all"), ("soft-capped", "all"), ("of logits", "linears")],
+)
 def test_label_values_share_the_error_with_the_update(name: str, parameters: str) -> None:
     """They are the oracle's, and their dual forward forms no product with the vocabulary."""
     model = _of("plain" if name == "of logits" else name)
@@ -233,8 +235,10 @@ def test_label_values_share_the_error_with_the_update(name: str, parameters: str
     assert not (plain and formed.called)
 
 
-@pytest.mark.parametrize("rows_at_once", [2**24, 3 * VOCABULARY])
-@pytest.mark.parametrize("name", [*HEADS, "of logits"])
+@pytest.mark.parametrize(
+    ("name", "rows_at_once"),
+    [*((name, 3 * VOCABULARY) for name in HEADS), ("plain", 2**24), ("of logits", 2**24)],
+)
 def test_entropy_of_the_training_forward(
     name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,10 +85,8 @@ READOUTS = {
     ("name", "targets"),
     [
         ("llama", TARGETS),
-        ("gemma3", TARGETS),
-        ("phi3", ("qkv_proj", "gate_up_proj")),
-        ("gpt2", ("c_attn", "c_fc")),
-        ("qwen2", ("q_proj", "v_proj", "up_proj")),
+        pytest.param("phi3", ("qkv_proj", "gate_up_proj"), marks=pytest.mark.slow),
+        ("gpt2", ("c_attn", "c_fc")),  # matrices of another orientation
     ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
@@ -119,8 +117,7 @@ def compare(model: nn.Module, estimator: str, exact: Any, **options: Any) -> Non
     assert float(expected.abs().max()) > 0
 
 
-@pytest.mark.parametrize("head_reduction", ["per_head", "mean"])
-def test_value_propagation_through_the_factors(head_reduction: str) -> None:
+def test_value_propagation_through_the_factors() -> None:
     """The direction of the value projection is s (B M_A + M_B A)."""
     model = adapted(build={"implementation": "eager"})
     modules = factors(model, (1, 2))
@@ -147,8 +144,8 @@ def test_value_propagation_through_the_factors(head_reduction: str) -> None:
         scaling = names[f"{prefix}.v_proj"].scaling["default"]
         m = names[B].weight @ direction[f"{A}.weight"] + direction[f"{B}.weight"] @ names[A].weight
         layers.append(propagation.PropagationLayer(alphas[layer], errors, uses[0].x, scaling * m))
-    causal = propagation.value_propagation(layers, window=3, head_reduction=head_reduction)
-    scorer = scorer_for(model, "alphatoken", window=3, head_reduction=head_reduction)
+    causal = propagation.value_propagation(layers, window=3, head_reduction="per_head")
+    scorer = scorer_for(model, "alphatoken", window=3, head_reduction="per_head")
     values = scorer.score(BATCH)
     scale = at_tokens(influence.column_sums(exact.absolute_scale))
     close(values.adaptation_causal, at_tokens(causal), scale, 1e-6, name="lora propagation")
@@ -189,8 +186,10 @@ def test_a_frozen_trunk() -> None:
         compare(model, estimator, exact, layers=1)
 
 
-@pytest.mark.parametrize("targets", [TARGETS, ("down_proj",), ("v_proj",)])
-@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+@pytest.mark.parametrize(
+    ("estimator", "targets"),
+    [("alphatoken", TARGETS), ("path", ("v_proj",)), ("label", ("down_proj",))],
+)
 def test_observing_a_frozen_trunk(estimator: str, targets: tuple[str, ...]) -> None:
     """The training pass has a graph only where the adapters reach; values are the scored ones."""
     model = adapted(layers_to_transform=[2], target_modules=list(targets)).train()
@@ -212,12 +211,11 @@ def test_observing_a_frozen_trunk(estimator: str, targets: tuple[str, ...]) -> N
 # --- variants that do not fit -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path"])
-def test_dora_is_refused_by_name(estimator: str) -> None:
+def test_dora_is_refused_by_name() -> None:
     model = adapted(use_dora=True)
     before = Snapshot(model)
     with pytest.raises(CoverageError) as caught:
-        scorer_for(model, estimator).score(BATCH)
+        scorer_for(model, "alphatoken").score(BATCH)
     message = str(caught.value)
     assert "DoRA" in message
     assert "lora_" in message
@@ -240,12 +238,11 @@ def test_label_values_of_dora_are_exact() -> None:
 # --- Fisher -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
-def test_the_fisher_of_fresh_factors(structure: str) -> None:
+def test_the_fisher_of_fresh_factors() -> None:
     """B_ref = 0: A's Fisher is zero and its stability stays zero for ever; B's does not."""
     model = adapted(trained=False)
     fisher = fit_fisher(
-        model, PROMPTS, samples=4, layers=2, structure=structure, max_new_tokens=3, progress=False
+        model, PROMPTS, samples=4, layers=2, structure="kronecker", max_new_tokens=3, progress=False
     )
     at_start = scorer_for(model, "label", retention=fisher).score(BATCH)
     assert bool((at_start.stability == 0).all())  # W = W_ref

@@ -89,19 +89,10 @@ class Lion(torch.optim.Optimizer):
     [
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         (torch.optim.Adafactor, {}),
-        (torch.optim.Rprop, {}),
-        (torch.optim.ASGD, {}),
         (torch.optim.LBFGS, {}),
         (lambda p, **o: torch.optim.Muon([x for x in p if x.ndim == 2], **o), {"lr": 1e-3}),
-        (torch_optimizer.NovoGrad, {}),
         (torch_optimizer.AdaBound, {}),
-        (torch_optimizer.Adahessian, {}),
-        (torch_optimizer.Ranger, {}),
-        (torch_optimizer.Shampoo, {}),
         (torch_optimizer.Lamb, {}),
-        (torch_optimizer.AdamP, {}),
-        (torch_optimizer.SGDP, {}),
-        (torch_optimizer.A2GradExp, {}),
         (Lion, {}),
     ],
 )
@@ -289,7 +280,7 @@ def test_a_parameter_that_the_optimizer_does_not_hold() -> None:
     before.check()
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path", "label"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_the_scorer_uses_the_optimizers_P_once(estimator: str) -> None:
     """Equal to handing the same P over as a mapping; on the direction, not on the token side."""
     model, optimizer = trained(torch.optim.AdamW, 4, lr=1e-3)
@@ -322,10 +313,7 @@ def test_the_scorer_refuses_before_any_work(form: str) -> None:
         )
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path"])
-def test_both_forms_stay_finite_on_a_lora_factor_that_no_gradient_has_reached(
-    estimator: str,
-) -> None:
+def test_both_forms_stay_finite_on_a_lora_factor_that_no_gradient_has_reached() -> None:
     """After the first step B is not 0 any more, but A's second moment is."""
     model = adapted(trained=False)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -339,7 +327,7 @@ def test_both_forms_stay_finite_on_a_lora_factor_that_no_gradient_has_reached(
     found = {}
     for form in (None, "frozen", "full"):
         options = {"preconditioner": form, "precondition_after": 1, "optimizer": optimizer}
-        scorer = scorer_for(model, estimator, layers=1, **options)
+        scorer = scorer_for(model, "path", layers=1, **options)
         found[form] = scorer.score(BATCH).total
         assert bool(torch.isfinite(found[form]).all())
     # Where v^ = 0 the step is a sign: frozen P is huge there and wrong, full P is about 0.

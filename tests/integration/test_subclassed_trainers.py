@@ -21,8 +21,6 @@ from alphatoken.train.step_guard import StepGuard
 from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import model, sft_rows, weights
 
-SCOPES = ["batch", "global"]
-
 
 def first_half(labels: Tensor) -> Tensor:
     """Labels of the first half of the columns only."""
@@ -70,7 +68,7 @@ def test_weights_are_of_the_labels_that_compute_loss_is_given(tmp_path: Path) ->
     assert all(torch.equal(mask, own) for mask, own in zip(masks, given, strict=True))
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", ["batch", "global"])
 def test_labels_may_be_made_when_inputs_are_prepared(tmp_path: Path, scope: str) -> None:
     """A batch has neither labels nor token ids until ``_prepare_inputs`` adds what is needed."""
 
@@ -150,16 +148,14 @@ def test_a_fisher_that_nothing_reads_is_part_of_the_run(tmp_path: Path) -> None:
 # --- a loss with its outputs, and a loss of one's own -------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["never asks", "asks and goes its own way", "evaluation mode"])
+@pytest.mark.parametrize("way", ["never asks", "evaluation mode"])
 def test_a_step_that_no_weigher_has_seen_is_not_taken(tmp_path: Path, way: str) -> None:
     class Own(AlphaSFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if way == "evaluation mode":
                 self.model.eval()
-            loss = None
-            if way != "never asks":
-                loss = super().compute_loss(model, inputs, *args, **kwargs)
-            return loss if way == "evaluation mode" else model(**inputs).loss
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            return model(**inputs).loss
 
     trainer = sft(Own, tmp_path, policy="random")
     before = weights(trainer.model)
@@ -167,8 +163,9 @@ def test_a_step_that_no_weigher_has_seen_is_not_taken(tmp_path: Path, way: str) 
         trainer.train()
     after = weights(trainer.model)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    plainly = sft(Own, tmp_path, policy="all", export_values=False)
-    plainly.train()  # as the remedy says
+    if way == "never asks":
+        plainly = sft(Own, tmp_path, policy="all", export_values=False, max_steps=1)
+        plainly.train()  # as the remedy says
 
 
 def test_each_micro_batch_of_each_step_must_be_weighed() -> None:

@@ -14,7 +14,7 @@ from transformers import Trainer
 from trl import DPOTrainer, SFTTrainer
 
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
-from alphatoken.train import AlphaDPOConfig, AlphaTrainer
+from alphatoken.train import AlphaDPOConfig
 from tests.flash_standin import NAME, standin
 from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import furthest, losses, model, sft_rows, weights
@@ -39,10 +39,11 @@ def dpo(folder: Path, *, alpha: bool = True, peft: bool = False, **more: Any) ->
 def against_trl(make: Any, folder: Path, shared: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     """TRL's own trainer and ours that keeps all tokens, after a run with the same options."""
     runs = []
+    steps = {"gradient_accumulation_steps": 2, "max_steps": 3}
     # Made one after the other: each begins with the random state that its constructor sets.
     for name, more in (("trl", {"alpha": False}), ("alpha", {"keep_ratio": 1.0, **own})):
         given = {key: value() if callable(value) else value for key, value in shared.items()}
-        runs.append(make(folder / name, gradient_accumulation_steps=2, **given, **more))
+        runs.append(make(folder / name, **steps, **given, **more))
         runs[-1].train()
     return runs[0], runs[1]
 
@@ -54,15 +55,12 @@ OF_HYBRID = {"score_layers": "3", "uncovered": "skip"}
 @pytest.mark.parametrize(
     ("shared", "own"),
     [
-        ({}, {}),
-        ({"peft": True}, {}),
-        ({"packing": True, "max_length": 256}, {}),  # longer than the model: positions begin anew
-        pytest.param({"packing": True}, {}, marks=pytest.mark.slow),
-        pytest.param({"loss_type": "dft"}, {}, marks=pytest.mark.slow),
+        ({}, {}),  # adapters: test_quantised.py
+        # Longer than the model: positions begin anew.
+        pytest.param({"packing": True, "max_length": 256}, {}, marks=pytest.mark.slow),
+        pytest.param({"loss_type": "dft", "bf16": True}, {}, marks=pytest.mark.slow),
         pytest.param({"neftune_noise_alpha": 5.0}, {}, marks=pytest.mark.slow),
-        pytest.param({"bf16": True}, {}, marks=pytest.mark.slow),
         pytest.param(HYBRID, OF_HYBRID, marks=pytest.mark.slow),
-        pytest.param(HYBRID, {**OF_HYBRID, "estimator": "direct"}, marks=pytest.mark.slow),
     ],
     ids=",".join,
 )
@@ -72,7 +70,7 @@ def test_ratio_one_equals_trl_bit_for_bit(
     """Steps with accumulation, clipping and checkpointing, every one of them scored."""
     plain, valued = against_trl(sft, tmp_path, shared, **own)
     assert losses(plain) == losses(valued)
-    assert len(losses(plain)) == 4
+    assert len(losses(plain)) == 3
     assert furthest(plain, valued) == 0
 
 
@@ -84,9 +82,7 @@ SMOOTH = {"label_smoothing": 0.1}
     "shared",
     [
         {},
-        {"peft": True},
-        pytest.param({"loss_type": ["ipo"], **SMOOTH}, marks=pytest.mark.slow),
-        pytest.param({"loss_type": ["apo_zero"], **SMOOTH}, marks=pytest.mark.slow),
+        pytest.param({"peft": True, "loss_type": ["ipo"], **SMOOTH}, marks=pytest.mark.slow),
         pytest.param(
             {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3], **SMOOTH},
             marks=pytest.mark.slow,
@@ -98,28 +94,6 @@ def test_ratio_one_equals_trl_dpo(tmp_path: Path, shared: dict[str, Any]) -> Non
     plain, valued = against_trl(dpo, tmp_path, {"learning_rate": 1e-3, **shared})
     assert losses(valued) == pytest.approx(losses(plain), rel=1e-6, abs=1e-6)
     assert furthest(plain, valued) < 1e-6
-
-
-def test_transformers_trainer_at_ratio_one(tmp_path: Path) -> None:
-    """Our cross-entropy of the logits equals the loss that the model computes itself."""
-    from transformers import DataCollatorForSeq2Seq
-
-    rows = sft(tmp_path / "rows", alpha=False).train_dataset
-    rows = rows.select_columns(["input_ids", "labels"])
-    # In the first steps of Adam rounding decides the sign of a step; a larger epsilon does not.
-    shared = {
-        "data_collator": DataCollatorForSeq2Seq(tiny.tokenizer(), padding=True),
-        "train_dataset": rows.select(range(12, len(rows))),
-        "max_steps": 8,
-        "adam_epsilon": 1e-4,
-    }
-    plain = tiny.made(Trainer, tmp_path, **shared)
-    held = {"validation_dataset": rows.select(range(12))}
-    valued = tiny.sft(tmp_path, AlphaTrainer, keep_ratio=1.0, **held, **shared)
-    plain.train()
-    valued.train()
-    assert losses(valued) == pytest.approx(losses(plain), rel=1e-5)
-    assert furthest(plain, valued) < 1e-5
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -233,30 +207,19 @@ def totals_of_first_step(trainer: Any) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
-def test_padding_free_rows_have_the_values_of_padded_ones(tmp_path: Path, estimator: str) -> None:
-    """Document boundaries hold: flattened into one row, each token is worth what it was."""
-    common = {"estimator": estimator, "retention": "none"}
-    padded = totals_of_first_step(sft(tmp_path / "padded", **common))
-    flat = totals_of_first_step(
-        sft(tmp_path / "flat", padding_free=True, max_length=None, **common)
-    )
-    assert padded.shape == flat.shape
-    assert float((padded - flat).abs().max()) < 1e-5 * float(padded.abs().max())
-
-
 @pytest.mark.filterwarnings("ignore:label values replace flash attention")
 @pytest.mark.parametrize(
     ("estimator", "layout"),
-    [("alphatoken", "padded"), ("alphatoken", "packed"), ("label", "padding-free")],
+    [
+        ("alphatoken", "packed"),
+        pytest.param("label", "padding-free", marks=pytest.mark.slow),
+    ],
 )
 def test_flash_kernels_train_as_others_do(tmp_path: Path, estimator: str, layout: str) -> None:
     """The same rows on sdpa and on a flash kernel: values, choices and weights after the run."""
-    more: dict[str, Any] = {"estimator": estimator, "max_steps": 4}
-    if layout != "padded":
-        more |= {"padding_free": True, "max_length": 64 if layout == "packed" else None}
-        more["packing"] = layout == "packed"
+    packed = layout == "packed"
+    more: dict[str, Any] = {"estimator": estimator, "max_steps": 3, "padding_free": True}
+    more |= {"packing": packed, "max_length": 64 if packed else None}
     on_sdpa, on_flash = (sft(tmp_path / name, **more) for name in ("sdpa", "flash"))
     with standin():
         on_flash.model.set_attn_implementation(NAME)
@@ -287,7 +250,7 @@ class Unread(Tensor):
         raise AssertionError("the host waited for the device")
 
 
-@pytest.mark.parametrize("preconditioner", [None, "frozen", "full"])
+@pytest.mark.parametrize("preconditioner", [None, "full"])
 def test_clipping_does_not_wait_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preconditioner: str | None
 ) -> None:
@@ -303,21 +266,3 @@ def test_clipping_does_not_wait_for_the_device(
         trainer.valuation.gradient_cut(torch.tensor(2.0))
         assert trainer.valuation.clip_factor == pytest.approx(0.25, rel=1e-5)
     assert trainer.alpha_state()[1]["values"]["norm"] == (2.0 if preconditioner == "full" else None)
-
-
-@pytest.mark.pictures
-def test_run_leaves_values_and_a_page(tmp_path: Path) -> None:
-    import json
-
-    from alphatoken.report import read_values
-
-    trainer = sft(tmp_path, max_steps=3)
-    trainer.train()
-    results = tmp_path / "_alphatoken"
-    table = list(read_values(results / "values"))
-    assert len(table) == 12
-    assert all(one.visits is not None and one.visits.count == 1 for one in table)
-    page = (results / "alphatoken-report.html").read_text()
-    assert "Highest tokens" in page
-    assert f"12 of {len(trainer.train_dataset)} training rows were seen" in page
-    assert json.loads((tmp_path / "alphatoken-run.json").read_text())["results"] == results.name
