@@ -1,7 +1,7 @@
 """Real processes under each layout against one: the same values, masks and weights.
 
-Each layout is launched once, with ``accelerate launch``; the tests read what its ranks saved. What
-a worker does is in ``tests/integration/distributed``.
+Each layout is launched once, as ``accelerate launch`` does; the tests read what its ranks saved.
+What a worker does is in ``tests/integration/distributed``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.integration.distributed.compare import (
 )
 from tests.integration.distributed.launch import WORLD, launch, saved
 from tests.integration.tiny_training import hybrid, lora, mixture, model
-from tests.places import nightly
+from tests.places import NIGHTLY, nightly
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,30 +36,35 @@ pytestmark = [
 ]  # whichever test comes first waits for two launches
 
 POLICIES = ("policy_runs.kept", "policy_runs.attention", "policy_runs.rows")
-JOBS = {
+JOBS: dict[str, tuple[str, ...]] = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
-               "trainers.lora_global", "trainers.empty_global", "trainers.empty_batch",
-               "trainers.sft_bf16", "trainers.masters", "trainers.hybrid_global",
+               "trainers.empty_batch", "trainers.sft_bf16", "trainers.masters",
                "trainers.experts_global", "trainers.label_global", *POLICIES),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.sft_batch", "trainers.empty_batch", "refusals.refusals", *POLICIES),
-    "fsdp2": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
-              "trainers.dpo_global", "trainers.lora_global", "trainers.resumed",
-              "refusals.refusals", "trainers.sft_bf16", "trainers.hybrid_global",
-              "trainers.label_global", "trainers.own_weights"),
+    "fsdp2": ("parts.parts", "values.values", "trainers.sft_global", "trainers.resumed",
+              "refusals.refusals", "trainers.sft_bf16", "trainers.label_global",
+              "trainers.own_weights"),
+    "zero3": ("parts.parts", "values.values", "trainers.dpo_global", "refusals.refusals",
+              "trainers.masters", "trainers.experts_global"),
+}  # fmt: skip
+FURTHER: dict[str, tuple[str, ...]] = {
+    "single": ("trainers.lora_global", "trainers.empty_global", "trainers.hybrid_global"),
+    "fsdp2": ("parts.selection", "trainers.dpo_global", "trainers.lora_global",
+              "trainers.hybrid_global"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
               "trainers.masters"),
     "zero2": ("values.values", "trainers.sft_global", "trainers.dpo_global",
               "refusals.refusals", "trainers.sft_bf16", "trainers.hybrid_global",
               "trainers.experts_global"),
-    "zero3": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
-              "trainers.dpo_global", "trainers.sft_batch", "trainers.lora_global",
-              "trainers.empty_global", "trainers.resumed", "refusals.refusals",
-              "trainers.masters", "trainers.experts_global", "trainers.label_global"),
+    "zero3": ("parts.selection", "trainers.sft_global", "trainers.sft_batch",
+              "trainers.lora_global", "trainers.empty_global", "trainers.resumed",
+              "trainers.label_global"),
 }  # fmt: skip
+"""Nightly: the same jobs under more layouts, and layouts between DDP and ZeRO-3."""
 RAM = "fsdp2-ram"
 """FSDP2 with ``cpu_ram_efficient_loading``, as packaged."""
-TWO = [layout for layout in JOBS if layout != "single"]
+TWO = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +83,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
                 if not (folder / "done").exists():
                     folder.mkdir()
                     (folder / "failed").touch()
-                    launch(layout, folder, *JOBS[layout])
+                    further = FURTHER.get(layout, ()) if NIGHTLY else ()
+                    launch(layout, folder, *JOBS.get(layout, ()), *further)
                     (folder / "failed").unlink()
                     (folder / "done").touch()
             known[layout] = saved(layout, folder)
@@ -89,12 +95,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
 
 def with_job(*names: str) -> pytest.MarkDecorator:
     """Every layout that runs it; where there are several, ``job`` is an argument too."""
-    ran = [(lay, name) for name in names for lay in TWO
-           if any(job.endswith(f".{name}") for job in JOBS[lay])]  # fmt: skip
+    ran = [
+        (layout, name, any(job.endswith(f".{name}") for job in JOBS.get(layout, ())))
+        for name in names
+        for layout in TWO
+        if any(job.endswith(f".{name}") for job in JOBS.get(layout, ()) + FURTHER.get(layout, ()))
+    ]
     assert ran
-    more = ("zero1", "zero2")  # between DDP and ZeRO-3
     cases = [
-        pytest.param(*one[: len(names)], marks=nightly if one[0] in more else ()) for one in ran
+        pytest.param(*(layout, job)[: len(names)], marks=() if always else nightly)
+        for layout, job, always in ran
     ]
     return pytest.mark.parametrize("layout,job" if len(names) > 1 else "layout", cases)
 
@@ -111,7 +121,7 @@ def test_values_equal_one_process(runs: Callable[[str], Ranks], layout: str) -> 
     """Every captured estimator, retention, preference pairs; own and observed forwards."""
     expected, found = runs("single")[0]["values"], runs(layout)
     cases = found[0]["values"].keys()
-    assert len(cases) == (18 if layout in ("ddp", "fsdp2") else 9)
+    assert len(cases) == (14 if layout in ("ddp", "fsdp2") else 7)
     for case in cases:
         seen = []
         for rank in found:

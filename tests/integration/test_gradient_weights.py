@@ -175,19 +175,6 @@ def test_the_update_after_a_shared_error_is_the_ordinary_one(name: str) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=place)
 
 
-def test_weights_of_one_keep_the_bits_of_trl_after_a_shared_error() -> None:
-    shared, plain = _of("plain"), _of("plain")
-    for model in (shared, plain):
-        gate, _ = _forward(model)
-        loss = -gate._leaf.sum()
-        if model is shared:
-            gate.share_head(BATCH["labels"])
-        ones = torch.ones_like(BATCH["labels"], dtype=torch.float32)
-        gate.surrogate(loss, gate.coefficients(loss), ones).backward()
-    for (place, p), q in zip(shared.named_parameters(), plain.named_parameters(), strict=True):
-        assert bits(p.grad) == bits(q[1].grad), place
-
-
 def test_values_and_a_selected_update_share_their_products() -> None:
     """Of n labelled positions, m of them kept: 2 n for values and errors, 2 m for the weight.
 

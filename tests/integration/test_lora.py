@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alphatoken import fit_fisher, masked_sft_loss, select_top
 from alphatoken.errors import CoverageError
-from alphatoken.oracle import gradients, influence, propagation
+from alphatoken.oracle import gradients, influence
 from tests.integration.snapshot import Snapshot
 from tests.integration.test_observe import same_gradients
 from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, scorer_for
@@ -115,44 +115,6 @@ def compare(model: nn.Module, estimator: str, exact: Any, **options: Any) -> Non
     expected = at_tokens(READOUTS[estimator](exact.matrix))
     close(values.total, expected, scale, 1e-6, name=f"lora {estimator}")
     assert float(expected.abs().max()) > 0
-
-
-def test_value_propagation_through_the_factors() -> None:
-    """The direction of the value projection is s (B M_A + M_B A)."""
-    model = adapted(build={"implementation": "eager"})
-    modules = factors(model, (1, 2))
-    direction, exact = truth(model, modules)
-    forward, names = plain_forward(model), dict(model.named_modules())
-    alphas = model(**inputs(), output_attentions=True).attentions
-    layers = []
-    for layer in (1, 2):
-        prefix = f"base_model.model.model.layers.{layer}.self_attn"
-        output = names[f"{prefix}.o_proj"]
-        heads: list[Tensor] = []
-
-        def split(module: nn.Module, args: Any, heads: list[Tensor] = heads) -> Any:
-            head = args[0].unflatten(-1, (-1, 4)).transpose(1, 2)
-            heads.append(head)
-            return (head.transpose(1, 2).flatten(2),)
-
-        tap = output.register_forward_pre_hook(split)
-        (errors,) = propagation.head_output_errors(forward, BATCH, lambda heads=heads: heads)
-        tap.remove()
-        A, B = (f"{prefix}.v_proj.lora_{side}.default" for side in "AB")
-        with influence.recorded_uses({A: names[A]}) as uses, torch.no_grad():
-            forward(inputs_without_cache())
-        scaling = names[f"{prefix}.v_proj"].scaling["default"]
-        m = names[B].weight @ direction[f"{A}.weight"] + direction[f"{B}.weight"] @ names[A].weight
-        layers.append(propagation.PropagationLayer(alphas[layer], errors, uses[0].x, scaling * m))
-    causal = propagation.value_propagation(layers, window=3, head_reduction="per_head")
-    scorer = scorer_for(model, "alphatoken", window=3, head_reduction="per_head")
-    values = scorer.score(BATCH)
-    scale = at_tokens(influence.column_sums(exact.absolute_scale))
-    close(values.adaptation_causal, at_tokens(causal), scale, 1e-6, name="lora propagation")
-
-
-def inputs_without_cache() -> dict[str, Tensor]:
-    return {k: v for k, v in BATCH.items() if k != "labels"}
 
 
 def test_names_are_those_of_the_model() -> None:

@@ -73,17 +73,6 @@ def cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1][mask[:, 1:]], labels[mask])
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
-def test_masked_gradients_equal_those_of_a_fresh_run(estimator: str) -> None:
-    """Values and this loss share one error of the head, so that the last bits may differ."""
-    model, fresh = (BY_NAME["llama"].build(1).train() for _ in range(2))
-    values, logits = observe(scorer_for(model, estimator), model)
-    keep = select_top(values.total, values.mask, ratio=0.5)
-    masked_sft_loss(logits, BATCH["labels"], keep).backward()
-    masked_sft_loss(fresh(**inputs()).logits, BATCH["labels"], keep).backward()
-    same_gradients(model, fresh, 1e-12)
-
-
 def same_gradients(found: nn.Module, expected: nn.Module, share: float) -> None:
     """Each gradient within a share of its own norm."""
     pairs = zip(found.named_parameters(), expected.parameters(), strict=True)
@@ -127,38 +116,6 @@ def test_autocast(estimator: str) -> None:
 
 
 # --- what the values are of ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["direct", "label", "path"])
-def test_token_weights_scale_each_tokens_error(estimator: str) -> None:
-    """Own weights a token for direct and label; for path, whose columns mix losses, one a row."""
-    model = BY_NAME["llama"].build(5)
-    scorer = scorer_for(model, estimator)
-    plain, _ = observe(scorer, model)
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(BATCH["labels"].shape, generator=generator, dtype=torch.float64)
-    if estimator == "path":
-        weights = weights[:, :1].expand_as(weights)
-    weighted, _ = observe(scorer, model, token_weights=weights.clone().requires_grad_())
-    scale = float(plain.total.abs().sum())
-    close(weighted.total, weights * plain.total, scale, 1e-7, name="token weights")
-    assert not weighted.total.requires_grad
-
-
-def test_token_log_probabilities_serve_as_well_as_logits() -> None:
-    model = BY_NAME["llama"].build(5)
-    scorer = scorer_for(model, "label")
-    expected, _ = observe(scorer, model)
-    labels = BATCH["labels"]
-    for short in (False, True):
-        with scorer.observe() as observed:
-            logits = model(**inputs()).logits
-            targets = labels.clamp(min=0)[:, 1:, None]
-            chosen = logits[:, :-1].log_softmax(-1).gather(-1, targets).squeeze(-1)
-            scores = chosen if short else torch.nn.functional.pad(chosen, (1, 0))
-            values = observed.values(scores, labels)
-        scale = float(expected.total.abs().sum())
-        close(values.total, expected.total, scale, 1e-9, name="log-probabilities")
 
 
 def without_gradients(model: Any) -> Tensor:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch_optimizer
 from accelerate import Accelerator
-from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.direction.optimizers import (
@@ -31,8 +26,6 @@ from tests.integration.test_lora import adapted
 from tests.integration.tiny_scorer import BATCH, VALIDATION, model_of, scorer_for
 from tests.property import optimizer_steps as steps
 from tests.property.architectures import plain_forward
-from tests.property.optimizer_steps import numbers
-from tests.property.tolerance import close
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning"),
@@ -156,13 +149,6 @@ def test_accelerates_wrapper_is_opened() -> None:
         assert all(torch.equal(found[n], expected[n]) for n in parameters)
 
 
-def test_a_wrapped_optimizer_without_second_moments_is_refused_by_its_own_name() -> None:
-    model = model_of()
-    wrapped = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UnsupportedError, match="Got: SGD"):
-        check_optimizer(wrapped)
-
-
 def test_each_group_has_its_own_numbers() -> None:
     """Two groups with different betas, eps and coupled decay: each P is its own optimizer's."""
     model = model_of()
@@ -218,54 +204,6 @@ def test_P_is_1_until_every_parameter_has_taken_the_steps(full: bool) -> None:
     assert found(2) is None
 
 
-@pytest.mark.slow
-def test_sharded_state_gives_sharded_P(tmp_path: Path) -> None:
-    """Two processes with FSDP2: the gathered P of both forms is the one process's, bit for bit."""
-    torch.multiprocessing.spawn(_sharded, (str(tmp_path / "meet"),), nprocs=2, join=True)
-
-
-def _sharded(rank: int, meet: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{meet}", rank=rank, world_size=2,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    try:
-        _compare_with_one_process()
-    finally:
-        distributed.destroy_process_group()
-
-
-def _compare_with_one_process() -> None:
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
-
-    mesh = init_device_mesh("cpu", (2,))
-    one: Any = model()
-    sharded: Any = model()
-    for layer in sharded:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    found = []
-    for each in (one, sharded):
-        optimizer = torch.optim.Adam(each.parameters(), lr=0.1, weight_decay=0.1)
-        x = numbers(1, 1, (4, 6))
-        for _ in range(3):
-            optimizer.zero_grad()
-            each(x).square().sum().backward()
-            optimizer.step()
-        parameters = dict(each.named_parameters())
-        own = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-        frozen = frozen_preconditioners(optimizer, parameters)
-        found.append((frozen, full_preconditioners(optimizer, parameters, own)))
-    for alone, shards in zip(*found, strict=True):
-        for name, p in shards.items():
-            layout = sharded.get_parameter(name)
-            expected = distribute_tensor(alone[name], mesh, layout.placements).to_local()
-            assert torch.allclose(p, expected, rtol=1e-12, atol=0)
-
-
 # --- through the scorer --------------------------------------------------------------------------
 
 
@@ -278,23 +216,6 @@ def test_a_parameter_that_the_optimizer_does_not_hold() -> None:
     with pytest.raises(ConfigError, match="not held by the optimizer"):
         scorer.score(BATCH)
     before.check()
-
-
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
-def test_the_scorer_uses_the_optimizers_P_once(estimator: str) -> None:
-    """Equal to handing the same P over as a mapping; on the direction, not on the token side."""
-    model, optimizer = trained(torch.optim.AdamW, 4, lr=1e-3)
-    plain = scorer_for(model, estimator)
-    frozen = {"preconditioner": "frozen", "precondition_after": 4, "optimizer": optimizer}
-    scorer = scorer_for(model, estimator, **frozen)
-    P = frozen_preconditioners(optimizer, scorer.parameters)
-    values = scorer.score(BATCH).total
-    given = scorer_for(model, estimator, preconditioner=P)
-    assert torch.equal(values, given.score(BATCH).total)
-    for name, m in scorer.direction.adaptation.items():
-        expected = P[name] * plain.direction.adaptation[name]
-        close(m, expected, expected.abs(), 1e-12, name="P o G")
-    assert not torch.allclose(values, plain.score(BATCH).total)
 
 
 @pytest.mark.parametrize("form", ["frozen", "full"])

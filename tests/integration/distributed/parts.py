@@ -14,6 +14,7 @@ from accelerate.utils import InitProcessGroupKwargs, patch_environment
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from alphatoken.direction.optimizers import frozen_preconditioners, full_preconditioners
 from alphatoken.errors import InputError
 from alphatoken.model.sharding import Sharding
 from alphatoken.train.distributed import Ranks, global_selection
@@ -71,6 +72,7 @@ def parts(name: str, folder: Path) -> dict[str, Any]:
         assert isinstance(sharding, Sharding)
     if name == "fsdp2":
         check_single_row(ranks)
+        check_preconditioners()
         check_hybrid(ranks)
     return {"sharded": sharding is not None, "rank": ranks.rank, "world": ranks.world}
 
@@ -145,6 +147,41 @@ def check_hybrid(ranks: Ranks) -> None:
     mesh = init_device_mesh("cpu", (ranks.world, 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(module, mesh=mesh, ignored_params=set(module[1].parameters()))
     check_parts_of_any_size(Fsdp2Sharding(module), module, before)
+
+
+def check_preconditioners() -> None:
+    """P of both forms from an optimizer's parts is that of one process, bit for bit."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
+
+    mesh = init_device_mesh("cpu", (2,))
+    one, sharded = model(), model()
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    found = []
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).double()
+    for each in (one, sharded):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1, weight_decay=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+        parameters = dict(each.named_parameters())
+        own = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        frozen = frozen_preconditioners(optimizer, parameters)
+        found.append((frozen, full_preconditioners(optimizer, parameters, own)))
+    for alone, shards in zip(*found, strict=True):
+        assert shards
+        for name, p in shards.items():
+            layout = sharded.get_parameter(name)
+            expected = distribute_tensor(alone[name], mesh, layout.placements).to_local()
+            assert torch.allclose(p, expected, rtol=1e-12, atol=0)
 
 
 def check_sums(ranks: Ranks) -> None:

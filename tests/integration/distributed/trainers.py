@@ -200,7 +200,6 @@ def masters(layout: str, folder: Path) -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {
         "factors": {"retention": "kronecker"},
         "adapters": {"peft": True},
-        "in memory": {},
     }
     found = {}
     for name, more in kinds.items():

@@ -22,8 +22,6 @@ CASES: dict[str, tuple[ScorerConfig, str]] = {
     "direct": (ScorerConfig("direct", layers=[0, 2]), "kronecker"),
     "path": (ScorerConfig("path", layers=1), "none"),
     "same_layer_hop": (ScorerConfig("same_layer_hop", layers=2), "data"),
-    "paper_literal": (ScorerConfig("paper_literal", layers=2), "diagonal"),
-    "label": (ScorerConfig("label", layers=2), "diagonal"),
     "label over all": (ScorerConfig("label", parameters="all"), "data"),
 }
 

@@ -1,4 +1,4 @@
-"""Run by ``accelerate launch``: ``worker.py layout folder module.job...``; saves what they find.
+"""What each process of a layout runs: jobs, ``module.job``; what they find is saved.
 
 A job is a function of (layout, folder) in a module beside this one; all ranks run it.
 """
@@ -6,7 +6,6 @@ A job is a function of (layout, folder) in a module beside this one; all ranks r
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +58,14 @@ def end_process() -> None:
         torch.distributed.destroy_process_group()
 
 
-def main() -> None:
-    layout, folder, *jobs = sys.argv[1:]
+def work(layout: str, folder: Path, jobs: tuple[str, ...]) -> None:
+    """Run the jobs and save what they find."""
     prepare_process(layout)
     leave_blank(pytest.MonkeyPatch())  # the other ranks wait while the page of a run is drawn
     found = {}
     for job in jobs:
         module, _, name = job.rpartition(".")
-        work = importlib.import_module(f"tests.integration.distributed.{module}")
-        found[name] = getattr(work, name)(layout, Path(folder) / name)
-    torch.save(found, Path(folder) / f"rank{PartialState().process_index}.pt")
+        made = importlib.import_module(f"tests.integration.distributed.{module}")
+        found[name] = getattr(made, name)(layout, folder / name)
+    torch.save(found, folder / f"rank{PartialState().process_index}.pt")
     end_process()
-
-
-if __name__ == "__main__":
-    main()
