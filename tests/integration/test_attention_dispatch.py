@@ -92,9 +92,8 @@ def leave(context: AbstractContextManager[None], *, failing: bool) -> None:
     users=st.sets(st.sampled_from(["sdpa", "eager"])),
     failing=st.booleans(),
 )
-@example(
-    models=[0, 1], order=None, users=set(), failing=False
-)  # first in, first out: it put A's override back for good
+# First in, first out: the first one's override came back for good.
+@example(models=[0, 1], order=None, users=set(), failing=False)
 @example(models=[0, 0], order=None, users={"sdpa"}, failing=True)
 def test_any_order_of_entering_and_leaving(
     models: list[int], order: Any, users: set[str], failing: bool
