@@ -16,10 +16,6 @@ from alphatoken.model import response_losses
 from alphatoken.model.head import rounding_tolerance
 from tests.integration.tiny_scorer import BATCH, inputs, model_of, scorer_for
 from tests.property.architectures import VOCABULARY
-from tests.property.strategies import make_batch
-
-OTHER = make_batch(("pprrprrr", "prprrrrr"), vocabulary=VOCABULARY, seed=3)
-
 
 # --- logits that are changed after the head -------------------------------------------------------
 
@@ -141,18 +137,6 @@ def test_logits_that_the_loop_changes_are_valued_as_changed_or_refused(
         found = observed.values(logits, BATCH["labels"]).total
     expected = scorer_changed.score(BATCH).total
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_label_needs_no_graph_and_still_sees_which_forward_it_was() -> None:
-    model = model_of()
-    scorer = scorer_for(model, "label")
-    with scorer.observe() as observed, torch.no_grad():
-        first = model(**inputs(OTHER)).logits
-        logits = model(**inputs(BATCH)).logits
-        values = observed.values(logits, BATCH["labels"]).total
-        with pytest.raises(InputError, match="do not belong to the observed forward"):
-            observed.values(first, BATCH["labels"])
-    torch.testing.assert_close(values, scorer.score(BATCH).total)
 
 
 @pytest.mark.parametrize("estimator", ["label", "direct"])

@@ -275,12 +275,3 @@ def test_rows_that_cannot_be_trained_on_are_left_out_or_stop(tmp_path: Path) -> 
     rows[:] = [{**row, "completion": ""} for row in rows]
     with pytest.raises(InputError, match=r"8 of 8 training rows .*Remedy: mend them\."):
         made()
-
-
-def test_pairs_that_cannot_be_trained_on_are_left_out(tmp_path: Path) -> None:
-    rows = tiny.preference_rows(8).to_list()
-    rows[2] = {**rows[2], "rejected": rows[2]["chosen"]}
-    more = {"policy": "random", "retention": "none", "validation_dataset": None}
-    with pytest.warns(AlphaTokenWarning, match=r"1 of 8 .*chosen and rejected are equal"):
-        trainer = tiny.dpo(tmp_path, train_dataset=rows, peft_config=tiny.lora(), **more)
-    assert len(trainer.train_dataset) == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from alphatoken import Scorer, fit_fisher
@@ -17,7 +19,9 @@ from alphatoken.errors import UnsupportedError
 from tests.integration import tiny_scorer
 from tests.integration.snapshot import Snapshot, bits
 from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, observed_values, printed_by
-from tests.property.architectures import BY_NAME
+from tests.property.architectures import BY_NAME, VOCABULARY
+from tests.property.strategies import make_batch
+from tests.property.tolerance import allowed, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is dep:DeprecationWarning")
 
@@ -246,6 +250,23 @@ def test_values_are_the_same_with_checkpointing() -> None:
     model.activation_checkpointing_enable({"use_reentrant": False})
     for estimator, expected in plain.items():
         assert torch.equal(scorer_for(model, estimator).score(BATCH).total, expected), estimator
+
+
+# --- narrow weights -----------------------------------------------------------------------------
+
+
+def test_bf16_weights_give_float32_values_in_nearly_the_same_order() -> None:
+    """Against float64 arithmetic on the same (rounded) weights; 60 tokens."""
+    batch = make_batch(("pp" + "r" * 30,) * 2, vocabulary=VOCABULARY, seed=3)
+    narrow = BY_NAME["llama"].build(5).to(torch.bfloat16)
+    exact = copy.deepcopy(narrow).double()
+    found, expected = (scorer_for(model).score(batch) for model in (narrow, exact))
+    assert found.total.dtype == torch.float32
+    assert expected.total.dtype == torch.float64
+    assert bool(torch.isfinite(found.total).all())
+    rank = spearmanr(found.total[found.mask].numpy(), expected.total[expected.mask].numpy())
+    off = 1 - float(rank.statistic)
+    close(off, 0.0, 1.0, allowed("rank", torch.bfloat16), name="order in bf16")
 
 
 # --- dropout ------------------------------------------------------------------------------------

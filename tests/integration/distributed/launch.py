@@ -25,7 +25,6 @@ from accelerate.utils.launch import (
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.integration.distributed.trainers"])
-LAYOUTS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 WORLD = 2
 """Processes of a layout."""
 CLIP = 1.0
@@ -55,11 +54,11 @@ def accelerate_config(layout: str) -> dict[str, Any]:
         return {**config, "distributed_type": "MULTI_GPU"}
     if layout.startswith("fsdp"):
         fsdp = {
-            "fsdp_version": int(layout[4]),
+            "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_cpu_ram_efficient_loading": layout.endswith("ram"),
             "fsdp_offload_params": False,
-            "fsdp_reshard_after_forward": True if layout[4] == "2" else "FULL_SHARD",
+            "fsdp_reshard_after_forward": True,
             "fsdp_state_dict_type": "FULL_STATE_DICT",
         }
         return {**config, "distributed_type": "FSDP", "fsdp_config": fsdp}

@@ -11,7 +11,6 @@ from tests.integration.distributed.worker import forget_precision
 
 ASKED: dict[str, tuple[dict[str, Any], ...]] = {
     "ddp": ({"ddp_static_graph": True},),
-    "fsdp1": ({},),
     "fsdp2": (
         {"estimator": "label", "value_parameters": "all", "bf16": True},
         {"preconditioner": "frozen"},
