@@ -114,9 +114,25 @@ for estimator in ("alphatoken", "path", "label"):
 """
 
 
+UNTOUCHED = """
+from alphatoken.estimate.estimators import ESTIMATORS
+from tests.integration import test_model_state as state
+state.seed_everything()
+model = state.odd_model()
+before = state.Snapshot(model, python_random=True)
+for estimator in ESTIMATORS:
+    state.run_score(model, estimator)
+before.check()
+print("no generator is touched")
+"""
+
+
 @pytest.mark.slow
-def test_a_warning_points_at_the_users_line() -> None:
-    """In a process of its own: the run-time type checks of pytest stand between the frames."""
+def test_a_warning_points_at_the_users_line_and_no_generator_is_touched() -> None:
+    """In a process of its own: the run-time type checks of pytest stand between the frames.
+
+    They draw from Python's generator too.
+    """
     here = [n for n, line in enumerate(POINTED.split("\n"), 1) if line.endswith("# here")]
     score, values = (f"<string>:{line}" for line in here)
     lines = {"score": score, "values": values}
@@ -125,7 +141,9 @@ def test_a_warning_points_at_the_users_line() -> None:
         for estimator in ("alphatoken", "path", "label")
         for how, line in lines.items()
     ]
-    assert printed_by(POINTED).splitlines() == expected
+    *found, last = printed_by(POINTED + UNTOUCHED).splitlines()
+    assert found == expected
+    assert last == "no generator is touched"
 
 
 # --- the longest sequence -------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from alphatoken import Scorer, fit_fisher
 from alphatoken.errors import UnsupportedError
 from tests.integration import tiny_scorer
 from tests.integration.snapshot import Snapshot, bits
-from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, observed_values, printed_by
+from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, observed_values
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 from tests.property.tolerance import allowed, close
@@ -104,20 +104,6 @@ def test_values_leave_no_trace(name: str, estimator: str, operation: str) -> Non
     before = Snapshot(model)
     OPERATIONS[operation](model, estimator)
     before.check()
-
-
-@pytest.mark.slow
-def test_no_generator_is_touched() -> None:
-    """Python's included, in a process of its own: without the run-time type checks of pytest."""
-    script = (
-        "from tests.integration import test_model_state as own\n"
-        "own.seed_everything()\n"
-        "model = own.odd_model()\n"
-        "before = own.Snapshot(model, python_random=True)\n"
-        "[own.run_score(model, estimator) for estimator in own.ESTIMATORS]\n"
-        "before.check()\n"
-    )
-    printed_by(script)
 
 
 @pytest.mark.parametrize(
