@@ -90,13 +90,15 @@ def environment(layout: str, config: Path) -> dict[str, str]:
     """What ``accelerate launch`` puts into the environment of every process."""
     words = ["--config_file", str(config), "--main_process_port", "0", "-m", "worker"]
     with patch_environment(**OWN):
-        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+        args, found, _ = _validate_launch_command(launch_command_parser().parse_args(words))
         if layout == "single":
             return dict(prepare_simple_launcher_cmd_env(args)[1])
-        prepare = prepare_multi_gpu_env
         if layout.startswith("zero"):
-            prepare = lambda args: prepare_deepspeed_cmd_env(args)[1]  # noqa: E731
-        made = dict(prepare(args))
+            fields = ",".join([*found.deepspeed_config, "mixed_precision"])
+            args.deepspeed_fields_from_accelerate_config = fields
+            made = dict(prepare_deepspeed_cmd_env(args)[1])
+        else:
+            made = dict(prepare_multi_gpu_env(args))
     size, port = str(processes(layout)), str(args.main_process_port)
     group = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return made | group | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
