@@ -7,7 +7,7 @@ there and says why: a file as a whole, or a test or fixture by itself. ``make ca
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,21 @@ OPTIONAL = (
     "accelerate", "beartype", "datasets", "lm_eval", "matplotlib", "peft", "pyarrow",
     "sklearn", "torch_optimizer", "trl", "xdist",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def few_draws() -> Iterator[None]:
+    """Intervals of 20 draws, not 200, in whole diagnoses; test_intervals.py is about them."""
+    from alphatoken.fidelity import intervals
+
+    drawn = intervals._resamples
+
+    def few(count: int, groups: Any, draws: int, generator: Any) -> Any:
+        return drawn(count, groups, min(draws, 20), generator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intervals, "_resamples", few)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

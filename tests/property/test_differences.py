@@ -37,7 +37,7 @@ from tests.property.setups import (
     setups,
     unchanged,
 )
-from tests.property.strategies import CASE, PADDED, SHARED, TIED, Case
+from tests.property.strategies import CASE, ONE, PADDED, SHARED, TIED, Case
 from tests.property.test_sharded import FlatSharding
 from tests.property.tolerance import close
 
@@ -74,24 +74,19 @@ def off(values: Tensor, expected: Tensor) -> float:
 @example(Setup(SHARED), "central")
 @example(Setup(PADDED), "central")
 @example(Setup(PADDED), "one_sided")
-@budget(0.15)
+@budget(0.15, least=2)
 def test_differences_are_the_label_values(setup: Setup, form: str) -> None:
-    """Central to 1e-7 of the absolute terms, one-sided to 1e-5; the weights to the bit."""
+    """Central to 1e-7 of the absolute terms, one-sided to 1e-5; the weights to the bit.
+
+    The stated error, Richardson's times 3, bounds the true one, also where it was made on a part
+    of the rows.
+    """
     model = setup.case.model()
     before, (expected, scale) = bits(model), wanted(model, setup)
     values = Scorer(model, setup.case.validation, config=config(form)).score(setup.case.batch)
     close(values.total, expected, scale, 1e-7 if form == "central" else 1e-5, name=form)
     assert values.derivative == form
     assert unchanged(model, before)
-
-
-@given(setups(), sampled_from(FORMS))
-@budget(0.1)
-def test_the_stated_error_bounds_the_true_one(setup: Setup, form: str) -> None:
-    """Richardson's estimate times 3, also where it was made on a part of the rows."""
-    model = setup.case.model()
-    expected, scale = wanted(model, setup)
-    values = Scorer(model, setup.case.validation, config=config(form)).score(setup.case.batch)
     # What the oracle itself rounds is nobody's error.
     true = max(0.0, float((values.total - expected).norm() - 1e-12 * scale.norm()))
     assert true <= 3 * values.error * float(expected.norm())
@@ -126,15 +121,15 @@ def llama(**options: Any) -> Any:
 
 def test_the_observed_forward_is_one_side_of_the_difference() -> None:
     """One forward beside it and no more, once the step and the base were looked at."""
-    setup = Setup(CASE)
-    model = CASE.model().train()
+    setup = Setup(ONE)
+    model = ONE.model().train()
     expected, scale = wanted(model, setup)
-    scorer = Scorer(model, CASE.validation, config=config())
+    scorer = Scorer(model, ONE.validation, config=config())
     for again in range(3):
         with quiet(), scorer.observe() as observed:
-            logits = model(**CASE.inputs)
+            logits = model(**ONE.inputs)
             with counted(model) as calls:
-                values = observed.values(logits, CASE.batch["labels"])
+                values = observed.values(logits, ONE.batch["labels"])
         assert values.derivative == "one_sided"
         close(values.total, expected, scale, 1e-5, name="observed")
         if again == 2:  # the first is looked at, and the one after it
@@ -168,18 +163,18 @@ def test_an_observed_forward_with_dropout_is_no_base() -> None:
 
 def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
     """Losses rounded in a way that ours are not would be multiplied by 1 / h."""
-    model = CASE.model()
-    expected, scale = wanted(model, Setup(CASE))
-    scorer = Scorer(model, CASE.validation, config=config())
+    model = ONE.model()
+    expected, scale = wanted(model, Setup(ONE))
+    scorer = Scorer(model, ONE.validation, config=config())
     for _ in range(2):
         with quiet(), scorer.observe() as observed:
-            logits = model(**CASE.inputs)
-            values = observed.values(logits + 1e-7 * torch.sin(1e3 * logits), CASE.batch["labels"])
+            logits = model(**ONE.inputs)
+            values = observed.values(logits + 1e-7 * torch.sin(1e3 * logits), ONE.batch["labels"])
         close(values.total, expected, scale, 1e-5, name="coarse base")
     assert values.derivative == "central"
     scorer.refresh()  # as one that a resumed run builds: it knows nothing of coarse losses
     with quiet(), scorer.observe() as observed:
-        values = observed.values(model(**CASE.inputs), CASE.batch["labels"])
+        values = observed.values(model(**ONE.inputs), ONE.batch["labels"])
     assert values.derivative == "one_sided"
 
 
@@ -215,23 +210,23 @@ def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
 
 
 def test_losses_of_another_forward_are_refused() -> None:
-    model = CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config("one_sided"))
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config("one_sided"))
     with quiet(), scorer.observe() as observed, pytest.raises(InputError, match="observed"):
-        observed.values(3.0 * model(**CASE.inputs), CASE.batch["labels"])
+        observed.values(3.0 * model(**ONE.inputs), ONE.batch["labels"])
 
 
 def test_weighted_rows_and_both_sides_of_m() -> None:
     """Values scale with their token's weight; M's sides are taken apart, each with its step."""
-    model = CASE.model()
+    model = ONE.model()
     drift = far_drift(model)
     options = {"max_relative_drift": None, "stability_weight": 0.01}
-    weights = torch.linspace(-2.0, 2.0, CASE.batch["labels"].numel()).view(2, -1).double()
+    weights = torch.linspace(-2.0, 2.0, ONE.batch["labels"].numel()).view(2, -1).double()
     found = []
     for way in ("forward_mode", "central"):
-        scorer = Scorer(model, CASE.validation, drift, config(way, **options))
+        scorer = Scorer(model, ONE.validation, drift, config(way, **options))
         with quiet():
-            found.append(scorer.score(CASE.batch, token_weights=weights))
+            found.append(scorer.score(ONE.batch, token_weights=weights))
     exact, values = found
     for name in ("adaptation", "stability", "total"):
         one, other = getattr(values, name), getattr(exact, name)
@@ -239,7 +234,7 @@ def test_weighted_rows_and_both_sides_of_m() -> None:
     assert exact.error == 0.0 < values.error < 1e-6
 
 
-@pytest.mark.parametrize("memory", ["own", "one buffer", "shards"])
+@pytest.mark.parametrize("memory", ["one buffer", "shards"])
 def test_lora_on_an_embedding_leaves_its_padding_row(memory: str) -> None:
     """Its factor is looked up in a transposed view, and held by a module that nobody calls."""
     peft = pytest.importorskip("peft")
@@ -266,7 +261,7 @@ def test_lora_on_an_embedding_leaves_its_padding_row(memory: str) -> None:
 
 
 def test_a_direction_of_zeros_gives_zeros() -> None:
-    model = CASE.model()
+    model = ONE.model()
     zero = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     found, error = Differences(ReferenceAdapter(model)).values(checked(), zero, "central")
     assert error == 0.0
@@ -274,21 +269,21 @@ def test_a_direction_of_zeros_gives_zeros() -> None:
 
 
 def checked() -> LabelledBatch:
-    return read_batch(CASE.batch, max_length=64)
+    return read_batch(ONE.batch, max_length=64)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_that_m_does_not_reach_have_values_of_zero(form: str) -> None:
     """An embedding of tokens that the batch does not hold; a batch that holds them has its own."""
-    model = CASE.model()
+    model = ONE.model()
     m = {"embedding.weight": torch.zeros_like(model.embedding.weight)}
-    held = set(CASE.batch["input_ids"].unique().tolist())
-    other = next(i for i in range(CASE.config.vocabulary) if i not in held)
+    held = set(ONE.batch["input_ids"].unique().tolist())
+    other = next(i for i in range(ONE.config.vocabulary) if i not in held)
     m["embedding.weight"][other] = 1.0
     found, error = Differences(ReferenceAdapter(model)).values(checked(), m, form)
     assert error == 0.0
     assert not found.any()
-    batch = {**CASE.batch, "input_ids": CASE.batch["input_ids"].clone()}
+    batch = {**ONE.batch, "input_ids": ONE.batch["input_ids"].clone()}
     batch["input_ids"][:, :2] = other
     there = read_batch(batch, max_length=64)
     taken = Differences(ReferenceAdapter(model))
@@ -306,9 +301,8 @@ def curved(model: ReferenceDecoder, case: Case, m: Mapping[str, Tensor]) -> tupl
 
 
 @given(setups(), sampled_from(FORMS))
-@example(Setup(SHARED), "central")
 @example(Setup(PADDED), "central")
-@budget(0.1)
+@budget(0.1, least=2)
 def test_second_differences_are_the_curvatures(setup: Setup, form: str) -> None:
     """To 1e-5 of the absolute terms, a float64 loss being rounded by 1e-16 and divided by h^2.
 
@@ -332,27 +326,27 @@ def test_second_differences_are_the_curvatures(setup: Setup, form: str) -> None:
 
 def test_curvature_is_along_the_whole_of_todays_m() -> None:
     """Both sides in one, scaled with the tokens' weights, after the weights have moved too."""
-    model = CASE.model()
+    model = ONE.model()
     parameters = dict(model.named_parameters())
     drift = far_drift(model)
     options = {"max_relative_drift": None, "stability_weight": 0.01, "curvature": True}
-    scorer = Scorer(model, CASE.validation, drift, config("central", **options))
-    weights = torch.linspace(-2.0, 2.0, CASE.batch["labels"].numel()).view(2, -1).double()
+    scorer = Scorer(model, ONE.validation, drift, config("central", **options))
+    weights = torch.linspace(-2.0, 2.0, ONE.batch["labels"].numel()).view(2, -1).double()
     for moved in (0.0, 0.3):
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.add_(moved * torch.sin(parameter))
-        values = quiet_score(scorer, CASE.batch, token_weights=weights)
-        g = gradients.validation_gradient(model, forward_of(model), CASE.validation, parameters)
+        values = quiet_score(scorer, ONE.batch, token_weights=weights)
+        g = gradients.validation_gradient(model, forward_of(model), ONE.validation, parameters)
         m = {n: g[n] + 0.01 * (p.detach() - drift.reference[n]) for n, p in parameters.items()}
-        expected, scale = curved(model, CASE, m)
+        expected, scale = curved(model, ONE, m)
         close(values.curvature, weights * expected, 2.0 * scale.max(), 1e-5, name="whole M")
 
 
 def test_in_float32_curvatures_are_as_exact_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and beside an observed forward; refused where that is less than is asked for."""
     model, exact = llama(attn_implementation="eager"), llama(attn_implementation="eager").double()
-    ids = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
     batch, validation = {"input_ids": ids, "labels": ids}, {"input_ids": ids[:1], "labels": ids[:1]}
 
     forward = plain_forward(exact)
@@ -380,14 +374,14 @@ def test_curvature_is_of_differences_alone(options: dict[str, str]) -> None:
 
 def direction(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
-    m = gradients.validation_gradient(model, forward_of(model), CASE.validation, parameters)
+    m = gradients.validation_gradient(model, forward_of(model), ONE.validation, parameters)
     return {name: factor * x for name, x in m.items()}
 
 
 def test_the_step_is_kept_until_m_changes_its_length() -> None:
-    model = CASE.model()
+    model = ONE.model()
     taken = Differences(ReferenceAdapter(model))
-    expected, scale = wanted(model, Setup(CASE))
+    expected, scale = wanted(model, Setup(ONE))
     counts = []
     for factor in (1.0, 1.2, 1.5, 2.0**10):
         m = direction(model, factor)
@@ -403,7 +397,7 @@ def test_the_step_is_kept_until_m_changes_its_length() -> None:
 def test_the_error_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Soon, then on every CHECKED_EVERY-th batch, by the forwards at twice the step."""
     monkeypatch.setattr(differences, "CHECKED_EVERY", 2)
-    model, m = CASE.model(), direction(CASE.model())
+    model, m = ONE.model(), direction(ONE.model())
     taken = Differences(ReferenceAdapter(model))
     counts = []
     for _ in range(8):
@@ -448,34 +442,34 @@ def test_more_curved_rows_are_seen_in_the_stated_error() -> None:
 
 def test_a_refreshed_scorer_is_a_new_one() -> None:
     """To the bit, whatever it has valued before: as a resumed run goes on from a checkpoint."""
-    model = CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config("one_sided"))
-    scorer.score(CASE.batch)
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config("one_sided"))
+    scorer.score(ONE.batch)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     scorer.refresh()
-    fresh = Scorer(model, CASE.validation, config=config("one_sided"))
-    assert torch.equal(scorer.score(CASE.batch).total, fresh.score(CASE.batch).total)
+    fresh = Scorer(model, ONE.validation, config=config("one_sided"))
+    assert torch.equal(scorer.score(ONE.batch).total, fresh.score(ONE.batch).total)
 
 
 def test_a_refreshed_scorer_forgets_what_a_batch_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = Scorer(CASE.model(), CASE.validation, config=config())
-    assert scorer.score(CASE.batch).derivative == "central"
+    scorer = Scorer(ONE.model(), ONE.validation, config=config())
+    assert scorer.score(ONE.batch).derivative == "central"
     with monkeypatch.context() as coarse:
         coarse.setattr(differences, "TOLERANCE", 1e-20)
         with pytest.warns(AlphaTokenWarning, match="taken by forward mode"):
-            assert scorer.score(CASE.batch).derivative == "forward_mode"
-    assert scorer.score(CASE.batch).derivative == "forward_mode"
+            assert scorer.score(ONE.batch).derivative == "forward_mode"
+    assert scorer.score(ONE.batch).derivative == "forward_mode"
     scorer.refresh()
-    assert scorer.score(CASE.batch).derivative == "central"
+    assert scorer.score(ONE.batch).derivative == "central"
 
 
 def test_values_do_not_depend_on_the_rows_that_came_first() -> None:
-    model = CASE.model()
-    one, other = (Scorer(model, CASE.validation, config=config()) for _ in range(2))
-    one.score(CASE.validation[0])
-    assert torch.equal(one.score(CASE.batch).total, other.score(CASE.batch).total)
+    model = ONE.model()
+    one, other = (Scorer(model, ONE.validation, config=config()) for _ in range(2))
+    one.score(ONE.validation[0])
+    assert torch.equal(one.score(ONE.batch).total, other.score(ONE.batch).total)
 
 
 # --- weights come back ---------------------------------------------------------------------------
@@ -483,9 +477,9 @@ def test_values_do_not_depend_on_the_rows_that_came_first() -> None:
 
 @pytest.mark.parametrize("fails", ["error", "interrupt"])
 def test_weights_come_back_after_an_exception_in_a_shifted_forward(fails: str) -> None:
-    model = SHARED.model()
+    model = TIED.model()
     before, calls = bits(model), [0]
-    scorer = Scorer(model, SHARED.validation, config=config("central"))
+    scorer = Scorer(model, TIED.validation, config=config("central"))
 
     def fail(*_: Any) -> None:
         if unchanged(model, before):
@@ -499,11 +493,11 @@ def test_weights_come_back_after_an_exception_in_a_shifted_forward(fails: str) -
     handle = model.head.register_forward_hook(fail)
     raised = RuntimeError if fails == "error" else KeyboardInterrupt
     with pytest.raises(raised):
-        scorer.score(SHARED.batch)
+        scorer.score(TIED.batch)
     assert calls[0] == 2
     assert unchanged(model, before)
     handle.remove()
-    assert scorer.score(SHARED.batch).derivative == "central"
+    assert scorer.score(TIED.batch).derivative == "central"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -511,7 +505,7 @@ def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
     number: signal.Signals,
 ) -> None:
     """Ctrl-C, or a handler that ends the process when it is preempted."""
-    model = CASE.model()
+    model = ONE.model()
     before = bits(model)
     shift = Shift(model, direction(model))
     put, handler, patch = shift_module._put, signal.getsignal(number), pytest.MonkeyPatch()
@@ -662,23 +656,23 @@ class Unknown(torch.autograd.Function):
 
 
 def with_hook(function: Callable[[Tensor], Tensor]) -> ReferenceDecoder:
-    model = CASE.model()
-    model.layers[1].register_forward_hook(lambda module, args, out: function(out))
+    model = ONE.model()
+    model.layers[0].register_forward_hook(lambda module, args, out: function(out))
     return model
 
 
 def test_a_kernel_without_forward_mode_has_its_values() -> None:
     """By differences; on the last layers, where forward mode comes first, with a warning."""
     model = with_hook(Unknown.apply)
-    expected, scale = wanted(model, Setup(CASE))
-    values = Scorer(model, CASE.validation, config=config()).score(CASE.batch)
+    expected, scale = wanted(model, Setup(ONE))
+    values = Scorer(model, ONE.validation, config=config()).score(ONE.batch)
     close(values.total, expected, scale, 1e-7, name="no forward mode")
-    scorer = Scorer(model, CASE.validation, config=ScorerConfig("label", layers=1))
+    scorer = Scorer(model, ONE.validation, config=ScorerConfig("label", layers=1))
     with pytest.warns(AlphaTokenWarning, match="taken by finite differences"):
-        values = scorer.score(CASE.batch)
+        values = scorer.score(ONE.batch)
     assert values.derivative == "central"
-    plain = Scorer(CASE.model(), CASE.validation, config=ScorerConfig("label", layers=1))
-    exact = plain.score(CASE.batch).total
+    plain = Scorer(ONE.model(), ONE.validation, config=ScorerConfig("label", layers=1))
+    exact = plain.score(ONE.batch).total
     close(values.total, exact, exact.abs().max(), 1e-7, name="no forward mode, last layer")
 
 
@@ -728,13 +722,13 @@ def straight_through(x: Tensor) -> Tensor:
 def test_differences_through_a_detached_part_fall_back() -> None:
     """What trains is what the backward says; forward mode sees it, differences do not."""
     model = with_hook(straight_through)
-    expected, scale = wanted(model, Setup(CASE))
+    expected, scale = wanted(model, Setup(ONE))
     with pytest.warns(AlphaTokenWarning, match="taken by forward mode"):
-        values = Scorer(model, CASE.validation, config=config()).score(CASE.batch)
+        values = Scorer(model, ONE.validation, config=config()).score(ONE.batch)
     assert values.derivative == "forward_mode"
     close(values.total, expected, scale, 1e-10, name="straight through")
     with pytest.raises(UnsupportedError, match=r"differences|backward"):
-        Scorer(model, CASE.validation, config=config("central")).score(CASE.batch)
+        Scorer(model, ONE.validation, config=config("central")).score(ONE.batch)
 
 
 def test_a_backward_of_another_function_is_refused_by_both() -> None:
@@ -752,9 +746,9 @@ def test_a_backward_of_another_function_is_refused_by_both() -> None:
             return tangent.clone()
 
     model = with_hook(Halved.apply)
-    for way in ("auto", "forward_mode", "central", "one_sided"):
+    for way in ("auto", "forward_mode", "one_sided"):
         with pytest.raises(UnsupportedError, match="not the derivative of its forward"):
-            Scorer(model, CASE.validation, config=config(way)).score(CASE.batch)
+            Scorer(model, ONE.validation, config=config(way)).score(ONE.batch)
 
 
 def test_the_option_is_of_label_alone() -> None:
@@ -765,13 +759,13 @@ def test_the_option_is_of_label_alone() -> None:
 # --- what is believed of them --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["one_sided", pytest.param("central", marks=pytest.mark.slow)])
 def test_the_certificate_allows_the_stated_error_and_no_more(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scorer = Scorer(CASE.model(), CASE.validation, config=config(form))
+    scorer = Scorer(ONE.model(), ONE.validation, config=config(form))
     with quiet():
-        certificate = scorer.verify(CASE.batch, tokens=4)
+        certificate = scorer.verify(ONE.batch, tokens=4)
         assert certificate.passed, str(certificate)
         assert f"by differences ({form})" in str(certificate)
         assert certificate.derivative == form
@@ -782,4 +776,4 @@ def test_the_certificate_allows_the_stated_error_and_no_more(
             return values * 1.001, error
 
         monkeypatch.setattr(Differences, "values", wrong)
-        assert not scorer.verify(CASE.batch, tokens=4).passed
+        assert not scorer.verify(ONE.batch, tokens=4).passed

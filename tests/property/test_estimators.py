@@ -313,7 +313,7 @@ def test_frozen_linears_are_out_of_scope(setup: Setup) -> None:
     st.sampled_from(EVERY),
     st.integers(0, 2),
 )
-@budget(0.24, least=8)
+@budget(0.24, least=5)
 def test_layout_does_not_matter(setup: Setup, estimator: str, extra: int) -> None:
     """A document's values: the same padded left or right, alone, among others, or packed."""
     model = setup.case.model()
@@ -453,8 +453,8 @@ def test_an_observed_pass_is_valued_with_its_own_dropout() -> None:
 
 # --- coverage, isolation, scope ------------------------------------------------------------------
 
-SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
-CAPTURED = (*SELF_ONLY, "path", "paper_literal")
+BOTH_BACKWARDS = ("alphatoken", "path")
+"""Of those with captured errors: one by the self-only backward, one by the ordinary one."""
 
 
 def score(case: Case, estimator: str, **options: Any) -> Tensor:
@@ -462,7 +462,7 @@ def score(case: Case, estimator: str, **options: Any) -> Tensor:
     return Scorer(case.model(), case.validation, config=config).score(case.batch).total
 
 
-@pytest.mark.parametrize("estimator", CAPTURED)
+@pytest.mark.parametrize("estimator", BOTH_BACKWARDS)
 def test_a_use_in_the_embedding_is_caught(estimator: str) -> None:
     case = make_case(("pprrr",), (("pprr",),), vocabulary=8, hidden=8, heads=2, head_dim=4)
     model = case.model()
@@ -477,7 +477,7 @@ def test_a_use_in_the_embedding_is_caught(estimator: str) -> None:
     close(values, expected, 1.0 + expected.abs().max(), MODEL, name="label, shared with embedding")
 
 
-@pytest.mark.parametrize("estimator", CAPTURED)
+@pytest.mark.parametrize("estimator", BOTH_BACKWARDS)
 def test_a_loose_parameter_is_refused_by_name_or_skipped_by_name(estimator: str) -> None:
     case = make_case(("pprrr", ".prrr"), (("pprr",),), loose_parameter=True)
     with pytest.raises(CoverageError, match=r"layers\.1\.mlp\.loose.*label"):

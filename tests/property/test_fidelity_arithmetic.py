@@ -23,6 +23,8 @@ from alphatoken.scorer import Scorer
 from tests.property.test_differences import llama
 from tests.property.test_fidelity_stability import planted, rows_of
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+FEW = Options(resamples=50)
 AUTOCAST, WEIGHTS = "bfloat16 autocast", "bfloat16 weights"
 
 
@@ -33,7 +35,7 @@ def subject(model: nn.Module, estimator: str = "direct", **changes: Any) -> Subj
         "model": model,
         "train": rows_of(lengths, 0, 64),
         "validation": rows_of([(2, 4), (3, 2)] * 4, 1, 64),
-        "batch_size": 3,
+        "batch_size": 5,
         "config": ScorerConfig(estimator, layers=1, objective="adaptation"),
     }
     return Subject(**given | changes)
@@ -67,11 +69,11 @@ def loaded(folder: str, dtype: torch.dtype) -> nn.Module:
 # --- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+@pytest.mark.parametrize("estimator", ["alphatoken", pytest.param("label", marks=pytest.mark.slow)])
 def test_each_arithmetic_has_the_scorers_values(estimator: str) -> None:
     """Values beside float32 are those of a scorer under autocast, and of one of the model in it."""
     one = subject(llama(), estimator)
-    found = arithmetic.diagnose(one, Options(resamples=50))
+    found = arithmetic.diagnose(one, FEW)
     with tempfile.TemporaryDirectory() as folder:
         one.model.save_pretrained(folder)  # type: ignore[operator]
         wide, narrow = loaded(folder, torch.float32), loaded(folder, torch.bfloat16)
@@ -97,7 +99,7 @@ def test_a_model_that_has_not_moved_drifts_in_no_arithmetic() -> None:
     fisher = FisherDrift({name: torch.ones_like(w) for name, w in weights.items()}, weights)
     config = replace(plain.config, objective="both", stability_weight=1e3)
     both = replace(plain, fisher=fisher, config=config)
-    found = [columns_of(arithmetic.diagnose(x), WEIGHTS)[1] for x in (plain, both)]
+    found = [columns_of(arithmetic.diagnose(x, FEW), WEIGHTS)[1] for x in (plain, both)]
     assert np.array_equal(*found)
 
 
@@ -106,7 +108,7 @@ def test_a_model_that_has_not_moved_drifts_in_no_arithmetic() -> None:
 
 def test_the_four_numbers_by_hand() -> None:
     """The numbers of each arithmetic, by loops over the values side by side."""
-    found = arithmetic.diagnose(subject(llama(), ratio=0.3))
+    found = arithmetic.diagnose(subject(llama(), ratio=0.3), FEW)
     for name in (AUTOCAST, WEIGHTS):
         record = records_of(found)[name]
         v, w = columns_of(found, name)
@@ -173,14 +175,14 @@ def test_planted_rounding_turns_the_verdict() -> None:
 def test_beside_equal_validation_rows_only_what_changes_nothing_is_good_enough() -> None:
     row = rows_of([(2, 4)], 1, 64)
     one = subject(crude(lambda out: torch.sin(999 * out.float()).to(out)), validation=row * 16)
-    found = arithmetic.diagnose(one)
+    found = arithmetic.diagnose(one, FEW)
     assert redrawn_of(found) == 0
     for record in records_of(found).values():
         assert record["good_enough"] in (None, record["decisions_changed"] == 0)
 
 
 def test_an_arithmetic_without_values_is_left_out() -> None:
-    found = arithmetic.diagnose(subject(crude(lambda out: out * torch.inf)))
+    found = arithmetic.diagnose(subject(crude(lambda out: out * torch.inf)), FEW)
     assert list(records_of(found)) == ["float32", AUTOCAST]
     assert any(note.startswith(f"There are no values with {WEIGHTS}: ") for note in found.notes)
 
@@ -191,7 +193,7 @@ def test_an_arithmetic_without_values_is_left_out() -> None:
 def test_weights_loaded_in_16_bits_are_cast_up_and_stay() -> None:
     model = llama().bfloat16()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    found = arithmetic.diagnose(subject(model))
+    found = arithmetic.diagnose(subject(model), FEW)
     assert [n for n, r in records_of(found).items() if r["yours"]] == [WEIGHTS]
     assert any("loaded in bfloat16 and cast to float32" in note for note in found.notes)
     assert all(
@@ -199,7 +201,7 @@ def test_weights_loaded_in_16_bits_are_cast_up_and_stay() -> None:
         for name, weight in model.state_dict().items()
     )
     own, _ = columns_of(found, WEIGHTS)
-    wide = columns_of(arithmetic.diagnose(subject(model.float())), WEIGHTS)[0]
+    wide = columns_of(arithmetic.diagnose(subject(model.float()), FEW), WEIGHTS)[0]
     assert np.allclose(own, wide, rtol=1e-5)
 
 

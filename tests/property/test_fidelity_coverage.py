@@ -24,6 +24,8 @@ from tests.property.architectures import ARCHITECTURES
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 QUIET = Tracker("", 0, False)
 LABELS = np.repeat([0, 1], 60)
 

@@ -21,6 +21,8 @@ from alphatoken.support.progress import Tracker
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 QUIET = Tracker("", 0, False)
 
 
@@ -122,7 +124,7 @@ def moved(model: ReferenceDecoder, size: float, seed: int = 0) -> ReferenceDecod
 
 
 @pytest.fixture(scope="module")
-def three() -> Diagnosis:
+def three(few_draws: None) -> Diagnosis:
     """Before; "near", which is that model again; "far", which is not."""
     model = tiny_subject().model
     loads = {"near": lambda: copy.deepcopy(model), "far": lambda: moved(model, 3.0)}

@@ -32,6 +32,8 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 QUICK = diagnostic.Options(layers=(1, 3))
 
 

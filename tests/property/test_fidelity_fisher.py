@@ -26,6 +26,8 @@ from alphatoken.oracle.retention import hessian, retention_loss
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.tolerance import close
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 MODEL = 1e-9
 CONTEXTS, LABELS, READ = 8, 16, 4
 DOWN = "layers.0.mlp.down_proj.weight"
@@ -159,7 +161,7 @@ def test_the_plant_is_what_it_says() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Diagnosis:
+def found(few_draws: None) -> Diagnosis:
     """The whole pipeline, the Fisher fitted by the library."""
     return diagnostic.diagnose(planted(), TINY)
 

@@ -29,6 +29,8 @@ from alphatoken.report.examples import visible
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 HOSTILE = (
     "</span></div>",
     "<script>document.title='owned'</script>",

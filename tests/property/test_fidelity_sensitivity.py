@@ -16,6 +16,8 @@ from alphatoken.fidelity.sensitivity import Options
 from alphatoken.scorer import Scorer
 from tests.property.test_fidelity_stability import PLAIN, drifted, rows_of, small
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 # --- other settings ------------------------------------------------------------------------------
 
 
@@ -44,7 +46,7 @@ def test_a_diagnosis_of_planted_settings() -> None:
 
 
 def test_adaptation_alone_has_no_lambda() -> None:
-    subject = small(rows=9, config=ScorerConfig(layers=2, objective="adaptation"))
+    subject = small(rows=9, batch_size=9, config=ScorerConfig(layers=2, objective="adaptation"))
     options = replace(OPTIONS, estimators=("alphatoken",), layers=(1,), windows=())
     diagnosis = sensitivity.diagnose(subject, options)
     assert not any(r["setting"] == "lambda" for r in diagnosis.table("settings").records())
@@ -53,7 +55,7 @@ def test_adaptation_alone_has_no_lambda() -> None:
 
 def test_a_fisher_that_does_not_cover_a_layer_leaves_it_out() -> None:
     """The Fisher given has the two scored layers; K = 3 is left out, not guessed."""
-    subject = small(rows=9)
+    subject = small(rows=9, batch_size=9)
     given = replace(subject, fisher=drifted(subject))
     options = replace(OPTIONS, estimators=("alphatoken",), windows=())
     diagnosis = sensitivity.diagnose(given, options)

@@ -27,6 +27,8 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 QUICK = diagnostic.Options(warmup=2, learning_rate=1e-4)
 
 
@@ -175,7 +177,9 @@ def test_full_preconditioning_predicts_adam_where_frozen_does_not() -> None:
 
     What is left is that one token of a hundred is no infinitesimal part of the gradient.
     """
-    subject = subject_of(decoder_of(), train=rows_of([9] * 48, prompt=1), batch_size=12)
+    subject = subject_of(
+        decoder_of(), train=rows_of([9] * 48, prompt=1), batch_size=12, oracle_tokens=20
+    )
     options = replace(QUICK, learning_rate=1e-6, warmup=30)
     bench = diagnostic._bench(subject, options)
     found, _ = diagnostic._predictions(bench)

@@ -28,6 +28,8 @@ from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 MODEL = 1e-11
 TINY = diagnostic.Options(pairs=100_000)
 

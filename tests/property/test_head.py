@@ -368,14 +368,15 @@ def values_in_float64(parameters: str) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "parameters", "graph"),
     [
-        ("linears", "linears", True),
-        ("linears", "all", False),
-        ("linears of the last layer", "linears", True),
         ("between linears", "linears", True),
         ("all but the head", "all", True),
-        ("the head", "linears", True),
         ("autocast in blocks", "linears", True),  # seen in what the linears give
         ("autocast", "linears", False),
+        # Of the same kinds: casts around modules, seen or not.
+        pytest.param("linears", "linears", True, marks=pytest.mark.slow),
+        pytest.param("linears", "all", False, marks=pytest.mark.slow),
+        pytest.param("linears of the last layer", "linears", True, marks=pytest.mark.slow),
+        pytest.param("the head", "linears", True, marks=pytest.mark.slow),
     ],
 )
 def test_losses_that_16_bits_rounded_somewhere(kind: str, parameters: str, graph: bool) -> None:
@@ -474,8 +475,18 @@ def test_nothing_is_remembered_without_a_graph_or_beyond_the_logits() -> None:
     assert len(head._USES) == before
 
 
+# The plain one, the one that caps its logits, and the one with biases and transposed weights.
+OBSERVED = ("llama", "gemma2", "gpt2")
+
+
 @pytest.mark.parametrize("parameters", ["linears", "all"])
-@pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one.name, marks=() if one.name in OBSERVED else pytest.mark.slow)
+        for one in ARCHITECTURES
+    ],
+)
 def test_observed_label_values(name: str, parameters: str) -> None:
     """Label values of an observed forward are the oracle's, by the error that training shares.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,7 @@ def test_influence_of_reduced_gradients() -> None:
         close(found[name], m, m.abs().max(), MODEL, name="reduced M")
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path", "label"])
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])  # by errors, and along M
 def test_the_certificate_solves_again(estimator: str) -> None:
     model = TURNED.case.model()
     options = {"preconditioner": "kronecker", "influence": fitted(TURNED, model)}
@@ -231,7 +230,8 @@ def test_an_interrupted_influence_fit_goes_on_to_the_same_bits(tmp_path: Path) -
     """In either pass, and between the two; and a file gives back what was fitted."""
     model, path = TURNED.case.model(), tmp_path / "sums.safetensors"
     whole = fitted(TURNED, model, 4)
-    for stop, every in product(range(1, 9), (1, 3)):
+    # The first pass has four samples: within it, at its end, where the second begins, at the end.
+    for stop, every in ((1, 1), (2, 3), (4, 1), (5, 3), (8, 1), (8, 3)):
         with pytest.raises(Interrupt):
             fitted(
                 TURNED, model, 4, progress=stop_at(stop), checkpoint=path, checkpoint_every=every

@@ -184,7 +184,7 @@ def test_monte_carlo_fisher_is_unbiased():
     xs, eos = [torch.tensor([0, 2]), torch.tensor([1])], 0
     wanted = exact_fisher(model, forward, xs, 2, parameters, 3, eos).diagonal()
     mean, error = monte_carlo_fisher(
-        model, forward, xs, 2, parameters, samples=1500, seed=11, eos=eos
+        model, forward, xs, 2, parameters, samples=900, seed=11, eos=eos
     )
     z = (mean - wanted) / error
     # 10 dependent normals: |z| > 4 has probability below 1e-3 in all.
@@ -265,11 +265,11 @@ def terms_by_hand(loss, moving, arguments) -> dict[str, float]:
     dagger = torch.diag(flatten({name: arguments["retention_fisher"][name] for name in names}))
     f_ref = torch.diag(flatten({name: arguments["fisher"][name] for name in names}))
     diagonal = torch.diag(torch.diag(own))
-    # M_3: the largest slope of H at nine points of the segment, by central differences.
+    # M_3: the largest slope of H at five points of the segment, by central differences.
     near, length = 1e-4, float(step.norm())
     slopes = [
         spectral((at(u + near, h) - at(u - near, h))[:size]) / (2 * near * length)
-        for u in torch.linspace(0, 1, 9).tolist()
+        for u in torch.linspace(0, 1, 5).tolist()
         if length
     ]
     return {
@@ -287,7 +287,7 @@ def terms_by_hand(loss, moving, arguments) -> dict[str, float]:
     }
 
 
-@budget(0.1)
+@budget(0.1, least=1)
 @given(
     seed=st.integers(0, 2**20),
     others=st.booleans(),
@@ -301,7 +301,7 @@ def test_the_bound_holds_and_each_term_is_what_its_name_says(
 ) -> None:
     """The terms one by one, then the inequality that they make."""
     model, loss, moving, _, arguments = bound_setting(seed, others, own_data, scale)
-    bound = retention.proxy_bound(model, loss, moving, **arguments, points=9)
+    bound = retention.proxy_bound(model, loss, moving, **arguments, points=5)
     with undisturbed(model, moving):
         wanted = terms_by_hand(loss, moving, arguments)
     third, remainder = wanted.pop("third_derivative"), wanted.pop("remainder")
@@ -313,7 +313,7 @@ def test_the_bound_holds_and_each_term_is_what_its_name_says(
     tolerance.close(bound.remainder, remainder, remainder + taylor / 1e-7, 1e-7, name="remainder")
     tolerance.close(bound.third_derivative, third, third, 1e-3, name="third_derivative")
     assert bound.left <= bound.right_integral * (1 + 1e-12)
-    if scale <= 1e-2:  # on so short a segment nine points miss the supremum by little
+    if scale <= 1e-2:  # on so short a segment five points miss the supremum by little
         assert bound.remainder <= bound.cubic * 1.02
         assert bound.holds
     assert bound.left > 0
@@ -382,7 +382,7 @@ def test_paper_bound_fails_when_weights_outside_the_proxy_move():
         name: value + (0 if name in SCORED else drift[name])
         for name, value in arguments["reference"].items()
     }
-    bound = retention.proxy_bound(model, loss, moving, **arguments, points=3)
+    bound = retention.proxy_bound(model, loss, moving, **arguments, points=2)
     assert bound.drift == 0
     assert bound.left > 10 * bound.right_without_cross
     assert not bound.holds_without_cross
@@ -392,7 +392,7 @@ def test_paper_bound_fails_when_weights_outside_the_proxy_move():
         name: value + drift[name] * (1e-3 if name in SCORED else 1)
         for name, value in arguments["reference"].items()
     }
-    both = retention.proxy_bound(model, loss, moving, **arguments, points=3)
+    both = retention.proxy_bound(model, loss, moving, **arguments, points=2)
     assert both.drift > 0
     assert not both.holds_without_cross
     assert both.holds

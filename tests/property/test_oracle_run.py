@@ -77,14 +77,13 @@ def slope(setup: Setup, model: nn.Module, run: Run, along: Values, step: float) 
 # --- the definition ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("optimizer", "clip"), [("adamw", 0.3), ("sgd", None)])
 def test_values_are_differences_of_whole_runs(optimizer: str, clip: float | None) -> None:
-    """12 steps with warm-up, decay, accumulation and clipping: 1e-7 and better."""
+    """8 steps with warm-up, decay, accumulation and clipping: 1e-7 and better."""
     setup, model = Setup(CASE), CASE.model()
     before = [p.detach().clone() for p in model.parameters()]
     options: dict[str, Any] = {"weight_decay": 0.1, "undecayed": undecayed(model), "clip": clip}
-    run = run_of(setup, 12, optimizer=optimizer, **options)
+    run = run_of(setup, 8, optimizer=optimizer, **options)
     values = run_values(model, forward_of(model), run, CASE.validation)
     along = drawn(run, 1)
     found, size = inner(values, along), inner(values, values) ** 0.5

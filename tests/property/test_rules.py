@@ -224,7 +224,7 @@ def test_a_collator_labels_every_batch(family: str) -> None:
     assert [len(one) for one in prompts] == [r["begin"] for r in rows][:3], "a Fisher's prompts"
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_the_routers_loss_is_trained(share: float) -> None:
     """All tokens of a mixture of experts kept, with its routers' loss: the step of transformers'
     own trainer (routers compute in float32)."""

@@ -24,6 +24,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.places import nightly
 from tests.property.profiles import budget
 from tests.property.reference_step import (
     Asked,
@@ -706,7 +707,35 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PINNED)
+# One of each structure: values by propagation, pairs, packed rows under an adapter, weights that
+# one threshold decides before any backward, the optimizer's derivative, the trainer without TRL.
+FAST = (
+    "the paper's, SFT",
+    "the paper's, DPO",
+    "packing, own forward",
+    "kept normalisation over a global threshold",
+    "clipping, full preconditioner",
+    "transformers' own trainer",
+)
+# Options that the fast and slow runs have in other company, and that no mutant needs by itself.
+NIGHTLY = (
+    "LoRA, DPO",
+    "packing",
+    "direct",
+    "adaptation alone",
+    "all tokens",
+    "nothing held out",
+    "three micro-batches of one row",
+)
+
+
+def _tier(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    if name in FAST:
+        return ()
+    return (pytest.mark.slow, nightly) if name in NIGHTLY else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_tier(name)) for name in PINNED])
 def test_a_pinned_run_is_the_references(name: str) -> None:
     asked, happened = PINNED[name]
     assert happened(*compared(asked)), f"nothing of the kind happened: {happened.__doc__}"
@@ -759,7 +788,7 @@ def runs(draw: st.DrawFn) -> Asked:
 
 
 @pytest.mark.filterwarnings("ignore:validation rows label")  # of rows drawn at random, a few
-@settings(budget(0.2), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(budget(0.15, least=2), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(asked=runs())
 def test_the_trainer_is_the_reference(asked: Asked) -> None:
     """Values, weights, the gradient handed to the optimizer, the update, the ledger and the logs

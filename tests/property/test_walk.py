@@ -36,7 +36,7 @@ from tests.property.setups import (
     summed_loss,
     unchanged,
 )
-from tests.property.strategies import CASE, PADDED, SHARED, TIED
+from tests.property.strategies import CASE, ONE, PADDED, SHARED, TIED
 from tests.property.test_differences import counted, llama
 from tests.property.tolerance import close
 
@@ -115,36 +115,36 @@ def test_an_observed_forward_is_one_of_the_two(setup: Setup) -> None:
 
 def test_token_weights_scale_their_token() -> None:
     """As of every estimator; negative ones too."""
-    model = CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config())
-    weights = torch.linspace(-1, 2, CASE.batch["labels"].numel(), dtype=torch.float64)
-    weights = weights.reshape(CASE.batch["labels"].shape)
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config())
+    weights = torch.linspace(-1, 2, ONE.batch["labels"].numel(), dtype=torch.float64)
+    weights = weights.reshape(ONE.batch["labels"].shape)
     with quiet():
-        plain, scaled = scorer.score(CASE.batch), scorer.score(CASE.batch, token_weights=weights)
+        plain, scaled = scorer.score(ONE.batch), scorer.score(ONE.batch, token_weights=weights)
     assert torch.allclose(scaled.total, plain.total * weights, rtol=1e-12, atol=0)
 
 
 def test_a_forward_with_dropout_is_run_again() -> None:
     """Values are of the model without dropout, whatever the observed pass drew."""
-    model = CASE.model()
-    expected = wanted(Setup(CASE), model)
+    model = ONE.model()
+    expected = wanted(Setup(ONE), model)
     model.add_module("drop", nn.Dropout(0.5))
     model.train()
-    scorer = Scorer(model, CASE.validation, config=config())
+    scorer = Scorer(model, ONE.validation, config=config())
     with quiet(), scorer.observe() as observed:
-        logits = model(**CASE.inputs) * 1.1  # as a dropped pass has other losses
-        values = observed.values(logits, CASE.batch["labels"])
+        logits = model(**ONE.inputs) * 1.1  # as a dropped pass has other losses
+        values = observed.values(logits, ONE.batch["labels"])
     close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="dropout")
     assert model.training
 
 
 def test_scores_that_are_not_the_forwards_are_refused() -> None:
     """Scaled ones, detached ones, and those of other tokens; looked at again on later passes."""
-    model = CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config())
-    labels = CASE.batch["labels"]
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config())
+    labels = ONE.batch["labels"]
     with quiet(), scorer.observe() as observed:
-        logits = model(**CASE.inputs)
+        logits = model(**ONE.inputs)
         for other in (1.5 * logits, 1.5 * logits.detach(), logits.roll(1, -1)):
             with pytest.raises(InputError, match="do not belong"):
                 observed.values(other, labels)
@@ -254,16 +254,16 @@ def test_values_of_a_chain_of_walks_add_up(setup: Setup) -> None:
 
 def test_over_groups_of_parameters_only_the_first_order_adds_up() -> None:
     """The whole move is more than the sum of moves of one parameter each."""
-    model = CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config(walk_learning_rate=0.1))
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config(walk_learning_rate=0.1))
     with quiet():
-        whole = scorer.score(CASE.batch).total
+        whole = scorer.score(ONE.batch).total
         end = dict(walk_of(scorer).end_weights())
     parts = torch.zeros_like(whole)
     for name in end:
         walk_of(scorer).keep({name: end[name]})
         with quiet():
-            parts += scorer.score(CASE.batch).total
+            parts += scorer.score(ONE.batch).total
     assert float((whole - parts).norm() / whole.norm()) > 1e-3
 
 
@@ -279,11 +279,11 @@ def test_a_walk_of_many_seconds_shows_its_progress(
     """On a terminal, by the first process."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("LOCAL_RANK", rank)
-    Scorer(CASE.model(), CASE.validation, config=config()).score(CASE.batch)
+    Scorer(ONE.model(), ONE.validation, config=config()).score(ONE.batch)
     assert "Walk" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
     now = lambda *given, delay: Tracker(*given, delay=0.0 * delay)  # noqa: E731
     monkeypatch.setattr("alphatoken.direction.walk.Tracker", now)
-    Scorer(CASE.model(), CASE.validation, config=config()).score(CASE.batch)
+    Scorer(ONE.model(), ONE.validation, config=config()).score(ONE.batch)
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert (f"Walk: {STEPS}/{STEPS} (100%)" in shown) == (rank == "0")
 
@@ -297,55 +297,54 @@ def _stepped(model: nn.Module) -> None:
             parameter.add_(0.01 * (number + 1))
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("refresh", [0, 1, 2])
+@pytest.mark.parametrize(("refresh", "pinned"), [(0, False), (1, True), (2, False)])
 def test_a_new_walk_is_taken_when_it_is_due(refresh: int, pinned: bool) -> None:
     """From the start alone, or from where the weights are after every k steps."""
-    setup, model = Setup(CASE), CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config(walk_refresh=refresh))
+    setup, model = Setup(ONE), ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config(walk_refresh=refresh))
     end = trained(setup, model)
     for step in range(4):
         if refresh and step % refresh == 0:
             end = trained(setup, model)
-        expected = oracle.walk_values(model, end, forward_of, CASE.batch)
+        expected = oracle.walk_values(model, end, forward_of, ONE.batch)
         if pinned:
             scorer.pin(("step", step))
         with quiet():
             for _ in range(2):  # two micro-batches of a step
-                found = scorer.score(CASE.batch).total
+                found = scorer.score(ONE.batch).total
         close(found, expected, 1.0 + expected.abs(), 1e-8, name="refresh")
         _stepped(model)
 
 
 def test_other_validation_rows_and_a_refresh_take_a_new_walk() -> None:
     """Each from the weights as they are."""
-    model = CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config())
-    quiet_score(scorer, CASE.batch)
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config())
+    quiet_score(scorer, ONE.batch)
     for change in (
-        lambda: scorer.set_validation(CASE.validation[:1]),
+        lambda: scorer.set_validation(ONE.validation[:1]),
         scorer.refresh,
     ):
         _stepped(model)
         change()
         rows = scorer.validation
         end = oracle.walked(model, forward_of, rows, STEPS, adamw)
-        expected = oracle.walk_values(model, end, forward_of, CASE.batch)
+        expected = oracle.walk_values(model, end, forward_of, ONE.batch)
         with quiet():
-            close(scorer.score(CASE.batch).total, expected, 1.0 + expected.abs(), 1e-8, name="new")
+            close(scorer.score(ONE.batch).total, expected, 1.0 + expected.abs(), 1e-8, name="new")
 
 
 def test_a_changed_setting_keeps_the_walk() -> None:
     """A new attribute of a module builds the scorer anew, and the end stays where it was."""
-    setup, model = Setup(CASE), CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config())
+    setup, model = Setup(ONE), ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config())
     end = trained(setup, model)
     with quiet():
-        scorer.score(CASE.batch)
+        scorer.score(ONE.batch)
         _stepped(model)
         model.a_setting = 3  # type: ignore[assignment]
-        found = scorer.score(CASE.batch).total
-    expected = oracle.walk_values(model, end, forward_of, CASE.batch)
+        found = scorer.score(ONE.batch).total
+    expected = oracle.walk_values(model, end, forward_of, ONE.batch)
     close(found, expected, 1.0 + expected.abs(), 1e-8, name="kept")
 
 
@@ -403,10 +402,10 @@ def test_walks_of_two_threads_wait_for_each_other() -> None:
 
 def test_a_walk_on_pairs_lowers_the_preference_loss() -> None:
     """Its gradient is that of the preference objective, step by step."""
-    model, plain = CASE.model(), CASE.model()
-    chosen, rejected = CASE.batch, {**CASE.batch, "input_ids": CASE.batch["input_ids"].flip(0)}
+    model, plain = ONE.model(), ONE.model()
+    chosen, rejected = ONE.batch, {**ONE.batch, "input_ids": ONE.batch["input_ids"].flip(0)}
     rejected["labels"] = torch.where(
-        CASE.batch["labels"] == -100, CASE.batch["labels"], rejected["input_ids"]
+        ONE.batch["labels"] == -100, ONE.batch["labels"], rejected["input_ids"]
     )
     zeros = torch.zeros(len(chosen["labels"]), dtype=torch.float64)
     pairs = PreferenceBatch(chosen, rejected, zeros, zeros, beta=0.3)
@@ -417,8 +416,8 @@ def test_a_walk_on_pairs_lowers_the_preference_loss() -> None:
         for name, p in parameters.items():
             p.grad = g[name]
         stepper.step()
-    expected = oracle.walk_values(model, plain, forward_of, CASE.batch)
-    values = quiet_score(Scorer(model, pairs, config=config()), CASE.batch)
+    expected = oracle.walk_values(model, plain, forward_of, ONE.batch)
+    values = quiet_score(Scorer(model, pairs, config=config()), ONE.batch)
     close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="pairs")
 
 
@@ -467,11 +466,11 @@ class _StopError(Exception):
 @pytest.mark.parametrize("during", ["walk", "end"])
 def test_weights_come_back_after_an_exception(during: str) -> None:
     """In the middle of the walk, or of the forward at its end."""
-    model = CASE.model()
+    model = ONE.model()
     before = bits(model)
-    scorer = Scorer(model, CASE.validation, config=config())
+    scorer = Scorer(model, ONE.validation, config=config())
     if during == "end":
-        quiet_score(scorer, CASE.batch)
+        quiet_score(scorer, ONE.batch)
 
     def fail(*_: Any) -> None:
         if not unchanged(model, before):
@@ -480,13 +479,13 @@ def test_weights_come_back_after_an_exception(during: str) -> None:
     handle = model.register_forward_pre_hook(fail)
     scorer.pin("as it is")
     with quiet(), pytest.raises(_StopError):
-        scorer.score(CASE.batch)
+        scorer.score(ONE.batch)
     handle.remove()
     assert unchanged(model, before)
     # The walk that failed passes for none.
-    expected = wanted(Setup(CASE), model)
+    expected = wanted(Setup(ONE), model)
     with quiet():
-        close(scorer.score(CASE.batch).total, expected, 1.0 + expected.abs(), 1e-8, name="again")
+        close(scorer.score(ONE.batch).total, expected, 1.0 + expected.abs(), 1e-8, name="again")
 
 
 # --- what is said and refused --------------------------------------------------------------------
@@ -495,23 +494,23 @@ def test_weights_come_back_after_an_exception(during: str) -> None:
 def test_a_walk_that_climbs_is_said() -> None:
     """A rate so high that the validation loss rises; not one that lowers it."""
     for rate, said in ((5.0, 1), (1e-3, 0)):
-        scorer = Scorer(CASE.model(), CASE.validation, config=config(walk_learning_rate=rate))
+        scorer = Scorer(ONE.model(), ONE.validation, config=config(walk_learning_rate=rate))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", AlphaTokenWarning)
-            scorer.score(CASE.batch)
+            scorer.score(ONE.batch)
         assert sum("raised the mean loss" in str(one.message) for one in caught) == said
 
 
 def test_losses_that_are_not_finite_are_refused() -> None:
     """At the end of the walk, by their place."""
-    model = CASE.model()
-    scorer = Scorer(model, CASE.validation, config=config())
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config())
     with quiet():
         end = dict(walk_of(scorer).end_weights())
     name = next(iter(end))
     walk_of(scorer).keep({**end, name: torch.full_like(end[name], float("nan"))})
     with quiet(), pytest.raises(NumericalError, match="end of the walk"):
-        scorer.score(CASE.batch)
+        scorer.score(ONE.batch)
 
 
 @pytest.mark.parametrize(
@@ -548,23 +547,23 @@ def test_a_reference_without_a_row_for_a_token_is_refused() -> None:
 
 def test_a_reference_that_holds_the_model_itself_is_refused() -> None:
     """As an adapter put onto the model does: it is in use in both, and each value would be 0."""
-    model = CASE.model()
+    model = ONE.model()
     with pytest.raises(ConfigError, match="parameters of the model itself"):
         Scorer(model, None, config=ScorerConfig("walk"), reference=nn.Sequential(model))
 
 
 def test_what_belongs_to_a_walk_is_refused_elsewhere() -> None:
     """Options, a second model, a retention term, and the certificate."""
-    model = CASE.model()
+    model = ONE.model()
     for option in ({"walk_steps": 3}, {"walk_refresh": 1}, {"walk_learning_rate": 1e-3}):
         with pytest.raises(ConfigError, match=next(iter(option))):
             ScorerConfig("label", **option)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="second model"):
-        Scorer(model, CASE.validation, reference=CASE.model())
+        Scorer(model, ONE.validation, reference=ONE.model())
     with pytest.raises(ConfigError, match="no stability side"):
-        Scorer(model, CASE.validation, CASE.validation, config=config())
-    second = Scorer(model, None, config=ScorerConfig("walk"), reference=CASE.model())
+        Scorer(model, ONE.validation, ONE.validation, config=config())
+    second = Scorer(model, None, config=ScorerConfig("walk"), reference=ONE.model())
     with pytest.raises(UnsupportedError, match="no direction"):
         _ = second.direction
     with pytest.raises(UnsupportedError, match="certif"):
-        Scorer(model, CASE.validation, config=config()).verify(CASE.batch)
+        Scorer(model, ONE.validation, config=config()).verify(ONE.batch)
