@@ -410,7 +410,7 @@ def make_case(
 CASE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), layers=2, seed=5)
 ONE = make_case(("pprrrr", "..prrr"), (("pprr",), ("prrr.", "..prr")), seed=5, layers=1)
 TIED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True)
-SHARED = make_case(("pprrr",), (("pprr",),), layers=2, repeated_block=True, tied_embeddings=True)
+SHARED = make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True, tied_embeddings=True)
 # Every token is the embedding's padding token somewhere in the row, as an end of turn often is.
 PADDED = make_case(("pprrr",), (("pprr",),), tied_embeddings=True, padding_token=1, vocabulary=3)
 

@@ -21,7 +21,6 @@ from alphatoken.fidelity.intervals import Estimate, percent
 from alphatoken.fidelity.own_values import OwnValues, RowColumns, keep_shares, row_columns
 from alphatoken.fidelity.stability import NOISE, classify
 from alphatoken.fidelity.subject import Subject
-from alphatoken.fidelity.valuing import values_along
 from alphatoken.scorer import Scorer
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget
@@ -100,16 +99,6 @@ def test_a_weighted_sum_of_columns_is_a_scoring_against_the_resample(
     found = columns.at(np.array(weights))
     scale = float(np.abs(columns.sums).max())
     close(torch.from_numpy(found), torch.from_numpy(direct), scale, 1e-11)
-
-
-@pytest.mark.parametrize("estimator", ["alphatoken", "label"])  # drawn above: every other one
-def test_values_along_a_direction_are_the_scorers(estimator: str) -> None:
-    subject = small(config=ScorerConfig(estimator, layers=2, window=3, stability_weight=0.7))
-    scorer = scorer_of(subject, retention=drifted(subject))
-    total = subject.score(scorer, subject.train)["total"]
-    direction = scorer.direction.total()
-    found = values_along(subject, scorer, subject.train, [direction])[:, 0]
-    close(torch.from_numpy(found), torch.from_numpy(total), np.abs(total).max(), 1e-12)
 
 
 def test_the_scorer_gets_its_validation_rows_back_and_chunks_do_not_matter(

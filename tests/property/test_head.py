@@ -532,8 +532,3 @@ def test_tangents_at_other_hidden_states(name: str) -> None:
         norm /= 1.5
     values = label_values(adapter, batch, m, head=use)
     close(values, expected, expected.abs().sum(), CAST, name=f"{name}, other hidden states")
-
-
-def test_capped_logits_are_not_the_heads() -> None:
-    model = next(model for model in map(built, BY_NAME) if caps(model))
-    assert observed(model)[1] is None
