@@ -138,15 +138,6 @@ def test_the_head_is_found_on_every_family(family):
     assert depth == family.depth
 
 
-def test_padding_and_batches_change_no_state():
-    model = ReferenceDecoder(DecoderConfig(), seed=2)
-    rows = rows_of([(2, 5), (4, 3), (1, 7)], 11)
-    together = head_states(model, [collate(rows)], QUIET, pooled=False)
-    alone = head_states(model, [collate([row]) for row in rows], QUIET, pooled=False)
-    np.testing.assert_allclose(alone.states, together.states, atol=1e-12)
-    np.testing.assert_allclose(alone.losses, together.losses, atol=1e-12)
-
-
 # --- the picture ---------------------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.places import nightly
 from tests.property.profiles import budget
 from tests.property.reference_step import (
     Asked,
@@ -662,7 +661,6 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "the paper's, SFT": (Asked(estimator="alphatoken", layers=2), moved),
     "the paper's, DPO": (Asked("dpo", estimator="alphatoken", layers=2, seed=1), unequal),
     "LoRA": (Asked(lora=True, estimator="alphatoken", seed=1), moved),
-    "LoRA, DPO": (Asked("dpo", lora=True, seed=1), unequal),
     "clipping, full preconditioner": (
         Asked(preconditioner="full", max_grad_norm=0.1), clipped
     ),
@@ -689,9 +687,7 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
         Asked(direction_steps=2, validation_mode="pool", preconditioner="frozen"), drawn_anew
     ),
     "global threshold, DPO": (Asked("dpo", keep_scope="global", estimator="path"), unequal),
-    "direct": (Asked(estimator="direct", layers=2), moved),
     "stability alone, all tied at first": (Asked(objective="stability", seed=3), tied),
-    "adaptation alone": (Asked(objective="adaptation", retention="none"), moved),
     "Kronecker retention": (Asked(retention="kronecker", seed=1), moved),
     "retention by rows": (Asked(retention="data", stability_weight=0.7), moved),
     "retention by pairs": (Asked("dpo", retention="data"), unequal),
@@ -700,10 +696,6 @@ PINNED: dict[str, tuple[Asked, Happened]] = {
     "all tokens": (Asked(policy="all"), moved),
     "random": (Asked(policy="random", kept_normalization="kept"), moved),
     "DFT": (Asked(loss="dft", layers=2, preconditioner="full", max_grad_norm=1e9), moved),
-    "nothing held out": (Asked(held_out_steps=0, validation_mode="pool"), drawn_anew),
-    "three micro-batches of one row": (
-        Asked(accumulation=3, rows=1, preconditioner="full", direction_steps=2), moved
-    ),
 }  # fmt: skip
 
 
@@ -717,25 +709,12 @@ FAST = (
     "clipping, full preconditioner",
     "transformers' own trainer",
 )
-# Options that the fast and slow runs have in other company, and that no mutant needs by itself.
-NIGHTLY = (
-    "LoRA, DPO",
-    "packing",
-    "direct",
-    "adaptation alone",
-    "all tokens",
-    "nothing held out",
-    "three micro-batches of one row",
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PINNED],
 )
-
-
-def _tier(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    if name in FAST:
-        return ()
-    return (pytest.mark.slow, nightly) if name in NIGHTLY else (pytest.mark.slow,)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_tier(name)) for name in PINNED])
 def test_a_pinned_run_is_the_references(name: str) -> None:
     asked, happened = PINNED[name]
     assert happened(*compared(asked)), f"nothing of the kind happened: {happened.__doc__}"
