@@ -24,6 +24,7 @@ from alphatoken.estimate.differences import Differences, drowned
 from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.oracle import gradients
+from tests.places import nightly
 from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
@@ -686,12 +687,14 @@ def test_a_state_space_model_has_its_values() -> None:
     compare_with_the_oracle(model, model)
 
 
-@pytest.mark.slow  # compiling takes half a minute
+# Both trace forward and backward; the second also writes kernels, which takes half a minute.
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=nightly)])
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_a_compiled_model_has_its_values() -> None:
+def test_a_compiled_model_has_its_values(backend: str) -> None:
     """Alone by a forward of its own, which runs uncompiled; beside a compiled training forward."""
     model = llama()
-    model.compile()
+    model.compile(backend=backend)
     batch = compare_with_the_oracle(model, llama())
     scorer = Scorer(model, [batch], config=config())
     exact = Scorer(llama().double(), [batch], config=config("forward_mode")).score(batch).total
