@@ -9,12 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from alphatoken.config import ScorerConfig
-from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity import sensitivity
 from alphatoken.fidelity.cost import direction_flops, flops, step_flops, values_flops
 from alphatoken.fidelity.sensitivity import Options
 from alphatoken.scorer import Scorer
-from tests.property.test_fidelity_stability import PLAIN, drifted, rows_of, small
+from tests.property.test_fidelity_stability import PLAIN, drifted, small
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -99,10 +98,3 @@ def test_the_counted_parts_of_a_step() -> None:
     once = direction_flops(scorer)
     scorer.set_validation(subject.batches([*subject.validation, *subject.validation]))
     assert direction_flops(scorer) > 1.8 * once
-
-
-def test_too_little_is_refused() -> None:
-    with pytest.raises(DataError, match="at least 4 validation rows"):
-        sensitivity.diagnose(small(validation=rows_of([(2, 3)] * 3, 0)))
-    with pytest.raises(ConfigError, match="no validation side"):
-        sensitivity.diagnose(small(config=ScorerConfig(layers=2, objective="stability")))

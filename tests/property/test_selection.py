@@ -73,14 +73,6 @@ def test_keep_count(ratio: tuple[int, int, int]) -> None:
     assert selection.keep_count(part / whole, count) == -(-part * count // whole)
 
 
-@given(st.decimals("0.0001", "1", places=4), st.integers(0, 10**6))
-def test_any_decimal_ratio_is_read_as_printed(ratio: object, count: int) -> None:
-    exact = Fraction(str(ratio)) * count
-    assert selection.keep_count(float(str(ratio)), count) == -(
-        -exact.numerator // exact.denominator
-    )
-
-
 @given(case=selection_cases(), percent=PERCENT, scope=SCOPES, bottom=st.booleans())
 @example(case=SelectionCase(3, 9, 1, 0), percent=50, scope="batch", bottom=False)
 @example(case=SelectionCase(3, 9, 2, 0), percent=55, scope="batch", bottom=False)

@@ -252,21 +252,6 @@ def test_values_of_a_chain_of_walks_add_up(setup: Setup) -> None:
     close(parts, whole, 1.0 + whole.abs(), 1e-12, name="chain")
 
 
-def test_over_groups_of_parameters_only_the_first_order_adds_up() -> None:
-    """The whole move is more than the sum of moves of one parameter each."""
-    model = ONE.model()
-    scorer = Scorer(model, ONE.validation, config=config(walk_learning_rate=0.1))
-    with quiet():
-        whole = scorer.score(ONE.batch).total
-        end = dict(walk_of(scorer).end_weights())
-    parts = torch.zeros_like(whole)
-    for name in end:
-        walk_of(scorer).keep({name: end[name]})
-        with quiet():
-            parts += scorer.score(ONE.batch).total
-    assert float((whole - parts).norm() / whole.norm()) > 1e-3
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
