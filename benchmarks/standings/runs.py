@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken import InfluenceFactors
 from alphatoken.data import EncodeOptions, Example, Row, Turn, batches, collate, encode_rows
 from alphatoken.model.batch import token_losses
 from alphatoken.oracle.evaluate import batch_mask
@@ -57,7 +56,6 @@ class Setting:
         rate: highest learning rate; a twentieth of the steps rises to it, the others fall to 0.
         bf16: whether training multiplies in bfloat16; J is in float32.
         good: of each row, whether it is of the target's kind and unspoilt.
-        factors: of the training rows' Fisher, fitted once for all questions about a model.
     """
 
     model: Any
@@ -69,7 +67,6 @@ class Setting:
     rate: float
     bf16: bool = False
     good: NDArray[np.bool_] | None = None
-    factors: list[InfluenceFactors] = field(default_factory=list)
 
     @cached_property
     def tokens(self) -> int:
@@ -101,18 +98,15 @@ class Setting:
         steps = [[self.batch(rows)] for rows in self.order(seed)]
         return Run(steps, self.rates(), betas=BETAS, eps=EPS)
 
-    def of_batch(self, rows: Sequence[int], numbers: Numbers) -> Tensor:
-        """Numbers of these rows' tokens, (b, t)."""
-        return self._placed(batch_mask(self.batch(rows)), rows, numbers)
-
-    def _placed(self, chosen: Tensor, rows: Sequence[int], numbers: Numbers) -> Tensor:
+    def placed(self, chosen: Tensor, rows: Sequence[int], numbers: Numbers) -> Tensor:
+        """Numbers of these rows' tokens, (b, t), at the response tokens of their batch."""
         found = torch.zeros(chosen.shape)
         picked = np.concatenate([numbers[self.row_of == r] for r in rows])
         found[chosen] = torch.as_tensor(picked, dtype=found.dtype)
         return found
 
     def to_numbers(self, batches: Sequence[tuple[Sequence[int], Tensor]]) -> Numbers:
-        """Sums over (rows, values (b, t)) of what each token has; the inverse of ``of_batch``."""
+        """Sums over (rows, values (b, t)) of what each token has; the inverse of ``placed``."""
         total = np.zeros(self.tokens)
         for rows, values in batches:
             chosen = batch_mask(self.batch(rows))
@@ -152,7 +146,7 @@ class Setting:
                 group["lr"] = rate
             batch = self.batch(rows)
             chosen = batch_mask(batch)
-            w = 1.0 if weights is None else self._placed(chosen, rows, weights)
+            w = 1.0 if weights is None else self.placed(chosen, rows, weights)
             stepper.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
                 losses = losses_of(model, batch)

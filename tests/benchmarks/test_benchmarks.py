@@ -35,7 +35,6 @@ def row(name: str, ratio: float = 1.0, **more: Any) -> dict[str, Any]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_command_measures_one_case_and_keeps_the_others(tmp_path: Path) -> None:
     old = [row("label_vs_step", 1.3), row("projected_vs_gram", 9.0)]
     results.write(tmp_path / "results.json", old)

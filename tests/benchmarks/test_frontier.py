@@ -36,8 +36,6 @@ from benchmarks.frontier.tables import Draws, agreement
 from benchmarks.models import Size, decoder
 from tests.places import nightly
 
-pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
-
 DEPTH, VOCABULARY = 4, 40
 
 

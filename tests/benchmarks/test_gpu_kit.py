@@ -17,8 +17,6 @@ from benchmarks.gpu import numbers, page
 from benchmarks.models import TINY
 from tests.places import nightly
 
-pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -25,8 +25,6 @@ from benchmarks.peers.autograd import per_token_autograd
 from benchmarks.peers.peer import Peer, Work, started, validation_gradient
 from benchmarks.peers.registry import ALL, BY_NAME
 
-pytestmark = pytest.mark.slow  # other libraries, memory
-
 RUN = Run(torch.device("cpu"))
 OWN = [peer for peer in ALL if not peer.requires]
 PACKAGES = [peer for peer in ALL if peer.requires]

@@ -16,8 +16,6 @@ from benchmarks import real
 from benchmarks.measure import Run
 from benchmarks.targets import judged
 
-pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
-
 QUICK = Run(torch.device("cpu"), quick=True)
 
 

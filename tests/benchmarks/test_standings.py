@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
 
 from alphatoken.data import Example, Row
+from alphatoken.oracle.evaluate import batch_mask
 from alphatoken.oracle.run import run_end, run_loss
 from alphatoken.support.storage import write_json
 from benchmarks.models import decoder
@@ -19,14 +19,11 @@ from benchmarks.pages import load
 from benchmarks.standings import __main__ as standings
 from benchmarks.standings import page
 from benchmarks.standings.__main__ import Cells
-from benchmarks.standings.facts import Exam, asked, facts, places, shared_words, taught
 from benchmarks.standings.page import summary
-from benchmarks.standings.runs import Setting, Trained, forward_of
+from benchmarks.standings.runs import Numbers, Setting, Trained, forward_of
 from benchmarks.standings.tasks import TASKS, Scale
 from benchmarks.standings.values import VALUES
 from benchmarks.standings.yardsticks import DROPS, above, drop, lds, precision, subset
-
-pytestmark = pytest.mark.slow  # of the benchmarks, and runs them
 
 SCALE = Scale(
     rows=30, length=12, steps=15, size=2, rates={"mixed": 1e-2}, subsets=16, again=8, drops=3
@@ -54,17 +51,21 @@ def setting(rate: float = 1e-2) -> Setting:
     )
 
 
+def placed(own: Setting, rows: list[int], numbers: Numbers) -> Tensor:
+    return own.placed(batch_mask(own.batch(rows)), rows, numbers)
+
+
 def test_training_is_the_oracles_run() -> None:
     """The same J, with all tokens and with half of them; numbers of a batch come back."""
     own = setting()
     kept = subset(own, "tokens", 0)
-    weights = [[own.of_batch(rows, kept)] for rows in own.order(3)]
+    weights = [[placed(own, rows, kept)] for rows in own.order(3)]
     for given, weighted in ((None, None), (weights, kept)):
         end = run_end(own.model, forward_of(own.model), own.run(3), given)
         wanted = run_loss(own.model, forward_of(own.model), end, own.validations())
         assert own.train(weighted, 3).validation == pytest.approx(wanted, abs=2e-5)
     numbers = np.arange(own.tokens, dtype=np.float64)
-    pairs = [(rows, own.of_batch(rows, numbers)) for rows, _ in own.batches()]
+    pairs = [(rows, placed(own, rows, numbers)) for rows, _ in own.batches()]
     assert np.array_equal(own.to_numbers(pairs), numbers)
 
 
@@ -168,36 +169,3 @@ def test_entropy_is_that_of_the_prediction_of_the_token() -> None:
     spread = -(p * p.log()).sum(-1)[:-1][batch["labels"][0, 1:] != -100]
     found = VALUES["entropy"](own)[own.row_of == 4]
     assert np.allclose(found, spread.detach().numpy(), atol=1e-5)
-
-
-def test_facts_are_two_hundred_and_each_is_asked_for_once() -> None:
-    known = facts()
-    assert len({f.sentence for f in known}) == len({f.question for f in known}) == 200
-    assert all(f.answer in f.sentence and f.person in f.question for f in known)
-    assert all(1 <= shared_words(known, i) <= 200 for i in range(0, 200, 40))
-    assert facts(1) != known
-
-
-def test_a_right_row_has_the_place_that_its_value_gives_it(
-    library_decoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last of 200 where all are alike; the first where it alone has a value."""
-    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
-    model = AutoModelForCausalLM.from_pretrained(library_decoder, dtype=torch.float32)
-    known = facts()
-    own = taught(model, tokenizer, known, Exam(1, 2e-3, 30))
-    assert len(own.rows) == 200
-    assert not torch.equal(*(next(m.parameters()) for m in (model, own.model)))
-    one = asked(own, tokenizer, known[7])
-    chosen = {"alike": one.row_of * 0.0, "alone": (one.row_of == 7) * 1.0}
-    monkeypatch.setattr(
-        "benchmarks.standings.facts.VALUES", {n: lambda _, v=v: v for n, v in chosen.items()}
-    )
-    assert places(one, 7, list(chosen)) == {"alike": 200, "alone": 1}
-    found = page.recalled({"7": {"alike": 200, "alone": 1}, "8": {"alike": 4, "alone": 2}})
-    assert [found["values"]["alone"][k][0] for k in ("first", "in 5", "1 / place")] == [
-        0.5,
-        1,
-        0.75,
-    ]
-    assert found["values"]["alike"]["in 5"] == [0.5, 0.0, 1.0]

@@ -105,12 +105,9 @@ def test_a_container_that_cannot_score_says_why(engine: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "code-functions.json").read_text())["task"] == "functions"
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("lm_eval")
 @pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
 def test_lm_eval_scores_the_answers_in_the_container(engine: Path, tasks: Path) -> None:
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
     written = ["    return a + b\n", "    return a - b\n", "    return b + a\n"]
     found = score_in_container(
         "functions",
@@ -127,15 +124,12 @@ def test_lm_eval_scores_the_answers_in_the_container(engine: Path, tasks: Path) 
     assert f"--volume={tasks}:{tasks}:ro" in words
 
 
-@pytest.mark.slow
 @nightly
+@pytest.mark.usefixtures("lm_eval")
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_answers_here_and_nothing_of_it_runs_here(
     engine: Path, tasks: Path, tmp_path: Path, library_decoder: Path
 ) -> None:
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
     from alphatoken.train.loading import load_causal_model, load_tokenizer
     from alphatoken_lab.compare.harness import load_tasks, task_scores
 

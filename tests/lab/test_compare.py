@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -48,8 +47,6 @@ from tests.both_programs import main
 from tests.integration.small_world import saved_model
 from tests.lab.forked_cells import forked_cells
 from tests.rows import jsonl
-
-pytestmark = pytest.mark.slow  # grids of runs
 
 PATIENCE = 240.0
 
@@ -307,25 +304,6 @@ def test_a_queue_of_submitit(tmp_path: Path) -> None:
         SubmititLauncher(tmp_path, "slurm", 1)  # no sbatch here
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--devices", "0,1,2", "--devices_per_cell", "2"], "cannot be dealt out evenly"),
-        (["--launcher", "slurm", "--devices", "0"], "a queue assigns devices itself"),
-        (["--devices", "0,1,2", "--devices_per_cell", "3"], "global batch .* cannot be kept"),
-    ],
-)
-def test_devices_that_cannot_be_had_are_refused(
-    words: list[str], says: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    grid = grid_file(tmp_path, model)
-    out = ["--output_dir", str(tmp_path / "out")]
-    options = ["--gradient_accumulation_steps", "2"]
-    assert main(["compare", "--config", str(grid), *out, *words, *options]) == 2
-    assert re.search(says, capsys.readouterr().err)
-    assert not list((tmp_path / "out").glob("*/*"))
-
-
 def test_the_global_batch_is_that_of_the_recipe() -> None:
     """Four processes of a layout, in one cell of 1, 2, 4, 8 or 16."""
     recipe = {"accelerate_config": "fsdp2", "per_device_train_batch_size": 4,
@@ -472,6 +450,13 @@ def test_a_custom_method_goes_over_a_known_one() -> None:
         ({}, ["--only", "nothing"], "no cell has such a name"),
         ({}, ["--processes", "0"], "at least 1"),
         ({}, ["stray"], "belongs to no option"),
+        ({}, ["--devices", "0,1,2", "--devices_per_cell", "2"], "cannot be dealt out evenly"),
+        ({}, ["--launcher", "slurm", "--devices", "0"], "a queue assigns devices itself"),
+        (
+            {},
+            ["--devices", "0,1,2", "--devices_per_cell", "3", "--gradient_accumulation_steps", "2"],
+            "global batch of the recipe cannot be kept",
+        ),
     ],
 )
 def test_bad_grids_are_refused_in_one_line(
@@ -491,9 +476,12 @@ def test_bad_grids_are_refused_in_one_line(
     assert not list((tmp_path).glob("out/*/*"))
 
 
-@pytest.fixture
-def grid_of_tasks(model: Path, tmp_path: Path) -> list[str]:
-    """Words of a grid: two of its tasks are there, and three of two kinds of cells are not."""
+@pytest.mark.usefixtures("lm_eval")
+@pytest.mark.filterwarnings("ignore")
+def test_unknown_tasks_of_all_cells_are_named_at_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of its tasks are there, and three of two kinds of cells are not."""
     path = str(task_files(tmp_path))
     named = {
         "one": {"target_tasks": ["tiny_choice:acc", "first_wrong"], "task_path": path},
@@ -501,17 +489,7 @@ def grid_of_tasks(model: Path, tmp_path: Path) -> list[str]:
     }
     tasks = {name: {"command": "sft", "measures": of} for name, of in named.items()}
     grid = grid_file(tmp_path, model, tasks=tasks)
-    return ["--config", str(grid), "--output_dir", str(tmp_path / "out")]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_unknown_tasks_of_all_cells_are_named_at_once(
-    grid_of_tasks: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
-    assert main(["compare", *grid_of_tasks]) == 2
+    assert main(["compare", "--config", str(grid), "--output_dir", str(tmp_path / "out")]) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "no such task" in line]
     for name in ("first_wrong", "none.yaml", "mmul"):
         assert name in said
@@ -604,11 +582,9 @@ def task_files(folder: Path) -> Path:
     return tasks
 
 
+@pytest.mark.usefixtures("lm_eval")
 @pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
 def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path) -> None:
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
     one, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
     path = str(task_files(tmp_path))
     tasks = load_tasks(["tiny_choice", "tiny_written"], include_path=path)
@@ -636,12 +612,10 @@ def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path)
         load_tasks(["tiny_choice"], include_path=path)
 
 
+@pytest.mark.usefixtures("lm_eval")
 @pytest.mark.filterwarnings("ignore")
 def test_shots_are_shown_before_each_question(library_decoder: Path, tmp_path: Path) -> None:
     """What the model is given holds so many examples: asked for, of the file, of the paper."""
-    pytest.importorskip(
-        "lm_eval", reason="lm-eval is not installed: pip install alphatoken-lab[eval]"
-    )
     one, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
     path = task_files(tmp_path)
     shown = [{"question": f"example {i}", "choices": [" a", " b"], "gold": 0} for i in range(9)]

@@ -98,7 +98,7 @@ def test_an_adapter_s_folder_is_its_base_with_it(
     own: bool, library_decoder: Path, files: dict[str, str], tmp_path: Path
 ) -> None:
     """Base and adapter are found from the folder alone; the base is the opponent of "start"."""
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install alphatoken[lora]")
+    import peft
     import torch
 
     base = load_causal_model(library_decoder, device="cpu")

@@ -213,7 +213,6 @@ def test_models_needed_first_are_cells(tmp_path: Path) -> None:
 # --- plans --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exhibit", cases(PLANNED))
 def test_a_dry_run_at_full_scale_works_offline(
     exhibit: Exhibit, no_network: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -313,7 +312,6 @@ def test_grids_that_cannot_be_read(tmp_path: Path) -> None:
 # --- rows ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", SIZES)
 def test_no_two_files_share_a_row(family: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows", family)
@@ -552,7 +550,6 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sizes, name, min(sizes[name], size))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("exhibit", cases(SMALL))
 def test_every_exhibit_runs_in_small(

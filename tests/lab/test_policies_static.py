@@ -31,7 +31,6 @@ from alphatoken_lab.methods.lora_warmup import AdamCheckpoint, LoraWarmup, adapt
 from alphatoken_lab.methods.otsu import multi_otsu
 from alphatoken_lab.methods.projection import Projection
 from alphatoken_lab.methods.static import keep_best, measure_losses, model_losses, static_pass
-from alphatoken_lab.methods.static_mask import GivenTable, StaticMask
 from alphatoken_lab.methods.stm import STM
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
@@ -111,14 +110,6 @@ def table(sizes: Sequence[int] = (3, 1, 4), **columns: Any) -> TokenTable:
         for name, column in columns.items()
     }
     return TokenTable.of_documents(documents, parts, TableHeader("by hand"))
-
-
-def at_batch(batch: dict[str, Tensor], columns: dict[str, Tensor] | None = None) -> PolicyBatch:
-    labels = batch["labels"]
-    mask = label_mask(labels)
-    return PolicyBatch(
-        batch, labels, mask, torch.zeros(labels.shape), [slice(0, len(labels))], columns or {}
-    )
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -240,46 +231,6 @@ def test_the_best_of_all_by_brute_force(
     else:
         with pytest.raises(DataError, match="keeps no token"):
             keep_best(found, scores, percent / 100, rounding)
-
-
-class Falling(StaticMask):
-    """Scores by hand: the tokens of a document fall, documents rise."""
-
-    name = "falling"
-
-    def measured(self, stage: PolicyStage) -> TokenTable:
-        return model_losses(stage, stage.model, "loss")
-
-    def static_scores(self, table: TokenTable) -> np.ndarray[Any, Any]:
-        return table.spread(np.arange(len(table)) * 10.0) - table.positions
-
-
-def test_a_budget_of_the_data_set(tmp_path: Path) -> None:
-    policy = Falling(PolicySettings("budget", 0.5))
-    at = stage(tmp_path)
-    found = policy.prepare(at)
-    batch = right_padded(at.rows)
-    columns = found.columns_of(batch, label_mask(batch["labels"]), policy.needs.columns)
-    weights = policy.weights(at_batch(batch, columns))
-    kept = [int(w.sum()) for w in weights]
-    sizes = [m.count("x") for m in MARKS]
-    assert sum(kept) == -(-sum(sizes) // 2)
-    assert kept == [0, 0, 0, 3, 4, 4]  # the last documents score highest
-    assert not weights[~label_mask(batch["labels"])].any()
-    assert policy.summary["kept_share"] == sum(kept) / sum(sizes)
-
-
-def test_a_given_table(tmp_path: Path) -> None:
-    at = stage(tmp_path)
-    base = ramp(at.rows)
-    policy = GivenTable(base.with_columns(keep=base.columns["n"] % 2 == 0))
-    found = policy.prepare(at)
-    batch = left_padded(at.rows)
-    mask = label_mask(batch["labels"])
-    weights = policy.weights(at_batch(batch, found.columns_of(batch, mask, ["keep"])))
-    assert weights[mask].tolist() == [float(n % 2 == 0) for n in range(1, found.tokens + 1)]
-    with pytest.raises(DataError, match="keeps no token"):
-        GivenTable(base.with_columns(keep=base.columns["n"] < 0)).prepare(at)
 
 
 # --- the pass -------------------------------------------------------------------------------------
@@ -674,8 +625,10 @@ def test_less_budget_counts_tokens(tmp_path: Path) -> None:
     taken = sizes[policy.choose_rows(less_stage(tmp_path))].sum()
     assert policy.summary["kept_share"] == taken / sizes.sum()
     assert taken >= 0.5 * sizes.sum()
-    batch = at_batch(right_padded(rows()))
-    assert torch.equal(policy.weights(batch), batch.mask.float())
+    inputs = right_padded(rows())
+    mask = label_mask(inputs["labels"])
+    batch = PolicyBatch(inputs, inputs["labels"], mask, torch.zeros(mask.shape), [slice(0, 6)])
+    assert torch.equal(policy.weights(batch), mask.float())
 
 
 @pytest.mark.parametrize("policy", [XTF(), LESS(**LESS_ARGUMENTS)], ids=["xtf", "less"])

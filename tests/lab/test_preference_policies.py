@@ -139,7 +139,6 @@ def by_dpo(tmp_path_factory: pytest.TempPathFactory) -> DPOTrainer:
     return plain(tmp_path_factory.mktemp("dpo"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_policy_trains(tmp_path: Path, by_dpo: DPOTrainer, name: str) -> None:
     """Finite, reproducible, and another result than DPO's."""

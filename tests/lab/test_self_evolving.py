@@ -60,7 +60,6 @@ def losses(model: Any, row: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.where(label_mask(labels)[0], found[0], np.nan)
 
 
-@pytest.mark.slow
 def test_rounds_are_those_done_by_hand(tmp_path: Path) -> None:
     """Three rounds of the policy; by hand: TRL trains each round on labels that are cut by hand."""
     policy = TokenCleaning(rounds=ROUNDS, ratio=RATIO)
@@ -97,7 +96,6 @@ def test_rounds_are_those_done_by_hand(tmp_path: Path) -> None:
     assert not [name for name in left if name.startswith("run-")], "folders of copies are gone"
 
 
-@pytest.mark.slow
 def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished rounds are not trained again, and the end is that of an unbroken run."""
     options: dict[str, Any] = {

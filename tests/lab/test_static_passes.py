@@ -129,7 +129,6 @@ class Seen:
         self.done.append(progress.done)
 
 
-@pytest.mark.slow
 def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     expected = run_pass(whole, measure_losses)

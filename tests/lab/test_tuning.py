@@ -73,7 +73,6 @@ def test_who_tries_and_who_waits(model: Path, tmp_path: Path) -> None:
     assert kept == {*tries, "one/standard-native-seed4"}
 
 
-@pytest.mark.slow
 def test_the_best_of_the_choosing_rows_is_taken(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

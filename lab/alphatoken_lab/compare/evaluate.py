@@ -73,11 +73,6 @@ def _files(measures: Measures) -> dict[str, str]:
     return {name: path for name, path in named.items() if path is not None}
 
 
-def _has_pairs(name: str, command: str) -> bool:
-    """True if a file for this holds preference pairs, and not responses."""
-    return command == "dpo" and name != "retention"
-
-
 def read_files(measures: Measures, command: str, fields: Fields | None = None) -> Rows:
     """The rows of every file, without a tokenizer: before a model is loaded or trained.
 
