@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,7 @@ from alphatoken.model.protocol import find_adapter
 from benchmarks import exponent, machine, measure, results, targets
 from benchmarks.machine import timed
 from benchmarks.models import Size
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.run", *words, "--threads", "1", "--device", "cpu"]
+from benchmarks.run import main
 
 
 def row(name: str, ratio: float = 1.0, **more: Any) -> dict[str, Any]:
@@ -35,12 +28,14 @@ def row(name: str, ratio: float = 1.0, **more: Any) -> dict[str, Any]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_measures_one_case_and_keeps_the_others(tmp_path: Path) -> None:
+def test_the_command_measures_one_case_and_keeps_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = [row("label_vs_step", 1.3), row("projected_vs_gram", 9.0)]
     results.write(tmp_path / "results.json", old)
-    words = command("projected_vs_gram", "score_overhead", "--quick", "--out", str(tmp_path))
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    words = ["projected_vs_gram", "score_overhead", "--quick", "--out", str(tmp_path)]
+    main([*words, "--threads", "1", "--device", "cpu"])
+    said = capsys.readouterr().err
     rows = {one["name"]: one for one in results.load(tmp_path / "results.json")}
     assert rows["label_vs_step"] == old[0]
     assert rows["projected_vs_gram"]["ratio"] != 9.0
@@ -53,8 +48,8 @@ def test_the_command_measures_one_case_and_keeps_the_others(tmp_path: Path) -> N
     assert fresh["tokens_per_s"] == pytest.approx(fresh["tokens"] / fresh["ours"])
     assert fresh["share_of_ceiling_ours"] > 0
     assert fresh["ceiling"]["bytes_per_s"] > 0
-    assert "min remain" in done.stderr
-    assert "[2/2]" in done.stderr
+    assert "min remain" in said
+    assert "[2/2]" in said
     (line,) = (tmp_path / "history.jsonl").read_text().splitlines()
     kept = json.loads(line)
     assert kept["machine"] == fresh["machine"]

@@ -22,7 +22,7 @@ from benchmarks.peak import fresh_mib
 from benchmarks.peers import cases, sizes
 from benchmarks.peers.agreement import agreement, ours, reference, relative_error, tokenwise
 from benchmarks.peers.autograd import per_token_autograd
-from benchmarks.peers.peer import Peer, Work, started, validation_gradient
+from benchmarks.peers.peer import Peer, Work, started
 from benchmarks.peers.registry import ALL, BY_NAME
 
 RUN = Run(torch.device("cpu"))
@@ -158,15 +158,6 @@ def test_agreement_notices_a_peer_that_mixes_up_validation_batches(wrong):
     assert agreement(peer, alone, run(peer, alone)).agrees  # right for one batch: that is the trap
 
 
-def test_validation_gradient_of_peers_is_the_oracles():
-    work = small()
-    wanted = gradients.validation_gradient(
-        work.model, work.adapter.forward, list(work.validation), dict(work.weights)
-    )
-    for found, name in zip(validation_gradient(work), work.weights, strict=True):
-        assert relative_error(found, wanted[name]) < 1e-12
-
-
 # --- rows ----------------------------------------------------------------------------------------
 
 
@@ -206,5 +197,5 @@ def test_rows_of_peers_that_run_fail_or_are_missing(monkeypatch, capsys):
 @pytest.mark.timeout(180)
 def test_peak_memory_of_a_fresh_process():
     assert 1 < fresh_mib("benchmarks.peers.child", "ours:path") < 1000
-    with pytest.raises(RuntimeError, match="no_such_peer"):
-        fresh_mib("benchmarks.peers.child", "no_such_peer")
+    with pytest.raises(RuntimeError, match="no_such_module"):  # what it said is in the message
+        fresh_mib("benchmarks.no_such_module")

@@ -20,7 +20,8 @@ def example(text: str, tokenizer: Any) -> Example:
     return Example(row, [1, *ids], [-100, *ids])
 
 
-def test_areas_by_hand() -> None:
+def test_areas_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "DRAWS", 20)
     low, high = np.asarray([1.0, 5.0]), np.asarray([2.0, 9.0])
     rows = [
         _Row(np.asarray([True, False]), {"found": low, "turned": -low, "blind": np.zeros(2)}),

@@ -26,7 +26,7 @@ from benchmarks.standings.values import VALUES
 from benchmarks.standings.yardsticks import DROPS, above, drop, lds, precision, subset
 
 SCALE = Scale(
-    rows=30, length=12, steps=15, size=2, rates={"mixed": 1e-2}, subsets=16, again=8, drops=3
+    rows=30, length=12, steps=5, size=6, rates={"mixed": 1e-2}, subsets=6, again=4, drops=2
 )
 
 
@@ -39,14 +39,14 @@ def rows(count: int, seed: int) -> list[Example]:
     return found
 
 
-def setting(rate: float = 1e-2) -> Setting:
+def setting(steps: int = 15, size: int = 2) -> Setting:
     sizes: dict[str, Any] = {"intermediate_size": 24, "num_key_value_heads": 2}
     model = decoder(16, 4, vocabulary=40, heads=2, attn_implementation="eager", **sizes).eval()
     return Setting(
         *(model, rows(30, 1), rows(3, 2), rows(3, 3)),
-        steps=15,
-        size=2,
-        rate=rate,
+        steps=steps,
+        size=size,
+        rate=1e-2,
         good=np.arange(30) < 12,
     )
 
@@ -71,7 +71,7 @@ def test_training_is_the_oracles_run() -> None:
 
 def test_the_runs_own_values_rank_short_runs_best() -> None:
     """Not at 1: under Adam a weight of 0 is no small change, however small the rate."""
-    own = replace(setting(), rate=3e-4)
+    own = replace(setting(steps=8), rate=3e-4)
     kept = [subset(own, "tokens", i) for i in range(24)]
     losses = [own.train(weights, 0).validation for weights in kept]
     found, low, high = lds(VALUES["run value"](own), kept, losses)
@@ -84,7 +84,7 @@ def test_the_runs_own_values_rank_short_runs_best() -> None:
 
 
 def test_every_value_is_a_number_a_token() -> None:
-    own = setting()
+    own = replace(setting(steps=8), rows=rows(12, 1))
     for name, of in VALUES.items():
         found = of(own)
         assert found.shape == (own.tokens,), name
@@ -110,7 +110,7 @@ def test_cells_are_kept_and_say_what_they_are(
     few = {name: VALUES[name] for name in ("random", "loss", "entropy")}
     monkeypatch.setattr(standings, "VALUES", few)
     scale = replace(SCALE, without=frozenset({"entropy"}))
-    cells = Cells(tmp_path / "small" / "mixed", setting(), scale)
+    cells = Cells(tmp_path / "small" / "mixed", setting(steps=5, size=6), scale)
     wanted = list(cells.wanted())
     for cell in wanted[:5]:
         cells.run(cell)
@@ -140,7 +140,11 @@ def test_cells_are_kept_and_say_what_they_are(
     assert len(one["drops"]) == 2 * len(DROPS)
     assert len(found["ceiling"]["tokens"]) == 3
     assert found["good"] == 0.4
-    cells = Cells(tmp_path / "small" / "words", setting(), replace(scale, again=0))
+    cells = Cells(
+        tmp_path / "small" / "words",
+        setting(steps=5, size=6),
+        replace(scale, again=0, units=("tokens",)),
+    )
     assert set(summary(cells)["ceiling"].values()) == {None}
     assert (docs / "standings.svg").is_file()
     monkeypatch.setattr(page, "DOCS", docs)
