@@ -1,7 +1,7 @@
 """The measurements of contraction, scoring, steps and memory. Each yields rows.
 
 A row is {name, size, ours, other, ratio, low, high, floor, note} and, where they mean something,
-``floor_bytes``, ``flops`` and ``flops_other`` (counted), ``tokens``.
+``flops`` and ``flops_other`` (counted), ``tokens``.
 """
 
 from __future__ import annotations
@@ -86,17 +86,15 @@ def label_vs_step(run: Run) -> Iterator[Row]:
     ours, other = partial(scorer.score, batch), partial(plain_step, model, batch)
     counted = {"flops": flops(ours), "flops_other": flops(other)}
     shape = size.shape(model)
-    bytes_ratio = shape.dual_bytes() / shape.step_bytes()
     yield {
         "name": "label_vs_step",
         "size": f"K=all, {size.text}",
         **alternate(ours, other, repeats=run.pairs(5), warm=False),
         "floor": shape.dual_forward(size.depth) / shape.step,
-        "floor_bytes": bytes_ratio,
         **counted,
         "tokens": shape.tokens,
         "note": f"FLOPs counted: {counted['flops'] / counted['flops_other']:.2f}x; floor: one dual "
-        f"forward ({bytes_ratio:.2f}x in bytes); G built beforehand",
+        "forward; G built beforehand",
     }
 
 
@@ -157,18 +155,16 @@ def score_overhead(run: Run) -> Iterator[Row]:
         other = partial(plain_step, model, batch)
         counted = {"flops": flops(ours), "flops_other": flops(other)}
         shape, layers = size.shape(model), len(scorer.scope.layers)
-        bytes_ratio = 1 + shape.scoring_bytes(layers) / shape.step_bytes()
         sides = "G and V, total alone" if retention else "G, with components"
         yield {
             "name": name,
             "size": f"alphatoken, K={LAYERS}, {sides}; {size.text}",
             **alternate(ours, other, repeats=run.pairs(7), warm=False),
             "floor": 1 + scoring_floor(shape, layers, "alphatoken") / shape.step,
-            "floor_bytes": bytes_ratio,
             **counted,
             "tokens": shape.tokens,
-            "note": f"FLOPs counted: {counted['flops'] / counted['flops_other']:.3f}x; floor in "
-            f"bytes: {bytes_ratio:.2f}x; validation side left out",
+            "note": f"FLOPs counted: {counted['flops'] / counted['flops_other']:.3f}x; "
+            "validation side left out",
         }
 
 

@@ -164,31 +164,6 @@ class Shape:
         """Forward with tangents of all parameters: of the lowest layer's input and the head too."""
         return self.dual_forward(self.depth) + 2 * self.tokens * _weights(self.qkv) + self.head
 
-    # --- bytes -----------------------------------------------------------------------------------
-
-    def _moved(self, weights: int, ends: int, products: int, size: int) -> int:
-        return products * (weights + self.tokens * ends) * size
-
-    def step_bytes(self, size: int = 4) -> int:
-        """Three products a weight (output, input's error, weight's gradient), each end once."""
-        ends = self.depth * _ends(self.linears) + self.width + self.vocabulary
-        return self._moved(self.parameters, ends, 3, size)
-
-    def scoring_bytes(self, layers: int, size: int = 4) -> int:
-        """Two products a scored weight: its input's error, and the contraction with M."""
-        ends = layers * _ends(self.linears)
-        return self._moved(layers * self.block, ends, 2, size)
-
-    def dual_bytes(self, size: int = 4) -> int:
-        """Three products a weight (value, and two for the tangent); two with the head."""
-        ends = self.depth * _ends(self.linears)
-        head = self._moved(self.vocabulary * self.width, self.width + self.vocabulary, 2, size)
-        return self._moved(self.depth * self.block, ends, 3, size) + head
-
 
 def _weights(linears: list[tuple[int, int]]) -> int:
     return sum(i * o for i, o in linears)
-
-
-def _ends(linears: list[tuple[int, int]]) -> int:
-    return sum(i + o for i, o in linears)

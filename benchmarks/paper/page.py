@@ -77,7 +77,7 @@ def _theirs(exhibit: Exhibit) -> dict[str, Mapping[str, str]]:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def keep_figure(exhibit: Exhibit, work: Path, docs: Path = DOCS) -> None:
+def keep_figure(exhibit: Exhibit, work: Path) -> None:
     """The answers of a diagnosis and its pictures, where it has run; no row's text is in them."""
     asked = exhibit.diagnosis
     assert asked is not None
@@ -94,7 +94,7 @@ def keep_figure(exhibit: Exhibit, work: Path, docs: Path = DOCS) -> None:
     }
     (RESULTS / f"{exhibit.name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     for figure in pictures:
-        path = docs / f"paper-{exhibit.name}-{figure.key}.svg"
+        path = DOCS / f"paper-{exhibit.name}-{figure.key}.svg"
         path.write_text(figure.svg, encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.selection.paired import Difference, Each, difference
@@ -55,16 +55,14 @@ class Effect:
 
 def effects(
     losses: Mapping[str, Mapping[str, Mapping[str, Mapping[int, Each]]]],
-    tried: Sequence[Hypothesis] = HYPOTHESES,
 ) -> list[Effect]:
     """Of the hypotheses whose two methods have run with a seed in common.
 
     Args:
         losses: by task, method, "target" or "retention", and seed.
-        tried: which hypotheses.
     """
     found = []
-    for one in tried:
+    for one in HYPOTHESES:
         own, base = (losses.get(one.task, {}).get(name, {}) for name in (one.method, one.base))
         target, retention = (
             difference(own.get(kind, {}), base.get(kind, {})) for kind in ("target", "retention")

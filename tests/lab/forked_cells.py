@@ -21,10 +21,15 @@ import pytest
 
 from alphatoken_lab.compare.launchers import PARENT
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["alphatoken_lab.compare.cell", "alphatoken.train.sft", "alphatoken.train.dpo", "matplotlib"]
-)
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "alphatoken.cli.training_data", "alphatoken.train.sft", "alphatoken.train.dpo",
+        "alphatoken_lab.commands.paper_figures", "alphatoken_lab.compare.cell",
+        "alphatoken_lab.compare.pair_watch", "deepspeed", "matplotlib", "peft",
+        "transformers.models.llama.modeling_llama", "trl.scripts.utils",
+    ]
+)  # fmt: skip
 _COMMAND = [sys.executable, "-m", "alphatoken_lab.commands"]
 
 
@@ -54,10 +59,14 @@ class _Fork:
     def __init__(self, words: Sequence[str], log: Path) -> None:
         assert list(words[:3]) == _COMMAND, "a launcher's processes cannot be forked"
         environment = {key: value for key, value in os.environ.items() if key != PARENT}
-        self._process = _SERVER.Process(
+        self._process = SERVER.Process(
             target=_run, args=(list(words[3:]), str(log), environment), daemon=True
         )
         self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
 
     def poll(self) -> int | None:
         return self._process.exitcode

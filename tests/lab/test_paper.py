@@ -543,7 +543,8 @@ OF_TRAINING = ("hours_per_epoch", "selection_gb", "relative_time")
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the cells ask for, and no more."""
+    """As many as the cells ask for, short ones, and no more."""
+    monkeypatch.setattr("alphatoken_lab.paper.rows.LETTERS", 300)
     small = {"train": 16, "validation": 64, "fisher": 16, "curated": 8, "target": 8, "oracle": 8}
     for sizes in (*SIZES.values(), OTHER):
         for name in sizes:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from alphatoken.errors import ConfigError, DataError, UnsupportedError
-from alphatoken.train.policy import PolicySettings, PolicyStage
+from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
 from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.cft import CFT, NUMBER, final_answer
 from alphatoken_lab.methods.token_table import TokenTable
@@ -155,7 +155,13 @@ def test_the_mask_is_kept_and_found_in_any_batch(tmp_path: Path) -> None:
     assert policy.summary["answered_share"] == pytest.approx(share)
     assert policy.summary["kept_share"] == pytest.approx(keep.mean())
     again = CFT(PolicySettings(mode="budget", keep_ratio=0.25), max_new_tokens=3)
-    kept = again.prepare(here).columns["keep"].astype(bool)
+    table = again.prepare(here)
+    kept = table.columns["keep"].astype(bool)
+    batch = padded_batch(rows, 0, "cpu")
+    mask = batch["labels"] != -100
+    columns = table.columns_of(batch, mask, again.needs.columns)
+    of = PolicyBatch(batch, batch["labels"], mask, -mask.double(), [slice(0, 4)], columns)
+    assert again.weights(of)[mask].tolist() == kept.tolist()
     assert kept.sum() == -(-table.tokens // 4)
     assert wrong[kept].min() >= wrong[~kept].max()
     files = list(tmp_path.glob("cft-*.safetensors"))

@@ -130,7 +130,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "policy": "ti-dpo",
         "policy_options": {"tdpo_alpha": 0.5, "anchor_tokens": 4},
     },
-    "ti-dpo at a budget": {"policy": "ti-dpo", "policy_mode": "budget", "keep_ratio": 0.5},
 }
 
 
@@ -178,9 +177,6 @@ def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"policy": "confpo", "policy_options": {"loss": "ipo"}}, "base loss"),
-        ({"policy": "confpo", "policy_options": {"threshold": 1}}, "these arguments"),
-        ({"policy": "sepo"}, "needs a reference model"),
         ({"policy": "sepo", "policy_options": {"oracle": "/nowhere"}}, "no such model folder"),
         ({"policy": "ti-dpo", "precompute_ref_log_probs": True}, "sum over a response"),
         ({"policy": "confpo", "beta": 0.3}, "a beta of its own"),

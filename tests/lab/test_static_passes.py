@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
 import time
@@ -27,10 +26,9 @@ from alphatoken_lab.methods.static_mask import second_model
 from alphatoken_lab.methods.token_table import TokenTable
 from tests.integration import subjects
 from tests.integration import tiny_training as tiny
+from tests.lab.forked_cells import SERVER
 from tests.property.tolerance import allowed, close
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.lab.test_static_passes"])
 PATIENCE = 240.0
 Row = dict[str, Any]
 
@@ -107,7 +105,7 @@ def _child(folder: Path) -> None:
 
 def kill_after(folder: Path, pattern: str) -> None:
     """Run in a process of its own, SIGKILL it when so many files are there."""
-    process = _SERVER.Process(target=_child, args=(folder,))
+    process = SERVER.Process(target=_child, args=(folder,))
     process.start()
     end = time.monotonic() + PATIENCE
     while not list(folder.glob(pattern)) and process.is_alive() and time.monotonic() < end:

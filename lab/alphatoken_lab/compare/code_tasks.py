@@ -40,9 +40,13 @@ class Answered(LM):
 
     loglikelihood_rolling = loglikelihood
 
+folder = asked["task_path"]
+tasks = TaskManager(include_path=folder, include_defaults=False)
+if asked["task"] not in tasks.all_tasks:  # lm-eval's own thousands take long to read
+    tasks = TaskManager(include_path=folder)
 found = simple_evaluate(
     model=Answered(), tasks=[asked["task"]], num_fewshot=asked["shots"], limit=asked["limit"],
-    task_manager=TaskManager(include_path=asked["task_path"]), bootstrap_iters=0,
+    task_manager=tasks, bootstrap_iters=0,
     log_samples=False, confirm_run_unsafe_code=True,
 )
 print("\\n" + json.dumps(found["results"], default=float))

@@ -41,21 +41,20 @@ def collect(cells: Sequence[Cell], folder: GridFolder) -> list[Record]:
     return records(cells, done, status)
 
 
-def write_results(
-    grid: Grid, found: Sequence[Record], folder: Path, *, name: str = "comparison"
-) -> Path:
-    """Write ``NAME.json``, ``NAME.csv``, ``NAME.md``.
+def write_results(grid: Grid, found: Sequence[Record], folder: Path) -> Path:
+    """Write ``comparison.json``, ``comparison.csv``, ``comparison.md``.
 
     Returns:
         The Markdown file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{name}.json", [rounded(record) for record in found])
-    write_text(folder / f"{name}.csv", to_csv(found))
+    write_json(folder / "comparison.json", [rounded(record) for record in found])
+    write_text(folder / "comparison.csv", to_csv(found))
     text = [f"# {grid.about or 'Comparison'}\n", READ]
     text += sections(grid, found)
-    write_text(folder / f"{name}.md", "\n".join(text).rstrip() + "\n")
-    return folder / f"{name}.md"
+    page = folder / "comparison.md"
+    write_text(page, "\n".join(text).rstrip() + "\n")
+    return page
 
 
 def sections(grid: Grid, found: Sequence[Record]) -> list[str]:
@@ -72,7 +71,6 @@ def sections(grid: Grid, found: Sequence[Record]) -> list[str]:
     return text
 
 
-def rounded(record: Mapping[str, Any], first: Sequence[str] = ()) -> dict[str, Any]:
-    """The record as a results file holds it: the fields ``first`` lead; floats to 6 digits."""
-    ordered = {name: record.get(name) for name in first} | dict(record)
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in ordered.items()}
+def rounded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record as a results file holds it: floats to 6 digits."""
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in record.items()}

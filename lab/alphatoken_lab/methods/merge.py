@@ -152,7 +152,6 @@ def merge_states(
     before: Mapping[str, Tensor],
     after: Mapping[str, Tensor],
     alpha: float,
-    fishers: Fishers | None = None,
 ) -> dict[str, Tensor]:
     """All weights of two state dicts, name by name.
 
@@ -167,25 +166,21 @@ def merge_states(
     merged: dict[str, Tensor] = {}
     for names in _tied(after):
         _require_tied(before, names)
-        found = fishers and fishers.of(names)
-        floor = FLOOR if fishers is None else fishers.floor
         with _named(names[0]):
-            weight = interpolate(before[names[0]], after[names[0]], alpha, found or None, floor)
+            weight = interpolate(before[names[0]], after[names[0]], alpha)
         merged |= dict.fromkeys(names, weight)
     return {name: merged[name] for name in after}
 
 
 @torch.no_grad()
-def merge_models(
-    before: nn.Module, after: nn.Module, alpha: float, fishers: Fishers | None = None
-) -> nn.Module:
+def merge_models(before: nn.Module, after: nn.Module, alpha: float) -> nn.Module:
     """Write the merged weights into ``after``, in place, and return it.
 
     Raises:
         ConfigError, InputError: as ``merge_states``; ``after`` is then as it was.
     """
     own = after.state_dict()
-    for name, weight in merge_states(before.state_dict(), own, alpha, fishers).items():
+    for name, weight in merge_states(before.state_dict(), own, alpha).items():
         own[name].copy_(weight)
     return after
 
