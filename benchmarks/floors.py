@@ -1,4 +1,4 @@
-"""What the arithmetic alone asks for: FLOPs and bytes of steps and of scoring, from a shape.
+"""What the arithmetic alone asks for: FLOPs of steps and of scoring, from a shape.
 
 FLOPs are counted as ``torch.utils.flop_counter`` counts them: two a multiply-add of a matrix
 product, attention as if it were not causal, elementwise work not at all. Letters: N tokens of the
@@ -14,9 +14,6 @@ need the head: all N, or with ``with_responses`` those that predict a response t
 
 A tied head is counted as any other: its product with the hidden states and the gradient of both
 are the same, and looking up or adding to rows of the embedding is no product.
-
-Bytes are of an ideal machine: each weight, gradient and activation of a linear moves once for each
-product that it enters or leaves. They say which side a large machine would be limited by.
 """
 
 from __future__ import annotations

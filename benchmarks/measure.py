@@ -105,25 +105,3 @@ def spread(values: list[float]) -> dict[str, float]:
         return {"low": values[0], "high": values[0]}
     quartiles = statistics.quantiles(values, n=4, method="inclusive")
     return {"low": quartiles[0], "high": quartiles[2]}
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """The best that this machine did on work that is all product, or all copy."""
-
-    flops_per_s: float
-    bytes_per_s: float
-
-
-def ceiling(run: Run) -> Ceiling:
-    """One large float32 product and one large copy, the fastest of several."""
-    wide = run.device.type == "cuda"
-    side, count = (8192, 2**28) if wide else (2048, 2**25)
-    if run.quick:
-        side, count = 256, 2**16
-    a, b = (torch.randn(side, side, device=run.device) for _ in range(2))
-    source = torch.randn(count, device=run.device)
-    target = torch.empty_like(source)
-    product = min(timed(lambda: a @ b) for _ in range(6))
-    copied = min(timed(lambda: target.copy_(source)) for _ in range(6))
-    return Ceiling(2 * side**3 / product, 2 * source.nbytes / copied)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from alphatoken.support.storage import write_text
-from benchmarks.measure import Ceiling
 from benchmarks.targets import judged
 
 Row = dict[str, Any]
@@ -25,21 +23,9 @@ def load(path: Path) -> list[Row]:
     return rows
 
 
-def finished(
-    row: Row, machine: Mapping[str, str], best: Ceiling | None = None, *, device: str = "cpu"
-) -> Row:
-    """The row with target, machine, speeds, and the share of the measured ceiling reached."""
-    row = {**judged(row), "machine": dict(machine), "device": device}
-    if row.get("unit", "s") != "s":
-        return row
-    if "tokens" in row:
-        row["tokens_per_s"] = row["tokens"] / row["ours"]
-    if best is not None:
-        row["ceiling"] = asdict(best)
-        for side, counted in (("ours", "flops"), ("other", "flops_other")):
-            if counted in row:
-                row[f"share_of_ceiling_{side}"] = row[counted] / row[side] / best.flops_per_s
-    return row
+def finished(row: Row, machine: Mapping[str, str], *, device: str = "cpu") -> Row:
+    """The row with target and machine."""
+    return {**judged(row), "machine": dict(machine), "device": device}
 
 
 def key(row: Row) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import cases, exponent, peers, real
-from benchmarks.measure import Ceiling, Run, ceiling, machine, quiet
+from benchmarks.measure import Run, machine, quiet
 from benchmarks.real_peak import real_memory
 from benchmarks.results import HERE, finished, load, merged, remember, write
 
@@ -98,7 +98,6 @@ def chosen(names: Sequence[str]) -> list[Case]:
 
 def measure(picked: Sequence[Case], run: Run, folder: Path) -> None:
     """Run the cases one after the other; after each, the results are whole."""
-    best: Ceiling | None = ceiling(run)
     found, calm = machine(run.device), quiet()
     begun, done, new = time.monotonic(), 0.0, list[Row]()
     whole = sum(case.minutes for case in picked)
@@ -114,7 +113,7 @@ def measure(picked: Sequence[Case], run: Run, folder: Path) -> None:
         )
         rows = []
         for row in case.work(run):
-            rows.append(finished(row, found, best, device=run.device.type))
+            rows.append(finished(row, found, device=run.device.type))
             print(_line(rows[-1]), flush=True)
         done += case.minutes
         new += rows

@@ -45,9 +45,6 @@ def test_the_command_measures_one_case_and_keeps_the_others(
     assert fresh["target"] == 1.12
     assert fresh["met"] is (fresh["ratio"] <= 1.12)
     assert fresh["floor"] < fresh["flops"] / fresh["flops_other"]  # counted, so not below the floor
-    assert fresh["tokens_per_s"] == pytest.approx(fresh["tokens"] / fresh["ours"])
-    assert fresh["share_of_ceiling_ours"] > 0
-    assert fresh["ceiling"]["bytes_per_s"] > 0
     assert "min remain" in said
     assert "[2/2]" in said
     (line,) = (tmp_path / "history.jsonl").read_text().splitlines()

@@ -27,7 +27,6 @@ from alphatoken_lab.compare import harness
 from alphatoken_lab.compare.evaluate import (
     encode_file,
     mean_response_loss,
-    measure,
     preference_losses,
 )
 from alphatoken_lab.compare.folder import GridFolder
@@ -542,18 +541,6 @@ def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
         logits.append(0.7 * (ratios[0] - ratios[1]))
     assert one["margin"] == pytest.approx(sum(logits) / 4, abs=1e-5)
     assert one["accuracy"] == 100 * sum(x > 0 for x in logits) / 4
-
-
-def test_a_score_and_a_loss_have_no_mean(model: Path, tmp_path: Path) -> None:
-    one, tokenizer = load_causal_model(model), load_tokenizer(model)
-    rows = write(tmp_path / "rows.jsonl", [{"prompt": "ask 1", "response": "say 1"}])
-    options: dict[str, Any] = {"command": "sft", "start": lambda: one}
-    both = Measures(target_file=rows, retention_file=rows)
-    found = measure(one, tokenizer, both, **options)
-    assert found["overall"] == found["target"] == found["retention"]
-    assert found["unit"] == "loss"
-    found = measure(one, tokenizer, Measures(target_file=rows), **options)
-    assert found["overall"] is None is found["retention"]
 
 
 def task_files(folder: Path) -> Path:
