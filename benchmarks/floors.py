@@ -86,11 +86,6 @@ class Shape:
         """P."""
         return _weights(self.linears)
 
-    @property
-    def parameters(self) -> int:
-        """All matrices that a step multiplies with: the layers' and the head."""
-        return self.depth * self.block + self.vocabulary * self.width
-
     # --- FLOPs -----------------------------------------------------------------------------------
 
     @property
