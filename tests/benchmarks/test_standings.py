@@ -84,7 +84,7 @@ def test_the_runs_own_values_rank_short_runs_best() -> None:
 
 
 def test_every_value_is_a_number_a_token() -> None:
-    own = replace(setting(steps=8), rows=rows(12, 1))
+    own = setting(steps=8)
     for name, of in VALUES.items():
         found = of(own)
         assert found.shape == (own.tokens,), name
