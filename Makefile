@@ -22,7 +22,7 @@ READY_CARD := $(CARD)/.ready
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: help demo models models-if-reachable test test-all fast slow property integration card \
-	coverage lint format types types-tests imports docs tutorials bench gpu random nightly lock clean
+	coverage lint format types imports docs tutorials bench gpu random nightly lock clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -42,7 +42,6 @@ help:
 	@echo "make lock         versions for continuous integration, anew: writes .ci/lock.txt"
 	@echo "make format       ruff, rewriting files"
 	@echo "make clean        remove both environments, caches and built documentation"
-	@echo "make types-tests  mypy over tests and benchmarks: names that are not there"
 	@echo "single steps of test: lint types imports fast; fast tests of one folder: property integration"
 
 # A .venv of this Python that works is kept and brought up to date; another one is built anew. First
@@ -93,7 +92,12 @@ models: $(READY_USER)
 models-if-reachable: $(READY_USER)
 	$(RUN) -m alphatoken.demo.models --if-reachable --only SmolLM2-135M-Instruct
 
-test: lint types imports fast
+# The types are read beside the tests: mypy uses one core, for minutes on a fresh clone.
+test: lint imports
+	@mkdir -p build
+	@$(MAKE) --no-print-directory types >build/types.log 2>&1 & types=$$!; \
+		$(MAKE) --no-print-directory fast; fast=$$?; \
+		wait $$types; types=$$?; cat build/types.log; exit $$((fast | types))
 	@echo "== all checks passed"
 
 test-all: test slow
@@ -109,12 +113,8 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 types: $(READY)
-	@echo "== types: mypy --strict on alphatoken/ and lab/"
+	@echo "== types: mypy --strict on alphatoken/ and lab/; tests and benchmarks name nothing that is not there"
 	$(RUN) -m mypy
-
-types-tests: $(READY)
-	@echo "== types: tests and benchmarks name nothing that is not there"
-	$(RUN) -m mypy --config-file tests/mypy.ini
 
 imports: $(READY)
 	@echo "== imports: the arrows of docs/architecture.md"

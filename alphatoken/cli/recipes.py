@@ -134,7 +134,7 @@ def close_to(word: str, known: list[str]) -> str:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

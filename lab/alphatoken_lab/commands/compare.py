@@ -231,7 +231,7 @@ def _launcher(options: CompareOptions, folder: Path) -> Any:
 
 def _parameters(text: str) -> dict[str, Any]:
     """``a=1,b=x`` as {a: 1, b: x}."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     found = {}
     for part in filter(None, text.split(",")):

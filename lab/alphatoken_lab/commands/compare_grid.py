@@ -242,7 +242,7 @@ def _mapping(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _trainer_options(words: Sequence[str]) -> dict[str, Any]:
     """``--max_steps 40`` as {max_steps: 40}; values are read as YAML."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     found: dict[str, Any] = {}
     waiting: str | None = None

@@ -145,7 +145,7 @@ def _measures(options: EvaluateOptions) -> Measures:
 
 def _file(path: str | None) -> dict[str, Any]:
     """Measures of a YAML file: the mapping itself, or what stands under ``measures`` in it."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     if path is None:
         return {}

@@ -156,7 +156,7 @@ def read_judge_prompt(path: str | Path) -> JudgePrompt:
 
 
 def _of_yaml(text: str, path: str) -> tuple[tuple[str, str], ...]:
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     found = yaml.safe_load(text)
     template = found.get("prompt_template") if isinstance(found, Mapping) else None

@@ -27,8 +27,8 @@ class EAFT(TokenPolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        alpha: exponent, 1. [from 0; 0 is plain training, more favours uncertain tokens; the paper's
-            1]
+        alpha: exponent, 1. [above 0; towards 0 it is plain training, more favours uncertain tokens;
+            the paper's 1]
         k: tokens of the entropy, 20. [from 2; raise it where the vocabulary is flat; the paper's
             20]
 

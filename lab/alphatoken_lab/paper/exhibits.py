@@ -205,7 +205,7 @@ def find(name: str) -> Exhibit:
 
 
 def _read(path: Path) -> Exhibit:
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     given: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     small = given.pop("laptop", {})
