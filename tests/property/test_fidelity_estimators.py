@@ -25,6 +25,8 @@ from alphatoken.fidelity.valuing import (
     supported,
     windows_of,
 )
+from alphatoken.model.batch import read_batch
+from alphatoken.oracle import gradients as oracle
 from tests.places import nightly
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
@@ -138,6 +140,24 @@ def test_the_exact_value_is_the_oracles() -> None:
     """As the diagnosis says itself, of some tokens."""
     (said,) = (note for note in diagnosed().notes if note.startswith("The exact value was checked"))
     assert 0 < float(said.split("largest distance ")[1].split()[0]) < 1e-9
+
+
+def test_label_values_are_per_token_autograd() -> None:
+    """Of some layers, by the oracle's own function on the whole batch."""
+    subject = subject_of(decoder_of(), tokens=60, batch_size=100)
+    rows = subject.sample()
+    (batch,) = subject.batches(rows)
+    direction = full_gradient(subject)
+    scope = (1, 2)
+    config = Setting("path", scope).config(subject.config)
+    names = Scorer(subject.model, batch, None, config).parameters
+    exact = oracle.label_values(
+        subject.model, subject.adapter.forward, batch, {n: direction[n] for n in names}
+    )
+    mask = read_batch(batch).mask
+    label = Setting("label", scope)
+    found = read(subject, rows, direction, [label])[label]
+    close(torch.from_numpy(found), exact[mask], float(exact.abs().max()), 1e-11)
 
 
 @pytest.mark.slow
