@@ -39,29 +39,28 @@ POLICIES = ("policy_runs.kept", "policy_runs.attention", "policy_runs.rows")
 JOBS: dict[str, tuple[str, ...]] = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.empty_batch", "trainers.sft_bf16", "trainers.masters",
-               "trainers.experts_global", "trainers.label_global", *POLICIES),
+               "trainers.experts_global", "trainers.label_global", "trainers.lora_global",
+               "trainers.empty_global", *POLICIES),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.sft_batch", "trainers.empty_batch", "refusals.refusals", *POLICIES),
     "fsdp2": ("parts.parts", "values.values", "trainers.sft_global", "trainers.resumed",
               "refusals.refusals", "trainers.sft_bf16", "trainers.label_global",
-              "trainers.own_weights"),
+              "trainers.own_weights", "trainers.lora_global"),
+    "zero2": ("trainers.sft_global",),
     "zero3": ("parts.parts", "values.values", "trainers.dpo_global", "refusals.refusals",
-              "trainers.masters", "trainers.experts_global"),
+              "trainers.masters", "trainers.experts_global", "trainers.empty_global"),
 }  # fmt: skip
 FURTHER: dict[str, tuple[str, ...]] = {
-    "single": ("trainers.lora_global", "trainers.empty_global", "trainers.hybrid_global"),
-    "fsdp2": ("parts.selection", "trainers.dpo_global", "trainers.lora_global",
-              "trainers.hybrid_global"),
+    "single": ("trainers.hybrid_global",),
+    "fsdp2": ("parts.selection", "trainers.dpo_global", "trainers.hybrid_global"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
               "trainers.masters"),
-    "zero2": ("values.values", "trainers.sft_global", "trainers.dpo_global",
-              "refusals.refusals", "trainers.sft_bf16", "trainers.hybrid_global",
-              "trainers.experts_global"),
+    "zero2": ("values.values", "trainers.dpo_global", "refusals.refusals", "trainers.sft_bf16",
+              "trainers.hybrid_global", "trainers.experts_global"),
     "zero3": ("parts.selection", "trainers.sft_global", "trainers.sft_batch",
-              "trainers.lora_global", "trainers.empty_global", "trainers.resumed",
-              "trainers.label_global"),
+              "trainers.lora_global", "trainers.resumed", "trainers.label_global"),
 }  # fmt: skip
-"""Nightly: the same jobs under more layouts, and layouts between DDP and ZeRO-3."""
+"""Nightly: the same jobs under more layouts."""
 RAM = "fsdp2-ram"
 """FSDP2 with ``cpu_ram_efficient_loading``, as packaged."""
 TWO = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
