@@ -100,7 +100,8 @@ def _error_classes(trees: Any) -> set[str]:
     return kinds
 
 
-def _calls(tree: ast.AST) -> Iterator[tuple[ast.Call, list[ast.AST]]]:
+@cache  # asked again for every helper
+def _calls(tree: ast.AST) -> list[tuple[ast.Call, list[ast.AST]]]:
     """Every call, with the functions and the module around it, innermost first."""
 
     def walk(node: ast.AST, within: list[ast.AST]) -> Iterator[tuple[ast.Call, list[ast.AST]]]:
@@ -111,7 +112,7 @@ def _calls(tree: ast.AST) -> Iterator[tuple[ast.Call, list[ast.AST]]]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, within)
 
-    return walk(tree, [])
+    return list(walk(tree, []))
 
 
 def _has_parts(call: ast.Call) -> bool:

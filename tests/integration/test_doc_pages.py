@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,9 +36,6 @@ def _module(path: Path) -> ModuleType:
 
 
 MESSAGES = _module(DOCS / "messages.py")
-_walked = MESSAGES._calls
-# Every tree is walked again for each helper of the library: kept, it takes half the time.
-MESSAGES._calls = cache(lambda tree: list(_walked(tree)))
 
 # --- data formats --------------------------------------------------------------------------------
 
