@@ -12,7 +12,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
     ".": 1_186,
-    "certificate": 1_094,
+    "certificate": 1_100,
     "cli": 3_104,
     "corpus": 2_173,
     "data": 2_196,
@@ -33,8 +33,8 @@ ROOMS = {
 LAB_ROOMS = {
     ".": 11,
     "commands": 2_366,
-    "compare": 4_055,
-    "methods": 4_755,
+    "compare": 4_052,
+    "methods": 4_750,
     "paper": 814,
 }
 
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_245), ("tests", 53_941)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_013), ("tests", 53_586)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

