@@ -8,6 +8,7 @@ the data as ``python -m benchmarks.frontier`` does.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import replacing, write_json
 from benchmarks.frontier.draws import MODELS
-from benchmarks.pages import DOCS
+from benchmarks.pages import DOCS, load
+from benchmarks.standings.facts import Exam, asked, facts, places, shared_words, taught
 from benchmarks.standings.page import summary, write_report
 from benchmarks.standings.runs import Numbers, Setting
 from benchmarks.standings.tasks import TASKS, Scale, setting_of
@@ -53,6 +55,9 @@ SCALES = {
         without=frozenset(OF_THE_RUN),
     ),
 }
+
+
+EXAMS = {"small": Exam(30, 2e-3, 200), "smollm2": Exam(10, 5e-5, 100)}
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,24 @@ def measure(options: argparse.Namespace, key: str, task: str) -> None:
     write_json(cells.folder / "summary.json", summary(cells))
 
 
+def question(options: argparse.Namespace, key: str) -> None:
+    """Which rows each value brings up for questions about planted facts."""
+    model, tokenizer = _loaded(key)
+    path, known, exam = options.work / key / "facts.json", facts(), EXAMS[key]
+    numbers = random.Random("questions").sample(range(len(known)), exam.questions)
+    found = load(path)
+    own = taught(model, tokenizer, known, exam)
+    names = [name for name in VALUES if name not in OF_THE_RUN]
+    tracker = Tracker(f"{MODELS[key].name}, facts", len(numbers), True)
+    for place, number in enumerate(numbers, 1):
+        if str(number) not in found:
+            one = asked(own, tokenizer, known[number])
+            lexical = {"words in common": shared_words(known, number)}
+            found[str(number)] = {**lexical, **places(one, number, names)}
+            write_json(path, found)
+        tracker.report(place)
+
+
 def _loaded(key: str) -> tuple[Any, Any]:
     """A model in float32, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -143,15 +166,19 @@ def _loaded(key: str) -> tuple[Any, Any]:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure what is not there yet."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.standings", description=__doc__)
+    tasks = [*TASKS, "facts"]
     parser.add_argument("--models", nargs="+", choices=list(SCALES), default=list(SCALES))
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks)
     parser.add_argument("--work", type=Path, default=Path("build/standings"))
     parser.add_argument("--docs", type=Path, default=DOCS, help="where figures and picture go")
     options = parser.parse_args(words)
     try:
         for key in options.models:
             for task in options.tasks:
-                measure(options, key, task)
+                if task == "facts":
+                    question(options, key)
+                else:
+                    measure(options, key, task)
                 write_report(options.work, options.docs)
     except AlphaTokenError as problem:
         print(problem, file=sys.stderr)

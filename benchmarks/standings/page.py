@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from alphatoken.report.drawing import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
 from benchmarks.frontier.draws import MODELS
@@ -71,16 +73,33 @@ def summary(cells: Any) -> dict[str, Any]:
 
 def write_report(work: Path, docs: Path = DOCS) -> None:
     """Put what is measured in ``work`` into docs/standings.json, and draw the picture."""
-    found = {"runs": {}, **load(docs / "standings.json")}
+    found = {"runs": {}, "facts": {}, **load(docs / "standings.json")}
     for path in sorted(work.glob("*/*/summary.json")):
         found["runs"].setdefault(path.parts[-3], {})[path.parts[-2]] = load(path)
+    for path in sorted(work.glob("*/facts.json")):
+        found["facts"][path.parts[-2]] = recalled(load(path))
     write_json(docs / "standings.json", found)
     if found["runs"]:
         _draw(found["runs"], docs / "standings.svg")
 
 
+def recalled(places: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """Of each value: how often the right row is the first, and among five; its mean 1 / place."""
+    found = dict[str, dict[str, list[float]]]()
+    for name in next(iter(places.values())):
+        own = np.array([one[name] for one in places.values()])
+        draws = np.random.default_rng(0).integers(0, len(own), (1000, len(own)))
+        found[name] = {}
+        for kind, hits in {"first": own == 1, "in 5": own <= 5, "1 / place": 1 / own}.items():
+            low, high = np.quantile(hits[draws].mean(1), [0.025, 0.975])
+            found[name][kind] = [float(hits.mean()), float(low), float(high)]
+    return {"questions": len(places), "values": found}
+
+
 def tables(kind: str, model: str, *tasks: str) -> str:
-    """``lds MODEL``, ``rows MODEL`` or ``drops MODEL TASK``."""
+    """``lds MODEL``, ``rows MODEL``, ``drops MODEL TASK`` or ``facts MODEL``."""
+    if kind == "facts":
+        return _facts(load(DOCS / "standings.json")["facts"][model]["values"])
     found = load(DOCS / "standings.json")["runs"][model]
     if kind == "drops":
         return _drops(found[tasks[0]])
@@ -111,6 +130,12 @@ def _rows(tasks: Mapping[str, Any]) -> str:
         for name in _named(tasks)
     ]
     return table(("value", *(f"{t} (chance {tasks[t]['good']:.2f})" for t in shown)), rows)
+
+
+def _facts(values: Mapping[str, Any]) -> str:
+    kinds = next(iter(values.values()))
+    rows = [(name, *(span(one[kind]) for kind in kinds)) for name, one in values.items()]
+    return table(("value", *kinds), rows)
 
 
 def _drops(task: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from alphatoken import InfluenceFactors
 from alphatoken.data import EncodeOptions, Example, Row, Turn, batches, collate, encode_rows
 from alphatoken.model.batch import token_losses
 from alphatoken.oracle.evaluate import batch_mask
@@ -56,6 +57,7 @@ class Setting:
         rate: highest learning rate; a twentieth of the steps rises to it, the others fall to 0.
         bf16: whether training multiplies in bfloat16; J is in float32.
         good: of each row, whether it is of the target's kind and unspoilt.
+        factors: of the training rows' Fisher, fitted once for all questions about a model.
     """
 
     model: Any
@@ -67,6 +69,7 @@ class Setting:
     rate: float
     bf16: bool = False
     good: NDArray[np.bool_] | None = None
+    factors: list[InfluenceFactors] = field(default_factory=list)
 
     @cached_property
     def tokens(self) -> int:

@@ -68,9 +68,10 @@ def _influence(setting: Setting) -> Numbers:
     """Along (K + mu)^-1 G, K by one drawn label at every response position of the training rows."""
     model, rows = setting.model.eval(), setting.batch(range(len(setting.rows)))
     options: dict[str, Any] = {"samples": len(setting.rows), "layers": "all", "progress": False}
-    factors = fit_influence(model, rows, **options)
+    if not setting.factors:
+        setting.factors.append(fit_influence(model, rows, **options))
     config = ScorerConfig("label", layers="all", preconditioner="kronecker")
-    scorer = Scorer(model, setting.validations(), config=config, influence=factors)
+    scorer = Scorer(model, setting.validations(), config=config, influence=setting.factors[0])
     return _valued(setting, scorer)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alphatoken.data import Example, Row
 from alphatoken.oracle.evaluate import batch_mask
@@ -19,6 +21,7 @@ from benchmarks.pages import load
 from benchmarks.standings import __main__ as standings
 from benchmarks.standings import page
 from benchmarks.standings.__main__ import Cells
+from benchmarks.standings.facts import Exam, asked, facts, places, shared_words, taught
 from benchmarks.standings.page import summary
 from benchmarks.standings.runs import Numbers, Setting, Trained, forward_of
 from benchmarks.standings.tasks import TASKS, Scale
@@ -173,3 +176,36 @@ def test_entropy_is_that_of_the_prediction_of_the_token() -> None:
     spread = -(p * p.log()).sum(-1)[:-1][batch["labels"][0, 1:] != -100]
     found = VALUES["entropy"](own)[own.row_of == 4]
     assert np.allclose(found, spread.detach().numpy(), atol=1e-5)
+
+
+def test_facts_are_two_hundred_and_each_is_asked_for_once() -> None:
+    known = facts()
+    assert len({f.sentence for f in known}) == len({f.question for f in known}) == 200
+    assert all(f.answer in f.sentence and f.person in f.question for f in known)
+    assert all(1 <= shared_words(known, i) <= 200 for i in range(0, 200, 40))
+    assert facts(1) != known
+
+
+def test_a_right_row_has_the_place_that_its_value_gives_it(
+    library_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of 200 where all are alike; the first where it alone has a value."""
+    tokenizer = AutoTokenizer.from_pretrained(library_decoder)
+    model = AutoModelForCausalLM.from_pretrained(library_decoder, dtype=torch.float32)
+    known = facts()
+    own = taught(model, tokenizer, known, Exam(1, 2e-3, 30))
+    assert len(own.rows) == 200
+    assert not torch.equal(*(next(m.parameters()) for m in (model, own.model)))
+    one = asked(own, tokenizer, known[7])
+    chosen = {"alike": one.row_of * 0.0, "alone": (one.row_of == 7) * 1.0}
+    monkeypatch.setattr(
+        "benchmarks.standings.facts.VALUES", {n: lambda _, v=v: v for n, v in chosen.items()}
+    )
+    assert places(one, 7, list(chosen)) == {"alike": 200, "alone": 1}
+    found = page.recalled({"7": {"alike": 200, "alone": 1}, "8": {"alike": 4, "alone": 2}})
+    assert [found["values"]["alone"][k][0] for k in ("first", "in 5", "1 / place")] == [
+        0.5,
+        1,
+        0.75,
+    ]
+    assert found["values"]["alike"]["in 5"] == [0.5, 0.0, 1.0]
