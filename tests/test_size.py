@@ -12,7 +12,7 @@ PACKAGE, LAB = ROOT / "alphatoken", ROOT / "lab" / "alphatoken_lab"
 
 ROOMS = {
     ".": 1_186,
-    "certificate": 1_100,
+    "certificate": 1_094,
     "cli": 3_104,
     "corpus": 2_173,
     "data": 2_196,
@@ -64,6 +64,6 @@ def test_every_room_has_its_number(package: Path, agreed: dict[str, int]) -> Non
     assert {parts[0] if parts else "." for parts in rooms} == set(agreed)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_013), ("tests", 53_586)])
+@pytest.mark.parametrize(("folder", "most"), [("benchmarks", 8_166), ("tests", 53_624)])
 def test_what_stands_beside_the_package_is_no_larger_than_agreed(folder: str, most: int) -> None:
     assert _lines((ROOT / folder).rglob("*.py")) <= most

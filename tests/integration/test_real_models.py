@@ -120,6 +120,7 @@ def test_score_splits_and_totals(model: Any, examples: list[Example]) -> None:
 
 
 @pytest.mark.slow
+@nightly
 def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer: Any) -> None:
     """Chat rows hold the padding token, whose embedding the backward gives nothing."""
     texts = ("Name a bird.", "A wren."), ("3 + 3?", "6")

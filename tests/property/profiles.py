@@ -3,6 +3,7 @@
 | profile | examples | drawn | for |
 |---|---|---|---|
 | dev | 12 | derandomised: every run and every machine sees the same | everybody (default) |
+| brief | 4 | derandomised | ``.ci/run`` in the card's environment, after ``dev`` |
 | ci | 50 | derandomised | the workflow, at every change |
 | random | 4 | anew from a printed seed | by hand: ``make random``, ``make random SEED=...`` |
 | nightly | 5,000 | anew from a printed seed | ``make nightly`` |
@@ -31,6 +32,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow],
 }
 settings.register_profile("dev", max_examples=12, derandomize=True, **_COMMON)
+settings.register_profile("brief", max_examples=4, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, **_COMMON)
 # Without a database a seed alone says what is drawn.
 # On a machine that says CI, Hypothesis derandomises unless it is told.
