@@ -140,6 +140,7 @@ def question(options: argparse.Namespace, key: str) -> None:
     """Which rows each value brings up for questions about planted facts."""
     model, tokenizer = _loaded(key)
     path, known, exam = options.work / key / "facts.json", facts(), EXAMS[key]
+    path.parent.mkdir(parents=True, exist_ok=True)
     numbers = random.Random("questions").sample(range(len(known)), exam.questions)
     found = load(path)
     own = taught(model, tokenizer, known, exam)

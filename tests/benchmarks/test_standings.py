@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,17 @@ def test_a_right_row_has_the_place_that_its_value_gives_it(
         0.75,
     ]
     assert found["values"]["alike"]["in 5"] == [0.5, 0.0, 1.0]
+
+
+def test_answers_are_kept_where_nothing_was_measured_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"_loaded": (None, None), "taught": None, "asked": None, "places": {"alike": 200}}
+    for name, answer in answers.items():
+        monkeypatch.setattr(standings, name, lambda *_, answer=answer: answer)
+    work = tmp_path / "new"
+    standings.question(argparse.Namespace(work=work), "small")
+    found = load(work / "small" / "facts.json")
+    assert len(found) == standings.EXAMS["small"].questions
+    assert {one["alike"] for one in found.values()} == {200}
+    assert all(1 <= one["words in common"] <= 200 for one in found.values())
