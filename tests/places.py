@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 nightly = pytest.mark.skipif(not NIGHTLY, reason="minutes more of the same: the nightly profile")
 """For further cases of what the slow tests have shown on some."""
+
+
+def tiered(
+    names: Iterable[str], first: Collection[str], late: pytest.MarkDecorator = pytest.mark.slow
+) -> list[Any]:
+    """Cases of a table: those in ``first`` unmarked, the others with the mark ``late``."""
+    return [pytest.param(name, marks=() if name in first else late) for name in names]
 
 
 def models_folder() -> Path:

@@ -6,7 +6,6 @@ saves seconds each; they are real ones, and so is the signal that ends them.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -26,13 +25,10 @@ from transformers import TrainerCallback
 
 from alphatoken import train
 from alphatoken.train.checkpoint import STAGING
+from tests.forked import SERVER
 from tests.integration import tiny_training as tiny
 from tests.pictures import leave_blank
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["tests.integration.killed_run", "alphatoken.train.sft", "alphatoken.train.dpo"]
-)
 PATIENCE = 240.0  # seconds for any one process
 _OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod")
 
@@ -172,7 +168,7 @@ def _start(run: Run, resume: str | bool | None, moment: Moment | None) -> list[t
     started = []
     for rank in range(run.processes):
         mark = run.folder / f"mark-{time.monotonic_ns()}-{rank}"
-        process = _SERVER.Process(target=_main, args=(run, resume, moment, mark, rank, port))
+        process = SERVER.Process(target=_main, args=(run, resume, moment, mark, rank, port))
         process.start()
         started.append((process, mark))
     return started

@@ -9,7 +9,6 @@ with the processes that users get.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,16 +19,8 @@ from typing import Any
 import pytest
 
 from alphatoken_lab.compare.launchers import PARENT
+from tests.forked import SERVER
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        "alphatoken.cli.training_data", "alphatoken.train.sft", "alphatoken.train.dpo",
-        "alphatoken_lab.commands.paper_figures", "alphatoken_lab.compare.cell",
-        "alphatoken_lab.compare.pair_watch", "deepspeed", "matplotlib", "peft",
-        "transformers.models.llama.modeling_llama", "trl.scripts.utils",
-    ]
-)  # fmt: skip
 _COMMAND = [sys.executable, "-m", "alphatoken_lab.commands"]
 
 

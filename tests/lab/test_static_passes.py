@@ -24,9 +24,9 @@ from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.static import measure_losses, model_losses, static_pass
 from alphatoken_lab.methods.static_mask import second_model
 from alphatoken_lab.methods.token_table import TokenTable
+from tests.forked import SERVER
 from tests.integration import subjects
 from tests.integration import tiny_training as tiny
-from tests.lab.forked_cells import SERVER
 from tests.property.tolerance import allowed, close
 
 PATIENCE = 240.0

@@ -20,6 +20,7 @@ from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.scoring.passes import Pass
 from alphatoken.support.progress import Tracker
+from tests.places import tiered
 from tests.property.catalogue import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
 from tests.property.profiles import budget
@@ -225,10 +226,6 @@ lambda-on-the-adaptation stability-in-spite-of-the-objective token-weights-ignor
 full-preconditioner-without-its-second-term
 """
 """One mutant for each component, kind of direction and estimator."""
-EVERY = [
-    pytest.param(name, marks=[] if name in OFTEN.split() else pytest.mark.slow)
-    for name in sorted(SEEN)
-]
 
 
 @cache
@@ -237,7 +234,7 @@ def without_a_fault(one: Trial) -> Certificate:
     return one.certificate()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", tiered(sorted(SEEN), OFTEN.split()))
 def test_a_mutant_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the fault inside the certificate fails and names the component."""
     # The observed losses would refuse some before the certificate can.

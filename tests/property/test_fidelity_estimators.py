@@ -27,7 +27,7 @@ from alphatoken.fidelity.valuing import (
 )
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients as oracle
-from tests.places import nightly
+from tests.places import nightly, tiered
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
@@ -69,10 +69,7 @@ DIFFER = ("grouped heads, window, bias", "a block at two depths")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in DIFFER else nightly) for name in STRUCTURES],
-)
+@pytest.mark.parametrize("name", tiered(STRUCTURES, DIFFER, nightly))
 @pytest.mark.parametrize("options", [{"causal_position": "context", "head_reduction": "mean"}])
 def test_a_reading_is_what_the_scorer_computes(name: str, options: dict[str, object]) -> None:
     """Every estimator, number of layers and window, to rounding."""

@@ -26,6 +26,7 @@ from alphatoken.model.head import is_plain_head, rounding_tolerance, watched_hea
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.oracle import gradients
+from tests.places import tiered
 from tests.property.architectures import ARCHITECTURES, BY_NAME
 from tests.property.setups import CONTRACTION, refusal
 from tests.property.strategies import SEEDS, make_batch
@@ -480,13 +481,7 @@ OBSERVED = ("llama", "gemma2", "gpt2")
 
 
 @pytest.mark.parametrize("parameters", ["linears", "all"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(one.name, marks=() if one.name in OBSERVED else pytest.mark.slow)
-        for one in ARCHITECTURES
-    ],
-)
+@pytest.mark.parametrize("name", tiered(BY_NAME, OBSERVED))
 def test_observed_label_values(name: str, parameters: str) -> None:
     """Label values of an observed forward are the oracle's, by the error that training shares.
 

@@ -24,6 +24,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.places import tiered
 from tests.property.profiles import budget
 from tests.property.reference_step import (
     Asked,
@@ -711,10 +712,7 @@ FAST = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PINNED],
-)
+@pytest.mark.parametrize("name", tiered(PINNED, FAST))
 def test_a_pinned_run_is_the_references(name: str) -> None:
     asked, happened = PINNED[name]
     assert happened(*compared(asked)), f"nothing of the kind happened: {happened.__doc__}"

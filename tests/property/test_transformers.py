@@ -28,6 +28,7 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope
 from alphatoken.oracle import gradients, influence, propagation
 from alphatoken.oracle.influence import Influence, Use
+from tests.places import tiered
 from tests.property.architectures import (
     ARCHITECTURES,
     BY_NAME,
@@ -52,9 +53,7 @@ pytestmark = [
 # Split, fused and transposed projections; soft-cap and windows by layer; sinks, experts and no mask
 # by positions; layers without softmax.
 DIFFERENT = ("llama", "gpt2", "gemma2", "gpt_oss", "qwen3_5")
-FAMILIES = [
-    pytest.param(name, marks=[] if name in DIFFERENT else pytest.mark.slow) for name in BY_NAME
-]
+FAMILIES = tiered(BY_NAME, DIFFERENT)
 """All, those that differ most in structure at every change."""
 LAMBDA = 0.7
 LENGTH = 8

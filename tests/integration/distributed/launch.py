@@ -1,12 +1,11 @@
 """Start workers as ``accelerate launch`` does, in one process or more, and read what they found.
 
 The environment of each is accelerate's own; the processes are forked from a server that has
-imported the libraries and nothing else, which saves ten seconds each.
+imported the libraries (``tests/forked.py``), which saves ten seconds each.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
@@ -23,8 +22,8 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.integration.distributed.trainers"])
+from tests.forked import SERVER
+
 WORLD = 2
 """Processes of a layout."""
 CLIP = 1.0
@@ -128,7 +127,7 @@ def launch(layout: str, folder: Path, *jobs: str, timeout: float = 540) -> list[
     for rank in range(processes(layout)):
         own = {} if layout == "single" else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         arguments = (layout, folder, jobs, given | own)
-        started.append(_SERVER.Process(target=_process, args=arguments))
+        started.append(SERVER.Process(target=_process, args=arguments))
         started[-1].start()
     end = time.monotonic() + timeout
     try:

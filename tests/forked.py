@@ -1,0 +1,20 @@
+"""The server that tests fork processes from, once it has imported what these run.
+
+A process of tests has one such server, whoever asks for it: its modules stand in one list. What is
+not installed is left out.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "alphatoken.cli.training_data", "alphatoken.train.sft", "alphatoken.train.dpo",
+        "alphatoken_lab.commands.paper_figures", "alphatoken_lab.compare.cell",
+        "alphatoken_lab.compare.pair_watch", "deepspeed", "matplotlib", "peft",
+        "tests.integration.distributed.trainers", "tests.integration.killed_run",
+        "transformers.models.llama.modeling_llama", "trl.scripts.utils",
+    ]
+)  # fmt: skip
