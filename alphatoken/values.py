@@ -47,8 +47,11 @@ class TokenValues:
         part_shares: (h,) share of the validation tokens (pairs) that each batch has.
         derivative: of ``label``, how the losses were differentiated: "forward_mode", "central" or
             "one_sided"; None of other estimators.
-        error: of differences, the estimated relative error (norm over the tokens) of the values
-            along a side of M, the largest of the sides; 0 of what is exact up to rounding.
+        error: of differences, the estimated relative error (norm over the tokens) of this batch's
+            values along a side of M, the largest of the sides; 0 of what is exact up to rounding.
+            What rounding adds to it is this batch's own; what truncation adds is measured on some
+            batches, and on any whose values are of another size.
+        error_age: batches since the truncation in ``error`` was measured; 0 on this one.
         curvature: (b, t) ``<M, H_k M>``, H_k the second derivatives of the token's loss; None
             unless the scorer was asked for ``curvature``. A step of size s along -M changes the
             loss by ``-s total + s^2 curvature / 2``: at ``s = |total / curvature|`` the first term
@@ -72,6 +75,7 @@ class TokenValues:
     part_shares: Tensor | None = field(default=None, repr=False)
     derivative: str | None = None
     error: float = 0.0
+    error_age: int = 0
     curvature: Tensor | None = field(default=None, repr=False)
     curvature_error: float = 0.0
 

@@ -61,7 +61,7 @@ def prove_causality(adapter: DecoderAdapter, batch: LabelledBatch) -> bool:
     must vanish from that token on.
 
     Returns:
-        False if nothing was proved: no response token, or hidden states that are not (b, t, d).
+        False if nothing was proved: no response token, or hidden states that are not (b, t, ...).
 
     Raises:
         ModelError: a loss depends on its own token or a later one.
@@ -91,7 +91,8 @@ def prove_causality(adapter: DecoderAdapter, batch: LabelledBatch) -> bool:
     if error is None:
         return True
     places = torch.arange(hidden.shape[1], device=hidden.device)
-    size = error[rows].float().norm(dim=-1)
+    # Some models keep several streams of hidden states, (b, t, streams, d).
+    size = error[rows].float().flatten(2).norm(dim=-1)
     later = torch.where(places >= first[:, None], size, 0.0).amax(-1)
     # A kernel may leave rounding where it ought to leave nothing.
     seen = later > 1e-4 * size.amax(-1)

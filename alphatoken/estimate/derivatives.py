@@ -8,7 +8,9 @@ Where the two differ, they would be of a gradient that nobody takes a step along
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 import torch
@@ -19,7 +21,7 @@ from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.backward import graph_nodes
 from alphatoken.support.precision import wide
 
-__all__ = ["Derivative", "prove_derivatives"]
+__all__ = ["Derivative", "DerivativeProof", "Disagreement"]
 
 Derivative = Callable[[Mapping[str, Tensor]], tuple[Tensor, float]]
 """From a direction to the derivatives (b, t) of token losses along it, and their stated error."""
@@ -29,79 +31,204 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
 activations are large, that moves the sum by 6.3e-4, and by less on the other models measured."""
 _TOLERANCE_HALF = 0.2
 
+SIGNS = 3
+"""Sums of the token losses, each with signs of its own, that are sent back."""
 
-def prove_derivatives(
-    losses: Tensor, parameters: Mapping[str, Tensor], derivative: Derivative
-) -> float:
-    """Compare a derivative and autograd along one random u: ``sum_k <grad l_k, u>`` by each.
+_ROUNDINGS = {"M": 64.0, "random": 256.0}
+"""Last digits that a probability near 1 is off by, which a token's own derivative is made of. Along
+a random direction logits move far more than their differences do."""
 
-    Every parameter's part of u is as long as its gradient is short, so that each weighs alike.
+
+@dataclass(frozen=True)
+class Disagreement:
+    """How far a derivative is from autograd's, at worst.
+
+    Attributes:
+        relative: the difference, relative to what it is measured by.
+        allowed: what rounding and the stated error explain.
+        name: a parameter along which both differ; empty where they agree.
+    """
+
+    relative: float
+    allowed: float
+    name: str = ""
+
+    def require_none(self) -> None:
+        """Raise where the difference is more than is allowed.
+
+        Raises:
+            UnsupportedError: naming the parameter.
+        """
+        # ``not <=``: a NaN is refused as well.
+        if not self.relative <= self.allowed:
+            raise _refusal(self.name, self.relative)
+
+
+class DerivativeProof:
+    """Compares derivatives of token losses with autograd, along M and along a random direction.
+
+    With signs r_j of the tokens, j = 1 .. ``SIGNS``, and directions u (M, and one that is random),
+
+        sum_k r_jk <grad l_k, u>   =   < grad sum_k r_jk l_k , u >
+
+    the left side by the derivative that is to be proved, the right side by one backward for each j.
+    Were the derivatives of single tokens off by d_k, the left side would be by ``sum_k r_jk d_k``,
+    whose mean square over the signs is ``sum_k d_k^2``: no error of one sign hides another's.
+
+    Along M a difference is measured by the norm of the values themselves (or of the parameters'
+    parts of them, if these cancel). Along the random direction every parameter's part is as long as
+    its gradient is short, so that each weighs alike, and the measure is what these parts sum to.
 
     Args:
-        losses: of the tokens of a slice, with a graph that is let go.
+        losses: (b, t) of the tokens of a slice, 0 off the response, with a graph that is let go.
         parameters: name -> parameter, everything in scope.
-        derivative: of these losses; three times the error that it states is allowed.
-
-    Returns:
-        The difference, relative to what the parts of the parameters sum to at random.
-
-    Raises:
-        UnsupportedError: they differ by more than rounding; the message names a parameter.
+        m: parameter name -> M in the parameter's shape; empty where there is none.
     """
-    with torch.enable_grad():
-        loss = losses.sum()
-    # A trainer casts within the forward, which is over: the graph has the dtypes of its products.
-    inputs = (one.dtype for node in graph_nodes(loss) for one in node._input_metadata)
-    dtypes = {p.dtype for p in parameters.values()}.union(d for d in inputs if d.is_floating_point)
-    gradients = dict(zip(parameters, gradient_of(loss, list(parameters.values())), strict=True))
-    sizes = {name: 0.0 if g is None else float(g.norm()) for name, g in gradients.items()}
-    largest = max(sizes.values(), default=0.0)
-    if not largest > 0.0:  # nothing to compare with, or NaN, which the values will name
+
+    def __init__(
+        self, losses: Tensor, parameters: Mapping[str, Tensor], m: Mapping[str, Tensor]
+    ) -> None:
+        self._parameters, self._losses = parameters, losses.detach().double()
+        # A trainer casts within the forward, which is over: the graph has its products' dtypes.
+        with torch.enable_grad():
+            whole = losses.sum()
+        inputs = (one.dtype for node in graph_nodes(whole) for one in node._input_metadata)
+        dtypes = {p.dtype for p in parameters.values()}
+        dtypes.update(dtype for dtype in inputs if dtype.is_floating_point)
+        self._tolerance = _tolerance(losses.device.type, dtypes)
+        self._digit = max(torch.finfo(dtype).eps for dtype in dtypes)
+        generator = torch.Generator().manual_seed(_SEED)
+        self._signs = [_signs(losses, generator) for _ in range(SIGNS)]
+        self._lengths: dict[str, float] = {}
+        self._directions = {"M": m} if m else {}
+        # (direction, number of the signs) -> parameter name -> its part of the backward's side
+        self._backward: dict[tuple[str, int], dict[str, float]] = {}
+        self._scale: dict[tuple[str, int], float] = {}
+        for number, signs in enumerate(self._signs):
+            self._send_back(losses, signs, number)
+
+    def _send_back(self, losses: Tensor, signs: Tensor, number: int) -> None:
+        with torch.enable_grad():
+            loss = (losses * signs.to(losses)).sum()
+        parameters, last = self._parameters, number == SIGNS - 1
+        gradients = gradient_of(loss, list(parameters.values()), retain_graph=not last)
+        named = dict(zip(parameters, gradients, strict=True))
+        sizes = {name: 0.0 if g is None else float(g.norm()) for name, g in named.items()}
+        if not self._lengths:
+            largest = max(sizes.values(), default=0.0)
+            # Nothing to compare with, or NaN, which the values will name.
+            if not 0.0 < largest < math.inf:
+                self._directions = {}
+                return
+            # The shortest count as a thousandth of the longest: one of rounding alone is none.
+            self._lengths = {name: max(size, 1e-3 * largest) for name, size in sizes.items()}
+            self._directions["random"] = _Drawn(parameters, self._lengths)
+        for key, direction in self._directions.items():
+            parts = {name: _inner(named[name], direction[name]) for name in direction}
+            self._backward[key, number] = parts
+        shares = (size / self._lengths[name] for name, size in sizes.items())
+        self._scale["random", number] = math.hypot(*shares)
+        if "M" in self._directions:
+            self._scale["M", number] = math.hypot(*self._backward["M", number].values())
+
+    def compare(self, derivative: Derivative, only: str = "") -> Disagreement:
+        """The worst difference of a derivative from autograd, in parts of what is allowed.
+
+        Args:
+            derivative: of these losses; three times the error that it states is allowed.
+            only: "M" or "random", for that direction alone.
+        """
+        worst = Disagreement(0.0, self._tolerance)
+        for key, direction in self._directions.items():
+            if only not in ("", key):
+                continue
+            moved, stated = derivative(dict(direction))
+            for number in range(SIGNS):
+                worst = max(worst, self._compared(key, number, moved, stated), key=_excess)
+                if _excess(worst) > 1.0:
+                    return replace(worst, name=self._part(key, number, derivative))
+        return worst
+
+    def _compared(self, key: str, number: int, moved: Tensor, stated: float) -> Disagreement:
+        norm, scale = float(moved.norm()), self._scale[key, number]
+        scale = max(scale, norm) if key == "M" else scale
+        away = abs(self._away(key, number, moved))
+        if not scale > 0.0:
+            return Disagreement(0.0 if away == 0.0 else math.inf, self._tolerance)
+        # dl = -(1 - p) dz where p is near 1: what p rounds is divided by 1 - p = 1 - exp(-l).
+        sure = _ROUNDINGS[key] * self._digit / -torch.expm1(-self._losses.clamp(min=1e-30))
+        rounded = float((moved.double() * sure.clamp(max=1.0)).norm())
+        allowed = self._tolerance + (3 * stated * norm + rounded) / scale
+        # What states so large an error that nothing would be refused proves nothing.
+        return Disagreement(away / scale, min(allowed, _TOLERANCE_HALF))
+
+    def _away(
+        self, key: str, number: int, moved: Tensor, names: Sequence[str] | None = None
+    ) -> float:
+        parts = self._backward[key, number]
+        forward = (moved.double() * self._signs[number]).sum()
+        return float(forward) - math.fsum(parts[name] for name in names or parts)
+
+    def _part(self, key: str, number: int, derivative: Derivative) -> str:
+        """A parameter along which both differ, by halving: the difference is linear in u."""
+        direction = self._directions[key]
+        names = list(direction)
+        while len(names) > 1:
+            halves = names[: len(names) // 2], names[len(names) // 2 :]
+            away = []
+            for half in halves:
+                moved, _ = derivative({name: direction[name] for name in half})
+                away.append(abs(self._away(key, number, moved, half)))
+            names = halves[away[1] > away[0]]
+        return names[0]
+
+
+class _Drawn(Mapping[str, Tensor]):
+    """A random direction, made anew at each look: the same numbers, and no copy of the weights."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], lengths: Mapping[str, float]) -> None:
+        self._parameters, self._lengths = parameters, lengths
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Normal numbers in the parameter's shape."""
+        parameter = self._parameters[name]
+        generator = torch.Generator(parameter.device).manual_seed(crc32(name.encode()))
+        dtype = wide(parameter.dtype)
+        u = torch.randn(parameter.shape, generator=generator, dtype=dtype, device=parameter.device)
+        return u / self._lengths[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+_SEED = 20_260_601
+"""Of the signs."""
+
+
+def _signs(losses: Tensor, generator: torch.Generator) -> Tensor:
+    drawn = torch.randint(0, 2, losses.shape, generator=generator) * 2 - 1
+    return drawn.to(losses.device, torch.float64)
+
+
+def _inner(gradient: Tensor | None, direction: Tensor) -> float:
+    if gradient is None:
         return 0.0
-    direction, backward, shares = {}, {}, {}
-    for name, parameter in parameters.items():
-        # The shortest count as a thousandth of the longest: a gradient of rounding alone is none.
-        length = max(sizes[name], 1e-3 * largest)
-        u = _drawn(name, parameter) / length
-        direction[name], shares[name] = u, sizes[name] / length
-        g = gradients[name]
-        backward[name] = 0.0 if g is None else float((g.detach() * u).sum(dtype=torch.float64))
-    del gradients
-
-    def compared(names: Sequence[str]) -> tuple[float, float]:
-        moved, error = derivative({name: direction[name] for name in names})
-        total = float(moved.sum(dtype=torch.float64)) - sum(backward[name] for name in names)
-        return total, error * float(moved.norm()) * moved.count_nonzero().item() ** 0.5
-
-    scale = sum(share**2 for share in shares.values()) ** 0.5
-    away, stated = compared(list(parameters))
-    found: float = abs(away) / scale
-    allowed = _tolerance(losses.device.type, dtypes) + 3 * stated / scale
-    # What states so large an error that nothing would be refused proves nothing.
-    if not found <= min(allowed, _TOLERANCE_HALF):
-        raise _refusal(_parted(list(parameters), lambda names: compared(names)[0]), found)
-    return found
+    return float((gradient.detach() * direction).sum(dtype=torch.float64))
 
 
-def _drawn(name: str, parameter: Tensor) -> Tensor:
-    """Normal numbers in the parameter's shape, the same ones at each call."""
-    generator = torch.Generator(parameter.device).manual_seed(crc32(name.encode()))
-    dtype = wide(parameter.dtype)
-    return torch.randn(parameter.shape, generator=generator, dtype=dtype, device=parameter.device)
+def _excess(one: Disagreement) -> float:
+    """The difference in parts of what is allowed; a NaN is more than anything."""
+    excess = one.relative / one.allowed
+    return math.inf if math.isnan(excess) else excess
 
 
 def _tolerance(device: str, dtypes: Iterable[torch.dtype]) -> float:
     """Error that rounding explains, in the coarsest arithmetic that the forward may have used."""
     coarse = torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest"
     return _TOLERANCE_HALF if coarse else max(_TOLERANCE.get(d, _TOLERANCE_HALF) for d in dtypes)
-
-
-def _parted(names: Sequence[str], difference: Callable[[Sequence[str]], float]) -> str:
-    """A parameter along which both modes differ, by halving: the difference is linear in u."""
-    while len(names) > 1:
-        halves = names[: len(names) // 2], names[len(names) // 2 :]
-        names = max(halves, key=lambda half: abs(difference(half)))
-    return names[0]
 
 
 def _refusal(name: str, found: float) -> UnsupportedError:

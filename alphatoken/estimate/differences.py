@@ -7,6 +7,10 @@
 Nothing but forwards of the model as it is: no rule for any kernel or layer is needed. The step h is
 found on a few short rows, from differences at h and at 2 h, and the same two say how far the values
 are off. The weights come back to the bit, also after an exception or an interrupt.
+
+The stated error of a batch has two parts. Rounding, ``u / h`` with u the rounding of a loss as it
+was measured, is known for each batch. Truncation is measured on some of them, by the forwards at
+2 h, and carried over to the others; a batch that is unlike those is measured itself.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.errors import UnsupportedError
+from alphatoken.estimate.choices import watching_choices
 from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, require_finite
 from alphatoken.model.batch_slice import around_responses
@@ -30,7 +35,7 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["CURVATURE", "FORMS", "TOLERANCE", "Differences", "drowned"]
+__all__ = ["CURVATURE", "FORMS", "TOLERANCE", "Differences", "InexactError", "Quotient", "drowned"]
 
 FORMS = ("central", "one_sided")
 
@@ -42,6 +47,9 @@ TOLERANCE = 2e-2
 
 CURVATURE_TOLERANCE = 0.1
 """The same of second differences, whose rounding is divided by h^2: a length is read of them."""
+
+_JUMP = 5 * TOLERANCE
+"""Part of a token's value, or of the mean one, that its values at h and 2 h may differ by."""
 
 CHECKED_EVERY = 32
 """Batches after which the error is looked at again; at first sooner: after 1, 2, 4, 8 and 16."""
@@ -76,28 +84,114 @@ def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
 
 @dataclass(frozen=True)
 class Step:
-    """A step h that was found for one direction.
+    """A step h that was found for one direction, and what is known of the errors that it makes.
+
+    Numbers of values are root mean squares over response tokens.
 
     Attributes:
         length: h.
         norm: of M when it was found.
-        found: estimated relative error on the rows on which it was found.
-        seen: the same on the last batch that was looked at.
+        relative: estimated relative error on the rows on which it was found.
+        rounding: what rounding of the losses adds to a value at this step.
+        truncation: what values at h and at 2 h differ by, at most on the batches that were looked
+            at since the step was found.
+        sizes: of the values of these batches, the least and the most.
         every: batches between the last look and the next.
         left: batches until one is looked at.
+        age: batches since the last look.
     """
 
     length: float
     norm: float
-    found: float
-    seen: float = 0.0
+    relative: float
+    rounding: float
+    truncation: float = 0.0
+    sizes: tuple[float, float] = (math.inf, 0.0)
     every: int = 0
     left: int = 0
+    age: int = 0
 
-    @property
-    def error(self) -> float:
-        """The larger of both: other rows may be more curved, and few may agree by chance."""
-        return max(self.found, self.seen)
+    def is_due(self, size: float) -> bool:
+        """True if a batch with values of this size is to be looked at."""
+        least, most = self.sizes
+        return self.left == 0 or not least / _UNLIKE <= size <= most * _UNLIKE
+
+    def error(self, size: float, truncation: float | None = None) -> float:
+        """Estimated relative error of a batch with values of this size.
+
+        The larger of what was found on the few rows and of this: other rows may be more curved,
+        and few may agree by chance.
+
+        Args:
+            size: of its values.
+            truncation: as measured on it; by default that of the batches that were looked at, which
+                is taken to be as large, relative to the values, on any larger ones.
+        """
+        if size == 0.0:
+            return 0.0
+        cut, most = truncation, self.sizes[1]
+        if cut is None:
+            cut = self.truncation * (max(1.0, size / most) if most else 1.0)
+        return max(self.relative, math.hypot(cut, self.rounding) / size)
+
+    def looked(self, size: float, truncation: float) -> Step:
+        """This step after a look at a batch; the next one comes after twice as many batches."""
+        least, most = self.sizes
+        every = min(2 * self.every or 1, CHECKED_EVERY) if self.left == 0 else self.every
+        return replace(
+            self,
+            truncation=max(self.truncation, truncation),
+            sizes=(min(least, size), max(most, size)),
+            every=every,
+            left=every if self.left == 0 else self.left,
+            age=0,
+        )
+
+
+_UNLIKE = 3.0
+"""Factor by which the values of a batch are smaller or larger than those that were looked at."""
+
+
+class InexactError(UnsupportedError):
+    """Differences are not exact enough.
+
+    Attributes:
+        form: as in ``Differences.values``.
+        of_batch: on one batch alone: other batches may have their values.
+        negligible: the values and their stated error, if that error is small beside the values of
+            other batches: of rows that M hardly reaches.
+    """
+
+    def __init__(
+        self, form: str, error: float, *, of_batch: bool = False, negligible: Quotient | None = None
+    ) -> None:
+        what = f"label values by {form.replace('_', '-')} differences are"
+        super().__init__(
+            f"{'curvatures are' if form == CURVATURE else what} not exact enough on this "
+            f"{'batch' if of_batch else 'model'}",
+            got=f"an estimated relative error of {error:.1e} at the best step",
+            why=f"more than {_tolerance(form):.0e}: losses are rounded too coarsely, a forward "
+            "draws random numbers, or M hardly reaches the rows",
+            remedy="the model in float64, or curvature=False"
+            if form == CURVATURE
+            else "derivative='forward_mode'",
+        )
+        self.form, self.of_batch, self.negligible = form, of_batch, negligible
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """Differences of one batch.
+
+    Attributes:
+        values: (b, t), 0 off the response.
+        error: estimated, relative to the norm of the values.
+        age: batches since the truncation in it was measured; 0: on this one.
+    """
+
+    values: Float[Tensor, "b t"]
+    error: float
+    age: int = 0
 
 
 class Differences:
@@ -111,6 +205,7 @@ class Differences:
     def __init__(self, adapter: DecoderAdapter, sharding: Sharding | None = None) -> None:
         self._adapter, self._sharding = adapter, sharding
         self._steps: dict[tuple[str, int], Step] = {}
+        self._chooses = False  # whether the model sends tokens to parts of it by their numbers
         self._lengths = WeakTensorKeyDictionary()
 
     def values(
@@ -123,7 +218,7 @@ class Differences:
         side: int = 0,
         shown: Callable[[], LabelledBatch | None] | None = None,
         see: Callable[[Tensor], None] | None = None,
-    ) -> tuple[Float[Tensor, "b t"], float]:
+    ) -> Quotient:
         """``<grad l_k, M>`` for every response token k, and the estimated relative error.
 
         Args:
@@ -134,16 +229,19 @@ class Differences:
             side: which direction this is of those that are taken in turn; each has a step.
             shown: gives the batch on a slice of which a step is found, so that values do not
                 depend on which rows came first; None for ``batch``.
-            see: gets token losses (b, t) near the weights as they are, and may refuse them.
+            see: gets what the losses (b, t) at the weights as they are should be, and may refuse
+                them.
 
         Returns:
-            (b, t), index i for token i, 0 off the response, float32 or wider; and the error,
-            relative to the norm of the values, as it was last looked at: on the batch for which the
-            step was found, soon after it, and on every 32nd from there on.
+            Values (b, t), index i for token i, 0 off the response, float32 or wider; and the error
+            of this batch, relative to the norm of its values. Its rounding is this batch's own; its
+            truncation was measured on this one, or some batches ago: soon after the step was found,
+            on every 32nd from there on, on batches whose values have another size, and on all
+            batches of a model that chooses among its parts (a router).
 
         Raises:
-            UnsupportedError: no step gives a relative error of ``TOLERANCE`` (of "curvature",
-                ``CURVATURE_TOLERANCE``).
+            InexactError: no step gives a relative error of ``TOLERANCE`` (of "curvature",
+                ``CURVATURE_TOLERANCE``), on this model or on this batch.
 
         Exactness: the error that is returned, within a factor of 3. Source: ours, of the
         definition of the derivative. Oracles: ``label_values`` and ``label_curvatures`` of
@@ -151,38 +249,69 @@ class Differences:
         """
         shift = Shift(self._adapter.model, direction, self._sharding)
         norm = self._length(shift, direction)
+        nothing = Quotient(torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0)
         if norm == 0.0:  # M = 0, as V is before the first step: every value is 0
-            return torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0
+            return nothing
         if not math.isfinite(norm):
             what, remedy = "the direction is not finite", "look at the weights"
             raise UnsupportedError(what, got=f"norm {norm}", remedy=remedy)
         with torch.no_grad(), evaluation_mode(self._adapter.model), shift.open():
-            step = self._steps.get((form, side))
-            if step is None or not 0.5 < norm / step.norm < 2.0:
-                weights = shift.weights()
-                few = around_responses((shown and shown()) or batch)
-                step = self._find(few, shift, form, weights, norm)
-                # M may reach none of the few rows, as an embedding of other tokens does.
-                step = step or self._find(batch, shift, form, weights, norm)
+            step = self._step_for(batch, shift, form, side, norm, shown)
             if step is None:
-                return torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0
-            if step.found > _tolerance(form):
-                raise _inexact(form, step.found)
-            asked = self._quotients(batch, shift, form, base)
-            values = asked.values(step.length)
-            ahead, behind = asked.sides(step.length)
-            if see is not None:
-                see(behind)
-            require_finite(ahead, batch.mask, "batch")
-            require_finite(behind, batch.mask, "batch")
-            if step.left == 0:
-                seen = asked.away(step.length) if asked.size(step.length) else 0.0
-                every = min(2 * step.every or 1, CHECKED_EVERY)
-                step = replace(step, seen=seen, every=every, left=every)
-                if step.error > _tolerance(form):
-                    raise _inexact(form, step.error)
-            self._steps[form, side] = replace(step, left=step.left - 1)
-        return values.masked_fill(~batch.mask, 0.0), step.error
+                return nothing
+            if step.relative > _tolerance(form):
+                raise InexactError(form, step.relative)
+            return self._taken(self._quotients(batch, shift, form, base), step, batch, side, see)
+
+    def _step_for(
+        self,
+        batch: LabelledBatch,
+        shift: Shift,
+        form: str,
+        side: int,
+        norm: float,
+        shown: Callable[[], LabelledBatch | None] | None,
+    ) -> Step | None:
+        """The step in use, or a new one where M has another length; None where it moves no loss."""
+        step = self._steps.get((form, side))
+        if step is not None and 0.5 < norm / step.norm < 2.0:
+            return step
+        weights = shift.weights()
+        few = around_responses((shown and shown()) or batch)
+        # M may reach none of the few rows, as an embedding of other tokens does.
+        return self._find(few, shift, form, weights, norm) or self._find(
+            batch, shift, form, weights, norm
+        )
+
+    def _taken(
+        self,
+        quotients: _Quotients,
+        step: Step,
+        batch: LabelledBatch,
+        side: int,
+        see: Callable[[Tensor], None] | None,
+    ) -> Quotient:
+        """Values at a step, their stated error, and the step's record for the next batch."""
+        form = quotients.form
+        values = quotients.values(step.length)
+        for losses in quotients.sides(step.length):
+            require_finite(losses, batch.mask, "batch")
+        size, truncation = quotients.size(step.length), None
+        unsure = step.is_due(size) or step.error(size) > _tolerance(form) or self._chooses
+        if unsure and size > 0.0:
+            truncation = quotients.spread(step.length)
+            step = step.looked(size, truncation)
+        self._steps[form, side] = replace(step, left=step.left - 1, age=step.age + 1)
+        error = step.error(size, truncation)
+        taken = Quotient(values.masked_fill(~batch.mask, 0.0), error, step.age)
+        jumps = self._chooses and quotients.jumps(step.length)
+        if error > _tolerance(form) or jumps:
+            small = not jumps and error * size <= _tolerance(form) * step.sizes[1]
+            raise InexactError(form, error, of_batch=True, negligible=taken if small else None)
+        here = quotients.here(step.length)
+        if see is not None and here is not None:
+            see(here)
+        return taken
 
     def _length(self, shift: Shift, direction: Mapping[str, Tensor]) -> float:
         """Norm of M, which is read once and not for each batch."""
@@ -197,9 +326,14 @@ class Differences:
         self, rows: LabelledBatch, shift: Shift, form: str, weights: float, norm: float
     ) -> Step | None:
         """The step by these rows; None where M does not reach their losses at all."""
-        asked = self._quotients(rows, shift, form)
-        length = asked.best(weights, norm)
-        return None if length is None else Step(length, norm, asked.error(length))
+        quotients = self._quotients(rows, shift, form)
+        with watching_choices() as choices:
+            quotients.at(0.0)
+        self._chooses = self._chooses or choices.made
+        length = quotients.best(weights, norm)
+        if length is None:
+            return None
+        return Step(length, norm, quotients.error(length), quotients.rounding(length))
 
     def _quotients(
         self, batch: LabelledBatch, shift: Shift, form: str, base: Tensor | None = None
@@ -231,65 +365,101 @@ class _Quotients:
         base: Tensor | None,
         summed: Callable[[Sequence[float]], list[float]],
     ) -> None:
-        self._losses, self._mask, self._form, self._summed = losses, mask, form, summed
+        self._losses, self._mask, self.form, self._summed = losses, mask, form, summed
         self._power = 2 if form == CURVATURE else 1  # of h, which roundings are divided by
+        self._based = base is not None
         self._known: dict[float, Tensor] = {} if base is None else {0.0: base.detach()}
+        self._rounding = 0.0  # of a loss, where it was measured
 
-    def _at(self, step: float) -> Tensor:
+    def at(self, step: float) -> Tensor:
+        """Losses (b, t) at a step."""
         if step not in self._known:
             self._known[step] = self._losses(step)
         return self._known[step]
 
     def sides(self, length: float) -> tuple[Tensor, Tensor]:
         """Losses (b, t) whose difference is taken: ahead, or where the weights are; and behind."""
-        ahead = self._at(0.0 if self._form == "one_sided" else length)
-        return ahead, self._at(-length)
+        ahead = self.at(0.0 if self.form == "one_sided" else length)
+        return ahead, self.at(-length)
+
+    def here(self, length: float) -> Tensor | None:
+        """Losses (b, t) at the weights as they are, by forwards of our own that were run.
+
+        None where these say nothing of a base that was given.
+        """
+        if self.form != "one_sided":
+            ahead, behind = self.sides(length)
+            return (ahead + behind) / 2
+        if not self._based:
+            return self.at(0.0)
+        farther = self._known.get(-2 * length)
+        return None if farther is None else 2 * self.at(-length) - farther
 
     def values(self, length: float) -> Tensor:
         """The quotient (b, t) at step ``length``."""
         ahead, behind = (side.to(wide(side.dtype)) for side in self.sides(length))
-        if self._form == CURVATURE:
-            here = self._at(0.0).to(ahead.dtype)
+        if self.form == CURVATURE:
+            here = self.at(0.0).to(ahead.dtype)
             return ((ahead - here) + (behind - here)) / length**2
-        width = 2 * length if self._form == "central" else length
+        width = 2 * length if self.form == "central" else length
         return (ahead - behind) / width
 
-    def away(self, length: float) -> float:
-        """Richardson's: how far values at h are from those at 2 h, relative to their norm.
+    def spread(self, length: float) -> float:
+        """How far values at h are from those at 2 h (root mean square over tokens): Richardson's.
 
         Truncation makes those at 2 h off by four times (one-sided: twice) what those at h are off
-        by, and rounding by half (curvature: a quarter). The roundings of the losses at their least
-        are added, since on a few tokens both may agree by chance. Where h is too small or too large
-        all of it is noise, or nothing follows M any more, and this is near 1.
+        by, and rounding by half (curvature: a quarter).
         """
-        values, twice = (self.values(h)[self._mask] for h in (length, 2 * length))
-        losses = self._at(-length)[self._mask]
-        away, known, size = self._norms(values - twice, losses, values)
-        rounding = torch.finfo(losses.dtype).eps * known / length**self._power
-        error = math.hypot(away, rounding)
+        return self._mean(self.values(length) - self.values(2 * length))
+
+    def size(self, length: float) -> float:
+        """Root mean square of the values at this step."""
+        return self._mean(self.values(length))
+
+    def jumps(self, length: float) -> bool:
+        """True if a token's loss jumps between h and 2 h: no derivative is seen of it there."""
+        values, twice = (self.values(h)[self._mask].double() for h in (length, 2 * length))
+        bar = _JUMP * torch.maximum(values.abs(), values.new_tensor(self.size(length)))
+        return self._summed([float(((values - twice).abs() > bar).sum())])[0] > 0
+
+    def rounding(self, length: float) -> float:
+        """What rounding of the losses adds to values at this step (root mean square).
+
+        The rounding of a loss is what losses at the shortest moves differ by, for no move of the
+        weights that short changes them by as much; and at least that of their last digit.
+        """
+        losses = self.at(-length)
+        digit = torch.finfo(losses.dtype).eps * self._mean(losses)
+        return max(self._rounding, digit) / length**self._power
+
+    def away(self, length: float) -> float:
+        """``spread`` and the rounding of the last digit together, relative to the values.
+
+        The rounding is added since on a few tokens values may agree by chance. Where h is too small
+        or too large all of it is noise, or nothing follows M any more, and this is near 1.
+        """
+        size, losses = self.size(length), self.at(-length)
+        digit = torch.finfo(losses.dtype).eps * self._mean(losses) / length**self._power
+        error = math.hypot(self.spread(length), digit)
         # All zeros say that the move drowned, unless no move shows; see ``best``.
         finite = math.isfinite(error) and math.isfinite(size)
         return error / size if finite and size > 0 else math.inf
 
-    def size(self, length: float) -> float:
-        """Norm of the values at this step."""
-        (size,) = self._norms(self.values(length)[self._mask])
-        return size
-
-    def _norms(self, *tensors: Tensor) -> list[float]:
-        """Norms of each over all processes, which therefore decide alike."""
-        squares = [float(tensor.double().square().sum()) for tensor in tensors]
-        return [total**0.5 for total in self._summed(squares)]
+    def _mean(self, tensor: Tensor) -> float:
+        """Root mean square over the response tokens of all processes, which decide alike."""
+        square = float(tensor[self._mask].double().square().sum())
+        square, count = self._summed([square, float(self._mask.sum())])
+        return math.sqrt(square / count) if count else 0.0
 
     def error(self, length: float) -> float:
-        """Estimated relative error of the values at this step (norm over the tokens).
+        """Estimated relative error of the values at this step.
 
         What is seen at h alone may be small by chance, the more so as the least of many is
         chosen: half (curvature: a quarter) of what is seen at h / 2, and a quarter (one-sided:
         half) of that at 2 h, are what the one at h / 2 rounds and the one at 2 h truncates, brought
         to h.
         """
-        truncated = self.away(2 * length) / (2 if self._form == "one_sided" else 4)
+        truncated = self.away(2 * length) / (2 if self.form == "one_sided" else 4)
         return max(self.away(length), self.away(length / 2) / 2.0**self._power, truncated)
 
     def best(self, weights: float, norm: float) -> float | None:
@@ -316,21 +486,11 @@ class _Quotients:
         for factor in (2.0, 0.5):
             while 1 / 16 < best / around < 16 and self.error(factor * best) < self.error(best):
                 best *= factor
+        # Values at the shortest step and its double, and at the best one, which is nearly exact.
+        shortest = coarse[0]
+        self._rounding = self.spread(shortest) * shortest**self._power
         return best
 
 
 def _tolerance(form: str) -> float:
     return CURVATURE_TOLERANCE if form == CURVATURE else TOLERANCE
-
-
-def _inexact(form: str, error: float) -> UnsupportedError:
-    what = f"label values by {form.replace('_', '-')} differences are"
-    return UnsupportedError(
-        f"{'curvatures are' if form == CURVATURE else what} not exact enough on this model",
-        got=f"an estimated relative error of {error:.1e} at the best step",
-        why=f"more than {_tolerance(form):.0e}: losses are rounded too coarsely, or a forward "
-        "draws random numbers",
-        remedy="the model in float64, or curvature=False"
-        if form == CURVATURE
-        else "derivative='forward_mode'",
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
 from alphatoken.model.attention import forward_mode_attention
 from alphatoken.model.batch import LabelledBatch, require_finite
+from alphatoken.model.experts import mixtures_of
 from alphatoken.model.head import HeadUse
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.partial_forward import Start, can_start_at, start_at
@@ -51,6 +53,11 @@ def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
             AlphaTokenWarning,
         )
     return forward_mode_attention(call)
+
+
+def _as_it_is(module: nn.Module, name: str, x: Tensor, s: Tensor, experts: Tensor) -> Tensor:
+    """Let the product of a mixture go on: it was formed by products that have forward mode."""
+    return s
 
 
 def _run(call: Callable[[], Any]) -> Any:
@@ -242,12 +249,15 @@ def _dual_losses(
     """Token losses (b, t) and their derivatives along ``direction / scale``, by one forward."""
     parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
     layers = range(first, len(adapter.layers()))
+    mixtures = mixtures_of(adapter, layers)
+    experts: Any = getattr(adapter, "override_experts", None) if mixtures else None
     modules = [module for layer in layers for module in adapter.attention_modules(layer)]
     # Only attention from ``first`` on can meet a tangent; below it the kernel is left as it is.
     with (
         _ONE_AT_A_TIME,
         evaluation_mode(adapter.model),  # dropout off: the loss as a function of the weights alone
         adapter.override_attention(modules, _attention),
+        nullcontext() if experts is None else experts(mixtures, _as_it_is),
         forward_ad.dual_level(),
         _Rules(),
     ):

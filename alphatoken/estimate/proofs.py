@@ -25,7 +25,6 @@ from torch import Tensor
 
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.causality import allowed_pairs, argument_kinds, prove_causality
-from alphatoken.estimate.derivatives import Derivative, prove_derivatives
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SPLIT, WALK
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
 from alphatoken.model.backward import accumulate_errors
@@ -534,14 +533,13 @@ class CaptureCheck:
             self.report = replace(self.report, relative_error=error)
         self.pending = False
 
-    def see_derivatives(self, losses: Tensor, derivative: Derivative) -> None:
-        """Prove on the losses of this slice that their derivative is what autograd gives.
+    def derivatives_agree(self, relative: float) -> None:
+        """Note that the derivative that is taken was shown to agree with autograd.
 
-        Raises:
-            UnsupportedError: see ``derivatives``.
+        Args:
+            relative: by how much the two differ.
         """
-        found = prove_derivatives(losses, self._parameters, derivative)
-        self.report = replace(self.report, derivatives=found)
+        self.report = replace(self.report, derivatives=relative)
         self.pending = False
 
     def see_arguments(self, batch: LabelledBatch, *, observed: bool = False) -> None:

@@ -20,6 +20,7 @@ from alphatoken.errors import ModelError
 from alphatoken.model.attention import switchable_attention
 from alphatoken.model.convolution import switchable_convolution
 from alphatoken.model.delta_rule import switchable_delta_rule
+from alphatoken.model.observed_forward import ObservedForward, scores_in
 from alphatoken.model.partial_forward import hidden_of
 from alphatoken.model.protocol import (
     AttentionCall,
@@ -38,33 +39,7 @@ from alphatoken.model.sharding import Sharding
 from alphatoken.model.switch import BackwardSwitch
 from alphatoken.model.uses import AttentionUse, ConvolutionUse, DeltaUse, LinearUse
 
-__all__ = ["ObservedForward", "Recorder", "record"]
-
-
-@dataclass
-class ObservedForward:
-    """Arguments of one call of the model, and where its scored part began.
-
-    ``hidden`` is the (detached) input of the first scored layer, ``products`` the dtype of matrix
-    products there, which under autocast is not that of ``hidden``. ``plain`` says that the blocks
-    below pass on a bare tensor, so that ``partial_forward.start_at`` can stand in for them.
-    ``blocks`` counts the decoder blocks run from there on, ``attended`` holds the numbers of those
-    whose attention came to the recorder, ``cached`` says that some of it read keys of a cache.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden: Tensor | None = None
-    products: torch.dtype | None = None
-    plain: bool = False
-    blocks: int = 0
-    attended: set[int] = field(default_factory=set)
-    cached: bool = False
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """The arguments by name; the first one by position is ``input_ids``."""
-        return {**self.kwargs, **({"input_ids": self.args[0]} if self.args else {})}
+__all__ = ["Recorder", "record"]
 
 
 @dataclass
@@ -188,11 +163,16 @@ class Recorder:
 
     def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the model's arguments; forget the pass before if this one has a graph."""
-        self.begun = ObservedForward(args, kwargs)
+        self.begun = ObservedForward(module, args, kwargs)
         # With gradients off nothing is decided yet: generation never makes a graph, but a pass
         # under ``graph_from_layer`` does, once the first scored layer is entered.
         if torch.is_grad_enabled():
             self._keep()
+
+    def on_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Keep what the model returned; blocks that run after this are not of its call."""
+        if self.begun is not None:
+            self.begun.leave(scores_in(output))
 
     def on_first_block(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -218,9 +198,11 @@ class Recorder:
 
     def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Count a decoder block before it runs."""
-        # The user has called a decoder block, not the model: there was no on_forward.
-        if self.begun is None:
-            self.begun = ObservedForward((), {})
+        # The decoder by itself was called, not the model. A backward runs checkpointed blocks anew.
+        if self.begun is None or (self.begun.returned and torch._C._current_graph_task_id() == -1):
+            self.begun = ObservedForward()
+            if torch.is_grad_enabled():
+                self._keep()
         self.begun.blocks += 1
 
     def on_call(
@@ -393,6 +375,8 @@ def record(
             (blocks[scope.first], recorder.on_first_block),
         ):
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        leave = adapter.model.register_forward_hook(recorder.on_output, always_call=True)
+        stack.callback(leave.remove)
         stack.callback(blocks[0].register_forward_hook(recorder.on_trunk).remove)
         # Each block gets one hook: one that stands in the list twice would be counted twice a call.
         for block in {id(b): b for b in blocks[scope.first :]}.values():

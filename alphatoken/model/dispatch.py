@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
@@ -109,8 +110,9 @@ class ExpertsDispatch(Dispatch):
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Show the rows of an overridden mixture to its listeners."""
         entered = self.active.get(module, ())
-        # Without a graph no backward comes, and the model's own kernel is faster.
-        if not entered or not torch.is_grad_enabled():
+        # Without a graph no backward comes, and the model's own kernel is faster. It has no forward
+        # mode.
+        if not entered or not (torch.is_grad_enabled() or _moves(module, *args, *kwargs.values())):
             return self.kernel_of(module)(module, *args, **kwargs)
         if getattr(module, "_is_expert_parallel", False):
             raise UnsupportedError(
@@ -124,6 +126,13 @@ class ExpertsDispatch(Dispatch):
         _, hidden, experts, weights = bound.arguments.values()
         listeners = [listener for listener, _ in entered]
         return routed_experts(module, hidden, experts, weights, listeners)
+
+
+def _moves(module: nn.Module, *tensors: Any) -> bool:
+    """True if the mixture has a tangent, in its tensors or in what it is called with."""
+    every = (*tensors, *module.parameters(recurse=False))
+    floating = (t for t in every if isinstance(t, Tensor) and t.is_floating_point())
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in floating)
 
 
 def _own_experts(module: nn.Module) -> Callable[..., Any]:

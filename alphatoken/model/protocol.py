@@ -203,13 +203,15 @@ class DeltaNets(Protocol):
 class DecoderAdapter(Protocol):
     """The core's view of a decoder-only language model.
 
-    An adapter of models with mixtures of experts may have two methods more, without which
-    ``parameters="linears,experts"`` is refused:
+    An adapter of models with mixtures of experts may have three methods more, without which
+    ``parameters="linears,experts"`` is refused, and forward mode meets the mixtures' own kernel:
+
+    * ``mixtures(layers) -> tuple[nn.Module, ...]``: the mixtures of these layers.
 
     * ``scored_experts(layers) -> list[ScoredExperts]``: the trainable 3-D tensors of these layers
       whose rows it can show.
     * ``override_experts(modules, listener)``: a context in which every call of these modules with
-      a graph shows its rows to the ``ExpertsListener``.
+      a graph or tangents shows its rows to the ``ExpertsListener``.
     """
 
     model: nn.Module

@@ -195,11 +195,16 @@ class TransformersAdapter:
                         loose.update(m for m in getattr(module, part).modules())
         return loose
 
+    def mixtures(self, layers: Sequence[int]) -> tuple[nn.Module, ...]:
+        """The mixtures of these blocks that transformers dispatches, each once."""
+        modules = (m for layer in layers for m in self._layers[layer].modules())
+        return tuple(dict.fromkeys(filter(_is_mixture, modules)))
+
     def scored_experts(self, layers: Sequence[int]) -> list[ScoredExperts]:
         """Trainable 3-D tensors of the mixtures that transformers dispatches, each once."""
         found: dict[str, ScoredExperts] = {}  # by name: a block may serve two layers
         for layer in layers:
-            for module in filter(_is_mixture, self._layers[layer].modules()):
+            for module in self.mixtures([layer]):
                 for parameter, weight in module.named_parameters(recurse=False):
                     if parameter in PARAMETERS and weight.requires_grad:
                         name = f"{self._names[module]}.{parameter}"

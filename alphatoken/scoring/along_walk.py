@@ -56,9 +56,5 @@ def _losses(adapter: DecoderAdapter, seen: Pass, *, compare: bool) -> Tensor:
         own = forward_losses(adapter, seen.batch, "batch")
     if known is None:
         return own
-    seen.require_losses(own, tolerance=_ROUNDING)
+    seen.require_losses(own)
     return known
-
-
-_ROUNDING = 5e-2
-"""Between an observed forward, which may be in 16 bits, and one of our own."""

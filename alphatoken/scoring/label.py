@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TypeVar
+from functools import partial
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
-from alphatoken.estimate.derivatives import Derivative
-from alphatoken.estimate.differences import CURVATURE, FORMS, Differences, drowned
+from alphatoken.estimate.derivatives import Derivative, DerivativeProof, Disagreement
+from alphatoken.estimate.differences import (
+    CURVATURE,
+    FORMS,
+    Differences,
+    InexactError,
+    drowned,
+)
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.experts import mixtures_of
 from alphatoken.model.modes import draws
 from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
@@ -23,8 +30,6 @@ from alphatoken.scoring.passes import Pass
 from alphatoken.support.precision import wide
 
 __all__ = ["LabelDerivative", "Taken"]
-
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,13 @@ class Taken:
         values: 0 off the response.
         way: "forward_mode", "central" or "one_sided".
         error: estimated, relative to the norm of ``values``; 0 where it is rounding alone.
+        age: batches since the truncation in ``error`` was measured; 0: on this one.
     """
 
     values: Float[Tensor, "b t"]
     way: str
     error: float = 0.0
+    age: int = 0
 
 
 class LabelDerivative:
@@ -59,6 +66,9 @@ class LabelDerivative:
         # them is tried again.
         self._disproved: set[str] = set()
         self._refused: set[str] = set()
+        self._warned: set[str] = set()  # ways that one was warned of on single batches
+        # Whether losses may jump where weights move, as a router sends a token elsewhere.
+        self._chooses = bool(mixtures_of(adapter, range(len(adapter.layers()))))
         # Whether a dual forward may start at the hidden states of the observed one, and whether the
         # losses of the observed one may be a side of a difference. Each is switched off for good by
         # the first pass that shows otherwise: it would be paid for at each step.
@@ -85,63 +95,111 @@ class LabelDerivative:
         if self._asked == "forward_mode" or lost is not None:
             return ["forward_mode"]
         # Forward mode starts at the input of the first scored layer, where differences would run
-        # the model below it again; over all parameters it costs more than they do. A mixture of
-        # experts sends some tokens elsewhere at moved weights, where losses jump.
+        # the model below it again; over all parameters it costs more than they do. A router sends
+        # some tokens elsewhere at moved weights, where losses jump.
         ways = ["differences", "forward_mode"]
-        ways = ways if self._first is None and not self._routes else ways[::-1]
+        ways = ways if self._first is None and not self._chooses else ways[::-1]
         lost_ways = self._disproved | self._refused
         return [way for way in ways if way not in lost_ways] or ways
 
-    @cached_property
-    def _routes(self) -> bool:
-        """True if a mixture of experts that train lies in the model."""
-        find = getattr(self._adapter, "scored_experts", None)
-        return find is not None and bool(find(range(len(self._adapter.layers()))))
-
-    def _taken(self, take: Callable[[str], _R], refused_ways: set[str]) -> _R:
-        """Result of the first form that works; "auto" warns if that was not the preferred one."""
+    def _take(self, take: Mapping[str, Callable[[], Taken]]) -> Taken:
+        """Values by the first way that works; "auto" warns if that was not the preferred one."""
         way, *rest = self._ways()
-        if not rest:
-            return take(way)
         try:
-            return take(way)
+            return take[way]()
         except UnsupportedError as error:
             refused = error
-        try:
-            found = take(rest[0])
-        except UnsupportedError:
-            raise refused from None
-        refused_ways.add(way)
-        warn_caller(f"label values are taken by {_NAMES[rest[0]]}: {refused}", AlphaTokenWarning)
-        return found
+        of_batch = isinstance(refused, InexactError) and refused.of_batch
+        for other in rest:
+            try:
+                taken = take[other]()
+            except UnsupportedError:
+                break
+            if not of_batch:
+                self._refused.add(way)
+            if not of_batch or other not in self._warned:
+                self._warn(other, refused)
+            self._warned.add(other)
+            return taken
+        if isinstance(refused, InexactError) and refused.negligible is not None:
+            found = refused.negligible
+            return Taken(found.values, refused.form, found.error, found.age)
+        raise refused
+
+    def _warn(self, way: str, refused: UnsupportedError) -> None:
+        warn_caller(f"label values are taken by {_NAMES[way]}: {refused}", AlphaTokenWarning)
 
     # --- the proof -------------------------------------------------------------------------------
 
-    def prove(self, batch: LabelledBatch, prove: Callable[[Derivative], None]) -> None:
-        """Show the proof the derivative that will be taken, on a slice of a batch.
+    def prove(
+        self, batch: LabelledBatch, losses: Tensor, m: Mapping[str, Tensor], *, chooses: bool
+    ) -> float:
+        """Show that the way that will be taken agrees with autograd, on a slice of a batch.
+
+        Forward mode comes first, where it may be taken and every kernel has it: what it disproves
+        is refused, and differences never take its place. Where differences are preferred, they must
+        agree along M too, or forward mode takes theirs.
+
+        Args:
+            batch: the slice.
+            losses: of its tokens, with a graph that is let go.
+            m: parameter name -> M in the parameter's shape; empty where there is none.
+            chooses: the model chose among its parts by its numbers in that forward.
+
+        Returns:
+            The largest relative difference.
 
         Raises:
-            UnsupportedError: neither that is allowed agrees with autograd.
+            UnsupportedError: no way that is allowed agrees with autograd.
         """
+        self._chooses = self._chooses or chooses
+        proof, ways = DerivativeProof(losses, self._parameters, m), self._ways()
+        agreed: Disagreement | None = None
+        refused: UnsupportedError | None = None
+        if "forward_mode" in ways:
+            try:
+                agreed = proof.compare(self._forward_mode_of(batch))
+            except UnsupportedError as error:  # a kernel without it
+                if ways == ["forward_mode"]:
+                    raise
+                refused = error
+            else:
+                agreed.require_none()
+        if agreed is not None and ways[0] == "forward_mode":
+            return agreed.relative
+        try:
+            moved = proof.compare(self._differences_of(batch), only="M" if agreed else "")
+            moved.require_none()
+        except UnsupportedError as error:
+            if agreed is None:
+                raise refused or error from None
+            self._disproved.add("differences")
+            self._warn("forward_mode", error)
+            return agreed.relative
+        if refused is not None and ways[0] == "forward_mode":
+            self._disproved.add("forward_mode")
+            self._warn("differences", refused)
+        return max(moved.relative, agreed.relative if agreed else 0.0)
 
-        def take(way: str) -> None:
-            # Steps of its own: the proof's direction is not M.
-            differences, form = Differences(self._adapter), self._form(None)
+    def _forward_mode_of(self, batch: LabelledBatch) -> Derivative:
+        def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+            return label_values(self._adapter, batch, direction, first=self._first or 0), 0.0
 
-            def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
-                if way == "differences":
-                    return differences.values(batch, direction, form)
-                return label_values(self._adapter, batch, direction, first=self._first or 0), 0.0
+        return derivative
 
-            prove(derivative)
+    def _differences_of(self, batch: LabelledBatch) -> Derivative:
+        def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+            # Steps of its own: the direction need not be M.
+            taken = Differences(self._adapter).values(batch, direction, self._form(None))
+            return taken.values, taken.error
 
-        self._taken(take, self._disproved)
+        return derivative
 
     # --- values ----------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop what was found on batches, as a scorer that is built anew knows nothing of it."""
-        self._refused = set()
+        self._refused, self._warned = set(), set()
         self._differences = Differences(self._adapter, self._sharding)
         self._starts = self._bases = True
 
@@ -164,7 +222,7 @@ class LabelDerivative:
             "forward_mode": partial(self._by_forward_mode, seen, direction),
             "differences": partial(self._by_differences, seen, direction, side, shown),
         }
-        return self._taken(lambda way: take[way](), self._refused)
+        return self._take(take)
 
     def curvature(
         self,
@@ -173,8 +231,8 @@ class LabelDerivative:
         shown: Callable[[], LabelledBatch | None] | None = None,
     ) -> Taken:
         """``<M, H_k M>`` by three forwards, whose step is larger than that of a derivative."""
-        values, error = self._differences.values(seen.batch, direction, CURVATURE, shown=shown)
-        return Taken(values, CURVATURE, error)
+        taken = self._differences.values(seen.batch, direction, CURVATURE, shown=shown)
+        return Taken(taken.values, CURVATURE, taken.error, taken.age)
 
     def _by_forward_mode(self, seen: Pass, direction: Mapping[str, Tensor]) -> Taken:
         start = self._start(seen)
@@ -209,20 +267,22 @@ class LabelDerivative:
         shown: Callable[[], LabelledBatch | None] | None,
     ) -> Taken:
         form = self._form(seen)
-        base = seen.losses if form == "one_sided" and self._based(seen) else None
-        see = partial(seen.require_losses, tolerance=5e-2) if self._comparable(seen) else None
+        based = form == "one_sided" and self._based(seen)
+        see = seen.require_losses if self._comparable(seen) else None
+        take = partial(
+            self._differences.values,
+            seen.batch, direction, form, side=side, shown=shown, see=see,
+        )  # fmt: skip
         try:
-            values, error = self._differences.values(
-                seen.batch, direction, form, base=base, side=side, shown=shown, see=see
-            )
+            taken = take(base=seen.losses if based else None)
         except UnsupportedError:
             # The observed forward may have gone through other kernels than ours, whose rounding
             # is multiplied by 1 / h: a forward of our own takes its place from here on.
-            if base is None:
+            if not based:
                 raise
+            taken = take()
             self._bases = False
-            return self._by_differences(seen, direction, side, shown)
-        return Taken(values, form, error)
+        return Taken(taken.values, form, taken.error, taken.age)
 
     def _form(self, seen: Pass | None) -> str:
         """Form of the differences: the one asked for, or the one that saves a forward."""
@@ -236,9 +296,18 @@ class LabelDerivative:
 
     def _based(self, seen: Pass) -> bool:
         """True if the losses of the pass may be a side of a difference."""
-        # It may have run under an autocast that is over by now.
+        # It may have run under an autocast that is over by now, and its scores may have been cast.
         exact = all(wide(dtype) == dtype for dtype in seen.products)
-        return self._bases and exact and self._comparable(seen)
+        weights = () if seen.recorder is None else seen.recorder.weights
+        digits = [
+            max((torch.finfo(d).eps for d in of), default=0.0) for of in (seen.products, weights)
+        ]
+        return self._bases and exact and digits[0] <= digits[1] and self._comparable(seen)
+
+
+def _digit(dtypes: Iterable[torch.dtype]) -> float:
+    """The last digit of the coarsest of them."""
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 _NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.direction.current import Frame
-from alphatoken.errors import ModelError
+from alphatoken.direction.objective import forward_losses
+from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.model.backward import graph_nodes
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
+from alphatoken.model.modes import draws, evaluation_mode
+from alphatoken.model.observed_forward import ObservedForward
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.scoring.valuing import Valuer
+from alphatoken.support.precision import wide
 from alphatoken.values import TokenValues
 
 __all__ = ["Observed"]
@@ -93,6 +98,7 @@ class Observed:
             with nullcontext() if graph else torch.no_grad():
                 losses = token_losses(logits_or_log_probs, batch.labels)
             require_finite(losses, batch.mask, "batch")
+            self._require_own(logits_or_log_probs, losses, batch)
             # Estimators that take errors see by themselves whether any arrives.
             if (
                 not valuer.config.captured
@@ -100,7 +106,8 @@ class Observed:
                 and not _follows(logits_or_log_probs, recorder)
             ):
                 raise foreign_scores("the graph of another forward")
-            seen = Pass(batch, weights, losses, recorder, head=head, products=recorder.products)
+            products = recorder.products | {logits_or_log_probs.dtype}
+            seen = Pass(batch, weights, losses, recorder, head=head, products=products)
             seen = valuer.with_kept_errors(seen)
             values = valuer.values(self._frame, seen, components=components)
             self._valued = True
@@ -110,8 +117,24 @@ class Observed:
         """Called when the context ends: what was recorded is gone."""
         self._open = False
 
+    @property
+    def _forward(self) -> ObservedForward:
+        """The observed call of the model."""
+        forward = self._recorder.latest
+        assert forward is not None
+        return forward
+
     def _require_open(self) -> None:
-        if not self._open or self._recorder.latest is None:
+        latest = self._recorder.latest
+        if latest is not None and latest.model is None:
+            raise ModelError(
+                "decoder layers were run, and not the model around them",
+                got="a call of the decoder by itself inside observe()",
+                why="the arguments of the model and the scores that it returns are those of the "
+                "observed forward",
+                remedy="call the model itself, logits = model(...).logits; or scorer.score(batch)",
+            )
+        if not self._open or latest is None:
             raise ModelError(
                 "there is no forward to take values of",
                 got="observe() has ended" if not self._open else "the model was not called",
@@ -126,8 +149,8 @@ class Observed:
         recorder = self._recorder
         if recorder.forward is None and self._valuer.config.captured:
             recorder.require_graph()
-        forward = recorder.latest
-        inputs = {} if forward is None else forward.inputs
+        inputs = self._forward.inputs
+        self._require_constant(inputs)
         batch = read_batch(
             {**inputs, "input_ids": inputs.get("input_ids", labels), "labels": labels},
             max_length=self._valuer.adapter.max_positions(),
@@ -135,6 +158,88 @@ class Observed:
         if "input_ids" not in inputs:  # a model that was called on embeddings
             del batch.inputs["input_ids"]
         return batch
+
+    def _require_constant(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse arguments that were made with parameters of the values.
+
+        A forward of our own on the same arguments would take them for constants, and a captured
+        use of a parameter is one of this forward: the part of the gradient that passes through the
+        argument would be left out.
+        """
+        made = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad}
+        scored = self._valuer.scored
+        names = {id(p): name for name, p in scored.parameters.items()}
+        for argument, value in made.items():
+            leaves = [value, *(getattr(n, "variable", None) for n in graph_nodes(value))]
+            for leaf in leaves:
+                # Shards are gathered into other tensors than the parameters.
+                whole = scored.sharding is None and id(leaf) not in names
+                if whole or not isinstance(leaf, nn.Parameter):
+                    continue
+                raise UnsupportedError(
+                    f"{argument} was made with a parameter that values are over",
+                    got=names.get(id(leaf), "a sharded parameter"),
+                    why="its use outside of the observed forward would be missing from the values",
+                    remedy="call the model on input_ids; or detach the argument, where nothing is "
+                    "to be trained through it; or values over parameters that do not include it "
+                    "(parameters='linears')",
+                )
+
+    def _require_own(self, scores: Tensor, losses: Tensor, batch: LabelledBatch) -> None:
+        """Refuse scores that are not the ones that the observed forward returned.
+
+        Casts and views of an output are recognised by the graph. Others are compared: with the
+        output, if it still lives; else with a forward of our own, where that gives the same.
+
+        Raises:
+            InputError: they hold other numbers, or it cannot be seen.
+        """
+        if self._forward.gave(scores):
+            return
+        own = [out for out in self._forward.outputs if out.dim() >= scores.dim()]
+        if own:
+            with torch.no_grad():
+                same = any(_agree(scores.detach(), out.detach(), batch) for out in own)
+            if not same:
+                raise foreign_scores("other numbers than those that the model returned")
+            return
+        adapter = self._valuer.adapter
+        if draws(adapter.model):
+            raise foreign_scores(
+                "scores that no output of the model can be compared with, of a forward with dropout"
+            )
+        with self._recorder.aside(), torch.no_grad(), evaluation_mode(adapter.model):
+            again = forward_losses(adapter, batch, "batch")
+        Pass(
+            batch, Weights(None, None), losses, self._recorder, products=self._recorder.products
+        ).require_losses(again)
+
+
+def _agree(scores: Tensor, output: Tensor, batch: LabelledBatch) -> bool:
+    """True if the scores say the same of each response token as an output does, but for rounding.
+
+    Logits are compared with logits, log-probabilities with either.
+    """
+    if scores.dim() == output.dim() == 3:
+        if scores.shape != output.shape or scores.shape[:2] != batch.labels.shape:
+            return False
+        # Token i is predicted at position i - 1.
+        rows = batch.mask[:, 1:]
+        a, b = (x[:, :-1][rows] for x in (scores, output))
+    else:
+        shape = batch.labels.shape
+        if output.dim() == 2 and (len(output), output.shape[1]) not in (shape, _before(shape)):
+            return False
+        a, b = (token_losses(x, batch.labels)[batch.mask] for x in (scores, output))
+    coarse = max(torch.finfo(x.dtype).eps for x in (scores, output))
+    tolerance = min(256 * coarse, 5e-2)
+    dtype = wide(a.dtype, b.dtype)
+    return bool(torch.isclose(a.to(dtype), b.to(dtype), rtol=tolerance, atol=tolerance).all())
+
+
+def _before(shape: torch.Size) -> tuple[int, int]:
+    """Shape of log-probabilities that begin with token 1."""
+    return shape[0], shape[1] - 1
 
 
 def _follows(scores: Tensor, recorder: Recorder) -> bool:

@@ -84,7 +84,8 @@ class Pass:
         kept_errors: the errors at all linears, kept so that more can be contracted with them
             later; None to contract each inside the backward that makes it, and let it go.
         head: the head's call that its losses were taken of; None where they were taken otherwise.
-        products: the recorder's as the pass ran: forwards of our own begin another one there.
+        products: dtypes that rounded its losses: the recorder's as the pass ran, since forwards of
+            our own begin another one there, and that of the scores that were handed over.
     """
 
     batch: LabelledBatch

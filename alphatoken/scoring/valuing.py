@@ -19,8 +19,8 @@ from alphatoken.direction.age import require_gradients
 from alphatoken.direction.current import DirectionBuilder, Frame
 from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import AlphaTokenWarning, InputError, NumericalError, warn_caller
+from alphatoken.estimate.choices import watching_choices
 from alphatoken.estimate.columns import ColumnSums, Side, contract_columns
-from alphatoken.estimate.derivatives import Derivative
 from alphatoken.estimate.differences import CHECKED_EVERY
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
 from alphatoken.estimate.proofs import CaptureCheck
@@ -93,16 +93,25 @@ class Valuer:
                 where M is built from no batch.
         """
         require_gradients(self.adapter.model)
+        shown = self.builder.made_of.first_batch() or batch
         # Before M: a model that is not covered is refused before the work on all validation
-        # batches.
-        if self.capture_check.pending:
-            shown = self.builder.made_of.first_batch() or batch
-            if shown is not None:
-                self.prove(around_responses(shown) if self.scored.sharding is None else shown)
-        return self.builder.prepare()
+        # batches. Derivatives are proved along M.
+        if self.capture_check.pending and self.config.captured and shown is not None:
+            self.prove(self._slice(shown))
+        frame = self.builder.prepare()
+        if self.capture_check.pending and not self.config.captured and shown is not None:
+            self.prove(self._slice(shown), frame)
+        return frame
 
-    def prove(self, batch: LabelledBatch) -> None:
+    def _slice(self, batch: LabelledBatch) -> LabelledBatch:
+        return around_responses(batch) if self.scored.sharding is None else batch
+
+    def prove(self, batch: LabelledBatch, frame: Frame | None = None) -> None:
         """Show the proofs a forward of this batch; what is given already is not given again.
+
+        Args:
+            batch: a slice.
+            frame: for label values, whose derivatives are proved along its M.
 
         Raises:
             ModelError, UnsupportedError, CoverageError: see ``estimate.proofs``.
@@ -114,8 +123,8 @@ class Valuer:
             # there the whole batch is shown, and its error is raised.
             try:
                 self.capture_check.see_arguments(batch)
-                if not self.config.captured:
-                    self._prove_label(batch)
+                if frame is not None:
+                    self._prove_label(batch, frame)
                     return
                 seen = stack.enter_context(self.forward(batch, Weights(None, None)))
             except (InputError, NumericalError):
@@ -124,13 +133,14 @@ class Valuer:
                 return
             self.capture_check.see(*seen.recorded, batch.mask)
 
-    def _prove_label(self, batch: LabelledBatch) -> None:
-        def prove(derivative: Derivative) -> None:
-            with scoring_forward(self.adapter, self.scored.first):
-                losses = forward_losses(self.adapter, batch, "batch")
-            self.capture_check.see_derivatives(losses, derivative)
-
-        self._derivative.prove(batch, prove)
+    def _prove_label(self, batch: LabelledBatch, frame: Frame) -> None:
+        sides = (frame.direction.adaptation, frame.direction.stability or {})
+        # V is 0 before the first step.
+        m = next((side for side in sides if any(bool(x.any()) for x in side.values())), {})
+        with scoring_forward(self.adapter, self.scored.first), watching_choices() as choices:
+            losses = forward_losses(self.adapter, batch, "batch")
+        relative = self._derivative.prove(batch, losses, m, chooses=choices.made)
+        self.capture_check.derivatives_agree(relative)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:
@@ -157,7 +167,7 @@ class Valuer:
         parts = tuple(Side(part) for part in direction.parts)
         ahead = list(parts) if adaptation is None or parts else [adaptation]
         sides = ahead if stability is None else [*ahead, stability]
-        taken = [] if self.config.captured else self._label(seen, sides)
+        taken = [] if self.config.captured else self._label(frame, seen, sides)
         found = [undivided(one.values) for one in taken] or self._contracted(seen, sides)
         values = combine(
             _summed(found[: len(ahead)]),
@@ -169,8 +179,10 @@ class Valuer:
             balance=balance,
         )
         if taken:
-            error = max(one.error for one in taken)
-            values = replace(values, derivative=taken[0].way, error=error)
+            worst = max(taken, key=lambda one: one.error)
+            values = replace(
+                values, derivative=taken[0].way, error=worst.error, error_age=worst.age
+            )
         if self.config.curvature:
             curved = self._derivative.curvature(
                 seen, direction.total(), self.builder.made_of.first_batch
@@ -247,12 +259,12 @@ class Valuer:
         mask, position = seen.batch.mask, self.config.causal_position
         return [assign_columns(one, mask, position) for one in columns]
 
-    def _label(self, seen: Pass, sides: Sequence[Side]) -> list[Taken]:
+    def _label(self, frame: Frame, seen: Pass, sides: Sequence[Side]) -> list[Taken]:
         """Label values along each side."""
         # M is built from no batch then, and none was known before this one.
         if self.capture_check.pending:
             with nullcontext() if seen.recorder is None else seen.recorder.aside():
-                self.prove(around_responses(seen.batch))
+                self.prove(around_responses(seen.batch), frame)
         shown = self.builder.made_of.first_batch
         return [
             _weighted(self._derivative.of(seen, side.whole(), number, shown), seen)

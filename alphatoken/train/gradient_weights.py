@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from alphatoken.errors import NumericalError, UnsupportedError
 from alphatoken.model.batch import IGNORE, token_losses
 from alphatoken.model.head import take_as_of, watched_head
+from alphatoken.model.observed_forward import register_source
 from alphatoken.train.fused_head import head_entropy, shared_log_probs, top_entropy
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class GradientWeightedModel:
         self._logits, self.aux_loss = outputs.logits, getattr(outputs, "aux_loss", None)
         # Another name for the same logits: losses of it take no error of the head that is shared.
         plain = self._logits.view_as(self._logits)
-        return self.enter(-token_losses(plain, labels)[:, 1:])
+        log_probs = -token_losses(plain, labels)[:, 1:]
+        return self.enter(register_source(log_probs, self._logits))
 
     def enter(self, log_probs: Tensor) -> Tensor:
         """Keep ``log_probs``, which hang on the model's graph, and return a leaf of their values.
@@ -98,8 +100,11 @@ class GradientWeightedModel:
         self._asked = labels[:, 1:] != IGNORE
         if self._logits is None:
             self._shared = shared_log_probs(self.log_probs, self._asked)
+            if self._shared is not None:
+                register_source(self._shared, self.log_probs)
         else:
             self._shared = -token_losses(self._logits, labels)[:, 1:]
+            register_source(self._shared, self._logits)
             if (use := watched_head(self._logits)) is not None:
                 take_as_of(use, self._shared)
 

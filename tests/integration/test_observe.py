@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig, TokenValues, masked_sft_loss, select_top
-from alphatoken.errors import ModelError
+from alphatoken.errors import ModelError, UnsupportedError
 from tests.integration import tiny_scorer
 from tests.integration.snapshot import bits
 from tests.integration.tiny_scorer import BATCH, inputs
@@ -149,6 +149,93 @@ def test_the_pass_whose_logits_are_given_counts(passes: Any, estimator: str) -> 
     with scorer.observe() as observed:
         values = observed.values(passes(model), BATCH["labels"])
     assert torch.equal(values.total, expected.total)
+
+
+# --- what the model was called with --------------------------------------------------------------
+
+PADDED = make_batch(("..pprrr", "pprrrrr"), vocabulary=VOCABULARY, seed=3)
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "path": {"estimator": "path"},
+    "direct": {"estimator": "direct"},
+    "label": {"estimator": "label"},
+    "label over all parameters": {"estimator": "label", "parameters": "all"},
+    "by forward mode": {"estimator": "label", "parameters": "all", "derivative": "forward_mode"},
+    "walk": {"estimator": "walk", "layers": "all", "walk_steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_arguments_by_position_are_those_of_the_observed_forward(name: str) -> None:
+    """A mask by position hides the padding from forwards of our own as well."""
+    model = BY_NAME["gpt2"].build(5)  # whose positions would move if the mask were lost
+    scorer = tiny_scorer.scorer_for(model, **ESTIMATORS[name])
+    expected = scorer.score(PADDED).total
+    with scorer.observe() as observed:
+        logits = model(PADDED["input_ids"], None, PADDED["attention_mask"]).logits
+        values = observed.values(logits, PADDED["labels"])
+    torch.testing.assert_close(values.total, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_argument_that_is_written_to_after_the_forward_is_refused(name: str) -> None:
+    model = BY_NAME["llama"].build(5)
+    scorer = tiny_scorer.scorer_for(model, **ESTIMATORS[name])
+    given = {k: v.clone() for k, v in inputs(PADDED).items() if isinstance(v, Tensor)}
+    labels = PADDED["labels"].clone()
+    with scorer.observe() as observed:
+        logits = model(**given, labels=labels).logits
+        labels[0, -1] = -100  # labels are handed over anew
+        assert observed.values(logits, labels).total.any()
+        given["attention_mask"][0, :3] = 1
+        with pytest.raises(ModelError, match=r"written to since it ran. Got: attention_mask"):
+            observed.values(logits, PADDED["labels"])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_embeddings_of_the_models_own_table(name: str) -> None:
+    """A table that is in scope has a use outside of the observed forward, which is refused."""
+    model = BY_NAME["llama"].build(5)
+    scorer = tiny_scorer.scorer_for(model, **ESTIMATORS[name])
+    table = model.get_input_embeddings()
+    rest = {"attention_mask": BATCH["attention_mask"], "use_cache": False}
+    everything = name not in ("path", "direct", "label")
+    for made, refused in (
+        (lambda: 2.0 * table(BATCH["input_ids"]) / 2.0, everything),
+        (lambda: table(BATCH["input_ids"]).detach(), False),
+        (lambda: table(BATCH["input_ids"]).detach().requires_grad_(), False),
+    ):
+        with scorer.observe() as observed:
+            logits = model(inputs_embeds=made(), **rest).logits
+            if refused:
+                with pytest.raises(UnsupportedError, match="inputs_embeds was made with a param"):
+                    observed.values(logits, BATCH["labels"])
+            else:
+                values = observed.values(logits, BATCH["labels"])
+                assert values.total.any()
+
+
+def test_a_second_pass_on_what_a_first_one_made_is_refused() -> None:
+    """Hidden states of one pass as inputs of the next: its uses of the weights would be missing."""
+    model = BY_NAME["llama"].build(5)
+    scorer = scorer_for(model, "path")
+    with scorer.observe() as observed:
+        first = model(**inputs(), output_hidden_states=True).hidden_states[-1]
+        logits = model(inputs_embeds=first, attention_mask=BATCH["attention_mask"]).logits
+        with pytest.raises(UnsupportedError, match="inputs_embeds was made with a parameter"):
+            observed.values(logits, BATCH["labels"])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_decoder_by_itself_is_no_observed_forward(name: str) -> None:
+    model = BY_NAME["llama"].build(5)
+    scorer = tiny_scorer.scorer_for(model, **ESTIMATORS[name])
+    for before in (False, True):
+        with scorer.observe() as observed:
+            if before:
+                model(**inputs(OTHER))
+            hidden = model.model(**inputs()).last_hidden_state
+            with pytest.raises(ModelError, match="decoder layers were run, and not the model"):
+                observed.values(model.lm_head(hidden), BATCH["labels"])
 
 
 # --- misuse -------------------------------------------------------------------------------------

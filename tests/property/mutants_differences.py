@@ -25,6 +25,14 @@ PADDED = claim(
 SHIFTED = claim(moved.test_a_shift_is_what_it_says, examples=1)
 STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examples=1)
 KEPT = claim(moved.test_the_step_is_kept_until_m_changes_its_length, examples=1)
+BATCH = claim(moved.test_the_stated_error_is_that_of_its_batch, "central", examples=1)
+SIDES = claim(moved.test_the_stated_error_is_that_of_the_worse_side, examples=1)
+HARDLY = claim(
+    moved.test_rows_that_m_hardly_reaches_are_taken_by_forward_mode_and_no_others, examples=1
+)
+JUMPS = claim(moved.test_one_small_jump_among_many_tokens_is_seen, examples=1)
+ROUTED = claim(moved.test_auto_takes_forward_mode_through_a_mixture_of_experts, examples=1)
+CHANCE = claim(moved.test_few_tokens_may_agree_by_chance, examples=1)
 LOOKED = claim(moved.test_more_curved_rows_are_seen_in_the_stated_error, examples=1)
 BASE = claim(moved.test_an_observed_forward_with_dropout_is_no_base, examples=1)
 COARSE, COARSE_WITHOUT_GRAPH = (
@@ -166,9 +174,9 @@ MUTANTS = (
                 "seen.losses is not None",
             ),
             (
-                "estimate.differences.Differences.values",
-                "seen=seen",
-                "seen=0.0",
+                "estimate.differences.Differences._taken",
+                "step.is_due(size) or step.error(size) > _tolerance(form) or self._chooses",
+                "False",
             ),
         ],
         BASE,
@@ -193,19 +201,86 @@ MUTANTS = (
     _error(
         "step-of-a-longer-m",
         "a step is kept when M changes its length",
-        ("Differences.values", "not 0.5 < norm / step.norm < 2.0", "norm == 0.0"),
+        ("Differences._step_for", "0.5 < norm / step.norm < 2.0", "norm > 0.0"),
+        KEPT,
+    ),
+    _error(
+        "step-of-an-m-of-about-this-length",
+        "a step is kept while M becomes 20 times as long or as short",
+        ("Differences._step_for", "0.5 < norm / step.norm < 2.0", "0.05 < norm / step.norm < 20.0"),
         KEPT,
     ),
     _error(
         "error-of-the-slice-alone",
         "the batch itself is never looked at",
-        ("Differences.values", "seen=seen", "seen=0.0"),
+        ("Step.error", "math.hypot(cut, self.rounding) / size", "0.0"),
         LOOKED,
+        BATCH,
+    ),
+    _error(
+        "error-without-rounding",
+        "what the losses are rounded by is left out of a batch's stated error",
+        ("Step.error", "math.hypot(cut, self.rounding) / size", "cut / size"),
+        CHANCE,
+    ),
+    _error(
+        "error-relative-to-other-batches",
+        "truncation is carried over in parts of the values, however small these are",
+        (
+            "Step.error",
+            "return max(self.relative, math.hypot(cut, self.rounding) / size)",
+            "return max(self.relative, cut / (most or size))",
+        ),
+        BATCH,
+    ),
+    _error(
+        "error-of-the-batch-alone",
+        "few tokens may agree by chance at h and 2 h, and the slice's error is not asked",
+        ("Step.error", "max(self.relative, ", "max(0.0, "),
+        CHANCE,
+    ),
+    _error(
+        "last-error-of-any-batch",
+        "a batch states the error of the one that was looked at",
+        (
+            "Differences._taken",
+            "error = step.error(size, truncation)",
+            "error = self.__dict__.setdefault('last', step.error(size, truncation))",
+        ),
+        BATCH,
+    ),
+    _error(
+        "jumps-taken-for-derivatives",
+        "a token that another expert gets at moved weights has a value",
+        ("Differences._taken", "self._chooses and quotients.jumps(step.length)", "False"),
+        JUMPS,
+    ),
+    mutant(
+        "error-of-the-first-side-alone",
+        "the stated error is that of the adaptation side",
+        ("scoring.valuing.Valuer.values", "max(taken, key=lambda one: one.error)", "taken[0]"),
+        SIDES,
+    ),
+    mutant(
+        "one-batch-decides-for-all",
+        "what is not exact enough on one batch is never tried again",
+        ("scoring.label.LabelDerivative._take", "if not of_batch:", "if True:"),
+        HARDLY,
+    ),
+    mutant(
+        "router-followed-by-differences",
+        "a mixture of experts is valued by moving its weights",
+        (
+            "scoring.label.LabelDerivative._ways",
+            "self._first is None and not self._chooses",
+            "self._first is None",
+        ),
+        ROUTED,
     ),
     _error(
         "error-by-chance-agreement",
-        "Richardson's difference at the best step alone, an order too small",
-        ("_Quotients.away", "return error / size if", "return error**2 / size if"),
+        "values at h are compared with themselves, which leaves rounding alone",
+        ("_Quotients.spread", "self.values(2 * length)", "self.values(length)"),
         STATED,
     ),
     _error(

@@ -269,16 +269,43 @@ PROOFS = (
     _proof(
         "any-backward-accepted",
         "forward mode is not compared with autograd",
-        ("prove_derivatives", "if not found <= min(allowed, _TOLERANCE_HALF):", "if False:"),
+        ("Disagreement.require_none", "if not self.relative <= self.allowed:", "if False:"),
         OWN_BACKWARD,
         room="estimate.derivatives.",
     ),
     _proof(
         "another-parameter-blamed",
         "the half that explains the difference less is searched",
-        ("_parted", "names = max(", "names = min("),
+        ("DerivativeProof._part", "away[1] > away[0]", "away[1] <= away[0]"),
         OWN_BACKWARD,
         room="estimate.derivatives.",
+    ),
+    _proof(
+        "thirty-times-the-stated-error",
+        "a derivative may be off by thirty times what it states",
+        ("DerivativeProof._compared", "3 * stated * norm", "30 * stated * norm"),
+        claim(
+            test_proof_limits.test_three_times_the_stated_error_is_allowed_and_no_more,
+            8e-3,
+            True,
+            examples=1,
+        ),
+        room="estimate.derivatives.",
+    ),
+    _proof(
+        "one-sum-over-all-tokens",
+        "losses are compared in one sum, in which errors of two signs cancel",
+        ("_signs", "* 2 - 1", "* 0 + 1"),
+        claim(test_proof_limits.test_errors_of_two_signs_are_seen, examples=1),
+        room="estimate.derivatives.",
+    ),
+    mutant(
+        "differences-after-a-disproof",
+        "what forward mode disproves is left to differences",
+        ("scoring.label.LabelDerivative.prove", "agreed.require_none()", "pass"),
+        claim(
+            test_proof_limits.test_a_detached_branch_is_refused_whatever_its_numbers, 0, examples=1
+        ),
     ),
     _proof(
         "one-look-ahead-accepted",

@@ -26,7 +26,7 @@ import inspect
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -39,6 +39,8 @@ from hypothesis import strategies as st
 
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate import proofs
+from alphatoken.estimate.derivatives import Disagreement
+from alphatoken.scoring import label
 from tests.property import profiles  # noqa: F401  (loaded before anything is drawn)
 from tests.property.sources import Definition, definition, place, source_of
 
@@ -291,15 +293,17 @@ def applied(mutant: Mutant) -> Iterator[Counter[str]]:
         yield calls
 
 
-def without_proofs() -> AbstractContextManager[Any]:
+@contextmanager
+def without_proofs() -> Iterator[None]:
     """The scorer takes what it would prove for granted; documents alone are still proved."""
     granted: dict[str, Any] = {
         "prove_coverage": lambda *_: 0.0,
         "prove_isolation": lambda *_: None,
-        "prove_derivatives": lambda *_, **__: 0.0,
         "prove_causality": lambda *_: True,
     }
-    return mock.patch.multiple(proofs, **granted)
+    agree = mock.Mock(**{"return_value.compare.return_value": Disagreement(0.0, 1.0)})
+    with mock.patch.multiple(proofs, **granted), mock.patch.object(label, "DerivativeProof", agree):
+        yield
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +17,12 @@ from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.estimate import proofs
 from alphatoken.estimate.causality import argument_kinds, prove_causality
-from alphatoken.estimate.derivatives import _tolerance
-from alphatoken.model.batch import read_batch
+from alphatoken.estimate.derivatives import Derivative, DerivativeProof, _tolerance
+from alphatoken.estimate.differences import Differences
+from alphatoken.estimate.forward_mode import label_values
+from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.modes import draws
+from alphatoken.scoring.label import LabelDerivative
 from tests.property.architectures import BY_NAME
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.setups import refusal
@@ -109,6 +115,115 @@ def test_how_far_a_backward_may_be_off(dtype: torch.dtype, off: float, refused: 
     assert refused or error is None
 
 
+def _compare(proof: DerivativeProof, derivative: Derivative, only: str = "") -> None:
+    proof.compare(derivative, only).require_none()
+
+
+@pytest.mark.parametrize(("off", "refused"), [(2.5e-3, False), (8e-3, True), (2.5e-2, True)])
+def test_three_times_the_stated_error_is_allowed_and_no_more(off: float, refused: bool) -> None:
+    """Of a derivative that states a thousandth, along M and along a random direction."""
+    model = CASE.model()
+    adapter = ReferenceAdapter(model)
+    batch = read_batch(CASE.batch)
+    parameters = dict(model.named_parameters())
+    m = {name: torch.sin(p.detach()) for name, p in parameters.items()}
+    for only in ("M", "random"):
+        losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+        proof = DerivativeProof(losses, parameters, m)
+
+        def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+            return label_values(adapter, batch, direction) * (1 + off), 1e-3
+
+        error = refusal(partial(_compare, proof, derivative, only))
+        assert isinstance(error, UnsupportedError) == refused, only
+
+
+def test_errors_of_two_signs_are_seen() -> None:
+    """Derivatives that are off by as much up as down, token by token, as none but sums hide."""
+    model = CASE.model()
+    adapter = ReferenceAdapter(model)
+    batch = read_batch(CASE.batch)
+    parameters = dict(model.named_parameters())
+    losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+    proof = DerivativeProof(losses, parameters, {})
+
+    def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        exact = label_values(adapter, batch, direction)
+        rows, tokens = batch.mask.nonzero(as_tuple=True)
+        wrong = torch.zeros_like(exact)
+        wrong[rows[0], tokens[0]], wrong[rows[1], tokens[1]] = 1.0, -1.0
+        return exact + 0.1 * exact.norm() * wrong, 0.0
+
+    error = refusal(partial(_compare, proof, derivative))
+    assert isinstance(error, UnsupportedError), "the errors cancelled"
+
+
+def detached(seed: int, dtype: torch.dtype, size: float) -> tuple[Any, dict[str, Tensor]]:
+    """A decoder one of whose MLPs has a branch that nothing is sent back through."""
+    model = BY_NAME["llama"].build(seed, dtype=dtype)
+    layer = model.model.layers[1 + seed % 2]
+    layer.mlp.side = nn.Linear(16, 16, bias=False, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        layer.mlp.side.weight.copy_(size * torch.randn(16, 16, generator=generator))
+    run = layer.mlp.forward
+
+    def branched(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            side = layer.mlp.side(x)
+        return run(x) + side
+
+    layer.mlp.forward = branched
+    ids = torch.randint(3, 23, (2, 10), generator=generator)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+WAYS = ("auto", "central", "forward_mode")
+SEEDS_OF_BRANCHES = [
+    pytest.param(seed, marks=() if seed < 2 else pytest.mark.slow) for seed in range(40)
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS_OF_BRANCHES)
+def test_a_detached_branch_is_refused_whatever_its_numbers(seed: int) -> None:
+    """Also a weak one; and differences are not even asked where forward mode was disproved."""
+    dtype = torch.float32 if seed % 4 < 2 else torch.float64
+    model, batch = detached(seed, dtype, 0.02 if seed % 3 else 0.2)
+    for way in WAYS:
+        for options in ({"layers": 2}, {"parameters": "all"}):
+            config = ScorerConfig("label", derivative=way, **options)
+            with ExitStack() as stack:
+                if way == "auto":
+                    never = mock.Mock(side_effect=AssertionError("differences were taken"))
+                    stack.enter_context(mock.patch.object(Differences, "values", never))
+                error = refusal(lambda: Scorer(model, batch, config=config).score(batch))  # noqa: B023
+            assert isinstance(error, UnsupportedError), (way, options)
+            assert "backward is not the derivative" in str(error)
+
+
+def test_probabilities_near_one_are_rounded_and_no_fault() -> None:
+    """A model that is sure of each token: its gradients are small, and rounded all the more."""
+    model = BY_NAME["llama"].build(3, dtype=torch.float32)
+    model.lm_head.weight.data *= 8
+    ids = torch.randint(3, 23, (2, 10), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logits = model(ids).logits
+        first = logits.topk(2).values
+        labels = logits.argmax(-1).roll(1, -1)
+    # Tokens whose loss is about a thousandth.
+    certain = (first[..., 0] - first[..., 1]).roll(1, -1) > 6.0
+    labels = torch.where(certain, labels, -100)
+    batch = {"input_ids": ids, "labels": labels}
+    assert int((labels[:, 1:] != -100).sum()) > 4
+    double = BY_NAME["llama"].build(3)
+    double.lm_head.weight.data *= 8
+    for options in ({"layers": 2}, {"parameters": "all"}):
+        values = Scorer(model, batch, config=ScorerConfig("label", **options)).score(batch)
+        exact = Scorer(double, batch, config=ScorerConfig("label", **options)).score(batch)
+        away = (values.total - exact.total).norm() / exact.total.norm()
+        assert float(away) < max(3 * values.error, 1e-2)
+
+
 def test_the_coarsest_arithmetic_decides_how_far() -> None:
     """Also of a forward that casts inside, as one that a trainer has prepared."""
     known = _tolerance("cpu", [torch.float32])
@@ -124,10 +239,10 @@ def test_the_coarsest_arithmetic_decides_how_far() -> None:
 
 
 def test_what_can_be_proved_once_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = dict.fromkeys(("prove_derivatives", "prove_causality", "prove_coverage"), 0)
+    counts = dict.fromkeys(("prove", "prove_causality", "prove_coverage"), 0)
 
     def counted(name: str) -> Callable[..., Any]:
-        run = getattr(proofs, name)
+        run = getattr(places[name], name)
 
         def prove(*args: Any, **more: Any) -> Any:
             counts[name] += 1
@@ -135,14 +250,15 @@ def test_what_can_be_proved_once_is_proved_once(monkeypatch: pytest.MonkeyPatch)
 
         return prove
 
+    places: dict[str, Any] = dict.fromkeys(counts, proofs) | {"prove": LabelDerivative}
     for name in counts:
-        monkeypatch.setattr(proofs, name, counted(name))
+        monkeypatch.setattr(places[name], name, counted(name))
     for estimator in ("label", "path"):
         model = CASE.model()
         scorer = Scorer(model, CASE.validation, config=ScorerConfig(estimator, layers=1))
         for _ in range(3):
             scorer.score(CASE.batch)
-    assert counts["prove_derivatives"] == counts["prove_coverage"] == 1
+    assert counts["prove"] == counts["prove_coverage"] == 1
     assert counts["prove_causality"] == 2
 
 

@@ -1,0 +1,193 @@
+"""One call of the model as its user made it: its arguments by name, and what it returned.
+
+What is valued must be what was observed. So the arguments are bound to the names of the forward's
+signature, a write to one of them is noticed, and scores are traced back to the call's output.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from alphatoken.errors import ModelError
+
+__all__ = ["ObservedForward", "named_arguments", "register_source", "scores_in"]
+
+_SOURCES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Scores to (the scores that they follow from alone, the versions that both had then)."""
+
+_SAME_NUMBERS = ("ToCopy", "Alias", "Clone", "View", "UnsafeView", "ReshapeAlias", "Slice",
+                 "Squeeze", "Unsqueeze", "_DDPSink")  # fmt: skip
+"""Autograd nodes whose output holds the numbers of their input, in another dtype or shape."""
+
+
+def register_source(scores: Tensor, source: Tensor) -> Tensor:
+    """Note that these scores follow from ``source`` alone, as losses do from logits."""
+    _SOURCES[scores] = source, scores._version, source._version
+    return scores
+
+
+def named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a call by the names of the forward's signature; token ids as ``input_ids``.
+
+    Raises:
+        ModelError: the signature names fewer arguments than were given by position.
+    """
+    if not args:
+        return dict(kwargs)
+    names = _positional(module)
+    if len(names) < len(args):
+        names = ["input_ids"] if len(args) == 1 else names
+    if len(names) < len(args):
+        raise ModelError(
+            "the model was called with arguments by position that have no names",
+            got=f"{len(args)} of them, where {type(module).__qualname__}.forward names "
+            f"{', '.join(names) or 'none'}",
+            why="forwards that value the observed pass need the same arguments",
+            remedy="pass them by name: model(input_ids=..., attention_mask=...)",
+        )
+    bound = dict(zip(names, args, strict=False))
+    first = args[0]
+    if "input_ids" not in bound and isinstance(first, Tensor) and not first.is_floating_point():
+        bound = {"input_ids" if name == names[0] else name: bound[name] for name in bound}
+    return {**bound, **kwargs}
+
+
+def _positional(module: nn.Module) -> list[str]:
+    """Names of the arguments that the forward takes by position."""
+    by_position = (
+        inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )  # fmt: skip
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in by_position]
+    inner = getattr(module, "get_base_model", None)
+    # A wrapper that hands all arguments on has the names of what it wraps.
+    if not names and inner is not None and inner() is not module:
+        return _positional(inner())
+    return names
+
+
+@dataclass(eq=False)
+class ObservedForward:
+    """Arguments and output of one call of the model, and where its scored part began.
+
+    ``hidden`` is the (detached) input of the first scored layer, ``products`` the dtype of matrix
+    products there, which under autocast is not that of ``hidden``. ``plain`` says that the blocks
+    below pass on a bare tensor, so that ``partial_forward.start_at`` can stand in for them.
+    ``blocks`` counts the decoder blocks run from there on, ``attended`` holds the numbers of those
+    whose attention came to the recorder, ``cached`` says that some of it read keys of a cache.
+    ``model`` is None where decoder blocks ran outside a call of the model.
+    """
+
+    model: nn.Module | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    hidden: Tensor | None = None
+    products: torch.dtype | None = None
+    plain: bool = False
+    blocks: int = 0
+    attended: set[int] = field(default_factory=set)
+    cached: bool = False
+    returned: bool = False
+    _outputs: list[tuple[ref[Tensor], int, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Note the version of each tensor among the arguments."""
+        self._versions = [(t, t._version) for t in _tensors((self.args, self.kwargs))]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The arguments by name.
+
+        Raises:
+            ModelError: as ``named_arguments``; or one of them was written to since the call.
+        """
+        if self.model is None:
+            return {}
+        named = named_arguments(self.model, self.args, self.kwargs)
+        written = {id(t) for t, version in self._versions if t._version != version}
+        for name, value in named.items():
+            # Labels are those of a loss of the model's own, and are handed to the values anew.
+            if name != "labels" and any(id(t) in written for t in _tensors(value)):
+                raise ModelError(
+                    "an argument of the observed forward was written to since it ran",
+                    got=name,
+                    why="values would be of another forward than the one that was observed",
+                    remedy="take the values first, or write to a copy of it",
+                )
+        return named
+
+    def leave(self, scores: Iterable[Tensor]) -> None:
+        """Keep which scores the call returned; nothing holds them alive but their user."""
+        self.returned = True
+        self._outputs = [(ref(one), one._version, one.grad_fn) for one in scores]
+
+    @property
+    def outputs(self) -> Iterator[Tensor]:
+        """Scores that the call returned, those that still live and were not written to."""
+        for reference, version, _ in self._outputs:
+            tensor = reference()
+            if tensor is not None and tensor._version == version:
+                yield tensor
+
+    def gave(self, scores: Tensor) -> bool:
+        """True if these scores are an output, a cast or view of one, or a registered consequence.
+
+        Of others nothing is said: they may hold the same numbers all the same.
+        """
+        while True:
+            if any(scores is output for output in self.outputs):
+                return True
+            source, own, before = _SOURCES.get(scores, (None, 0, 0))
+            if source is None or scores._version != own or source._version != before:
+                return self._follows(scores.grad_fn)
+            scores = source
+
+    def _follows(self, node: Any) -> bool:
+        """True if nothing between an output and this node of the graph changes a number."""
+        ends = [node for _, _, node in self._outputs if node is not None]
+        while node is not None:
+            if any(node is end for end in ends):
+                return True
+            if node.name().partition("Backward")[0] not in _SAME_NUMBERS:
+                return False
+            above = [parent for parent, _ in node.next_functions if parent is not None]
+            # DistributedDataParallel clones all outputs in one node.
+            if len(above) > 1:
+                return any(parent is end for parent in above for end in ends)
+            node = above[0] if above else None
+        return False
+
+
+def scores_in(output: Any) -> list[Tensor]:
+    """Logits and token log-probabilities in what a model returned.
+
+    They are named so, or are the whole of it, or the first in a tuple that has an entry a token of
+    the vocabulary.
+    """
+    if isinstance(output, tuple) and not hasattr(output, "logits"):
+        output = next((one for one in output if isinstance(one, Tensor) and one.dim() == 3), None)
+    named = (getattr(output, name, None) for name in ("logits", "log_probs"))
+    every = [output] if isinstance(output, Tensor) else named
+    return [one for one in every if isinstance(one, Tensor) and not one.is_inference()]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors in an argument; not those of a cache."""
+    if isinstance(value, Tensor):
+        if not value.is_inference():
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
