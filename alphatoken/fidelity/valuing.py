@@ -135,9 +135,9 @@ def values_along(
 
     def of(batch: dict[str, Tensor]) -> dict[int, Tensor]:
         checked = read_batch(batch, max_length=scorer.adapter.max_positions())
-        # The proofs of coverage and isolation, on this model.
+        # The proofs of coverage, isolation and derivatives, on this model.
         if scorer.valuer.capture_check.pending:
-            scorer.valuer.prove(around_responses(checked))
+            scorer.valuer.prove(around_responses(checked), directions)
         return {n: v[checked.mask] for n, v in enumerate(_along(scorer, checked, directions))}
 
     return np.stack([*gathered(subject.batches(rows), tracker, of).values()], axis=1)

@@ -27,7 +27,6 @@ from alphatoken.model.modes import draws
 from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scoring.passes import Pass
-from alphatoken.support.precision import wide
 
 __all__ = ["LabelDerivative", "Taken"]
 
@@ -297,12 +296,9 @@ class LabelDerivative:
     def _based(self, seen: Pass) -> bool:
         """True if the losses of the pass may be a side of a difference."""
         # It may have run under an autocast that is over by now, and its scores may have been cast.
-        exact = all(wide(dtype) == dtype for dtype in seen.products)
         weights = () if seen.recorder is None else seen.recorder.weights
-        digits = [
-            max((torch.finfo(d).eps for d in of), default=0.0) for of in (seen.products, weights)
-        ]
-        return self._bases and exact and digits[0] <= digits[1] and self._comparable(seen)
+        fine = _digit(seen.products) <= _digit(weights)
+        return self._bases and fine and self._comparable(seen)
 
 
 def _digit(dtypes: Iterable[torch.dtype]) -> float:

@@ -100,18 +100,19 @@ class Valuer:
             self.prove(self._slice(shown))
         frame = self.builder.prepare()
         if self.capture_check.pending and not self.config.captured and shown is not None:
-            self.prove(self._slice(shown), frame)
+            self.prove(self._slice(shown), _sides(frame))
         return frame
 
     def _slice(self, batch: LabelledBatch) -> LabelledBatch:
         return around_responses(batch) if self.scored.sharding is None else batch
 
-    def prove(self, batch: LabelledBatch, frame: Frame | None = None) -> None:
+    def prove(self, batch: LabelledBatch, sides: Sequence[Mapping[str, Tensor]] = ()) -> None:
         """Show the proofs a forward of this batch; what is given already is not given again.
 
         Args:
             batch: a slice.
-            frame: for label values, whose derivatives are proved along its M.
+            sides: of M by parameter name; derivatives of label values are proved along the first
+                that is not zero.
 
         Raises:
             ModelError, UnsupportedError, CoverageError: see ``estimate.proofs``.
@@ -123,8 +124,8 @@ class Valuer:
             # there the whole batch is shown, and its error is raised.
             try:
                 self.capture_check.see_arguments(batch)
-                if frame is not None:
-                    self._prove_label(batch, frame)
+                if not self.config.captured:
+                    self._prove_label(batch, sides)
                     return
                 seen = stack.enter_context(self.forward(batch, Weights(None, None)))
             except (InputError, NumericalError):
@@ -133,8 +134,7 @@ class Valuer:
                 return
             self.capture_check.see(*seen.recorded, batch.mask)
 
-    def _prove_label(self, batch: LabelledBatch, frame: Frame) -> None:
-        sides = (frame.direction.adaptation, frame.direction.stability or {})
+    def _prove_label(self, batch: LabelledBatch, sides: Sequence[Mapping[str, Tensor]]) -> None:
         # V is 0 before the first step.
         m = next((side for side in sides if any(bool(x.any()) for x in side.values())), {})
         with scoring_forward(self.adapter, self.scored.first), watching_choices() as choices:
@@ -264,7 +264,7 @@ class Valuer:
         # M is built from no batch then, and none was known before this one.
         if self.capture_check.pending:
             with nullcontext() if seen.recorder is None else seen.recorder.aside():
-                self.prove(around_responses(seen.batch), frame)
+                self.prove(around_responses(seen.batch), _sides(frame))
         shown = self.builder.made_of.first_batch
         return [
             _weighted(self._derivative.of(seen, side.whole(), number, shown), seen)
@@ -284,6 +284,10 @@ class Valuer:
                 "stability_weight accordingly.",
                 AlphaTokenWarning,
             )
+
+
+def _sides(frame: Frame) -> Sequence[Mapping[str, Tensor]]:
+    return frame.direction.adaptation, frame.direction.stability or {}
 
 
 def _weighted(taken: Taken, seen: Pass) -> Taken:

@@ -141,6 +141,15 @@ test_differences_are_the_label_values | | label_values, validation_gradient, per
 test_second_differences_are_the_curvatures | | label_curvatures, validation_gradient | exact
 test_curvature_is_along_the_whole_of_todays_m | | label_curvatures, validation_gradient | exact
 test_in_float32_curvatures_are_as_exact_as_they_say | | label_curvatures, validation_gradient | approximate
+test_an_observed_forward_whose_scores_were_cast_is_no_base | | label_values | approximate
+test_the_stated_error_is_that_of_its_batch | | (forward mode in float64) | approximate
+test_rows_that_m_hardly_reaches_are_taken_by_forward_mode_and_no_others | | (forward mode) | approximate
+test_few_tokens_may_agree_by_chance | | (forward mode in float64) | approximate
+test_the_stated_error_is_that_of_the_worse_side | | (errors that were stated) | exact
+test_values_of_a_mixture_are_derivatives | | label_values | exact
+test_differences_of_a_mixture_are_looked_at_token_by_token | | label_values | approximate
+test_one_small_jump_among_many_tokens_is_seen | | (a jump that was put there) | exact
+test_auto_takes_forward_mode_through_a_mixture_of_experts | | (which way is taken) | exact
 test_in_float32_the_stated_error_bounds_the_true_one | | (forward mode in float64) | approximate
 test_more_curved_rows_are_seen_in_the_stated_error | | (forward mode) | approximate
 test_the_step_is_kept_until_m_changes_its_length | | label_values, validation_gradient | exact
@@ -330,6 +339,10 @@ test_observed_equals_scored | | (score, and a fresh run) | exact
 test_model_is_left_alone | | (a snapshot) | exact
 test_frozen_linears_are_out_of_scope | | row_sums, column_sums | exact
 test_a_trap_is_refused | | (traps) | exact
+test_three_times_the_stated_error_is_allowed_and_no_more | | (derivatives that are off by so much) | exact
+test_errors_of_two_signs_are_seen | | (derivatives that are off by so much) | exact
+test_a_detached_branch_is_refused_whatever_its_numbers | | (a branch without gradients) | exact
+test_probabilities_near_one_are_rounded_and_no_fault | | (forward mode in float64) | approximate
 test_a_backward_of_its_own_is_refused | | (hooks, clipped errors, a branch without gradients) | exact
 test_a_backward_that_is_followed | | label_values, validation_gradient | exact
 test_a_model_that_looks_ahead_is_refused | | (a model that does) | exact

@@ -25,6 +25,7 @@ PADDED = claim(
 SHIFTED = claim(moved.test_a_shift_is_what_it_says, examples=1)
 STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examples=1)
 KEPT = claim(moved.test_the_step_is_kept_until_m_changes_its_length, examples=1)
+CAST = claim(moved.test_an_observed_forward_whose_scores_were_cast_is_no_base, examples=1)
 BATCH = claim(moved.test_the_stated_error_is_that_of_its_batch, "central", examples=1)
 SIDES = claim(moved.test_the_stated_error_is_that_of_the_worse_side, examples=1)
 HARDLY = claim(
@@ -72,7 +73,7 @@ MUTANTS = (
     _error(
         "step-not-doubled-in-the-central-form",
         "both sides move by h, and their difference is divided by h",
-        ("_Quotients.values", "2 * length if self._form", "length if self._form"),
+        ("_Quotients.values", "2 * length if self.form", "length if self.form"),
         CENTRAL,
     ),
     mutant(
@@ -183,10 +184,11 @@ MUTANTS = (
     ),
     mutant(
         "base-in-16-bits",
-        "losses that 16 bits rounded are a side of the difference",
-        ("scoring.label.LabelDerivative._based", "wide(dtype) == dtype", "True"),
+        "losses that 16 bits rounded, or a cast of the scores, are a side of the difference",
+        ("scoring.label.LabelDerivative._based", "_digit(seen.products) <= _digit(weights)", "True"),
         COARSE,
         COARSE_WITHOUT_GRAPH,
+        CAST,
     ),
     mutant(
         "products-of-our-own-forward",

@@ -298,6 +298,18 @@ def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
     assert values.derivative == "one_sided"
 
 
+def test_an_observed_forward_whose_scores_were_cast_is_no_base() -> None:
+    """Losses of a float64 model, rounded to float32 by the loop, would be divided by h."""
+    model = ONE.model()
+    expected, scale = wanted(model, Setup(ONE))
+    scorer = Scorer(model, ONE.validation, config=config())
+    for _ in range(3):
+        with quiet(), scorer.observe() as observed:
+            values = observed.values(model(**ONE.inputs).float(), ONE.batch["labels"])
+        close(values.total, expected, scale, 1e-5, name="cast")
+        assert values.derivative == "central"
+
+
 @pytest.mark.parametrize("graph", [True, False])
 def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
     """On a batch that no error is looked at on, along both sides of M: autocast, over by now.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.estimate.derivatives import SIGNS
 from alphatoken.estimate.estimators import SELF_ONLY
 from alphatoken.fidelity.cost import flops
 from alphatoken.model.batch_slice import LENGTH, ROWS
@@ -207,11 +208,13 @@ def proofs(shape: Shape, layers: int, estimator: str) -> int:
     A forward and a backward down to the first layer, to see that no prediction looks ahead. Then
     a forward; the errors at the scored linears, their sums of outer products and autograd's
     gradients, which are compared; for self-only estimators their errors of one token a row. Of
-    label a forward, autograd's gradients, and a dual forward.
+    label a forward, autograd's gradients of sums with several signs, and a dual forward along M and
+    along a random direction.
     """
     ahead = shape.forward + shape.partial_backward(FIRST.depth)
     if estimator == "label":
-        return ahead + shape.backward(layers, embeddings=False) + 4 * shape.forward
+        sent_back = SIGNS * shape.backward(layers, embeddings=False)
+        return ahead + sent_back + (1 + 2 * 3) * shape.forward
     outer = shape.contraction(layers)  # as many multiply-adds, in another order
     ordinary = shape.partial_backward(layers) + shape.backward(layers, embeddings=False)
     own = shape.partial_backward(layers) + layers * attention_work(shape, "direct")
