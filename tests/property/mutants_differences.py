@@ -185,7 +185,11 @@ MUTANTS = (
     mutant(
         "base-in-16-bits",
         "losses that 16 bits rounded, or a cast of the scores, are a side of the difference",
-        ("scoring.label.LabelDerivative._based", "_digit(seen.products) <= _digit(weights)", "True"),
+        (
+            "scoring.label.LabelDerivative._based",
+            "_digit(seen.products) <= _digit(weights)",
+            "True",
+        ),
         COARSE,
         COARSE_WITHOUT_GRAPH,
         CAST,

@@ -339,6 +339,8 @@ def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
             stack.close()
             total = observed.values(logits, ids).total
     assert off(total, exact) < 1e-2
+    # It was not tried as one either, after which no later forward would be.
+    assert found.valuer._derivative._bases
 
 
 def test_losses_of_another_forward_are_refused() -> None:
