@@ -117,7 +117,7 @@ def require_learned(columns: Columns, *, document: bool = False) -> None:
             raise DataError(
                 verdict,
                 got=f"{columns.place}: {name!r} is {short(repr(value), 40)}",
-                why="it would be learned as the others are",
+                why="it would be valued and learned as the others are",
                 remedy="drop such rows, or have them passed over (--on_bad_rows skip; not in "
                 f"evaluate and merge); if {name!r} says something else, leave it aside: "
                 f"--unread_columns {name} (in Python Fields(unread=({name!r},)))",

@@ -365,17 +365,20 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
             why="they are not text, and dropping them would change the conversation",
             remedy="write them into the content as text",
         )
-    content, said = _content(fields.take_first(("content", "value"), "content"), name, columns)
+    text, parts_learned = _content(
+        fields.take_first(("content", "value"), "content"), name, columns
+    )
     thoughts = {key: fields.left[key] for key in THOUGHTS if fields.left.get(key)}
     thought = next(iter(thoughts.values()), "")
     for key in (key for key, other in thoughts.items() if other == thought):
         fields.take(key, "thought")
-    marked = is_learned(fields)
-    if ROLES[role] != "assistant" and marked and "mark" in fields.form:
+    learned = is_learned(fields)
+    if ROLES[role] != "assistant" and learned and "mark" in fields.form:
         columns.notes.append("a turn of the user or the system is marked as learned, and is not")
     require_read(fields, "a message's field")
     columns.leave(name, fields)
-    return Turn(ROLES[role], content, _content(thought, name, columns)[0], marked and said)
+    thought, _ = _content(thought, name, columns)
+    return Turn(ROLES[role], text, thought, learned and parts_learned)
 
 
 def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:

@@ -32,14 +32,15 @@ from alphatoken.train.datasets import (
 )
 from alphatoken.train.loading import load_tokenizer, rows_tokenizer, text_tokenizer
 from alphatoken.train.row_forms import (
-    SPOKEN,
+    CHAT_COLUMNS,
+    are_messages,
     as_dataset,
     fields_of_parts,
     has_several_turns,
     is_answer,
     lost_of_messages,
+    messages_in,
     other_meaning,
-    spoken_messages,
     trls_form,
 )
 from alphatoken.train.token_rows import labels_of_tokens, lost_of_tokens, says_of_tokens
@@ -173,58 +174,56 @@ def _checked(
     reading, form = Reading(f"{name} rows"), ", ".join(sorted(read))
     reading.unread |= dict.fromkeys(unread)
     problems: dict[str, list[int]] = {}
-    changed = False
+    changes_some = False
 
     @cache
     def tokenizer() -> Any:
         return rows_tokenizer(args, tokenizer_of(given))
 
-    for number, found in enumerate(islice(rows, None if whole else _LOOKED_AT)):
-        row = {**found, **(told := trls_form(found, name, number))}
-        changed = changed or bool(told)
+    for number, own in enumerate(islice(rows, None if whole else _LOOKED_AT)):
+        row = {**own, **(changes := trls_form(own, name, number))}
+        changes_some = changes_some or bool(changes)
         if lost := _lost(row, read, beside):
             raise other_meaning(lost, row, name, number)
-        reading.unread |= dict.fromkeys(fields_of_parts({c: found[c] for c in read}))
-        spoken = {column: row[column] for column in read}
-        if lost := _unwritten(spoken, tokenizer, reading):
+        texts = {column: row[column] for column in read}
+        reading.unread |= dict.fromkeys(fields_of_parts({column: own[column] for column in read}))
+        if lost := _unwritten(texts, tokenizer, reading):
             raise other_meaning(lost, row, name, number)
-        own = Columns({column: row.get(column) for column in unread}, f"row {number}")
-        _require_unmarked(own, name, document=not read & {*CHATS, "prompt", "chosen"})
-        if has_several_turns(spoken):
-            own.notes.append(WHOLE)
-        reading.notes.update(set(own.notes))
+        rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
+        if name != "Fisher":  # of which prompts are read
+            _require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
+        if has_several_turns(texts):
+            rest.notes.append(WHOLE)
+        reading.notes.update(set(rest.notes))
         reading.forms[form] += 1
         if whole and name != "Fisher" and (what := problem(row)):
             problems.setdefault(what, []).append(number)
     if args.process_index == 0 and (reading.unread or reading.notes):
         reading.say()
-    if changed:
-        told_as = partial(trls_form, name=name)
-        dataset = dataset.map(lambda row, number: told_as(row, number=number), with_indices=True)
+    if changes_some:
+        change = partial(trls_form, name=name)
+        dataset = dataset.map(lambda row, number: change(row, number=number), with_indices=True)
     return usable_rows(problems, dataset, name, args.on_empty)
 
 
 def _checked_tokens(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
     """The same of rows that come tokenised, whose labels are taken as they are."""
-    rows, args = plain_rows(dataset), given["args"]
-    columns, whole = columns_of(rows, name), hasattr(rows, "__len__")
+    columns, args = columns_of(plain_rows(dataset), name), given["args"]
     read = {"input_ids", "labels"} & columns
     if "labels" not in columns:
         read |= {"assistant_masks"} & columns
         read |= {"completion_mask"} & columns if _completions_only(given) else set()
     if name == "training" and getattr(args, "padding_free", False) and not args.packing:
         read |= {"seq_lengths"} & columns
-    require_tokens(dataset, name, read, given)
-    problems: dict[str, list[int]] = {}
-    for number, row in enumerate(rows if whole and name != "Fisher" else ()):
-        if all(label == IGNORE for label in labels_of_tokens(row, read)[1:]):
-            problems.setdefault("the response is empty", []).append(number)
+    empty = require_tokens(dataset, name, read, given)
+    judges = name != "Fisher" and hasattr(plain_rows(dataset), "__len__")
+    problems = {"the response is empty": empty} if judges and empty else {}
     return usable_rows(problems, dataset, name, args.on_empty)
 
 
 def require_tokens(
     dataset: Any, name: str, read: Collection[str], given: Mapping[str, Any]
-) -> None:
+) -> list[int]:
     """Refuse tokenised rows of which something would be lost, and name the columns nothing reads.
 
     Args:
@@ -233,16 +232,22 @@ def require_tokens(
         read: columns that the trainer below reads.
         given: its arguments; where its collator is the caller's own, that reads what it likes.
 
+    Returns:
+        Numbers of the rows that have no label.
+
     Raises:
-        InputError: names the first such row.
+        InputError: names the first row of which something would be lost.
     """
-    if not _reads_no_more(given):
-        return
-    rows = plain_rows(dataset)
-    unread = sorted(columns_of(rows, name) - {*read, "attention_mask"})
+    rows, alone = plain_rows(dataset), _reads_no_more(given)
+    unread = sorted(columns_of(rows, name) - {*read, "attention_mask"}) if alone else []
     reading, form = Reading(f"{name} rows"), ", ".join(sorted(read))
     reading.unread |= dict.fromkeys(unread)
+    empty = []
     for number, row in enumerate(islice(rows, None if hasattr(rows, "__len__") else _LOOKED_AT)):
+        if not any(label != IGNORE for label in labels_of_tokens(row, read)[1:]):
+            empty.append(number)
+        if not alone:
+            continue
         if lost := lost_of_tokens(row, read):
             raise InputError(
                 f"a {name} row would be learned otherwise than it says",
@@ -251,13 +256,15 @@ def require_tokens(
                 remedy="write -100 into 'labels' where nothing is to be learned; give one document "
                 "a row, without padding; drop columns that say something else",
             )
-        one_each = {c: row.get(c) for c in unread if not isinstance(row.get(c), list)}
-        own = Columns(one_each, f"row {number}")
-        _require_unmarked(own, name)
-        reading.notes.update({*own.notes, *filter(None, [says_of_tokens(row, read)])})
+        of_row = {c: row.get(c) for c in unread if not isinstance(row.get(c), list)}
+        rest = Columns(of_row, f"row {number}")
+        if name != "Fisher":
+            _require_unmarked(rest, name)
+        reading.notes.update({*rest.notes, *filter(None, [says_of_tokens(row, read)])})
         reading.forms[form] += 1
     if given["args"].process_index == 0 and (reading.unread or reading.notes):
         reading.say()
+    return empty
 
 
 def _reads_no_more(given: Mapping[str, Any]) -> bool:
@@ -267,9 +274,9 @@ def _reads_no_more(given: Mapping[str, Any]) -> bool:
 
 def _completions_only(given: Mapping[str, Any]) -> bool:
     """True if TRL labels the completion alone: it decides by the first training row."""
-    said = given["args"].completion_only_loss
-    if said is not None:
-        return bool(said)
+    only = given["args"].completion_only_loss
+    if only is not None:
+        return bool(only)
     train = given.get("train_dataset")
     first = next(iter(train), None) if train is not None else None
     return isinstance(first, Mapping) and {"prompt", "completion"} <= set(first)
@@ -295,16 +302,17 @@ def _lost(row: Mapping[str, Any], read: set[str], beside: Sequence[str]) -> str:
     for column in sorted(read):
         if row.get(column) is None:
             return f"{column!r} is null"
+        if not isinstance(row[column], str) and not are_messages(row[column]):
+            return f"{column!r} is neither text nor a list of messages"
     for column in beside:
         if row.get(column):
             return f"column {column!r}"
-    said = {name: value for name, value in row.items() if name in {*read, "image", "images"}}
-    messages = list(spoken_messages(said))
-    if lost := lost_of_messages(said):
+    texts = {name: value for name, value in row.items() if name in {*read, "image", "images"}}
+    if lost := lost_of_messages(texts):
         return lost
-    if isinstance(row.get("completion"), list) and not is_answer(row["completion"]):
+    if are_messages(row.get("completion")) and not is_answer(row["completion"]):
         return "a completion that begins with another turn than the assistant's"
-    roles = {str(one.get("role") or one.get("from")) for one in messages}
+    roles = {str(one.get("role") or one.get("from")) for one in messages_in(texts)}
     known = {*ROLES, *_TRLS_ROLES}
     if read & {*CHATS} and not roles <= known and "assistant" not in map(ROLES.get, roles):
         return f"roles {', '.join(sorted(roles))}, of which none is the assistant"
@@ -322,7 +330,7 @@ def _unwritten(row: Mapping[str, Any], tokenizer: Callable[[], Any], reading: Re
             continue
         if extra & {*THOUGHTS} and not _writes(chat, extra & {*THOUGHTS}, tokenizer()):
             return "a thought, which the chat template does not write"
-        for field in sorted(extra & {*CHANGING}):
+        for field in sorted((extra & {*CHANGING}) - {*THOUGHTS}):
             if not _writes(chat, {field}, tokenizer()):
                 return f"{field!r} of a message, which the chat template does not write"
         template = str(getattr(tokenizer(), "chat_template", ""))
@@ -336,16 +344,12 @@ def _unwritten(row: Mapping[str, Any], tokenizer: Callable[[], Any], reading: Re
 
 def _chats(row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Conversations of a row as TRL hands them to the chat template, each with its column."""
-    prompt = row.get("prompt")
-    before = prompt if isinstance(prompt, list) else []
-    for column in SPOKEN[1:]:
-        chat = row.get(column)
-        if isinstance(chat, list) and all(isinstance(one, Mapping) for one in chat):
-            names = {"from": "role", "value": "content"}
-            yield (
-                column,
-                [{names.get(k, k): v for k, v in one.items()} for one in [*before, *chat]],
-            )
+    names = {"from": "role", "value": "content"}
+    before = row["prompt"] if are_messages(row.get("prompt")) else []
+    for column in CHAT_COLUMNS[1:]:
+        if are_messages(row.get(column)):
+            chat = [*before, *row[column]]
+            yield column, [{names.get(k, k): v for k, v in one.items()} for one in chat]
 
 
 def _writes(chat: Sequence[Mapping[str, Any]], fields: Collection[str], tokenizer: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 from alphatoken.data import pair_of
 from alphatoken.data.encode import messages_of
@@ -17,21 +17,21 @@ from alphatoken.data.rows import CHANGING, CHATS, ROLES, TEXTS
 from alphatoken.errors import DataError, InputError
 
 __all__ = [
-    "SPOKEN",
+    "CHAT_COLUMNS",
+    "are_messages",
     "as_dataset",
     "fields_of_parts",
     "has_several_turns",
     "is_answer",
     "lost_of_messages",
+    "messages_in",
     "other_meaning",
-    "spoken_messages",
     "trls_form",
 ]
 
-SPOKEN = ("prompt", "completion", "chosen", "rejected", *CHATS)
+_RESPONSES = ("completion", "chosen", "rejected")
+CHAT_COLUMNS = ("prompt", *_RESPONSES, *CHATS)
 """Columns that may hold messages."""
-_SAID = ("completion", "chosen", "rejected")
-"""Those of responses."""
 
 
 def as_dataset(rows: Any, name: str) -> Any:
@@ -81,10 +81,10 @@ def _of_columns(columns: Mapping[str, list[Any]], name: str, rows: Sequence[Any]
             if lost := lost_of_messages(row):
                 raise other_meaning(lost, row, name, number) from None
         kinds = {c: {type(v).__name__ for v in own if v is not None} for c, own in columns.items()}
-        mixed = [f"{c!r} holds {' and '.join(sorted(k))}" for c, k in kinds.items() if len(k) > 1]
+        several = {c: " and ".join(sorted(k)) for c, k in kinds.items() if len(k) > 1}
         raise InputError(
             f"the {name} rows are of several forms",
-            got="; ".join(mixed) or str(error),
+            got="; ".join(f"{c!r} holds {own}" for c, own in several.items()) or str(error),
             why="a column of a data set holds values of one kind",
             remedy="write a column in one kind for all rows: texts, or messages of which each "
             "field is of one kind",
@@ -97,51 +97,49 @@ def trls_form(row: Mapping[str, Any], name: str, number: int) -> dict[str, Any]:
     A content of text parts is one text. A text beside messages is a message. A prompt beside two
     conversations that hold it stands before what follows it in each of them, as in the commands.
     """
-    changed = dict[str, Any]()
-    for column in SPOKEN:
-        if isinstance(row.get(column), list) and row[column] != (told := _joined(row[column])):
-            changed[column] = told
-    row = {**row, **changed}
-    said = [column for column in _SAID if column in row]
-    spoken = {column: row.get(column) for column in ("prompt", *said)}
-    if not said or None in spoken.values() or all(isinstance(v, str) for v in spoken.values()):
-        return changed
-    for column, value in spoken.items():
-        told = _as_messages(value, "user" if column == "prompt" else "assistant")
-        if told != value:
-            changed[column] = told
-    row = {**row, **changed}
-    if not all(is_answer(row[column]) for column in said):
-        changed |= _after_prompt(row, said, name, number)
-    return changed
+    changes = dict[str, Any]()
+    for column in CHAT_COLUMNS:
+        value = row.get(column)
+        if are_messages(value) and value != (messages := list(map(_with_one_text, value))):
+            changes[column] = messages
+    row = {**row, **changes}
+    responses = [column for column in _RESPONSES if column in row]
+    values = {column: row.get(column) for column in ("prompt", *responses)}
+    kinds = [isinstance(value, str) for value in values.values()]
+    readable = all(isinstance(v, (str, Mapping)) or are_messages(v) for v in values.values())
+    if not responses or not readable or all(kinds):
+        return changes
+    for column, value in values.items():
+        messages = _as_messages(value, "user" if column == "prompt" else "assistant")
+        if messages != value:
+            changes[column] = messages
+    row = {**row, **changes}
+    if not all(is_answer(row[column]) for column in responses):
+        changes |= _after_prompt(row, responses, name, number)
+    return changes
 
 
 def _as_messages(value: Any, role: str) -> list[Any]:
     """A text, a message or a list of messages as a list, by the names that TRL reads."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    told = []
-    for one in [value] if isinstance(value, Mapping) else value:
-        if isinstance(one, Mapping) and one.get("from") is not None:
-            more = {k: v for k, v in one.items() if k not in ("from", "value")}
-            role_of = ROLES.get(one["from"], one["from"])
-            one = {**more, "role": role_of, "content": one.get("value")}
-        told.append(one)
-    return told
+    messages = []
+    for message in [value] if isinstance(value, Mapping) else value:
+        if message.get("from") is not None:
+            more = {k: v for k, v in message.items() if k not in ("from", "value")}
+            own_role = ROLES.get(message["from"], message["from"])
+            message = {**more, "role": own_role, "content": message.get("value")}
+        messages.append(message)
+    return messages
 
 
-def _joined(value: list[Any]) -> list[Any]:
-    """Messages whose contents of text parts, of which nothing else is said, are one text."""
-    if not all(isinstance(message, Mapping) for message in value):
-        return value
-    told = []
-    for message in value:
-        key = "content" if "content" in message else "value"
-        parts = message.get(key)
-        if isinstance(parts, list) and all(map(_is_text, parts)):
-            message = {**message, key: "".join(part["text"] for part in parts)}
-        told.append(message)
-    return told
+def _with_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message, whose content of text parts is one text."""
+    key = "content" if "content" in message else "value"
+    parts = message.get(key)
+    if not isinstance(parts, list) or not all(map(_is_text, parts)):
+        return message
+    return {**message, key: "".join(part["text"] for part in parts)}
 
 
 def _is_text(part: Any) -> bool:
@@ -152,23 +150,17 @@ def _is_text(part: Any) -> bool:
     return part.get("type") in TEXTS and not changing and not mark_of(part)
 
 
-def is_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """True for messages of which the first is not the user's or the system's."""
-    role = str(messages[0].get("role", messages[0].get("from"))) if messages else "assistant"
-    return ROLES.get(role, "assistant") == "assistant"
-
-
 def _after_prompt(
-    row: Mapping[str, Any], said: Sequence[str], name: str, number: int
+    row: Mapping[str, Any], responses: Sequence[str], name: str, number: int
 ) -> dict[str, Any]:
     """Messages of a row whose responses begin with the prompt: the prompt, and what follows it."""
-    if "completion" in said:
-        asked, told = (
-            [(one.get("role"), one.get("content")) for one in row[column]]
+    if "completion" in responses:
+        prompt, whole = (
+            [(message.get("role"), message.get("content")) for message in row[column]]
             for column in ("prompt", "completion")
         )
-        after = row["completion"][len(asked) :]
-        return {"completion": after} if told[: len(asked)] == asked else {}
+        after = row["completion"][len(prompt) :]
+        return {"completion": after} if whole[: len(prompt)] == prompt else {}
     try:
         pair = pair_of({k: row[k] for k in ("prompt", "chosen", "rejected")}, number, "")
     except DataError as error:
@@ -190,36 +182,46 @@ def _after_prompt(
 # --- messages -------------------------------------------------------------------------------------
 
 
-def spoken_messages(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def are_messages(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
+    """True for a list of messages."""
+    return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+
+
+def is_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True for messages of which the first is not the user's or the system's."""
+    role = str(messages[0].get("role", messages[0].get("from"))) if messages else "assistant"
+    return ROLES.get(role, "assistant") == "assistant"
+
+
+def messages_in(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """All messages of a row."""
-    lists = (row[column] for column in SPOKEN if isinstance(row.get(column), list))
-    return (one for one in chain.from_iterable(lists) if isinstance(one, Mapping))
+    columns = (row.get(column) for column in CHAT_COLUMNS)
+    return chain.from_iterable(value for value in columns if are_messages(value))
 
 
 def has_several_turns(row: Mapping[str, Any]) -> bool:
     """True if a response holds a turn of the user, which TRL learns as it learns the rest."""
-    said = [row.get(column) for column in _SAID]
-    turns = chain.from_iterable(value for value in said if isinstance(value, list))
-    return any(not is_answer([one]) for one in turns if isinstance(one, Mapping))
+    responses = {column: row.get(column) for column in _RESPONSES}
+    return any(not is_answer([message]) for message in messages_in(responses))
 
 
 def fields_of_parts(row: Mapping[str, Any]) -> Iterator[str]:
     """What text parts of contents say beside their text, each with its column."""
-    for column in SPOKEN:
-        for one in spoken_messages({column: row.get(column)}):
-            parts = one.get("content", one.get("value"))
+    for column in CHAT_COLUMNS:
+        for message in messages_in({column: row.get(column)}):
+            parts = message.get("content", message.get("value"))
             for part in filter(_is_text, parts if isinstance(parts, list) else ()):
-                said = {k for k, v in part.items() if v is not None} - {"type", "text"}
-                yield from (f"{column}.content.{field}" for field in sorted(said))
+                more = {k for k, v in part.items() if v is not None} - {"type", "text"}
+                yield from (f"{column}.content.{field}" for field in sorted(more))
 
 
 def lost_of_messages(row: Mapping[str, Any]) -> str:
     """What messages of a row say that TRL would ignore, or write as what it is not; or ""."""
     pictures = bool(row.keys() & {"image", "images"})  # such rows are refused as a whole
-    for one in spoken_messages(row):
-        if mark := mark_of(one):
+    for message in messages_in(row):
+        if mark := mark_of(message):
             return f"a turn that is marked as not to be trained on: {mark}"
-        if isinstance(one.get("content", one.get("value")), list) and not pictures:
+        if isinstance(message.get("content", message.get("value")), list) and not pictures:
             return "a content that is no text"
     return ""
 

@@ -23,15 +23,16 @@ _WEIGHS = re.compile("(^|_)(loss|masks?|weights?)(_|$)")
 _WEIGHS_NOTHING = {"attention_mask", "special_tokens_mask", *_MASKS}
 
 
-def labels_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> list[int]:
+def labels_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> Sequence[int]:
     """Labels of a tokenised row by TRL's rule: given ones as they are, else by the masks, else all.
 
     Args:
         row: with ``input_ids``.
         read: columns that the trainer reads.
     """
-    if row.get("labels") is not None:
-        return list(row["labels"])
+    labels: Sequence[int] | None = row.get("labels")
+    if labels is not None:
+        return labels
     masks = [row[name] for name in _MASKS if name in read and row.get(name) is not None]
     marked = zip(row["input_ids"], *masks, strict=False)
     return [token if all(marks) else IGNORE for token, *marks in marked]
@@ -40,24 +41,36 @@ def labels_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> list[int]
 def lost_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
     """What a tokenised row says that the trainer would not read, or what is wrong, or ""."""
     length = len(row["input_ids"])
-    for name, own in _by_token(row):
-        if (name in _BY_TOKEN or _WEIGHS.search(name)) and len(own) != length:
-            return f"{name!r} has {len(own)} entries, 'input_ids' {length}"
-    labels = labels_of_tokens(row, read)
-    weighs = [i > 0 and label != IGNORE for i, label in enumerate(labels)]
-    documents = row.get("seq_lengths") or () if "seq_lengths" in read else ()
-    for name, own in _by_token(row):
-        if name in read:
-            continue
-        if name == "attention_mask" and not _is_padding(own, weighs):
-            return "'attention_mask' is 0 before the last label"
-        if name == "position_ids" and list(own) != _usual(documents or [length]):
-            return "'position_ids' do not count from 0"
-        if name == "seq_lengths" and len(own) > 1:
-            return f"'seq_lengths' packs {len(own)} documents, which would see each other"
-        if _WEIGHS.search(name) and name not in _WEIGHS_NOTHING and list(own)[1:] != weighs[1:]:
-            return f"{name!r} says something else than the labels"
+    own = _by_token(row)
+    for name, numbers in own.items():
+        if (name in _BY_TOKEN or _WEIGHS.search(name)) and len(numbers) != length:
+            return f"{name!r} has {len(numbers)} entries, 'input_ids' {length}"
+    for name, numbers in own.items():
+        if name not in read and (lost := _lost_of_column(name, numbers, row, read)):
+            return lost
     return ""
+
+
+def _lost_of_column(
+    name: str, numbers: Sequence[Any], row: Mapping[str, Any], read: Collection[str]
+) -> str:
+    """What an unread column says of the tokens beside their labels, or ""."""
+    if name == "position_ids":
+        packed = row.get("seq_lengths") if "seq_lengths" in read else None
+        usual = list(numbers) == _usual(packed or [len(numbers)])
+        return "" if usual else "'position_ids' do not count from 0"
+    if name == "seq_lengths" and len(numbers) > 1:
+        return f"'seq_lengths' packs {len(numbers)} documents, which would see each other"
+    padding = name == "attention_mask" and 0 in numbers
+    if not (padding or (_WEIGHS.search(name) and name not in _WEIGHS_NOTHING)):
+        return ""
+    weighs = [label != IGNORE for label in labels_of_tokens(row, read)]
+    weighs[:1] = numbers[:1]  # nothing predicts the first token
+    if padding:
+        behind = list(numbers).index(0)
+        lost = any(weighs[behind:]) or any(numbers[behind:])
+        return "'attention_mask' is 0 before the last label" if lost else ""
+    return "" if list(numbers) == weighs else f"{name!r} says something else than the labels"
 
 
 def _usual(documents: Sequence[int]) -> list[int]:
@@ -73,13 +86,7 @@ def says_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
     return "a label is another token than the one at its place (the loss itself shifts labels)"
 
 
-def _by_token(row: Mapping[str, Any]) -> list[tuple[str, Sequence[Any]]]:
+def _by_token(row: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
     """Columns of numbers, which are of the tokens of the row."""
-    lists = ((name, own) for name, own in row.items() if isinstance(own, (list, tuple)))
-    return [(name, own) for name, own in lists if all(isinstance(n, (int, float)) for n in own[:1])]
-
-
-def _is_padding(mask: Sequence[int], weighs: Sequence[bool]) -> bool:
-    """True if what the mask hides stands behind everything that is learned."""
-    hidden = next((i for i, own in enumerate(mask) if not own), len(mask))
-    return not any(weighs[hidden:]) and not any(mask[hidden:])
+    lists = {name: own for name, own in row.items() if isinstance(own, (list, tuple))}
+    return {k: own for k, own in lists.items() if own and isinstance(own[0], (int, float))}

@@ -67,7 +67,7 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
-        if hasattr(seen, "__getitem__") and len(seen):
+        if hasattr(seen, "__getitem__") and len(seen) and given.get("data_collator") is None:
             require_tokens(rows, name, {"input_ids", "labels", *_BESIDE}, given)
         return rows
 

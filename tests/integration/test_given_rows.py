@@ -85,6 +85,10 @@ LOST = {
     "a picture": ([with_more(images=["a.png"])], "row 0: 'images' of a message, which the chat"),
     "a call that is not written": ([with_more(tool_calls=[{"a": "b"}])], "'tool_calls' of a mess"),
     "a part that is no text": ([{"messages": [*IMAGE, ANSWER]}], "a content that is no text"),
+    "a list of texts": (
+        [{"prompt": "1+1", "completion": ["2"]}],
+        "neither text nor a list of mess",
+    ),
     "another conversation": (
         [{"prompt": [_said("user", "1+1")], "completion": [_said("user", "2+2"), ANSWER]}],
         "begins with another turn than the assistant's",

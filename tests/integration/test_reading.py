@@ -211,7 +211,7 @@ def test_a_prompt_that_ends_with_its_response_is_seen_through_white_space() -> N
 # --- verdicts on a row ----------------------------------------------------------------------------
 
 
-AGAINST = {
+AGAINST: dict[str, list[tuple[str, Any]]] = {
     "response of the row is marked as a bad one": [
         ("label", False), ("kto_tag", False), ("desirable", False), ("is_correct", False),
         ("reward", -1), ("score", -0.25), ("advantage", -2.0),

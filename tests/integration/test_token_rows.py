@@ -160,7 +160,7 @@ def test_packed_rows_are_served_where_the_collator_keeps_documents_apart() -> No
             read_rows([{**LABELLED, **own}], name, {"args": args})
 
 
-SAME = {
+SAME: dict[str, Row] = {
     "a mask that agrees": {"loss_mask": HALF},
     "weights that agree": {"loss_weights": [float(w) for w in HALF], "row": 7},
     "a first token that nothing predicts": {"loss_mask": [1, *HALF[1:]]},
