@@ -19,7 +19,7 @@ __all__ = ["RowArguments", "RunArguments"]
 class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
     """Sources of rows, and the treatment of rows that cannot be trained on.
 
-    A FILE is a local .jsonl, .json or .parquet file, or a folder of such files.
+    A FILE is a local JSON, CSV or Parquet file, or a folder of such files.
     """
 
     train_file: str | None = option(

@@ -88,11 +88,13 @@ class RowReader:
             return self.file_rows(data.train_file, "training", data.train_limit)
         assert data.dataset_name is not None  # see check_source
         found = _of_hub(data.dataset_name, data.dataset_config, data.dataset_train_split)
-        return self._usable(found, data.dataset_name, "training", data.train_limit)
+        reading = Reading(Path(data.dataset_name).name)
+        return self._usable(found, reading, "training", data.train_limit)
 
     def file_rows(self, path: str, name: str, limit: int | None = None) -> list[Item]:
         """Rows of a local file or folder, called ``name``."""
-        return self._usable(find_source(path).read(), path, name, limit)
+        source = find_source(path)
+        return self._usable(source.read(), source.reading(), name, limit)
 
     def dataset(self, items: Sequence[Item]) -> Any:
         """A data set in TRL's form."""
@@ -107,13 +109,13 @@ class RowReader:
         return preference_records([item], chat=self.chat, end=end)[0]
 
     def _usable(
-        self, found: Iterator[Found], source: str, name: str, limit: int | None = None
+        self, found: Iterator[Found], reading: Reading, name: str, limit: int | None = None
     ) -> list[Item]:
         """Those rows that can be trained on; the others are left out, or refused, if so asked.
 
         Before anything is held out, so that as many are held out as was asked for.
         """
-        reading, items, first = Reading(Path(source).name), list[Item](), None
+        items, first = list[Item](), None
         make = partial(self._item, reading=reading, held=name != "training")
         for one, item in each_row(islice(found, limit), make, self.data.on_bad_rows):
             if isinstance(item, DataError):
