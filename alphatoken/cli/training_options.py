@@ -12,7 +12,10 @@ from typing import Literal
 from alphatoken.cli.options import option
 from alphatoken.corpus.options import BadRowOptions, ColumnOptions, LeftOutOptions
 
-__all__ = ["RowArguments", "RunArguments"]
+__all__ = ["SOURCES", "RowArguments", "RunArguments"]
+
+SOURCES = ("train_file", "dataset_name", "datasets")
+"""Options that name the training rows, of which one is given; the others are TRL's."""
 
 
 @dataclass
