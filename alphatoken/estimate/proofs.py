@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.errors import CoverageError, ModelError, NumericalError, UnsupportedError
 from alphatoken.estimate.causality import allowed_pairs, argument_kinds, prove_causality
 from alphatoken.estimate.derivatives import Derivative, prove_derivatives
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SPLIT, WALK
@@ -37,6 +37,7 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.finite import refuse_first
+from alphatoken.support.precision import float16_named
 
 __all__ = [
     "CaptureCheck",
@@ -530,7 +531,8 @@ class CaptureCheck:
             proved = prove_isolation(recorder, losses, mask, self._estimator)
             self.report = replace(self.report, isolated=proved)
         if self.pending and self._sharding is None:
-            error = prove_coverage(recorder, losses, self._parameters, self._names)
+            with float16_named(self._adapter.model, (CoverageError,)):
+                error = prove_coverage(recorder, losses, self._parameters, self._names)
             self.report = replace(self.report, relative_error=error)
         self.pending = False
 
@@ -540,7 +542,8 @@ class CaptureCheck:
         Raises:
             UnsupportedError: see ``derivatives``.
         """
-        found = prove_derivatives(losses, self._parameters, derivative)
+        with float16_named(self._adapter.model, (UnsupportedError, NumericalError)):
+            found = prove_derivatives(losses, self._parameters, derivative)
         self.report = replace(self.report, derivatives=found)
         self.pending = False
 

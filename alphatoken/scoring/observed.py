@@ -16,6 +16,7 @@ from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.scoring.valuing import Valuer
+from alphatoken.support.precision import float16_named
 from alphatoken.values import TokenValues
 
 __all__ = ["Observed"]
@@ -72,7 +73,8 @@ class Observed:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as
                 ``Scorer.score``.
         """
-        with self._lock:  # the weights may be moved meanwhile
+        # Locked, because the weights may be moved meanwhile.
+        with float16_named(self._valuer.adapter.model), self._lock:
             valuer, recorder = self._valuer, self._recorder
             self._require_open()
             valuer.builder.require_current()
