@@ -24,8 +24,8 @@ def json_layout(path: Path) -> str:
         DataError: the document is an object around the rows, or a table by columns; or broken.
     """
     with open_bytes(path) as file:
-        lines = (line.decode("utf-8", "replace").strip("\ufeff \t\r\n\v\f") for line in file)
-        lines = filter(None, lines)
+        texts = (line.decode("utf-8", "replace").strip("\ufeff \t\r\n\v\f") for line in file)
+        lines = filter(None, texts)
         first, alone = next(lines, ""), next(lines, None) is None
     try:
         document = json.loads(first)
