@@ -428,37 +428,42 @@ def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> An
                 remedy="check the name and the network, or name a folder that is here "
                 f"({flag} on the command line)",
             ) from None
-        raise ModelError(
-            f"the {what} cannot be loaded", got=f"{text}: {quoted(error)}",
-            remedy=_remedy(what, text, error),
-        ) from None  # fmt: skip
+        raise _refusal(what, text, error) from None
 
 
-def _remedy(what: str, name: str, error: Exception) -> str:
-    """What helps against an error of a library that loads models."""
-    said = str(error)
+def _refusal(what: str, name: str, error: Exception) -> ModelError:
+    """An error of a library that loads models, by its cause."""
+    said, got = str(error), f"{name}: {quoted(error)}"
     if "trust_remote_code" in said:
-        return (
-            "--trust_remote_code (in Python trust_remote_code=True), once you have read the code "
-            "that comes with it"
+        return ModelError(
+            "the model comes with code of its own",
+            got=got,
+            why="loading it runs that code on this machine",
+            remedy="--trust_remote_code (in Python trust_remote_code=True), once you have read it",
         )
     if "does not recognize this architecture" in said:
-        return "a newer transformers (pip install -U transformers), or a model of a type it knows"
+        return ModelError(
+            "the model is of a type that this version of transformers does not know",
+            got=got,
+            remedy="a newer transformers (pip install -U transformers), or a model of a known type",
+        )
     if "Unrecognized configuration class" in said:
-        return "a causal language model, such as the family's ...ForCausalLM"
-    if "prompt learning adapter" in said:
-        return "an adapter that trains weights of the layers, such as LoRA"
-    if isinstance(error, ImportError):
-        return (
+        remedy = "a causal language model, such as the family's ...ForCausalLM"
+    elif "prompt learning adapter" in said:
+        remedy = "an adapter that trains weights of the layers, such as LoRA"
+    elif isinstance(error, ImportError):
+        remedy = (
             "install what is named there; or, of a quantised model, name the one that it was made "
             "from"
         )
-    if what == "tokenizer":
-        return (
+    elif what == "tokenizer":
+        remedy = (
             "the files of the tokenizer that the model began with: "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained('{name}')"
         )
-    return "check the path and that the files in it are whole"
+    else:
+        remedy = "check the path and that the files in it are whole"
+    return ModelError(f"the {what} cannot be loaded", got=got, remedy=remedy)
 
 
 @contextmanager

@@ -149,8 +149,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "GPTQ over plain weights": (quantised("gptq"), "says gptq.*delete quantization_config"),
     "AWQ over plain weights": (quantised("awq"), "says awq.*delete quantization_config"),
     "FP8 over plain weights": (quantised("fp8"), "says fp8.*delete quantization_config"),
-    "an unknown type": (lambda f: change(f, model_type="next9"), "newer transformers"),
-    "code of its own": (remote, "--trust_remote_code"),
+    "an unknown type": (lambda f: change(f, model_type="next9"), "of a type.*newer transformers"),
+    "code of its own": (remote, "comes with code of its own.*--trust_remote_code"),
     "another shape": (
         lambda f: change(f, hidden_size=16), r"other shapes.*\(\d+, 32\) in the file, \(\d+, 16\)"
     ),
