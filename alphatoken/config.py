@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, require_choice
+from alphatoken.errors import ConfigError, refuse_unknown, require_choice
 from alphatoken.estimate.differences import FORMS
 from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS, SPLIT, WALK
 from alphatoken.model.layer_choice import DEFAULT_LAYERS
@@ -117,6 +118,11 @@ class ScorerConfig:
     walk_steps: int = 24
     walk_learning_rate: float | None = None
     walk_refresh: int = 0
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse options that there are not, by name."""
+        refuse_unknown(cls.__name__, "option", options, [one.name for one in fields(cls)])
+        return super().__new__(cls)
 
     @property
     def choice(self) -> ParameterChoice:

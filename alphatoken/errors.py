@@ -11,7 +11,8 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 __all__ = [
     "AlphaTokenError",
@@ -26,6 +27,7 @@ __all__ = [
     "NumericalError",
     "UnsupportedError",
     "quoted",
+    "refuse_unknown",
     "require_choice",
     "warn_caller",
 ]
@@ -133,3 +135,40 @@ def require_choice(
     choices = list(allowed)
     if given not in choices:
         raise error(f"{name} must be one of {', '.join(map(str, choices))}", got=repr(given))
+
+
+def refuse_unknown(
+    owner: str,
+    kind: str,
+    names: Iterable[str],
+    known: Iterable[str],
+    renamed: Mapping[str, str] | None = None,
+) -> None:
+    """Raise for the first of the names that is none of those known.
+
+    Args:
+        owner: what takes them, such as a class.
+        kind: of name: "option" or "argument".
+        names: as they were written.
+        known: all that there are.
+        renamed: names of earlier versions, by what they are called today.
+
+    Raises:
+        ConfigError: names it, and those that it may stand for.
+    """
+    there = list(known)
+    for name in names:
+        if name in there:
+            continue
+        close = get_close_matches(name, there, n=3)
+        today = (renamed or {}).get(name)
+        raise ConfigError(
+            f"{owner} has no such {kind}",
+            got=name,
+            why="nothing would read it",
+            remedy=f"{today}, as it is called today"
+            if today
+            else f"did you mean {' or '.join(close)}?"
+            if close
+            else f"leave it out; help({owner}) lists those that there are",
+        )

@@ -23,7 +23,13 @@ from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import GradientReducer
 from alphatoken.direction.scored import ScoredParameters, choose_parameters
 from alphatoken.direction.walk import WalkBuilder
-from alphatoken.errors import AlphaTokenWarning, ConfigError, ModelError, UnsupportedError
+from alphatoken.errors import (
+    AlphaTokenWarning,
+    ConfigError,
+    InputError,
+    ModelError,
+    UnsupportedError,
+)
 from alphatoken.estimate.estimators import SPLIT, WALK
 from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
 from alphatoken.model.batch import PreferenceBatch, as_batches
@@ -37,6 +43,7 @@ from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.scoring.observed import Observed
 from alphatoken.scoring.passes import Pass
 from alphatoken.scoring.valuing import Valuer
+from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import ProgressSink
 from alphatoken.values import TokenValues
 
@@ -141,7 +148,7 @@ class Scorer:
     def __init__(
         self,
         model: nn.Module,
-        validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any] | None,
+        validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any] | None = None,
         retention: FisherDrift | Mapping[str, Any] | Sequence[Any] | None = None,
         config: ScorerConfig | None = None,
         *,
@@ -154,6 +161,12 @@ class Scorer:
         influence: InfluenceFactors | None = None,
     ) -> None:
         config = config or ScorerConfig()
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                "Scorer takes a model, and not its name",
+                got=f"{type(model).__name__}: {str(model)[:80]!r}",
+                remedy="AutoModelForCausalLM.from_pretrained(NAME)",
+            )
         if reference is not None and config.estimator != WALK:
             raise ConfigError(
                 "a second model is read by the estimator 'walk' alone",
@@ -356,7 +369,7 @@ class Scorer:
         Returns:
             ``TokenValues``; index i of each tensor is the value of predicting token i.
         """
-        with self._lock():
+        with float16_named(self.adapter.model), self._lock():
             self._require_outside("score")
             self._follow()
             valuer = self.valuer

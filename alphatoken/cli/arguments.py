@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_type_hints
 
-from trl.scripts.utils import ScriptArguments, TrlParser
+from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
 from alphatoken.cli.recipes import Recipe, close_to, packaged_file, recipes_of
-from alphatoken.cli.training_options import RowArguments, RunArguments
+from alphatoken.cli.training_options import SOURCES, RowArguments, RunArguments
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.policies import unread_options
 
@@ -26,8 +26,8 @@ __all__ = ["Arguments", "DataArguments", "RunArguments", "read_arguments"]
 
 
 @dataclass
-class DataArguments(RowArguments, ScriptArguments):
-    """Our options of rows, and TRL's."""
+class DataArguments(RowArguments, ScriptArguments, DatasetMixtureConfig):
+    """Our options of rows, and TRL's, a mixture of data sets among them."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     if template is not None:
         found.chat_template_path = packaged_file(template) or template
     unread = _give_way(found, training, _earlier_than_policy(recipes, words))
+    found.datasets = _mixture(found)
     made = [_make(kind, found) for kind in parser.dataclass_types]
     run, data, config, model = made
     for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
@@ -142,9 +143,10 @@ def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> N
         if one.default is None and getattr(found, one.name) in ("null", "none"):
             setattr(found, one.name, None)
     given = _named(words)
-    for name, other in (("train_file", "dataset_name"), ("dataset_name", "train_file")):
-        if name in given and other not in given and getattr(found, name) is not None:
-            setattr(found, other, None)
+    named = {name for name in SOURCES if name in given and getattr(found, name)}
+    for name in SOURCES if named else ():
+        if name not in given:
+            setattr(found, name, [] if name == "datasets" else None)
 
 
 def _set_defaults(parser: _Parser, recipe: Recipe, command: str) -> None:
@@ -176,6 +178,23 @@ def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
         got=f"{word} in {place}",
         remedy=close_to(name, known) or f"{parser.prog} --help lists them",
     )
+
+
+def _mixture(found: argparse.Namespace) -> list[DatasetConfig]:
+    """The data sets of a recipe's mixture.
+
+    Raises:
+        ConfigError: they are no list of options.
+    """
+    sets = found.datasets
+    if not isinstance(sets, list) or any(isinstance(one, (str, list)) for one in sets):
+        raise ConfigError(
+            "datasets are no list of data sets",
+            got=repr(sets)[:80],
+            remedy="one `- path: ...` for each, as TRL's DatasetMixtureConfig has it",
+        )
+    made: list[DatasetConfig] = _make(DatasetMixtureConfig, found).datasets
+    return made
 
 
 def _make(kind: Any, found: argparse.Namespace) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from alphatoken.cli.options import CommandParser, add_option, kinds_of
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RowArguments, RunArguments
-from alphatoken.errors import ConfigError, DataError, ModelError
+from alphatoken.errors import ConfigError, DataError
 from alphatoken.train.fields import AlphaFields, PairFields
 
 __all__ = [
@@ -274,7 +274,6 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     Raises:
         AlphaTokenError: model or data cannot be used.
     """
-    from safetensors import SafetensorError
     from trl.trainer.utils import get_peft_config, get_quantization_config
 
     from alphatoken.cli.training_data import load_run_data
@@ -286,29 +285,22 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = model_options(arguments)
-    try:
-        with warnings.catch_warnings():
-            # Rows in common were found by text, and are counted in the notes.
-            warnings.filterwarnings("ignore", ".*training rows repeat a")
-            trainer = kind(
-                model=model.model_name_or_path,
-                args=args,
-                train_dataset=data.train,
-                eval_dataset=data.evaluation,
-                processing_class=tokenizer,
-                quantization_config=get_quantization_config(model),
-                peft_config=get_peft_config(model),
-                validation_dataset=data.validation,
-                retention_dataset=data.retention,
-                fisher=data.fitted,
-                fisher_dataset=data.fisher,
-            )
-    except SafetensorError as error:  # TRL loads the model
-        raise ModelError(
-            "the model cannot be loaded",
-            got=f"{model.model_name_or_path}: SafetensorError: {error}",
-            remedy="check the path and that the files in it are whole",
-        ) from None
+    with warnings.catch_warnings():
+        # Rows in common were found by text, and are counted in the notes.
+        warnings.filterwarnings("ignore", ".*training rows repeat a")
+        trainer = kind(
+            model=model.model_name_or_path,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.evaluation,
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+            validation_dataset=data.validation,
+            retention_dataset=data.retention,
+            fisher=data.fitted,
+            fisher_dataset=data.fisher,
+        )
     freeze_unreached(trainer.model)
     return trainer, data.notes
 
@@ -348,7 +340,7 @@ def load_tokenizer(arguments: Any) -> Any:
 
     args, model = arguments.training, arguments.model
     tokenizer = loading.load_tokenizer(
-        model.model_name_or_path,
+        loading.find_parts(model.model_name_or_path).tokenizer,
         revision=model.model_revision,
         trust_remote_code=args.trust_remote_code,
     )

@@ -12,14 +12,17 @@ from typing import Literal
 from alphatoken.cli.options import option
 from alphatoken.corpus.options import BadRowOptions, ColumnOptions, LeftOutOptions
 
-__all__ = ["RowArguments", "RunArguments"]
+__all__ = ["SOURCES", "RowArguments", "RunArguments"]
+
+SOURCES = ("train_file", "dataset_name", "datasets")
+"""Options that name the training rows, of which one is given; the others are TRL's."""
 
 
 @dataclass
 class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
     """Sources of rows, and the treatment of rows that cannot be trained on.
 
-    A FILE is a local .jsonl, .json or .parquet file, or a folder of such files.
+    A FILE is a local JSON, CSV or Parquet file, or a folder of such files.
     """
 
     train_file: str | None = option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.arguments import Arguments
+from alphatoken.cli.training_options import SOURCES
 from alphatoken.data import EncodeOptions, Example, Pair, Reading, encode_row, pair_of, row_of
 from alphatoken.data.encode import require_shown
 from alphatoken.data.source import Found, each_row, find_source
@@ -34,22 +35,32 @@ def check_source(arguments: Arguments) -> None:
         ConfigError: no source or two, a missing file, a stream, evaluation without rows.
     """
     data = arguments.data
-    given = [name for name in ("train_file", "dataset_name") if getattr(data, name)]
+    given = [name for name in SOURCES if getattr(data, name)]
     if len(given) != 1:
         raise ConfigError(
             "training rows must come from one place",
             got=" and ".join(given) or "none named",
-            remedy="give train_file (a local file) or dataset_name (of the hub)",
+            remedy="give train_file (a local file or folder), dataset_name (of the hub), or in a "
+            "recipe datasets (TRL's mixture)",
         )
     for name in _FILES:
         path = getattr(data, name)
         if path is not None and not Path(path).exists():
             raise ConfigError(f"{name} does not exist", got=path, remedy="check the path")
-    if data.dataset_streaming:
+    for name in ("dataset_streaming", "streaming"):
+        if getattr(data, name):
+            raise ConfigError(
+                "streamed data sets are not read by this command",
+                got=f"{name}: true",
+                why="held-out rows could not be told from training rows",
+                remedy=f"leave {name} out, or use the trainer from Python",
+            )
+    if data.test_split_size is not None:
         raise ConfigError(
-            "streamed data sets are not read by this command",
-            why="held-out rows could not be told from training rows",
-            remedy="leave dataset_streaming out, or use the trainer from Python",
+            "rows for TRL's own evaluation are not split off the training rows",
+            got=f"test_split_size: {data.test_split_size}",
+            why="the split is drawn anew at each start, and a resumed run would train on others",
+            remedy="leave it out, and name those rows: --eval_data FILE",
         )
     if evaluates(arguments) and data.eval_data is None:
         raise ConfigError(
@@ -82,17 +93,23 @@ class RowReader:
         self.chat = self.how.chat_template and template
 
     def training_rows(self) -> list[Item]:
-        """Training rows from the file, or the hub."""
+        """Training rows from the file, the hub, or a mixture of data sets."""
         data = self.data
         if data.train_file is not None:
             return self.file_rows(data.train_file, "training", data.train_limit)
+        if data.datasets:
+            return self._usable(
+                _of_mixture(data), Reading("datasets"), "training", data.train_limit
+            )
         assert data.dataset_name is not None  # see check_source
         found = _of_hub(data.dataset_name, data.dataset_config, data.dataset_train_split)
-        return self._usable(found, data.dataset_name, "training", data.train_limit)
+        reading = Reading(Path(data.dataset_name).name)
+        return self._usable(found, reading, "training", data.train_limit)
 
     def file_rows(self, path: str, name: str, limit: int | None = None) -> list[Item]:
         """Rows of a local file or folder, called ``name``."""
-        return self._usable(find_source(path).read(), path, name, limit)
+        source = find_source(path)
+        return self._usable(source.read(), source.reading(), name, limit)
 
     def dataset(self, items: Sequence[Item]) -> Any:
         """A data set in TRL's form."""
@@ -107,13 +124,13 @@ class RowReader:
         return preference_records([item], chat=self.chat, end=end)[0]
 
     def _usable(
-        self, found: Iterator[Found], source: str, name: str, limit: int | None = None
+        self, found: Iterator[Found], reading: Reading, name: str, limit: int | None = None
     ) -> list[Item]:
         """Those rows that can be trained on; the others are left out, or refused, if so asked.
 
         Before anything is held out, so that as many are held out as was asked for.
         """
-        reading, items, first = Reading(Path(source).name), list[Item](), None
+        items, first = list[Item](), None
         make = partial(self._item, reading=reading, held=name != "training")
         for one, item in each_row(islice(found, limit), make, self.data.on_bad_rows):
             if isinstance(item, DataError):
@@ -185,14 +202,29 @@ def _of_hub(name: str, config: str | None, split: str) -> Iterator[Found]:
     """Rows of a data set of the hub, or of its cache."""
     from datasets import load_dataset
 
+    place = f"{name}, split {split}"
+    return _found(lambda: load_dataset(name, name=config, split=split), name, place)
+
+
+def _of_mixture(data: Any) -> Iterator[Found]:
+    """Rows of TRL's mixture of data sets, in the order and the shares that TRL gives them."""
+    from trl.scripts.utils import DatasetMixtureConfig, get_dataset
+
+    mixture = DatasetMixtureConfig(datasets=data.datasets)
+    paths = ", ".join(str(one.data_files or one.data_dir or one.path) for one in data.datasets)
+    return _found(lambda: get_dataset(mixture)["train"], "datasets", paths)
+
+
+def _found(load: Callable[[], Any], name: str, place: str) -> Iterator[Found]:
+    """Rows that a library loads; ``place`` says from where."""
     try:
-        rows = load_dataset(name, name=config, split=split)
+        rows = load()
     except Exception as error:  # whatever the hub, the network and the file formats raise
         text = " ".join(str(error).split())
         raise DataError(
             "the data set cannot be loaded",
-            got=f"{name}, split {split}: {type(error).__name__}: {text[:200]}",
-            remedy="check name, config and split and the network, or give local files: train_file, "
-            "validation_file",
+            got=f"{place}: {type(error).__name__}: {text[:200]}",
+            remedy="check path, name, config and split and the network, or give local files: "
+            "train_file, validation_file",
         ) from None
     return (Found(index, f"{name}, row {index}", row) for index, row in enumerate(rows))

@@ -19,6 +19,7 @@ from alphatoken.data import Example, collate
 from alphatoken.errors import ModelError
 from alphatoken.report import COMPONENTS, ScoredExample, write_values
 from alphatoken.report.examples import query_key
+from alphatoken.support.precision import float16_named
 
 __all__ = ["BlockValuer"]
 
@@ -77,7 +78,8 @@ class BlockValuer:
                 remedy="a smaller --per_device_train_batch_size or --max_length",
             ) from None
         scope = "batch" if options.scope == "dataset" else options.scope
-        kept = select_top(values.total, values.mask, options.ratio, scope=scope)
+        with float16_named(self._job.model):
+            kept = select_top(values.total, values.mask, options.ratio, scope=scope)
         columns = {c.key: getattr(values, c.key) for c in COMPONENTS} | self._by_query(values)
         for index, example in enumerate(examples):
             length = len(example.input_ids)

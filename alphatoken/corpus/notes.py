@@ -81,11 +81,10 @@ def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list
 def about_encoding(name: str, report: EncodeReport) -> list[str]:
     """Sentences about rows called ``name`` that were cut or skipped."""
     name = "training" if name == "train" else name
+    cut = f"are longer than allowed; {report.truncated_tokens} tokens were cut off their ends"
     lost = {
-        f"Cut {report.truncated_tokens} tokens off {name} rows longer than allowed": (
-            report.truncated_rows
-        ),
-        f"Skipped {name} rows without a response within the length": report.skipped_empty,
-        f"Skipped {name} rows that cannot be written as tokens": report.skipped_bad,
+        cut: report.truncated_rows,
+        "have no response within the length and were skipped": report.skipped_empty,
+        "cannot be written as tokens and were skipped": report.skipped_bad,
     }
-    return [f"{what}: {count}." for what, count in lost.items() if count]
+    return [f"{count} {name} rows {what}." for what, count in lost.items() if count]

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, encode_rows
@@ -153,7 +152,7 @@ class Corpus:
             DataError: as of :meth:`rows`; or no row is left.
         """
         outcomes, encoded, bad = bytearray(), EncodeReport(), list[dict[str, Any]]()
-        reading = Reading(Path(self.source.path).name)
+        reading = self.source.reading()
         for number, row in enumerate(self.rows(reading=reading)):
             outcomes.append(OUTCOMES.index(row.outcome))
             if row.outcome in _LEFT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ __all__ = ["Columns", "Reading", "short"]
 _log = logging.getLogger("alphatoken.data")
 _FORMS = 4
 """Forms of row that are named one by one."""
+_FILES = 20
+"""Files of a folder that are named one by one."""
 _NAMED = 3
 """Rows that are named of those that are left out for one reason."""
 
@@ -119,11 +121,18 @@ class Reading:
     train.jsonl: prompt = question, response = answer; not read: id
 
     Args:
-        name: of the file.
+        name: of the file or folder.
+        files: of a folder, those that are read.
+        unread_files: of a folder, those that are not, each with the reason.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[str] = (),
+        unread_files: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.name, self._files, self._unread_files = name, files, unread_files
         self.forms: Counter[str] = Counter()
         self.unread: dict[str, None] = {}
         self.left: Counter[str] = Counter()
@@ -162,13 +171,27 @@ class Reading:
             f"{', ...' if count > _NAMED else ''})"
             for what, count in self.left.items()
         ]
-        return f"{self.name}: {'; '.join(said)}"
+        return f"{self.name}: {'; '.join([*said, *self._about_files()])}"
+
+    def _about_files(self) -> Iterator[str]:
+        """Files of a folder: those that are read, and those that are not, by reason."""
+        if self._files:
+            yield f"files read: {_listed(self._files)}"
+        for reason in dict.fromkeys(why for _, why in self._unread_files):
+            names = [name for name, why in self._unread_files if why == reason]
+            yield f"files not read, {reason}: {_listed(names)}"
 
     def say(self) -> None:
         """Log the line: as a warning where something was not read or is noted, else to inform."""
-        lost = self.unread or self.left or self.notes
-        if self.forms or self.left:
+        lost = self.unread or self.left or self.notes or self._unread_files
+        if self.forms or self.left or self._unread_files:
             _log.log(logging.WARNING if lost else logging.INFO, "%s", self)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names, of which the first few stand for many."""
+    more = len(names) - _FILES
+    return ", ".join(names[:_FILES]) + (f" and {more} more" if more > 0 else "")
 
 
 def short(text: str, length: int = 80) -> str:

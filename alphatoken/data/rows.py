@@ -221,12 +221,27 @@ def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
             remedy="mend or drop the row, or have it passed over (--on_bad_rows skip; not in "
             "evaluate and merge)",
         )
+    chats = [name for name, value in columns.left.items() if _is_chat(value)]
+    if chats and kind == "prompt":
+        raise DataError(
+            "the row has no prompt, and no chat of a known name",
+            got=f"{columns.place} has {columns}",
+            remedy=f"name the chat: --messages_column {chats[0]} (in Python "
+            f"Fields(messages={chats[0]!r}))",
+        )
     raise DataError(
         f"the row has no {kind} field",
         got=f"{columns.place} has {columns}",
         remedy=f"name it: --{kind}_column NAME; of a set in diagnose --retention_set: "
         f"FILE,{kind}=NAME; in Python "
         f"Fields({kind}=NAME) (known: {', '.join(names)}; chats: messages; plain texts: text)",
+    )
+
+
+def _is_chat(value: Any) -> bool:
+    """True for a list of messages."""
+    return isinstance(value, list) and all(
+        isinstance(one, Mapping) and not {"role", "from"}.isdisjoint(one) for one in value
     )
 
 

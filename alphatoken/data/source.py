@@ -2,32 +2,41 @@
 
 Every command and every reader in Python takes its rows here.
 
-A source is a ``.jsonl``, ``.json`` or ``.parquet`` file, or a folder of such files. Finding it
+A source is a JSON, CSV or Parquet file (``file_kinds``), or a folder of such files. Finding it
 reads everything once, for the number of rows and a digest; what was found fits a small JSON
 document, with which another process reads the same rows at once.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
+from alphatoken.data.file_kinds import (
+    DESCRIPTIONS,
+    READ,
+    SUFFIXES,
+    kind_of,
+    open_bytes,
+    suffix_of,
+)
+from alphatoken.data.json_files import json_items, json_layout
 from alphatoken.data.reading import Reading, short
 from alphatoken.data.rows import Fields, Row, row_of
 from alphatoken.errors import ColumnsError, DataError
 from alphatoken.support.storage import file_digest
 
 __all__ = [
-    "SUFFIXES",
     "Found",
     "RowSource",
     "each_row",
@@ -45,8 +54,8 @@ _CHUNK = 1024
 """Rows of a column format that are in memory at a time."""
 
 _BOM = b"\xef\xbb\xbf"
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
-"""Endings of the names of data files."""
+_LONGEST = 2**30
+"""Characters of a cell of a table; Python's own limit is 131,072."""
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
@@ -101,7 +110,8 @@ def take_rows(
     on_bad_rows: str = "error",
 ) -> list[T]:
     """The rows of a file or folder as ``make`` reads them (``row_of``); see :func:`read_rows`."""
-    found, reading = find_source(path).read(0, limit), Reading(Path(path).name)
+    source = find_source(path)
+    found, reading = source.read(0, limit), source.reading()
     rows, first = list[T](), None
     for one, row in each_row(found, partial(make, fields=fields, reading=reading), on_bad_rows):
         if isinstance(row, DataError):
@@ -146,7 +156,9 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
     Raises:
         DataError: as for :func:`read_rows`, but for the fields.
     """
-    for found, record in each_row(find_source(path).read(), lambda record, *_: record):
+    source = find_source(path)
+    source.reading().say()  # files that are not read; of columns nothing is known here
+    for found, record in each_row(source.read(), lambda record, *_: record):
         assert not isinstance(record, DataError)
         yield found.place, record
 
@@ -159,7 +171,7 @@ class RowSource:
     """Rows that can be read from any one on.
 
     Attributes:
-        kind: "lines", "list", "parquet" or "folder".
+        kind: "lines" or "list" of JSON, "table", "parquet" or "folder".
         path: of the file or folder.
         rows: how many there are.
         sha256: digest of what the rows were read from.
@@ -167,6 +179,7 @@ class RowSource:
         marks: where rows can be reached: byte and line of every ``STRIDE``-th row of "lines", the
             rows of each row group of "parquet".
         parts: the files of a "folder", one after the other by name.
+        unread: files of a "folder" that are not read, each with the reason.
     """
 
     kind: str
@@ -176,6 +189,7 @@ class RowSource:
     stamp: tuple[int, int]
     marks: Sequence[Any] = ()
     parts: tuple[RowSource, ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[Found]:
         """Rows ``start`` to ``stop`` (the last one excluded), in order.
@@ -195,6 +209,11 @@ class RowSource:
         if start < stop:
             yield from _READERS[self.kind](self, path, start, stop)
 
+    def reading(self) -> Reading:
+        """An empty record of how the rows are read, which knows the files of a folder."""
+        files = [Path(part.path).name for part in self.parts]
+        return Reading(Path(self.path).name, files, self.unread)
+
     def limited(self, rows: int | None) -> RowSource:
         """The first rows alone; None leaves all."""
         if rows is None or rows >= self.rows:
@@ -206,7 +225,10 @@ class RowSource:
 def source_of(document: Mapping[str, Any]) -> RowSource:
     """The source that ``dataclasses.asdict`` wrote down, for another process to read the rows."""
     parts = tuple(source_of(part) for part in document["parts"])
-    return RowSource(**{**document, "stamp": tuple(document["stamp"]), "parts": parts})
+    unread = tuple((name, why) for name, why in document["unread"])
+    return RowSource(
+        **{**document, "stamp": tuple(document["stamp"]), "parts": parts, "unread": unread}
+    )
 
 
 def find_source(path: str | Path) -> RowSource:
@@ -232,19 +254,23 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _file(path: Path) -> RowSource:
-    suffix, stamp = path.suffix.lower(), _stamp(path)
-    if suffix not in SUFFIXES:
+    stamp = _stamp(path)
+    if path.name in DESCRIPTIONS:
         raise DataError(
-            "unknown kind of data file",
+            "the file describes a data set, and holds none of its rows",
             got=str(path),
-            remedy="give a .jsonl, a .json or a .parquet file, or a folder of them",
+            remedy="name the data files, or the folder that holds them",
         )
-    if suffix in (".parquet", ".pq"):
+    kind = kind_of(path)
+    if kind == "parquet":
         with _parquet_file(path) as file:
             meta = file.metadata
             groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         return RowSource("parquet", str(path), sum(groups), file_digest(path), stamp, groups)
-    if _is_one_document(path):
+    if kind == "table":
+        rows = sum(1 for _ in _cells(path))
+        return RowSource("table", str(path), rows, file_digest(path), stamp)
+    if json_layout(path) == "list":
         return RowSource("list", str(path), len(_items(path, stamp)), file_digest(path), stamp)
     marks, rows, digest = _lines(path)
     return RowSource("lines", str(path), rows, digest, stamp, marks)
@@ -257,18 +283,50 @@ def _folder(path: Path) -> RowSource:
             got=str(path),
             remedy="load_from_disk(FOLDER).to_parquet('rows.parquet'), of one split",
         )
-    names = sorted(os.listdir(path))
-    files = [path / n for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
-    if not files:
+    files, unread = _files_of(path)
+    found = [_file(file) for file in files]
+    unread += [(Path(part.path).name, "no rows in it") for part in found if not part.rows]
+    parts = tuple(part for part in found if part.rows)
+    if not parts:
+        deeper = [name for name, why in unread if why == _DEEPER]
         raise DataError(
             "the folder holds no data files",
-            got=str(path),
-            remedy=f"files that end in {', '.join(SUFFIXES)}",
+            got=f"{path}: {', '.join(name for name, _ in unread[:8]) or 'nothing'}",
+            remedy=f"name the folder that the files lie in: {(path / deeper[0]).parent}"
+            if deeper
+            else f"files that end in {READ}",
         )
-    parts = tuple(_file(file) for file in files)
     digest = hashlib.sha256(" ".join(f"{p.rows} {p.sha256}" for p in parts).encode()).hexdigest()
     rows = sum(part.rows for part in parts)
-    return RowSource("folder", str(path), rows, digest, _stamp(path), parts=parts)
+    return RowSource(
+        "folder", str(path), rows, digest, _stamp(path), parts=parts, unread=tuple(unread)
+    )
+
+
+_DEEPER = "in a folder inside"
+_NAMED = 1000
+"""Files of a folder inside that are looked for."""
+
+
+def _files_of(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Data files of a folder, and its other files, each with the reason why it is not read.
+
+    Folders inside are not entered: a data set's splits often lie in them.
+    """
+    files, unread = list[Path](), list[tuple[str, str]]()
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            deeper = islice((f for f in path.rglob("*") if suffix_of(f) in SUFFIXES), _NAMED)
+            unread += [(str(file.relative_to(folder)), _DEEPER) for file in sorted(deeper)]
+        elif path.name in DESCRIPTIONS:
+            unread.append((path.name, "it describes a data set"))
+        elif suffix_of(path) in SUFFIXES:
+            files.append(path)
+        else:
+            unread.append((path.name, "another kind of file"))
+    return files, unread
 
 
 def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
@@ -284,28 +342,10 @@ def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterat
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def _is_one_document(path: Path) -> bool:
-    """True if a JSON file is one list, and not one object a line."""
-    with path.open("rb") as file:
-        lines = (line.removeprefix(_BOM).strip() for line in file if not is_blank(line))
-        first, alone = next(lines, b""), next(lines, None) is None
-    try:
-        document = json.loads(first)
-    except (ValueError, RecursionError):  # the beginning of a longer list, or broken
-        return first.startswith(b"[")
-    return alone and isinstance(document, list)
-
-
 @lru_cache(maxsize=1)
 def _items(path: Path, stamp: tuple[int, int]) -> list[Any]:
     """All items of a JSON list; read once while it is the same."""
-    try:
-        items: list[Any] = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
-        raise DataError(
-            "broken JSON file", got=f"{path.name}: {error}", remedy="mend the file"
-        ) from None
-    return items
+    return json_items(path)
 
 
 def _read_list(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
@@ -325,7 +365,7 @@ def _lines(path: Path) -> tuple[list[tuple[int, int]], int, str]:
     """Marks, number of rows and digest of a JSONL file."""
     marks, rows, offset = [], 0, 0
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         for line, raw in enumerate(file, start=1):
             digest.update(raw)
             if not is_blank(raw):
@@ -339,8 +379,8 @@ def _lines(path: Path) -> tuple[list[tuple[int, int]], int, str]:
 def _read_lines(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
     offset, line = source.marks[start // STRIDE]
     index = start // STRIDE * STRIDE
-    with path.open("rb") as file:
-        file.seek(offset)
+    with open_bytes(path) as file:
+        _skip(file, offset)
         for number, raw in enumerate(file, start=line):
             if is_blank(raw):
                 continue
@@ -350,6 +390,14 @@ def _read_lines(source: RowSource, path: Path, start: int, stop: int) -> Iterato
                 place = f"{path.name}, line {number}"
                 yield Found(index, place, _json_line(raw, place))
             index += 1
+
+
+def _skip(file: IO[bytes], offset: int) -> None:
+    """Go to an offset of a file that is at its beginning; of some compressed ones, by reading."""
+    if file.seekable():
+        file.seek(offset)
+    while not file.seekable() and offset > 0:
+        offset -= len(file.read(min(offset, 2**20)))
 
 
 def is_blank(raw: bytes) -> bool:
@@ -370,10 +418,10 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
         return DataError(
             "the data file is not UTF-8",
             got=f"{place}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
-            remedy="convert the file to UTF-8",
+            remedy="convert the file: iconv -f ENCODING -t UTF-8 FILE > NEW",
         )
     try:
-        record = json.loads(line)
+        record = _object(line)
     except json.JSONDecodeError as error:
         return DataError(
             "broken JSON line",
@@ -391,7 +439,61 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
     return record
 
 
+def _object(line: str) -> Any:
+    """What a line of JSON says; the comma of a list without its brackets is no part of it."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and line[error.pos :].strip() == ",":
+            return json.loads(line[: error.pos])
+        raise
+
+
 # --- columns --------------------------------------------------------------------------------------
+
+
+def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
+    """Last line and record of each row of a CSV or TSV file; all cells are texts.
+
+    Raises:
+        DataError: not UTF-8, or quotes that do not close.
+    """
+    csv.field_size_limit(_LONGEST)
+    with open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+        try:
+            first = file.readline()
+            marks = "\t" if suffix_of(path) == ".tsv" else ",;\t"
+            table = csv.reader(
+                chain([first], file), delimiter=max(marks, key=first.count), strict=True
+            )
+            header = next(table, [])
+            for cells in filter(None, table):
+                record: dict[str, str] | DataError = dict(zip(header, cells, strict=False))
+                if len(cells) != len(header):
+                    record = DataError(
+                        "a row of the table has not as many cells as the header",
+                        got=f"{path.name}, line {table.line_num}: {len(cells)} cells, "
+                        f"{len(header)} columns",
+                        remedy=f'put texts that hold the delimiter into quotes ("..."); {_MEND}',
+                    )
+                yield table.line_num, record
+        except UnicodeDecodeError as error:
+            raise DataError(
+                "the data file is not UTF-8",
+                got=f"{path.name}: byte 0x{error.object[error.start]:02x}",
+                remedy="convert the file: iconv -f ENCODING -t UTF-8 FILE > NEW",
+            ) from None
+        except csv.Error as error:
+            raise DataError(
+                "the table cannot be read",
+                got=f"{path.name}, line {table.line_num}: {error}",
+                remedy='close each quote, and double those inside a text ("a ""b"" c")',
+            ) from None
+
+
+def _read_table(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+    for index, (line, record) in enumerate(islice(_cells(path), start, stop), start=start):
+        yield Found(index, f"{path.name}, line {line}", record)
 
 
 def _read_parquet(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
@@ -403,10 +505,22 @@ def _read_parquet(source: RowSource, path: Path, start: int, stop: int) -> Itera
         for batch in file.iter_batches(batch_size=_CHUNK, row_groups=wanted):
             low, high = max(start - index, 0), min(stop - index, batch.num_rows)
             if low < high:  # whole batches before it are passed over as columns
-                records = batch.slice(low, high - low).to_pylist()
+                records = batch.slice(low, high - low).to_pylist(maps_as_pydicts="strict")
                 for own, record in enumerate(records, start=index + low):
-                    yield Found(own, f"{path.name}, row {own + 1}", record)
+                    yield Found(own, f"{path.name}, row {own + 1}", _as_text(record))
             index += batch.num_rows
+
+
+def _as_text(value: Any) -> Any:
+    """The value with its bytes as text where they are UTF-8: older writers name no text so."""
+    if isinstance(value, dict):
+        return {name: _as_text(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_as_text(part) for part in value]
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode("utf-8")
+    return value
 
 
 @contextmanager
@@ -435,6 +549,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
 _READERS: dict[str, Callable[[RowSource, Path, int, int], Iterator[Found]]] = {
     "lines": _read_lines,
     "list": _read_list,
+    "table": _read_table,
     "parquet": _read_parquet,
     "folder": _read_folder,
 }

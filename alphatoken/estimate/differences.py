@@ -162,21 +162,9 @@ class InexactError(UnsupportedError):
             other batches: of rows that M hardly reaches.
     """
 
-    def __init__(
-        self, form: str, error: float, *, of_batch: bool = False, negligible: Quotient | None = None
-    ) -> None:
-        what = f"label values by {form.replace('_', '-')} differences are"
-        super().__init__(
-            f"{'curvatures are' if form == CURVATURE else what} not exact enough on this "
-            f"{'batch' if of_batch else 'model'}",
-            got=f"an estimated relative error of {error:.1e} at the best step",
-            why=f"more than {_tolerance(form):.0e}: losses are rounded too coarsely, a forward "
-            "draws random numbers, or M hardly reaches the rows",
-            remedy="the model in float64, or curvature=False"
-            if form == CURVATURE
-            else "derivative='forward_mode'",
-        )
-        self.form, self.of_batch, self.negligible = form, of_batch, negligible
+    form: str = ""
+    of_batch: bool = False
+    negligible: Quotient | None = None
 
 
 @dataclass(frozen=True)
@@ -260,7 +248,7 @@ class Differences:
             if step is None:
                 return nothing
             if step.relative > _tolerance(form):
-                raise InexactError(form, step.relative)
+                raise _inexact(form, step.relative)
             return self._taken(self._quotients(batch, shift, form, base), step, batch, side, see)
 
     def _step_for(
@@ -307,7 +295,7 @@ class Differences:
         jumps = self._chooses and quotients.jumps(step.length)
         if error > _tolerance(form) or jumps:
             small = not jumps and error * size <= _tolerance(form) * step.sizes[1]
-            raise InexactError(form, error, of_batch=True, negligible=taken if small else None)
+            raise _inexact(form, error, of_batch=True, negligible=taken if small else None)
         here = quotients.here(step.length)
         if see is not None and here is not None:
             see(here)
@@ -494,3 +482,21 @@ class _Quotients:
 
 def _tolerance(form: str) -> float:
     return CURVATURE_TOLERANCE if form == CURVATURE else TOLERANCE
+
+
+def _inexact(
+    form: str, error: float, *, of_batch: bool = False, negligible: Quotient | None = None
+) -> InexactError:
+    what = f"label values by {form.replace('_', '-')} differences are"
+    refused = InexactError(
+        f"{'curvatures are' if form == CURVATURE else what} not exact enough on this "
+        f"{'batch' if of_batch else 'model'}",
+        got=f"an estimated relative error of {error:.1e} at the best step",
+        why=f"more than {_tolerance(form):.0e}: losses are rounded too coarsely, a forward "
+        "draws random numbers, or M hardly reaches the rows",
+        remedy="the model in float64, or curvature=False"
+        if form == CURVATURE
+        else "derivative='forward_mode'",
+    )
+    refused.form, refused.of_batch, refused.negligible = form, of_batch, negligible
+    return refused

@@ -36,6 +36,7 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.finite import refuse_first
+from alphatoken.support.precision import float16_named
 
 __all__ = [
     "CaptureCheck",
@@ -529,7 +530,8 @@ class CaptureCheck:
             proved = prove_isolation(recorder, losses, mask, self._estimator)
             self.report = replace(self.report, isolated=proved)
         if self.pending and self._sharding is None:
-            error = prove_coverage(recorder, losses, self._parameters, self._names)
+            with float16_named(self._adapter.model, (CoverageError,)):
+                error = prove_coverage(recorder, losses, self._parameters, self._names)
             self.report = replace(self.report, relative_error=error)
         self.pending = False
 

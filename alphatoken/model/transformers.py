@@ -34,7 +34,7 @@ from alphatoken.model.protocol import (
     ScoredLinear,
 )
 
-__all__ = ["TransformersAdapter"]
+__all__ = ["TransformersAdapter", "require_head"]
 
 _LOSS_KEYWORDS = frozenset(
     (
@@ -100,6 +100,21 @@ def _keep_differentiable(model: nn.Module) -> None:
             )
 
 
+def require_head(model: PreTrainedModel) -> None:
+    """Refuse a bare decoder and a classifier.
+
+    Raises:
+        ModelError: the model has no head over the vocabulary.
+    """
+    if model.get_output_embeddings() is None and not model.can_generate():
+        raise ModelError(
+            "the model has no head that predicts the next token",
+            got=type(model).__qualname__,
+            why="tokens are valued by their losses",
+            remedy="a causal language model: AutoModelForCausalLM.from_pretrained(...)",
+        )
+
+
 class TransformersAdapter:
     """The core's view of a transformers decoder.
 
@@ -126,6 +141,7 @@ class TransformersAdapter:
                 why="it shifts labels by itself, and its predictions see the encoder's input too",
                 remedy="a causal language model, such as the family's ...ForCausalLM",
             )
+        require_head(self.base)
         self.config = self.base.config.get_text_config(decoder=True)
         self._layers = list(layers) if layers is not None else self._find_layers()
         self._names = {module: name for name, module in model.named_modules()}

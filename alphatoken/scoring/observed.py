@@ -20,7 +20,7 @@ from alphatoken.model.modes import draws, evaluation_mode
 from alphatoken.model.observed_forward import ObservedForward
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
 from alphatoken.scoring.valuing import Valuer
-from alphatoken.support.precision import wide
+from alphatoken.support.precision import float16_named, wide
 from alphatoken.values import TokenValues
 
 __all__ = ["Observed"]
@@ -77,7 +77,8 @@ class Observed:
             ModelError: no forward with gradients was seen. InputError, NumericalError: as
                 ``Scorer.score``.
         """
-        with self._lock:  # the weights may be moved meanwhile
+        # Locked, because the weights may be moved meanwhile.
+        with float16_named(self._valuer.adapter.model), self._lock:
             valuer, recorder = self._valuer, self._recorder
             self._require_open()
             valuer.builder.require_current()

@@ -18,7 +18,13 @@ from torch import Tensor
 from alphatoken.direction.age import require_gradients
 from alphatoken.direction.current import DirectionBuilder, Frame
 from alphatoken.direction.objective import forward_losses, scoring_forward
-from alphatoken.errors import AlphaTokenWarning, InputError, NumericalError, warn_caller
+from alphatoken.errors import (
+    AlphaTokenWarning,
+    InputError,
+    NumericalError,
+    UnsupportedError,
+    warn_caller,
+)
 from alphatoken.estimate.choices import watching_choices
 from alphatoken.estimate.columns import ColumnSums, Side, contract_columns
 from alphatoken.estimate.differences import CHECKED_EVERY
@@ -31,6 +37,7 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.scoring.along_walk import along_walk
 from alphatoken.scoring.label import LabelDerivative, Taken
 from alphatoken.scoring.passes import Pass, Weights, foreign_scores
+from alphatoken.support.precision import float16_named
 from alphatoken.values import TokenValues
 
 __all__ = ["Valuer"]
@@ -139,7 +146,8 @@ class Valuer:
         m = next((side for side in sides if any(bool(x.any()) for x in side.values())), {})
         with scoring_forward(self.adapter, self.scored.first), watching_choices() as choices:
             losses = forward_losses(self.adapter, batch, "batch")
-        relative = self._derivative.prove(batch, losses, m, chooses=choices.made)
+        with float16_named(self.adapter.model, (UnsupportedError, NumericalError)):
+            relative = self._derivative.prove(batch, losses, m, chooses=choices.made)
         self.capture_check.derivatives_agree(relative)
 
     @contextmanager

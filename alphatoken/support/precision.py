@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["DEVICES", "blocks", "full_precision", "wide"]
+from alphatoken.errors import AlphaTokenError, NumericalError
+
+__all__ = ["DEVICES", "blocks", "float16_named", "full_precision", "wide"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,3 +55,38 @@ def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 torch.set_autocast_enabled(device, True)
 
     return widened
+
+
+@contextmanager
+def float16_named(
+    model: nn.Module, kinds: tuple[type[AlphaTokenError], ...] = (NumericalError,)
+) -> Iterator[None]:
+    """Context in which refusals by numbers name float16, where the model computes in it.
+
+    Activations of large models leave its range upwards, and their gradients downwards. What is
+    then wrong with the numbers is neither the model's fault nor mended by another estimator.
+
+    Args:
+        model: whose parameters, or autocast around it, say what it computes in.
+        kinds: of errors that are raised for what numbers are.
+    """
+    try:
+        yield
+    except kinds as error:
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        dtypes |= {torch.get_autocast_dtype(d) for d in DEVICES if torch.is_autocast_enabled(d)}
+        if torch.float16 not in dtypes or error.why == _RANGE:
+            raise
+        raise type(error)(
+            error.what,
+            got=f"{error.got}, in float16",
+            why=_RANGE,
+            remedy="another number format: --dtype bfloat16 or float32 (in Python "
+            "from_pretrained(..., dtype=torch.bfloat16), before transformers 5 torch_dtype)",
+        ) from None
+
+
+_RANGE = (
+    "float16 ends at 65,504 and has nothing but 0 below 6e-8, so that large activations are lost, "
+    "and gradients through them"
+)

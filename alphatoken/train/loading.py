@@ -6,6 +6,8 @@ and the rows of the embedding that it holds.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -21,6 +23,13 @@ from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, quoted
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.support.storage import read_json
+from alphatoken.train.model_folder import (
+    is_adapter,
+    require_adapter_folder,
+    require_model_folder,
+    require_tokenizer_files,
+    require_weights,
+)
 
 __all__ = [
     "Limits",
@@ -31,12 +40,14 @@ __all__ = [
     "has_tokenizer",
     "limits_of",
     "load_causal_model",
+    "load_for_training",
     "load_or_refuse",
     "load_tokenizer",
     "model_name",
     "no_progress_bar",
     "rows_tokenizer",
     "text_tokenizer",
+    "unsaid",
 ]
 
 
@@ -60,25 +71,40 @@ def find_parts(name: str | Path, adapter: str | Path | None = None) -> ModelPart
 
     Raises:
         ConfigError: the base of such an adapter does not exist, or peft is not installed.
+        ModelError: a folder holds no whole model or adapter; says what it holds instead.
     """
-    model, folder = str(name), Path(name).expanduser()
-    alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
-    if adapter is None and alone:
-        base = (read_json(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
-        if not base or (str(base).startswith((".", "/", "~")) and not Path(base).is_dir()):
-            raise ConfigError(
-                "the adapter's base does not exist",
-                got=f"{name}: {base or 'names none'}",
-                remedy=f"--model_name_or_path BASE --adapter {name}",
-            )
-        model, adapter = str(base), folder
+    model = str(name)
+    if adapter is None and is_adapter(name):
+        model, adapter = _base_of(name), Path(name).expanduser()
+    require_model_folder(model)
     if adapter is None:
         return ModelParts(model, None, model)
     if find_spec("peft") is None:
         raise ConfigError(
             "an adapter needs peft", got=str(adapter), remedy="pip install 'alphatoken[lora]'"
         )
+    require_adapter_folder(adapter)
     return ModelParts(model, str(adapter), str(adapter) if has_tokenizer(adapter) else model)
+
+
+def _base_of(adapter: str | Path) -> str:
+    """The model that an adapter says it belongs to."""
+    file = Path(adapter).expanduser() / "adapter_config.json"
+    base = str((read_json(file) or {}).get("base_model_name_or_path") or "")
+    if not base or not (Path(base).expanduser().is_dir() or _has_file(base, "config.json")):
+        raise ConfigError(
+            "the adapter's base does not exist",
+            got=f"{adapter}: {base or 'names none'}",
+            remedy=f"write the folder of its base into {file} (base_model_name_or_path); where a "
+            f"command has --adapter, --model_name_or_path BASE --adapter {adapter} does as well",
+        )
+    if is_adapter(base):
+        raise ConfigError(
+            "the adapter's base is an adapter itself",
+            got=f"{adapter}: {base}",
+            remedy=f"merge that one first, and write the merged model's folder into {file}",
+        )
+    return base
 
 
 @dataclass(frozen=True)
@@ -156,15 +182,57 @@ def _rows_held(adapter: str, width: int) -> Iterator[int]:
 
 def has_tokenizer(name: str | Path, **options: Any) -> bool:
     """True if a folder, or the hub under a name (``options`` of ``cached_file``), has one."""
+    return _has_file(name, "tokenizer_config.json", **options)
+
+
+def _has_file(name: str | Path, file: str, **options: Any) -> bool:
     from transformers.utils.hub import cached_file
 
-    file, folder = "tokenizer_config.json", Path(name).expanduser()
+    folder = Path(name).expanduser()
     if folder.is_dir():
         return (folder / file).is_file()
+    if str(name).startswith((".", "/", "~")):
+        return False
     try:
         return cached_file(str(name), file, **options) is not None
     except OSError:
         return False
+
+
+class _WholeWeights:
+    """A class of models whose ``from_pretrained`` refuses weights that were not in the files."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def from_pretrained(self, name: str, **options: Any) -> nn.Module:
+        """The model; see ``require_weights``."""
+        # Sizes that differ are refused below, by name.
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        with unsaid("transformers.modeling_utils", "LOAD REPORT"):
+            model, report = self._kind.from_pretrained(name, **options)
+        require_weights(report, name)
+        loaded: nn.Module = model
+        return loaded
+
+
+def _decoder_class(name: str | Path, **options: Any) -> _WholeWeights:
+    """The class that a model's configuration names, by the rule of TRL's trainers.
+
+    That of a vision-language model is the whole one, whose text part is valued and trained. A bare
+    decoder gets its head; where the head is not tied to the embedding, its weights are missing.
+    """
+    import transformers
+
+    require_model_folder(name)
+    hub = {n: options[n] for n in ("revision", "trust_remote_code") if n in options}
+    config = load_or_refuse("model", name, transformers.AutoConfig, **hub)
+    own = getattr(transformers, (config.architectures or ["?"])[0], None)
+    if own is not None and own.can_generate():
+        return _WholeWeights(own)
+    if own is None and "AutoModelForImageTextToText" in (getattr(config, "auto_map", None) or {}):
+        return _WholeWeights(transformers.AutoModelForImageTextToText)
+    return _WholeWeights(transformers.AutoModelForCausalLM)
 
 
 def load_causal_model(
@@ -183,24 +251,74 @@ def load_causal_model(
         **options: of ``from_pretrained``, such as ``dtype`` and ``trust_remote_code``.
 
     Raises:
-        ModelError: model or adapter is missing or unreadable, or the adapter holds an embedding of
-            another size and not the head that belongs to it. ConfigError: no such device.
+        ModelError: model or adapter is missing or unreadable, some of its weights are not in its
+            files, or the adapter holds an embedding of another size and not the head that belongs
+            to it. ConfigError: no such device.
     """
-    from transformers import AutoModelForCausalLM
+    with no_progress_bar():
+        kind = _decoder_class(name, **options)
+        model: nn.Module = load_or_refuse("model", name, kind, **options)
+        if adapter is not None:
+            model = _with_adapter(model, adapter)
+    config: Any = model.config
+    if config.get_text_config() is not config:
+        freeze_unreached(model)
+    return model.to(_device(device)).eval()
+
+
+def load_for_training(name: str, **options: Any) -> nn.Module:
+    """The model that TRL's trainers load under a name, with the adapter whose folder it is.
+
+    Args:
+        name: folder, or name on the hub.
+        **options: of TRL's ``create_model_from_path``: those of ``from_pretrained``.
+
+    Raises:
+        ModelError, ConfigError: as of :func:`load_causal_model` and :func:`find_parts`.
+    """
+    from trl.trainer.utils import create_model_from_path
+
+    parts = find_parts(name)
+    kind = _decoder_class(parts.model, **options)
+
+    def make(path: str, **options: Any) -> Any:
+        return create_model_from_path(path, architecture=kind, **options)  # type: ignore[arg-type]
 
     with no_progress_bar():
-        model: nn.Module = load_or_refuse("model", name, AutoModelForCausalLM, **options)
-        if adapter is not None:
-            from peft import PeftModel
+        model: nn.Module = load_or_refuse("model", parts.model, make, **options)
+        return model if parts.adapter is None else _with_adapter(model, parts.adapter)
 
-            model = load_or_refuse(
-                "adapter",
-                adapter,
-                lambda path: PeftModel.from_pretrained(
-                    _with_rows_of(model, path), path, is_trainable=True
-                ),
+
+def _with_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
+    """The model under an adapter, trainable, of which every weight has its place.
+
+    Raises:
+        ModelError: weights of the adapter are missing, or belong to modules that are not there.
+    """
+    from peft import PeftModel
+
+    def load(path: str) -> Any:
+        loaded = PeftModel.from_pretrained(_with_rows_of(model, path), path, is_trainable=True)
+        return loaded, loaded.load_adapter(path, "default", is_trainable=True)
+
+    require_adapter_folder(adapter)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Found missing adapter keys")
+        loaded, report = load_or_refuse("adapter", adapter, load)
+    whole = ("modules_to_save", "original_module")  # an embedding is saved under three names
+    has = [name for name in report.unexpected_keys if not any(part in name for part in whole)]
+    for kind, names in (("lacks", report.missing_keys), ("has", has)):
+        if names:
+            raise ModelError(
+                "the adapter is of another model",
+                got=f"{adapter} {kind} {len(names)} weights of the modules that the model "
+                f"{'has' if kind == 'lacks' else 'lacks'}, such as {sorted(names)[0]}",
+                why="it would take part in the values only in part",
+                remedy="the base that it was trained on: base_model_name_or_path in its "
+                "adapter_config.json, or --model_name_or_path",
             )
-    return model.to(_device(device)).eval()
+    adapted: nn.Module = loaded
+    return adapted
 
 
 def _with_rows_of(model: Any, adapter: str | Path) -> Any:
@@ -242,6 +360,7 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
+    require_tokenizer_files(name)
     return load_or_refuse("tokenizer", name, AutoTokenizer, **options)
 
 
@@ -306,13 +425,60 @@ def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> An
             raise ModelError(
                 f"no such {folder} folder, and no {what} of this name from the hub",
                 got=f"{text}: {quoted(error)}",
-                remedy=f"check the path, or without the network name a folder that is here: {flag}",
+                remedy="check the name and the network, or name a folder that is here "
+                f"({flag} on the command line)",
             ) from None
-        raise ModelError(
-            f"the {what} cannot be loaded",
-            got=f"{text}: {quoted(error)}",
-            remedy="check the path and that the files in it are whole",
-        ) from None
+        raise _refusal(what, text, error) from None
+
+
+def _refusal(what: str, name: str, error: Exception) -> ModelError:
+    """An error of a library that loads models, by its cause."""
+    said, got = str(error), f"{name}: {quoted(error)}"
+    if "trust_remote_code" in said:
+        return ModelError(
+            "the model comes with code of its own",
+            got=got,
+            why="loading it runs that code on this machine",
+            remedy="--trust_remote_code (in Python trust_remote_code=True), once you have read it",
+        )
+    if "does not recognize this architecture" in said:
+        return ModelError(
+            "the model is of a type that this version of transformers does not know",
+            got=got,
+            remedy="a newer transformers (pip install -U transformers), or a model of a known type",
+        )
+    if "Unrecognized configuration class" in said:
+        remedy = "a causal language model, such as the family's ...ForCausalLM"
+    elif "prompt learning adapter" in said:
+        remedy = "an adapter that trains weights of the layers, such as LoRA"
+    elif isinstance(error, ImportError):
+        remedy = (
+            "install what is named there; or, of a quantised model, name the one that it was made "
+            "from"
+        )
+    elif what == "tokenizer":
+        remedy = (
+            "the files of the tokenizer that the model began with: "
+            f"AutoTokenizer.from_pretrained(BASE).save_pretrained('{name}')"
+        )
+    else:
+        remedy = "check the path and that the files in it are whole"
+    return ModelError(f"the {what} cannot be loaded", got=got, remedy=remedy)
+
+
+@contextmanager
+def unsaid(logger: str, words: str) -> Iterator[None]:
+    """Context in which a library's logger says nothing with these words: we say it ourselves."""
+    log = logging.getLogger(logger)
+
+    def other(record: logging.LogRecord) -> bool:
+        return words not in record.getMessage()
+
+    log.addFilter(other)
+    try:
+        yield
+    finally:
+        log.removeFilter(other)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ from alphatoken.train.layouts import (
 )
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.loading import model_name
+from alphatoken.train.loading import model_name, unsaid
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
@@ -62,6 +62,11 @@ from alphatoken.train.records import RunRecords
 from alphatoken.train.reference import check_reference
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
 from alphatoken.train.step_guard import StepGuard
+from alphatoken.train.trainer_arguments import (
+    bind_arguments,
+    load_model_and_tokenizer,
+    require_rows,
+)
 from alphatoken.train.valuation import Valuation
 from alphatoken.train.value_weigher import ValueWeigher
 
@@ -162,7 +167,8 @@ class AlphaTrainerMixin(_Base):
         policy: TokenPolicy | type[TokenPolicy] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = dict(inspect.signature(self.BASE).bind_partial(*args, **kwargs).arguments)
+        own = inspect.signature(AlphaTrainerMixin.__init__).parameters
+        given = bind_arguments(type(self), list(own)[2:-1], args, kwargs)
         given["args"] = _own_config(given.get("args"), self.CONFIG)
         options = given["args"]
         self._policy = chosen_policy(options, policy, options.FAMILY)
@@ -184,7 +190,9 @@ class AlphaTrainerMixin(_Base):
         validation_dataset, retention_dataset, fisher_dataset = held.values()
         check_reference(given)
         self.own_collator = given.get("data_collator")
-        super().__init__(**given)
+        load_model_and_tokenizer(self.BASE, given)
+        with unsaid(self.BASE.__module__, "your model is already instantiated"):
+            super().__init__(**given)
         check_left(given.get("train_dataset"), self.train_dataset, self.args)
         if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
             check_tokens(self.train_dataset, self.model, "training")
@@ -225,6 +233,7 @@ class AlphaTrainerMixin(_Base):
             if given.get("train_dataset") is not None:
                 found["train"] = given["train_dataset"]
             for name, rows in found.items():
+                require_rows(rows, _SAID.get(name, name))
                 found[name] = self.read(rows, _SAID.get(name, name), given)
         plain = {name: plain_rows(rows) for name, rows in found.items()}
         train = found.pop("train", None)

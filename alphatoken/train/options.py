@@ -8,10 +8,10 @@ command lines.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from alphatoken.config import ScorerConfig
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, refuse_unknown
 from alphatoken.estimate.estimators import WALK
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.train.fields import AlphaFields, check_fields
@@ -26,6 +26,13 @@ from alphatoken.train.refused_settings import refused_settings
 
 __all__ = ["AlphaOptions"]
 
+RENAMED = {
+    "max_seq_length": "max_length",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+}
+"""Options of earlier versions of TRL and transformers, by what they are called today."""
+
 
 @dataclass
 class AlphaOptions(AlphaFields):
@@ -37,6 +44,12 @@ class AlphaOptions(AlphaFields):
     """
 
     FAMILY: ClassVar[str] = "sft"  # of the trainer: "sft" or "preference"
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse options that there are not, by name."""
+        known = [one.name for one in fields(cls) if one.init]
+        refuse_unknown(cls.__name__, "option", options, known, RENAMED)
+        return super().__new__(cls)
 
     def check_alpha(self) -> None:
         """Check every option; called by the configurations after their own checks."""

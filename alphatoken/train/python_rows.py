@@ -30,7 +30,13 @@ from alphatoken.train.datasets import (
     response_text,
     usable_rows,
 )
-from alphatoken.train.loading import load_tokenizer, rows_tokenizer, text_tokenizer
+from alphatoken.train.loading import (
+    find_parts,
+    load_tokenizer,
+    model_name,
+    rows_tokenizer,
+    text_tokenizer,
+)
 from alphatoken.train.row_forms import (
     CHAT_COLUMNS,
     are_messages,
@@ -145,7 +151,8 @@ def tokenizer_of(given: Mapping[str, Any]) -> Any:
     """The trainer's; one that was not handed over is the model's."""
     tokenizer, model = given.get("processing_class"), given.get("model")
     if tokenizer is None and model is not None:
-        tokenizer = load_tokenizer(model if isinstance(model, str) else model.config._name_or_path)
+        named = find_parts(model).tokenizer if isinstance(model, str) else model_name(model)
+        tokenizer = load_tokenizer(named)
     return text_tokenizer(tokenizer)
 
 

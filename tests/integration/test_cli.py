@@ -351,7 +351,7 @@ BAD: dict[str, tuple[Case, str]] = {
     ),
     "weights": (
         lambda w, t: {"model": broken_model(w, t, "model.safetensors", b"\x08")},
-        "model cannot be loaded",
+        "model.safetensors is no safetensors file",
     ),
     "truncated Fisher": (
         lambda w, t: {"fisher": cut(t / "f.safetensors", w / "fisher.safetensors")},

@@ -421,8 +421,8 @@ def test_weights_that_were_cut_off_are_one_line(
     words += ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "out")]
     assert main(["sft", *words]) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "alphatoken:" in line]
-    assert "the model cannot be loaded" in said
-    assert "files in it are whole" in said
+    assert "model.safetensors is cut short" in said
+    assert "download it again" in said
 
 
 # --- the Fisher's rows --------------------------------------------------------------------------

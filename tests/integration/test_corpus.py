@@ -19,8 +19,9 @@ import pytest
 
 from alphatoken import ConfigError, DataError, Scorer
 from alphatoken.cli import main
+from alphatoken.corpus.notes import about_encoding
 from alphatoken.corpus.rows import Corpus, draw_rows
-from alphatoken.data import EncodeOptions, Fields, read_records
+from alphatoken.data import EncodeOptions, EncodeReport, Fields, read_records
 from alphatoken.data.source import find_source, source_of
 from alphatoken.report import value_files
 from tests.integration.small_world import World, flags, write_rows
@@ -156,6 +157,16 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     assert summary["values"]["sequences"] == 20
     rows = [example.row for example in load(out)]
     assert rows == [n for n in range(25) if n not in (5, 10, 11, 23, 24)]
+
+
+def test_notes_say_each_number_with_its_noun() -> None:
+    report = EncodeReport(truncated_rows=8, truncated_tokens=1058, skipped_empty=2, skipped_bad=3)
+    assert about_encoding("train", report) == [
+        "8 training rows are longer than allowed; 1058 tokens were cut off their ends.",
+        "2 training rows have no response within the length and were skipped.",
+        "3 training rows cannot be written as tokens and were skipped.",
+    ]
+    assert about_encoding("validation", EncodeReport()) == []
 
 
 def test_validation_rows_are_drawn_among_the_good(tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import HfArgumentParser, TrainingArguments
+import torch
+from transformers import HfArgumentParser, LlamaForSequenceClassification, TrainingArguments
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
+from alphatoken import Scorer, ScorerConfig
 from alphatoken.cli.arguments import read_arguments
-from alphatoken.errors import ConfigError
+from alphatoken.errors import AlphaTokenError, ConfigError, InputError, ModelError
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -110,3 +114,87 @@ def test_a_recipe_goes_through_trls_parser(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", FutureWarning)
         found = TrlParser((AlphaSFTConfig,)).parse_args_and_config(["--config", str(recipe)])[0]
     assert (found.policy_options, found.policy_cache) == ({"k": 7}, None)
+
+
+# --- wrong things ---------------------------------------------------------------------------------
+
+
+def frame() -> Any:
+    import pandas  # type: ignore[import-untyped]
+
+    return pandas.DataFrame(tiny.sums(8))
+
+
+class OwnRows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows of a class of one's own, which TRL does not take."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return tiny.sums(8)[index]
+
+
+WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "a data frame": (lambda: {"train_dataset": frame()}, r"pandas.*Dataset\.from_pandas"),
+    "such validation rows": (lambda: {"validation_dataset": frame()}, "validation data set.*pan"),
+    "an Arrow table": (lambda: {"train_dataset": sft_rows(8).data.table}, r"Dataset\(rows"),
+    "a generator": (lambda: {"train_dataset": iter(tiny.sums(8))}, r"from_list\(list\(rows\)\)"),
+    "rows of an own class": (lambda: {"train_dataset": OwnRows()}, r"from_list\(\[dict\(row\)"),
+    "no training rows": (lambda: {"train_dataset": None}, "no training rows.*train_dataset="),
+    "no model": (lambda: {"model": None}, "no model.*pass model="),
+    "a tokenizer by its old name": (lambda: {"tokenizer": 1}, "Got: tokenizer.*processing_class,"),
+    "a misspelt argument": (lambda: {"validation_datset": 1}, "mean validation_dataset"),
+    "a model that is not there": (
+        lambda: {"model": "no/such-model"}, "no model of this name.*Got: no/such-model"
+    ),
+    "a folder that is not there": (lambda: {"model": "./nowhere"}, "no such model folder"),
+    "a classifier": (
+        lambda: {"model": LlamaForSequenceClassification(model().config)}, "no head that predicts"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_things_are_one_error_that_says_what_to_do(kind: str, tmp_path: Path) -> None:
+    given, message = WRONG[kind]
+    with pytest.raises(AlphaTokenError, match=message) as error:
+        tiny.sft(tmp_path, retention="none", **given())
+    assert error.value.remedy
+
+
+def test_a_data_frame_is_no_rows_of_the_plain_trainer_either(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="from_pandas"):
+        tiny.made(AlphaTrainer, tmp_path, train_dataset=frame(), policy="standard")
+    with pytest.raises(InputError, match="AlphaTrainer takes a model.*'name'.*from_pretrained"):
+        tiny.made(AlphaTrainer, tmp_path, model="name", policy="standard")
+
+
+@pytest.mark.slow
+def test_the_remedy_for_a_data_frame_works(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_pandas(frame(), preserve_index=False)
+    tiny.sft(tmp_path, retention="none", train_dataset=rows, max_steps=1).train()
+
+
+@pytest.mark.parametrize("kind", [AlphaSFTConfig, AlphaDPOConfig, AlphaConfig, ScorerConfig])
+def test_misspelt_options_are_named(kind: Any) -> None:
+    option, meant = ("estimater", "estimator")
+    with pytest.raises(ConfigError, match=f"{kind.__name__} has no such option.*mean {meant}"):
+        kind(**{option: "label"})
+    if kind is AlphaSFTConfig:
+        with pytest.raises(ConfigError, match="max_length, as it is called today"):
+            kind(max_seq_length=8)
+    assert copy.copy(ScorerConfig("label")) == pickle.loads(pickle.dumps(ScorerConfig("label")))
+
+
+def test_scorers_say_what_they_take() -> None:
+    ids = torch.randint(4, 40, (2, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(InputError, match="takes a model, and not its name.*'folder'.*from_pret"):
+        Scorer("folder", batch)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="no validation tokens.*pass at least one batch"):
+        Scorer(model()).score(batch)
+    with pytest.raises(ModelError, match="no head that predicts.*AutoModelForCausalLM"):
+        Scorer(LlamaForSequenceClassification(model().config), batch)

@@ -17,7 +17,7 @@ from alphatoken.train.mixin import AlphaTrainerMixin
 
 FOLDER = Path(__file__).parents[2] / "alphatoken" / "train"
 TREES = [ast.parse(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.py"))]
-PUBLIC = {"__init__", "train", "__init_subclass__"}
+PUBLIC = {"__init__", "__new__", "train", "__init_subclass__"}
 
 
 def overrides() -> Iterator[str]:

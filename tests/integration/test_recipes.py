@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.cli.training import check_launch
 from alphatoken.cli.training_data import check_rows
-from alphatoken.errors import ConfigError
+from alphatoken.cli.training_rows import RowReader
+from alphatoken.errors import ConfigError, DataError
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.sft import AlphaSFTConfig
+from tests.integration import tiny_training as tiny
+from tests.rows import jsonl
 
 RECIPES = [recipe for recipe in packaged_recipes() if "model_name_or_path" in recipe.options]
 NAMES = [recipe.name for recipe in RECIPES]
@@ -279,3 +283,66 @@ def test_a_broken_recipe_is_named(
     captured = capsys.readouterr()
     assert said in captured.err
     assert captured.err.count("\n") == 1
+
+
+# --- a mixture of data sets -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of TRL's form: two files, of which one has a column too much, and a fraction."""
+    monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    jsonl(tmp_path / "sums.jsonl", [{**row, "note": "x"} for row in tiny.sums(6)])
+    birds = [{"prompt": f"name bird {n}", "completion": f" wren {n}"} for n in range(8)]
+    jsonl(tmp_path / "birds.jsonl", birds)
+    recipe = tmp_path / "recipe.yaml"
+    parts = [
+        {"path": "json", "data_files": str(tmp_path / "sums.jsonl"), "fraction": 0.75,
+         "columns": ["prompt", "completion"]},
+        {"path": "json", "data_files": str(tmp_path / "birds.jsonl"), "fraction": 0.25},
+    ]  # fmt: skip
+    recipe.write_text(yaml.safe_dump({"datasets": parts, "output_dir": str(tmp_path / "out")}))
+    return recipe
+
+
+def test_a_mixture_has_the_rows_that_trl_gives_it(mixture: Path) -> None:
+    from trl import DatasetMixtureConfig, get_dataset
+
+    arguments = read(str(mixture))
+    rows = RowReader(arguments, tiny.tokenizer()).training_rows()
+    parts = yaml.safe_load(mixture.read_text())["datasets"]
+    wanted = get_dataset(DatasetMixtureConfig(parts))["train"]
+    assert len(rows) == len(wanted) == 8
+    found = [(item.row.prompt, item.row.response) for item in rows]
+    assert found == [(row["prompt"], row["completion"]) for row in wanted]
+    limited = RowReader(read(str(mixture), "--train_limit", "3"), tiny.tokenizer())
+    assert [item.row.prompt for item in limited.training_rows()] == [one[0] for one in found[:3]]
+    file = str(mixture.parent / "birds.jsonl")
+    typed = RowReader(read(str(mixture), "--train_file", file), tiny.tokenizer())
+    assert len(typed.training_rows()) == 8
+    assert typed.data.datasets == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"streaming": True}, "streamed.*streaming: true"),
+        ({"test_split_size": 0.2}, "test_split_size: 0.2.*--eval_data FILE"),
+        ({"train_file": "rows.jsonl"}, "one place. Got: train_file and datasets"),
+        ({"dataset_name": "who/what"}, "one place. Got: dataset_name and datasets"),
+        ({"datasets": [{"pth": "json"}]}, "pth"),
+        ({"datasets": "birds.jsonl"}, "no list of data sets"),
+    ],
+)
+def test_what_a_mixture_does_not_do_is_refused(
+    mixture: Path, more: dict[str, Any], message: str
+) -> None:
+    mixture.write_text(yaml.safe_dump({**yaml.safe_load(mixture.read_text()), **more}))
+    with pytest.raises(ConfigError, match=message):
+        check_rows(read(str(mixture)))
+
+
+def test_a_mixture_with_a_file_that_is_not_there_is_one_error(mixture: Path) -> None:
+    (mixture.parent / "birds.jsonl").unlink()
+    with pytest.raises(DataError, match=r"cannot be loaded. Got: .*birds\.jsonl"):
+        RowReader(read(str(mixture)), tiny.tokenizer()).training_rows()

@@ -410,7 +410,7 @@ def test_a_model_without_an_adapter() -> None:
 def test_a_model_without_a_head() -> None:
     model = model_of().model
     call = lambda: scorer_for(model).score(BATCH)  # noqa: E731
-    refused(ModelError, call, "no logits", "causal language model", model=model)
+    refused(ModelError, call, "no head", "causal language model", model=model)
 
 
 @pytest.mark.parametrize("frozen", ["everything", "scored layers"])

@@ -239,6 +239,62 @@ def test_fishers_weigh_what_they_have(tmp_path: Path) -> None:
     assert torch.equal(found[other], 0.75 * before[other] + 0.25 * after[other])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_vocabularies_are_refused_with_both_sizes_and_the_remedy_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tied: bool
+) -> None:
+    before = saved(model(0, tied=tied), tmp_path / "before")
+    larger, size = model(1, tied=tied), len(make_tokenizer())
+    larger.resize_token_embeddings(size + 3, mean_resizing=False)
+    saved(larger, tmp_path / "after")
+    words = ["merge", "--after", str(tmp_path / "after"), "--output_dir", str(tmp_path / "out")]
+    words += ["--alpha", "0.25", "0.5"]
+    assert main([*words, "--before", str(before)]) == 2
+    said = capsys.readouterr().err
+    assert f"{size} rows before training, {size + 3} after it" in said
+    assert f"model.resize_token_embeddings({size + 3}) of the model in {before}" in said
+    assert not (tmp_path / "out").exists()
+    whole: Any = AutoModelForCausalLM.from_pretrained(before)
+    whole.resize_token_embeddings(size + 3, mean_resizing=False)
+    saved(whole, tmp_path / "resized")
+    assert main([*words, "--before", str(tmp_path / "resized")]) == 0
+    found = load_file(tmp_path / "out" / "alpha-0.25" / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    ends = [one.state_dict()[name] for one in (whole, larger)]
+    assert torch.equal(found[name], 0.75 * ends[0] + 0.25 * ends[1])
+
+
+def test_a_refused_sweep_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [saved(model(i), tmp_path / f"model-{i}") for i in range(2)]
+    words = ["merge", "--before", str(folders[0]), "--output_dir", str(tmp_path / "out")]
+    wider = copy.deepcopy(model(1).config)
+    wider.intermediate_size = 32
+    saved(LlamaForCausalLM(wider), tmp_path / "wider")
+    adapted(model(0)).save_pretrained(tmp_path / "lora")
+    sweep = ["--alpha", "1", "0.5"]
+    for after, message in (
+        (tmp_path / "wider", "of different sizes. Got: model.layers.0.mlp"),
+        (tmp_path / "lora", f"--before BASE --adapter {tmp_path / 'lora'}"),
+    ):
+        assert main([*words, "--after", str(after), *sweep]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    from alphatoken_lab.commands import merge
+
+    def refuse(options: Any, out: Path, alpha: float, fishers: Any) -> None:
+        if alpha == 0.5:
+            raise ConfigError("refused in the middle")
+        merge_folders(options.before, options.after, out, alpha)
+
+    monkeypatch.setattr(merge, "_merge", refuse)
+    assert main([*words, "--after", str(folders[1]), *sweep]) == 2
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert main([*words, "--after", str(folders[1]), *sweep]) == 0
+
+
 def test_a_sweep_is_measured(tmp_path: Path) -> None:
     for i in range(2):
         saved(model(i), tmp_path / f"model-{i}")
@@ -282,5 +338,5 @@ def test_refusals_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = saved(model(0), tmp_path / "model")
     words = ["merge", "--before", str(folder), "--after", str(tmp_path / "empty")]
     assert main([*words, "--output_dir", str(tmp_path / "out")]) == 2
-    assert "no safetensors weights" in capsys.readouterr().err
+    assert "the folder has no weights" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

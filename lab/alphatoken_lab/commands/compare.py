@@ -368,10 +368,10 @@ def _load(
 
     ``folder`` is of another model with the same options, such as a trained one.
     """
-    from trl.trainer.utils import create_model_from_path, get_quantization_config
+    from trl.trainer.utils import get_quantization_config
 
     from alphatoken.cli.training import load_tokenizer, model_options
-    from alphatoken.train.loading import load_or_refuse, no_progress_bar
+    from alphatoken.train.loading import load_for_training
 
     arguments = _arguments(path, command, options)
     own = model_options(arguments)
@@ -380,9 +380,7 @@ def _load(
         own["quantization_config"] = quantization
     if folder is not None:
         own.pop("revision")
-    name = folder or arguments.model.model_name_or_path
-    with no_progress_bar():
-        model = load_or_refuse("model", name, create_model_from_path, **own)
+    model: Any = load_for_training(folder or arguments.model.model_name_or_path, **own)
     if quantization is None:
         model = model.to(arguments.training.device)
     return model.eval(), load_tokenizer(arguments)

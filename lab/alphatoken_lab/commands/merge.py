@@ -101,8 +101,12 @@ def run(words: Sequence[str]) -> int:
         return 0
     folders = {alpha: out / f"alpha-{alpha:g}" for alpha in alphas}
     out.mkdir(parents=True)
-    for alpha, folder in folders.items():
-        _merge(options, folder, alpha, fishers)
+    try:
+        for alpha, folder in folders.items():
+            _merge(options, folder, alpha, fishers)
+    except BaseException:
+        shutil.rmtree(out)  # or the next try would be refused for it
+        raise
     _measure(rows, folders, out / "sweep.json")
     return 0
 
@@ -113,22 +117,42 @@ def _check(options: MergeOptions, out: Path) -> Encoded:
     from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
     from alphatoken_lab.compare.evaluate import encode_files, read_files
     from alphatoken_lab.compare.measures import Measures
+    from alphatoken_lab.methods.merge import check_folders
 
     if out.exists():
         raise ConfigError(
             "the output folder exists", got=str(out), remedy="give another --output_dir"
         )
     require_writable(out)
+    _refuse_adapters(options)
     parts = find_parts(options.after or options.before, options.adapter)
-    if options.target_file is None and options.retention_file is None:
-        return {}
     files = Measures(
         target_file=options.target_file,
         retention_file=options.retention_file,
         max_length=options.max_length,
     )
-    rows = read_files(files, "sft", replace(options.fields, optional=True))
+    measured = options.target_file is not None or options.retention_file is not None
+    rows = read_files(files, "sft", replace(options.fields, optional=True)) if measured else {}
+    if options.after is not None:
+        find_parts(options.before)
+        check_folders(options.before, options.after)
+    if not measured:
+        return {}
     return encode_files(rows, files, load_tokenizer(parts.tokenizer), find_limits(parts))
+
+
+def _refuse_adapters(options: MergeOptions) -> None:
+    """Refuse the folder of an adapter where a model is to be named."""
+    from alphatoken.train.model_folder import is_adapter
+
+    for flag, folder in (("--before", options.before), ("--after", options.after)):
+        if folder is not None and is_adapter(folder):
+            raise ConfigError(
+                f"{flag} is the folder of an adapter",
+                got=folder,
+                why="it holds no weights of a model",
+                remedy=f"--before BASE --adapter {folder}",
+            )
 
 
 def _fishers(options: MergeOptions) -> Fishers | None:

@@ -40,6 +40,7 @@ __all__ = [
     "Fishers",
     "WeightFolder",
     "check_alpha",
+    "check_folders",
     "interpolate",
     "merge_folders",
     "merge_models",
@@ -131,7 +132,12 @@ def interpolate(
     """
     if before.shape != after.shape or any(f.shape != after.shape for f in fishers or ()):
         shapes = [tuple(one.shape) for one in (before, after, *(fishers or ()))]
-        raise InputError("shapes differ", got=", ".join(map(str, shapes)))
+        raise InputError(
+            "weights of one name have different shapes",
+            got=", ".join(map(str, shapes)),
+            why="a number that only one of them has lies between nothing",
+            remedy="two models of one architecture and size",
+        )
     if not after.is_floating_point() or alpha == 1:
         return after.detach().clone()
     if alpha == 0:  # 1 x + 0 y is not x to the bit where x is -0, nor where y is infinite
@@ -225,7 +231,9 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(error.what, got=f"{name}: {error.got}") from None
+        raise InputError(
+            error.what, got=f"{name}: {error.got}", why=error.why, remedy=error.remedy
+        ) from None
 
 
 # --- model folders ------------------------------------------------------------------------------
@@ -296,11 +304,53 @@ class WeightFolder:
         """Weights; a copy of the embedding under the head's name is left out where it is tied."""
         return {name for name in self.files if not (self.tied and name.endswith(_HEAD))}
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each weight, from the headers of the files alone."""
+        found: dict[str, tuple[int, ...]] = {}
+        for file_name in set(self.files.values()):
+            with self._open(file_name) as file:
+                names = [n for n in self.names if self.files[n] == file_name]
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        return found
+
     def read(self, name: str) -> Tensor:
         """Read one weight by name."""
         with self._open(self.files[name]) as file:
             weight: Tensor = file.get_tensor(name)
         return weight
+
+
+def check_folders(before: str | Path, after: str | Path) -> tuple[WeightFolder, WeightFolder]:
+    """The two folders, whose weights have the same names and shapes.
+
+    Raises:
+        DataError: a folder cannot be read. InputError: names or shapes differ.
+    """
+    left, right = WeightFolder(before), WeightFolder(after)
+    shapes = left.shapes(), right.shapes()
+    common = left.names & right.names
+    for name in sorted(common, key=lambda name: ("embed" not in name and "wte" not in name, name)):
+        first, second = (side[name] for side in shapes)
+        if first == second:
+            continue
+        rows, small = max(first[0], second[0]), left if first[0] < second[0] else right
+        words = ("embed", "wte", "head")
+        if first[1:] == second[1:] and any(word in name for word in words):
+            raise InputError(
+                "the two models have vocabularies of different sizes",
+                got=f"{name}: {first[0]} rows before training, {second[0]} after it",
+                why="a token that only one of them has lies between nothing",
+                remedy=f"give both {rows} rows: model.resize_token_embeddings({rows}) of the model "
+                f"in {small.path}, and save_pretrained to another folder",
+            )
+        raise InputError(
+            "the two models are of different sizes",
+            got=f"{name}: {first} before training, {second} after it",
+            why="a number that only one of them has lies between nothing",
+            remedy="the model that training started from",
+        )
+    _require_same(left.names, right.names)
+    return left, right
 
 
 def merge_folders(
@@ -323,8 +373,7 @@ def merge_folders(
         InputError: names or shapes differ.
     """
     check_alpha(alpha)
-    left, right, target = WeightFolder(before), WeightFolder(after), Path(out)
-    _require_same(left.names, right.names)
+    (left, right), target = check_folders(before, after), Path(out)
     if target.exists():
         raise ConfigError(
             "the output folder exists", got=str(out), remedy="give another --output_dir"
