@@ -77,7 +77,7 @@ class DerivativeProof:
 
     Along M a difference is measured by the norm of the values themselves (or of the parameters'
     parts of them, if these cancel). Along the random direction every parameter's part is as long as
-    its gradient is short, so that each weighs alike, and the measure is what these parts sum to.
+    its gradients are short, so that each weighs alike, and the measure is what these parts sum to.
 
     Args:
         losses: (b, t) of the tokens of a slice, 0 off the response, with a graph that is let go.
@@ -99,37 +99,48 @@ class DerivativeProof:
         self._digit = max(torch.finfo(dtype).eps for dtype in dtypes)
         generator = torch.Generator().manual_seed(_SEED)
         self._signs = [_signs(losses, generator) for _ in range(SIGNS)]
-        self._lengths: dict[str, float] = {}
-        self._directions = {"M": m} if m else {}
         # (direction, number of the signs) -> parameter name -> its part of the backward's side
         self._backward: dict[tuple[str, int], dict[str, float]] = {}
         self._scale: dict[tuple[str, int], float] = {}
-        for number, signs in enumerate(self._signs):
-            self._send_back(losses, signs, number)
+        sizes = [self._send_back(losses, m, number) for number in range(SIGNS)]
+        self._directions = self._measured(sizes, m)
 
-    def _send_back(self, losses: Tensor, signs: Tensor, number: int) -> None:
+    def _send_back(self, losses: Tensor, m: Mapping[str, Tensor], number: int) -> dict[str, float]:
+        """Norms of the gradients of one sum, whose products with both directions are kept."""
         with torch.enable_grad():
-            loss = (losses * signs.to(losses)).sum()
+            loss = (losses * self._signs[number].to(losses)).sum()
         parameters, last = self._parameters, number == SIGNS - 1
         gradients = gradient_of(loss, list(parameters.values()), retain_graph=not last)
         named = dict(zip(parameters, gradients, strict=True))
-        sizes = {name: 0.0 if g is None else float(g.norm()) for name, g in named.items()}
-        if not self._lengths:
-            largest = max(sizes.values(), default=0.0)
-            # Nothing to compare with, or NaN, which the values will name.
-            if not 0.0 < largest < math.inf:
-                self._directions = {}
-                return
-            # The shortest count as a thousandth of the longest: one of rounding alone is none.
-            self._lengths = {name: max(size, 1e-3 * largest) for name, size in sizes.items()}
-            self._directions["random"] = _Drawn(parameters, self._lengths)
-        for key, direction in self._directions.items():
-            parts = {name: _inner(named[name], direction[name]) for name in direction}
-            self._backward[key, number] = parts
-        shares = (size / self._lengths[name] for name, size in sizes.items())
-        self._scale["random", number] = math.hypot(*shares)
-        if "M" in self._directions:
+        self._backward["M", number] = {name: _inner(named[name], m[name]) for name in m}
+        self._backward["random", number] = {
+            name: _inner(g, _drawn(name, parameters[name])) for name, g in named.items()
+        }
+        return {name: 0.0 if g is None else float(g.norm()) for name, g in named.items()}
+
+    def _measured(
+        self, sizes: Sequence[Mapping[str, float]], m: Mapping[str, Tensor]
+    ) -> dict[str, Mapping[str, Tensor]]:
+        """The directions, and what differences along them are measured by."""
+        # Of all sums together, since one may cancel.
+        norms = {name: math.hypot(*(of[name] for of in sizes)) for name in self._parameters}
+        largest = max(norms.values(), default=0.0)
+        if not 0.0 < largest < math.inf:  # nothing to compare with, or NaN, which values will name
+            return {}
+        # The shortest count as a thousandth of the longest: one of rounding alone is none.
+        lengths = {name: max(norm, 1e-3 * largest) for name, norm in norms.items()}
+        for number, of in enumerate(sizes):
+            drawn = self._backward["random", number]
+            for name, length in lengths.items():
+                drawn[name] /= length
+            shares = (of[name] / length for name, length in lengths.items())
+            self._scale["random", number] = math.hypot(*shares)
             self._scale["M", number] = math.hypot(*self._backward["M", number].values())
+        # Those that weigh the most are what a sum that cancels is measured by, too.
+        most = max(self._scale["random", number] for number in range(SIGNS))
+        self._scale |= {("random", number): most for number in range(SIGNS)}
+        random = _Drawn(self._parameters, lengths)
+        return {"M": m, "random": random} if m else {"random": random}
 
     def compare(self, derivative: Derivative, only: str = "") -> Disagreement:
         """The worst difference of a derivative from autograd, in parts of what is allowed.
@@ -158,7 +169,9 @@ class DerivativeProof:
         # dl = -(1 - p) dz where p is near 1: what p rounds is divided by 1 - p = 1 - exp(-l).
         sure = _ROUNDINGS[key] * self._digit / -torch.expm1(-self._losses.clamp(min=1e-30))
         rounded = float((moved.double() * sure.clamp(max=1.0)).norm())
-        allowed = self._tolerance + (3 * stated * norm + rounded) / scale
+        # The stated error is one of the norm; one that all tokens share adds up as they do.
+        reach = max(norm, abs(float((moved.double() * self._signs[number]).sum())))
+        allowed = self._tolerance + (3 * stated * reach + rounded) / scale
         # What states so large an error that nothing would be refused proves nothing.
         return Disagreement(away / scale, min(allowed, _TOLERANCE_HALF))
 
@@ -190,18 +203,21 @@ class _Drawn(Mapping[str, Tensor]):
         self._parameters, self._lengths = parameters, lengths
 
     def __getitem__(self, name: str) -> Tensor:
-        """Normal numbers in the parameter's shape."""
-        parameter = self._parameters[name]
-        generator = torch.Generator(parameter.device).manual_seed(crc32(name.encode()))
-        dtype = wide(parameter.dtype)
-        u = torch.randn(parameter.shape, generator=generator, dtype=dtype, device=parameter.device)
-        return u / self._lengths[name]
+        """Normal numbers in the parameter's shape, divided by its length."""
+        return _drawn(name, self._parameters[name]) / self._lengths[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+
+def _drawn(name: str, parameter: Tensor) -> Tensor:
+    """Normal numbers in the parameter's shape, the same ones at each call."""
+    generator = torch.Generator(parameter.device).manual_seed(crc32(name.encode()))
+    dtype = wide(parameter.dtype)
+    return torch.randn(parameter.shape, generator=generator, dtype=dtype, device=parameter.device)
 
 
 _SEED = 20_260_601

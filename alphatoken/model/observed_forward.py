@@ -104,6 +104,10 @@ class ObservedForward:
         """Note the version of each tensor among the arguments."""
         self._versions = [(t, t._version) for t in _tensors((self.args, self.kwargs))]
 
+    def __deepcopy__(self, memo: Any) -> ObservedForward:
+        """Return an empty one: a copy of the model, hooks and all, has not been called."""
+        return ObservedForward()
+
     @property
     def inputs(self) -> dict[str, Any]:
         """The arguments by name.

@@ -283,7 +283,7 @@ PROOFS = (
     _proof(
         "thirty-times-the-stated-error",
         "a derivative may be off by thirty times what it states",
-        ("DerivativeProof._compared", "3 * stated * norm", "30 * stated * norm"),
+        ("DerivativeProof._compared", "3 * stated * reach", "30 * stated * reach"),
         claim(
             test_proof_limits.test_three_times_the_stated_error_is_allowed_and_no_more,
             8e-3,
@@ -306,6 +306,7 @@ PROOFS = (
         claim(
             test_proof_limits.test_a_detached_branch_is_refused_whatever_its_numbers, 0, examples=1
         ),
+        of_proofs=True,
     ),
     _proof(
         "one-look-ahead-accepted",
