@@ -1,4 +1,4 @@
-"""Whether a model chooses among its parts by its numbers, as a router of experts does.
+"""Models that choose among their parts by their numbers, as a router of experts does.
 
 Where moved weights send a token elsewhere its loss jumps, and a jump divided by a short step is no
 derivative. A choice shows as a call of ``topk`` and its like on numbers that the model computed.
@@ -26,7 +26,7 @@ _CHOOSING = frozenset(
 
 @dataclass
 class Choices:
-    """Whether a forward made a choice."""
+    """Record of a forward: True in ``made`` if it chose."""
 
     made: bool = False
 

@@ -41,7 +41,7 @@ a random direction logits move far more than their differences do."""
 
 @dataclass(frozen=True)
 class Disagreement:
-    """How far a derivative is from autograd's, at worst.
+    """The largest difference between a derivative and autograd's.
 
     Attributes:
         relative: the difference, relative to what it is measured by.

@@ -206,7 +206,7 @@ def has_several_turns(row: Mapping[str, Any]) -> bool:
 
 
 def fields_of_parts(row: Mapping[str, Any]) -> Iterator[str]:
-    """What text parts of contents say beside their text, each with its column."""
+    """Fields that text parts of contents have beside their text, each with its column."""
     for column in CHAT_COLUMNS:
         for message in messages_in({column: row.get(column)}):
             parts = message.get("content", message.get("value"))
@@ -216,7 +216,7 @@ def fields_of_parts(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def lost_of_messages(row: Mapping[str, Any]) -> str:
-    """What messages of a row say that TRL would ignore, or write as what it is not; or ""."""
+    """Field of a row's messages that TRL would ignore, or write as what it is not; or ""."""
     pictures = bool(row.keys() & {"image", "images"})  # such rows are refused as a whole
     for message in messages_in(row):
         if mark := mark_of(message):

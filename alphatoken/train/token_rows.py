@@ -39,7 +39,7 @@ def labels_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> Sequence[
 
 
 def lost_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
-    """What a tokenised row says that the trainer would not read, or what is wrong, or ""."""
+    """Fault of a tokenised row: what the trainer would not read, or what is wrong; or ""."""
     length = len(row["input_ids"])
     own = _by_token(row)
     for name, numbers in own.items():
@@ -79,7 +79,7 @@ def _usual(documents: Sequence[int]) -> list[int]:
 
 
 def says_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
-    """What is noted of a tokenised row: labels that are other tokens than those they stand at."""
+    """Note about a tokenised row: labels that are other tokens than those they stand at."""
     pairs = zip(labels_of_tokens(row, read), row["input_ids"], strict=True)
     if all(label in (IGNORE, token) for label, token in pairs):
         return ""
