@@ -60,7 +60,7 @@ class CorpusRow:
 
     @property
     def what(self) -> str:
-        """Reason why a row is left out, in the words of the line about the file: no place, no remedy."""
+        """Reason why a row is left out, as the line about the file says it: no place, no remedy."""
         return self.reason.partition(". Got: ")[0] or _LEFT[self.outcome]
 
 

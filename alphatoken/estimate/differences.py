@@ -35,7 +35,7 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["CURVATURE", "FORMS", "TOLERANCE", "Differences", "InexactError", "Quotient", "drowned"]
+__all__ = ["CURVATURE", "FORMS", "TOLERANCE", "Differences", "Quotient", "drowned"]
 
 FORMS = ("central", "one_sided")
 
@@ -152,21 +152,6 @@ _UNLIKE = 3.0
 """Factor by which the values of a batch are smaller or larger than those that were looked at."""
 
 
-class InexactError(UnsupportedError):
-    """Differences are not exact enough.
-
-    Attributes:
-        form: as in ``Differences.values``.
-        of_batch: on one batch alone: other batches may have their values.
-        negligible: the values and their stated error, if that error is small beside the values of
-            other batches: of rows that M hardly reaches.
-    """
-
-    form: str = ""
-    of_batch: bool = False
-    negligible: Quotient | None = None
-
-
 @dataclass(frozen=True)
 class Quotient:
     """Differences of one batch.
@@ -175,11 +160,26 @@ class Quotient:
         values: (b, t), 0 off the response.
         error: estimated, relative to the norm of the values.
         age: batches since the truncation in it was measured; 0: on this one.
+        doubt: why they are not exact enough; None if they are.
+        negligible: the error is small beside the values of other batches, as of rows that M hardly
+            reaches.
     """
 
     values: Float[Tensor, "b t"]
     error: float
     age: int = 0
+    doubt: UnsupportedError | None = None
+    negligible: bool = False
+
+    def require_exact(self) -> Quotient:
+        """These differences.
+
+        Raises:
+            UnsupportedError: they are not exact enough.
+        """
+        if self.doubt is not None:
+            raise self.doubt
+        return self
 
 
 class Differences:
@@ -227,9 +227,11 @@ class Differences:
             on every 32nd from there on, on batches whose values have another size, and on all
             batches of a model that chooses among its parts (a router).
 
+        Where that error is more than ``TOLERANCE`` (of "curvature", ``CURVATURE_TOLERANCE``), or a
+        loss jumps, they come with a doubt: other batches may be exact.
+
         Raises:
-            InexactError: no step gives a relative error of ``TOLERANCE`` (of "curvature",
-                ``CURVATURE_TOLERANCE``), on this model or on this batch.
+            UnsupportedError: no step gives such an error on this model.
 
         Exactness: the error that is returned, within a factor of 3. Source: ours, of the
         definition of the derivative. Oracles: ``label_values`` and ``label_curvatures`` of
@@ -248,7 +250,7 @@ class Differences:
             if step is None:
                 return nothing
             if step.relative > _tolerance(form):
-                raise _inexact(form, step.relative)
+                raise _inexact(form, step.relative, "model")
             return self._taken(self._quotients(batch, shift, form, base), step, batch, side, see)
 
     def _step_for(
@@ -295,7 +297,8 @@ class Differences:
         jumps = self._chooses and quotients.jumps(step.length)
         if error > _tolerance(form) or jumps:
             small = not jumps and error * size <= _tolerance(form) * step.sizes[1]
-            raise _inexact(form, error, of_batch=True, negligible=taken if small else None)
+            doubt = _inexact(form, error, "batch")
+            return replace(taken, doubt=doubt, negligible=small)
         here = quotients.here(step.length)
         if see is not None and here is not None:
             see(here)
@@ -484,13 +487,10 @@ def _tolerance(form: str) -> float:
     return CURVATURE_TOLERANCE if form == CURVATURE else TOLERANCE
 
 
-def _inexact(
-    form: str, error: float, *, of_batch: bool = False, negligible: Quotient | None = None
-) -> InexactError:
+def _inexact(form: str, error: float, where: str) -> UnsupportedError:
     what = f"label values by {form.replace('_', '-')} differences are"
-    refused = InexactError(
-        f"{'curvatures are' if form == CURVATURE else what} not exact enough on this "
-        f"{'batch' if of_batch else 'model'}",
+    return UnsupportedError(
+        f"{'curvatures are' if form == CURVATURE else what} not exact enough on this {where}",
         got=f"an estimated relative error of {error:.1e} at the best step",
         why=f"more than {_tolerance(form):.0e}: losses are rounded too coarsely, a forward "
         "draws random numbers, or M hardly reaches the rows",
@@ -498,5 +498,3 @@ def _inexact(
         if form == CURVATURE
         else "derivative='forward_mode'",
     )
-    refused.form, refused.of_batch, refused.negligible = form, of_batch, negligible
-    return refused

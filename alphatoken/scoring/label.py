@@ -17,7 +17,6 @@ from alphatoken.estimate.differences import (
     CURVATURE,
     FORMS,
     Differences,
-    InexactError,
     drowned,
 )
 from alphatoken.estimate.forward_mode import label_values
@@ -40,12 +39,16 @@ class Taken:
         way: "forward_mode", "central" or "one_sided".
         error: estimated, relative to the norm of ``values``; 0 where it is rounding alone.
         age: batches since the truncation in ``error`` was measured; 0: on this one.
+        doubt: why they are not exact enough; None if they are.
+        negligible: as of ``Quotient``.
     """
 
     values: Float[Tensor, "b t"]
     way: str
     error: float = 0.0
     age: int = 0
+    doubt: UnsupportedError | None = None
+    negligible: bool = False
 
 
 class LabelDerivative:
@@ -104,25 +107,30 @@ class LabelDerivative:
     def _take(self, take: Mapping[str, Callable[[], Taken]]) -> Taken:
         """Values by the first way that works; "auto" warns if that was not the preferred one."""
         way, *rest = self._ways()
+        doubtful: Taken | None = None
         try:
-            return take[way]()
+            taken = take[way]()
         except UnsupportedError as error:
             refused = error
-        of_batch = isinstance(refused, InexactError) and refused.of_batch
+        else:
+            if taken.doubt is None:
+                return taken
+            refused, doubtful = taken.doubt, taken
         for other in rest:
             try:
                 taken = take[other]()
             except UnsupportedError:
                 break
-            if not of_batch:
+            if taken.doubt is not None:
+                break
+            if doubtful is None:
                 self._refused.add(way)
-            if not of_batch or other not in self._warned:
+            if doubtful is None or other not in self._warned:
                 self._warn(other, refused)
             self._warned.add(other)
             return taken
-        if isinstance(refused, InexactError) and refused.negligible is not None:
-            found = refused.negligible
-            return Taken(found.values, refused.form, found.error, found.age)
+        if doubtful is not None and doubtful.negligible:
+            return doubtful
         raise refused
 
     def _warn(self, way: str, refused: UnsupportedError) -> None:
@@ -189,7 +197,8 @@ class LabelDerivative:
     def _differences_of(self, batch: LabelledBatch) -> Derivative:
         def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
             # Steps of its own: the direction need not be M.
-            taken = Differences(self._adapter).values(batch, direction, self._form(None))
+            differences = Differences(self._adapter)
+            taken = differences.values(batch, direction, self._form(None)).require_exact()
             return taken.values, taken.error
 
         return derivative
@@ -231,6 +240,7 @@ class LabelDerivative:
     ) -> Taken:
         """``<M, H_k M>`` by three forwards, whose step is larger than that of a derivative."""
         taken = self._differences.values(seen.batch, direction, CURVATURE, shown=shown)
+        taken.require_exact()
         return Taken(taken.values, CURVATURE, taken.error, taken.age)
 
     def _by_forward_mode(self, seen: Pass, direction: Mapping[str, Tensor]) -> Taken:
@@ -272,16 +282,14 @@ class LabelDerivative:
             self._differences.values,
             seen.batch, direction, form, side=side, shown=shown, see=see,
         )  # fmt: skip
-        try:
-            taken = take(base=seen.losses if based else None)
-        except UnsupportedError:
+        taken = take(base=seen.losses if based else None)
+        if based and taken.doubt is not None:
             # The observed forward may have gone through other kernels than ours, whose rounding
             # is multiplied by 1 / h: a forward of our own takes its place from here on.
-            if not based:
-                raise
-            taken = take()
-            self._bases = False
-        return Taken(taken.values, form, taken.error, taken.age)
+            again = take()
+            self._bases = again.doubt is not None
+            taken = again
+        return Taken(taken.values, form, taken.error, taken.age, taken.doubt, taken.negligible)
 
     def _form(self, seen: Pass | None) -> str:
         """Form of the differences: the one asked for, or the one that saves a forward."""

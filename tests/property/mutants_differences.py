@@ -270,7 +270,11 @@ MUTANTS = (
     mutant(
         "one-batch-decides-for-all",
         "what is not exact enough on one batch is never tried again",
-        ("scoring.label.LabelDerivative._take", "if not of_batch:", "if True:"),
+        (
+            "scoring.label.LabelDerivative._take",
+            "if doubtful is None:",
+            "if True:",
+        ),
         HARDLY,
     ),
     mutant(
