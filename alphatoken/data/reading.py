@@ -118,6 +118,8 @@ class Reading:
         self.unread: dict[str, None] = {}
         self.left: Counter[str] = Counter()
         """Rows that were left out, by what is wrong with them."""
+        self.notes: Counter[str] = Counter()
+        """Rows of which something else is said, by what it is."""
         self._places: dict[str, list[str]] = {}
         self._holding = 0
 
@@ -147,6 +149,8 @@ class Reading:
         if self._holding:
             total = self.forms.total()
             said.append(f"in {self._holding} of {total} rows the prompt ends with the response")
+        total = self.forms.total()
+        said += [f"in {count} of {total} rows {note}" for note, count in self.notes.items()]
         said += [
             f"{count} rows left out: {what} ({', '.join(self._places[what])}"
             f"{', ...' if count > _NAMED else ''})"
@@ -155,8 +159,8 @@ class Reading:
         return f"{self.name}: {'; '.join(said)}"
 
     def say(self) -> None:
-        """Log the line: as a warning where a column or row was not read, else for information."""
-        lost = self.unread or self.left or self._holding
+        """Log the line: as a warning where something was not read or is noted, else to inform."""
+        lost = self.unread or self.left or self._holding or self.notes
         if self.forms or self.left:
             _log.log(logging.WARNING if lost else logging.INFO, "%s", self)
 

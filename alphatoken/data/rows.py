@@ -7,7 +7,7 @@ after this file knows one shape only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -18,12 +18,14 @@ __all__ = ["Fields", "Row", "Turn", "row_of"]
 
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "output", "answer", "completion")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 CHATS = ("messages", "conversations")
 _ADDED = ("input", "context")
 _SYSTEMS = ("system", "system_prompt", "system_message")
 CHANGING = (
-    *_ADDED, *_SYSTEMS, "tools", "documents", "chat_template_kwargs", "history", "functions",
-    "function_call", "tool_calls", "image", "images", "audio", "audios", "video", "videos",
+    *_ADDED, *_SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
+    "functions", "function_call", "tool_calls", "image", "images", "audio", "audios", "video",
+    "videos",
 )  # fmt: skip
 """Columns that change the conversation: read, or the row is refused."""
 
@@ -31,7 +33,6 @@ _ASIDE = ("title", "url", "source", "author", "date", "time", "timestamp", "crea
           "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
 """Texts about a text, beside which it is a document still."""
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _MARKS = ("weight", "train", "loss", "trainable")
 ROLES = {
     "human": "user",
@@ -54,12 +55,14 @@ class Turn:
         text: what is said.
         thought: what is thought before it, which only a chat template can write.
         learned: False where the data mark the turn as one not to be trained on.
+        message: it came as a message, which is put into the chat template whatever it says.
     """
 
     role: str
     text: str
     thought: str = ""
     learned: bool = True
+    message: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -190,11 +193,21 @@ def _turns(columns: Columns, fields: Fields) -> tuple[Turn, ...]:
     if response is None:
         if not fields.prompt_only:
             _missing(columns, "response", RESPONSES)
-        return (*prompt, Turn("assistant", ""))
+        return (*prompt, _with_thought(columns, Turn("assistant", "")))
     said = value_turns(columns.take(response, "response"), "assistant", response, columns.place)
+    said = (*said[:-1], _with_thought(columns, said[-1]))
     answer = said[-1].text.strip()
     columns.holds_answer = bool(answer) and prompt[-1].text.rstrip().endswith(answer)
     return _answered((*prompt, *said), columns.place, fields.prompt_only)
+
+
+def _with_thought(columns: Columns, turn: Turn) -> Turn:
+    """A response with the thought that stands in a column of its own, unless it holds it."""
+    name = next((name for name in THOUGHTS if name in columns.left), None)
+    if name is None or turn.message or not columns.peek(name):
+        return turn
+    thought = columns.text(name, "thought")
+    return turn if thought.strip() in turn.text else replace(turn, thought=thought)
 
 
 def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
@@ -334,9 +347,8 @@ def turn_of(message: Any, place: str) -> Turn:
             remedy="write them into the content as text",
         )
     thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
-    return Turn(
-        ROLES[role], _content(content, place), _content(thought, place), _learned(message, place)
-    )
+    said, thought = _content(content, place), _content(thought, place)
+    return Turn(ROLES[role], said, thought, _learned(message, place), message=True)
 
 
 def is_marked(message: Mapping[str, Any]) -> bool:

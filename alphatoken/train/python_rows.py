@@ -27,6 +27,7 @@ from alphatoken.train.datasets import (
     usable_rows,
 )
 from alphatoken.train.loading import load_tokenizer, rows_tokenizer, text_tokenizer
+from alphatoken.train.python_texts import notes_of_texts, template_of, unwritten_text
 
 __all__ = ["as_dataset", "form_of", "read_pairs", "read_rows", "tokenizer_of"]
 
@@ -184,12 +185,20 @@ def _checked(
     written = not {"input_ids", "prompt_ids"} & columns  # else TRL reads the tokens as they are
     beside = sorted((columns - read) & (other - _TRLS))
     problems: dict[str, list[int]] = {}
+    reading, form = Reading(f"{name} rows"), ", ".join(sorted(read))
 
     @cache
     def tokenizer() -> Any:
         return rows_tokenizer(args, tokenizer_of(given))
 
+    @cache
+    def template() -> str | None:
+        return template_of(args, tokenizer())
+
     for number, row in enumerate(islice(rows, None if whole else _LOOKED_AT)):
+        if written:
+            reading.forms[form] += 1
+            reading.notes.update(set(notes_of_texts(row, read, tokenizer())))
         lost = written and (_lost(row, read, beside) or _unwritten_thought(row, tokenizer))
         if lost:
             raise InputError(
@@ -199,15 +208,21 @@ def _checked(
                 remedy="mend or drop it, or hand in the tokens and labels that "
                 "alphatoken.data.encode_row makes of such a row, as input_ids and labels",
             )
+        if written and (lost := unwritten_text(row, tokenizer(), template())):
+            raise InputError(
+                f"the text of a {name} response would be lost",
+                got=f"row {number}: {lost}",
+                why="TRL trains on what the chat template writes of a message",
+                remedy="a processing_class whose chat template writes it; or texts in place of the "
+                "messages, with the template's markers in them, which TRL takes as they are",
+            )
         if whole and name != "Fisher" and (found := problem(row)):
             problems.setdefault(found, []).append(number)
     unread = sorted(columns - read - _TRLS)
-    if written and unread and given.get("data_collator") is None and args.remove_unused_columns:
-        reading = Reading(f"{name} rows")
-        reading.forms[", ".join(sorted(read))] += 1
+    if given.get("data_collator") is None and args.remove_unused_columns:
         reading.unread |= dict.fromkeys(unread)
-        if args.process_index == 0:
-            reading.say()
+    if written and (reading.unread or reading.notes) and args.process_index == 0:
+        reading.say()
     return usable_rows(problems, dataset, name, args.on_empty)
 
 

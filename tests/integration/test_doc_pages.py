@@ -48,7 +48,14 @@ def _examples(kind: str) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def test_rows_of_the_page_are_read_as_it_says() -> None:
     found = _examples("rows:")
-    assert [note for note, _ in found] == ["2 turns", "2 turns", "3 turns", "5 turns", "1 turns"]
+    assert [note for note, _ in found] == [
+        "2 turns",
+        "2 turns",
+        "2 turns",
+        "3 turns",
+        "5 turns",
+        "1 turns",
+    ]
     for note, records in found:
         rows = [row_of(record, 0, "here") for record in records]
         assert {len(row.turns) for row in rows} == {int(note.split()[0])}
