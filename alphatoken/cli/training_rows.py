@@ -178,16 +178,16 @@ class RowReader:
         sides = [replace(pair.row, turns=(*pair.prompt, *s)) for s in (pair.chosen, pair.rejected)]
         require_one_form(sides, self.tokenizer)
         how, notes = replace(self.how, turns="last"), set[str]()
-        for row, said in zip(sides, (pair.chosen, pair.rejected), strict=True):
-            found = encode_noted(row, self.tokenizer, how)[2]
-            if len(said) > 1 and LEFT_OUT in found:
+        for row, turns in zip(sides, (pair.chosen, pair.rejected), strict=True):
+            of_side = encode_noted(row, self.tokenizer, how)[2]
+            if len(turns) > 1 and LEFT_OUT in of_side:
                 raise DataError(
                     "the text of a response would be lost",
                     got=pair.place,
                     why="the chat template does not write all turns of it",
                     remedy="one row a turn, or leave the template out (--no_chat_template)",
                 )
-            notes |= {*found}
+            notes |= {*of_side}
         return notes
 
     def _problem(self, item: Item) -> str | None:

@@ -21,15 +21,15 @@ from alphatoken.data.learned import LEFT_OUT, lost_text
 from alphatoken.data.markers import (
     bare,
     control_notes,
-    filled_note,
     find_markers,
+    in_tags,
     is_filled,
-    tagged,
+    verbatim_note,
 )
 from alphatoken.data.plain import PLAIN_FORMAT, bare_ids, open_text, text_pieces, whole_text
 from alphatoken.data.reading import short
 from alphatoken.data.rows import THOUGHTS, Row, Turn
-from alphatoken.data.template import Encoded, rendered, templated
+from alphatoken.data.template import Encoded, encode_chat, render
 from alphatoken.errors import ConfigError, DataError, require_choice
 
 __all__ = [
@@ -239,34 +239,35 @@ def encode_row(
 
 def encode_noted(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> Encoded:
     """As :func:`encode_row`, and what is to be said of the row in the line about its file."""
-    options = options or EncodeOptions()
+    options, row = options or EncodeOptions(), _cut_after_answers(row)
+    verbatim = is_filled(row, tokenizer)
     try:
         ids, labels, notes = _encode(row, tokenizer, options)
     except DataError as error:
-        ways = [*filter(None, [error.remedy]), *_ways(row, tokenizer, options), _SKIP]
+        ways = _ways(row, tokenizer, options, verbatim=verbatim)
+        ways = [*filter(None, [error.remedy]), *ways, _SKIP]
         raise DataError(error.what, got=error.got, why=error.why, remedy=_either(ways)) from None
     _require_known(ids, row, tokenizer, options)
     return ids, labels, notes
 
 
 def _encode(row: Row, tokenizer: Any, options: EncodeOptions) -> Encoded:
-    row = _cut_after_answers(row)
     labelled = [i for i, turn in enumerate(row.turns) if turn.role == "assistant"]
     if options.turns == "last":
         labelled = labelled[-1:]
     # A template would dress an empty response in markers; with no text there is nothing to learn.
-    said = [i for i in labelled if row.turns[i].learned and _says(row.turns[i], tokenizer)]
-    filled, notes = is_filled(row, tokenizer), list[str]()
-    if as_text := filled or not _uses_template(tokenizer, options) or len(row.turns) == 1:
-        text = "".join(pieces := text_pieces(row.turns, tokenizer, filled=filled))
-        ids, labels = whole_text(pieces, said, tokenizer)
+    answers = [i for i in labelled if row.turns[i].learned and _says(row.turns[i], tokenizer)]
+    verbatim, notes = is_filled(row, tokenizer), list[str]()
+    if as_text := verbatim or not _uses_template(tokenizer, options) or len(row.turns) == 1:
+        text = "".join(pieces := text_pieces(row.turns, tokenizer, verbatim=verbatim))
+        ids, labels = whole_text(pieces, answers, tokenizer)
     else:
-        text = rendered(row, tokenizer)
-        ids, labels, notes = templated(row, said, text, tokenizer)
-    said_parts = [(i, part) for i in said for part in (row.turns[i].thought, row.turns[i].text)]
-    if lost := lost_text(said_parts, ids, labels, tokenizer):
-        raise _lost(row, lost, as_text=as_text)
-    return ids, labels, [*notes, *_notes(row, said, text, tokenizer, filled=filled)]
+        text = render(row, tokenizer)
+        ids, labels, notes = encode_chat(row, answers, text, tokenizer)
+    parts = [(i, part) for i in answers for part in (row.turns[i].thought, row.turns[i].text)]
+    if lost := lost_text(parts, ids, labels, tokenizer):
+        raise _lost(row, *lost, as_text=as_text)
+    return ids, labels, [*notes, *_notes(row, answers, text, tokenizer, verbatim=verbatim)]
 
 
 def _cut_after_answers(row: Row) -> Row:
@@ -284,35 +285,33 @@ def _says(turn: Turn, tokenizer: Any) -> bool:
 
 
 def _notes(
-    row: Row, said: Sequence[int], text: str, tokenizer: Any, *, filled: bool
+    row: Row, answers: Sequence[int], text: str, tokenizer: Any, *, verbatim: bool
 ) -> Iterator[str]:
     """What is to be said of a row that became ``text``, in the line about its file."""
     texts = [(i, part) for i, turn in enumerate(row.turns) for part in (turn.thought, turn.text)]
-    if filled:
-        yield filled_note(tokenizer)
+    if verbatim:
+        yield verbatim_note(tokenizer)
     else:
         yield from control_notes([part for _, part in texts], tokenizer)
     packed = bare(text)
-    if any(bare(part) not in packed for i, part in texts if i not in said):
+    if any(bare(part) not in packed for i, part in texts if i not in answers):
         yield LEFT_OUT
 
 
-def _lost(row: Row, lost: tuple[int, str, str], *, as_text: bool) -> DataError:
-    """The text of a response is not in what is learned."""
-    index, part, learned = lost
-    turn = row.turns[index]
-    thought = part is turn.thought or bare(part.split("</think>")[-1]) in bare(learned)
+def _lost(row: Row, index: int, part: str, labels: str, *, as_text: bool) -> DataError:
+    """A part of a response is not in the text of the labels."""
+    thought = part is row.turns[index].thought or bare(part.split("</think>")[-1]) in bare(labels)
     what = "the thoughts of a row" if thought else "the text of a response"
     why = "the chat template does not write" if not as_text else "no chat template is used to write"
     return DataError(
         f"{what} would be lost",
         got=f"{row.place}, turn {index + 1}: {short(part, 60)!r} is not in what would be learned, "
-        f"{short(learned, 60)!r}",
+        f"{short(labels, 60)!r}",
         why=f"{why} {'them' if thought else 'it'}",
     )
 
 
-def _ways(row: Row, tokenizer: Any, options: EncodeOptions) -> Iterator[str]:
+def _ways(row: Row, tokenizer: Any, options: EncodeOptions, *, verbatim: bool) -> Iterator[str]:
     """Remedies that were tried on the row, and work."""
 
     def works(row: Row, **changes: Any) -> bool:
@@ -328,11 +327,11 @@ def _ways(row: Row, tokenizer: Any, options: EncodeOptions) -> Iterator[str]:
         each = all(works(part, turns="last") for part in parts)
         split = ", of one row a response where all are to be learned" if each else ""
         yield f"label the last turn only{split} (--turns last; turns='last')"
-    templated = _uses_template(tokenizer, options)
-    if templated and works(row, chat_template=False):
+    template = not verbatim and _uses_template(tokenizer, options)
+    if template and works(row, chat_template=False):
         yield _WITHOUT
     inside = tuple(
-        replace(turn, text=tagged(turn.thought, turn.text), thought="") if turn.thought else turn
+        replace(turn, text=in_tags(turn.thought, turn.text), thought="") if turn.thought else turn
         for turn in row.turns
     )
     if inside != row.turns:
@@ -347,9 +346,9 @@ def _ways(row: Row, tokenizer: Any, options: EncodeOptions) -> Iterator[str]:
     spaced = tuple(
         replace(turn, text=turn.text + " ") if turn.role == "user" else turn for turn in row.turns
     )
-    if is_filled(row, tokenizer) and works(replace(row, turns=spaced)):
+    if verbatim and works(replace(row, turns=spaced)):
         yield "end the prompt with white space"
-    elif templated and find_markers(tokenizer).heads:
+    elif template and find_markers(tokenizer).heads:
         yield (
             "give prompt and response as texts that hold the template's markers, which are taken "
             "as they are"
@@ -392,17 +391,17 @@ def prompt_noted(
 ) -> tuple[list[int], list[str]]:
     """As :func:`encode_prompt`, and what is to be said of it in the line about the file."""
     options = options or EncodeOptions()
-    filled = is_filled(_cut_after_answers(row), tokenizer)
+    verbatim = is_filled(_cut_after_answers(row), tokenizer)
     row = replace(row, turns=tuple(takewhile(lambda turn: turn.role != "assistant", row.turns)))
-    if _uses_template(tokenizer, options) and row.turns and not filled:
+    if _uses_template(tokenizer, options) and row.turns and not verbatim:
         try:
-            text = rendered(row, tokenizer, generation=True)
+            text = render(row, tokenizer, generation=True)
         except DataError as error:
             ways = _either([error.remedy, _WITHOUT, _SKIP])
             raise DataError(error.what, got=error.got, why=error.why, remedy=ways) from None
         ids = bare_ids(tokenizer, text)
     else:
-        text = "".join(text_pieces(row.turns, tokenizer, filled=filled))
+        text = "".join(text_pieces(row.turns, tokenizer, verbatim=verbatim))
         ids = open_text(text, tokenizer)
     if not ids:
         raise DataError(
@@ -412,4 +411,4 @@ def prompt_noted(
             remedy=f"drop the row, or {_SKIP}",
         )
     _require_known(ids, row, tokenizer, options)
-    return ids, list(_notes(row, [], text, tokenizer, filled=filled))
+    return ids, list(_notes(row, [], text, tokenizer, verbatim=verbatim))

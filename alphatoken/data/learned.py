@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from alphatoken.data.markers import bare
-from alphatoken.data.pieces import decoded
+from alphatoken.data.pieces import decode
+from alphatoken.data.plain import bare_ids
 
 __all__ = ["LEFT_OUT", "lost_text"]
 
@@ -35,21 +36,20 @@ def lost_text(
         tokenizer: of both.
     """
     spans, turns = list(_runs(labels)), list(dict.fromkeys(turn for turn, _ in parts))
-    runs = [decoded(tokenizer, ids[start:stop]) for start, stop in spans]
+    runs = [decode(tokenizer, ids[start:stop]) for start, stop in spans]
     apart = len(runs) == len(turns)  # otherwise turns touch, and are looked through together
     for turn, part in parts:
         number = turns.index(turn)
-        chosen = slice(number, number + 1) if apart else slice(None)
-        learned = "".join(runs[chosen])
+        own = slice(number, number + 1) if apart else slice(None)
+        text = "".join(runs[own])
         forms = [bare(part)]
-        if forms[0] in bare(learned):
+        if forms[0] in bare(text):
             continue
-        again = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-        forms.append(bare(decoded(tokenizer, again)))
-        leads = [decoded(tokenizer, ids[max(0, at - _LEAD) : at]) for at, _ in spans[chosen]]
-        within = zip(leads, runs[chosen], strict=True)
+        forms.append(bare(decode(tokenizer, bare_ids(tokenizer, part))))
+        leads = [decode(tokenizer, ids[max(0, at - _LEAD) : at]) for at, _ in spans[own]]
+        within = zip(leads, runs[own], strict=True)
         if not any(_ends_in(bare(run), bare(lead), form) for lead, run in within for form in forms):
-            return turn, part, learned
+            return turn, part, text
     return None
 
 

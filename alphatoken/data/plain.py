@@ -22,19 +22,19 @@ PLAIN_FORMAT = (
 """Format of rows if the tokenizer has no chat template."""
 
 
-def text_pieces(turns: Sequence[Turn], tokenizer: Any, *, filled: bool = False) -> list[str]:
-    """What each turn adds to the text without a template; ``filled`` texts stay as they are.
+def text_pieces(turns: Sequence[Turn], tokenizer: Any, *, verbatim: bool = False) -> list[str]:
+    """What each turn adds to the text without a template; ``verbatim`` texts stay as they are.
 
     An end token follows each answer that does not end with one.
     """
     end = getattr(tokenizer, "eos_token", None) or ""
     pieces = []
     for turn in turns:
-        ended = bool(end) and turn.text.rstrip().endswith(end)
+        has_end = bool(end) and turn.text.rstrip().endswith(end)
         if turn.role == "assistant":
-            pieces.append(turn.text.rstrip() if ended else turn.text + end)
+            pieces.append(turn.text.rstrip() if has_end else turn.text + end)
         else:
-            pieces.append(turn.text if filled or not turn.text else turn.text + "\n")
+            pieces.append(turn.text if verbatim or not turn.text else turn.text + "\n")
     return pieces
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.data.markers import find_markers, tagged
+from alphatoken.data.markers import find_markers, in_tags
 from alphatoken.data.plain import common_length
 from alphatoken.data.rows import THOUGHTS, Row, Turn
 from alphatoken.errors import DataError
 
-__all__ = ["Encoded", "messages_of", "rendered", "templated"]
+__all__ = ["Encoded", "encode_chat", "messages_of", "render"]
 
 IGNORE = -100
-_OPENED = (
+_OTHERWISE = (
     "the template opens an answer otherwise than it writes one: learned from where the two part"
 )
 _WHITE_SPACE = "the template changes white space of a response"
@@ -32,9 +32,9 @@ def messages_of(turns: Sequence[Turn], tokenizer: Any) -> list[dict[str, str]]:
     A thought stands under each name that templates know, or in the content, where the template
     looks for it there alone.
     """
-    inside = find_markers(tokenizer).tagged
+    inside = find_markers(tokenizer).tags_only
     return [
-        {"role": turn.role, "content": tagged(turn.thought, turn.text)}
+        {"role": turn.role, "content": in_tags(turn.thought, turn.text)}
         if turn.thought and inside
         else {"role": turn.role, "content": turn.text}
         | (dict.fromkeys(THOUGHTS, turn.thought) if turn.thought else {})
@@ -42,7 +42,7 @@ def messages_of(turns: Sequence[Turn], tokenizer: Any) -> list[dict[str, str]]:
     ]
 
 
-def rendered(row: Row, tokenizer: Any, generation: bool = False) -> str:
+def render(row: Row, tokenizer: Any, generation: bool = False) -> str:
     """The conversation as the chat template writes it, or its error, named by row."""
     try:
         text = tokenizer.apply_chat_template(
@@ -57,7 +57,7 @@ def rendered(row: Row, tokenizer: Any, generation: bool = False) -> str:
     return str(text)
 
 
-def templated(row: Row, labelled: Sequence[int], text: str, tokenizer: Any) -> Encoded:
+def encode_chat(row: Row, labelled: Sequence[int], text: str, tokenizer: Any) -> Encoded:
     """Ids of a conversation, labels of its turns ``labelled``, and what is to be said of it.
 
     Args:
@@ -110,8 +110,7 @@ def _spanned(row: Row, labelled: Sequence[int], text: str, tokenizer: Any) -> En
 
     A token belongs to each span that it has a character of.
     """
-    found = [_span(row, index, text, tokenizer) for index in labelled]
-    spans, opened = [span[:2] for span in found], any(span[2] for span in found)
+    spans = [_span(row, index, text, tokenizer) for index in labelled]
     try:
         encoded = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -125,10 +124,10 @@ def _spanned(row: Row, labelled: Sequence[int], text: str, tokenizer: Any) -> En
         ) from None
     ids = [int(i) for i in encoded["input_ids"]]
     labels = [
-        token if any(start < end and begin < stop for start, stop in spans) else IGNORE
+        token if any(start < end and begin < stop for start, stop, _ in spans) else IGNORE
         for token, (begin, end) in zip(ids, encoded["offset_mapping"], strict=True)
     ]
-    return ids, labels, [_OPENED] * opened
+    return ids, labels, [_OTHERWISE] * any(otherwise for *_, otherwise in spans)
 
 
 def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int, bool]:
@@ -137,13 +136,13 @@ def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int, bo
     Where the template opens an answer otherwise than it writes one (with a thought, say), the turn
     begins where the two part, as in TRL; the third is then True.
     """
-    asked, said = (replace(row, turns=row.turns[:count]) for count in (index, index + 1))
-    before = rendered(asked, tokenizer, generation=True) if index else ""
-    through = rendered(said, tokenizer)
+    question, answer = (replace(row, turns=row.turns[:count]) for count in (index, index + 1))
+    before = render(question, tokenizer, generation=True) if index else ""
+    through = render(answer, tokenizer)
     start = len(before)
-    if opened := bool(index) and not through.startswith(before):
-        begins = through.startswith(rendered(asked, tokenizer))
-        start = common_length(before, through) if begins else 0
+    if otherwise := bool(index) and not through.startswith(before):
+        same = through.startswith(render(question, tokenizer))
+        start = common_length(before, through) if same else 0
     if not (start and text.startswith(through)):
         raise DataError(
             "the chat template gives no consistent assistant span",
@@ -155,7 +154,7 @@ def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int, bo
             ),
             why="labels would fall on tokens that are not the response",
         )
-    return start, _trim(through, start, row.turns[index].text), opened
+    return start, _trim(through, start, row.turns[index].text), otherwise
 
 
 def _trim(text: str, start: int, content: str) -> int:

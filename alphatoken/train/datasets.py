@@ -217,8 +217,8 @@ def preference_record(pair: Pair, tokenizer: Any, *, chat: bool) -> dict[str, An
         chat: write pairs with the chat template.
     """
     sides = (pair.chosen, pair.rejected)
-    filled = is_filled(pair.row, tokenizer)
-    if chat and not filled:
+    verbatim = is_filled(pair.row, tokenizer)
+    if chat and not verbatim:
         parts = [messages_of(turns, tokenizer) for turns in (pair.prompt, *sides)]
         return dict(zip(_PARTS, parts, strict=True))
     start, end = (getattr(tokenizer, name, None) or "" for name in ("bos_token", "eos_token"))
@@ -226,7 +226,7 @@ def preference_record(pair: Pair, tokenizer: Any, *, chat: bool) -> dict[str, An
     if list(tokenizer("")["input_ids"])[:1] != [first]:
         start = ""
     prompt, *said = (
-        "".join(text_pieces(turns, tokenizer, filled=filled)) for turns in (pair.prompt, *sides)
+        "".join(text_pieces(turns, tokenizer, verbatim=verbatim)) for turns in (pair.prompt, *sides)
     )
     # TRL puts an end token behind each response that has none.
     texts = [prompt.removeprefix(start), *(text.removesuffix(end) for text in said)]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from alphatoken.data import Row, Turn
-from alphatoken.data.markers import bare, control_notes, filled_note, is_filled
+from alphatoken.data.markers import bare, control_notes, is_filled, verbatim_note
 from alphatoken.data.reading import short
 from alphatoken.data.rows import ROLES, THOUGHTS
 
@@ -73,8 +73,8 @@ def notes_of_texts(row: Mapping[str, Any], read: Collection[str], tokenizer: Any
         return control_notes([part for one in messages for part in _parts(one)], tokenizer)
     asked = (Turn("user", texts["prompt"]),) if "prompt" in texts else ()
     rows = [Row(0, "", (*asked, Turn("assistant", text))) for text in said]
-    filled = any(is_filled(one, tokenizer) for one in rows)
-    notes = [filled_note(tokenizer)] if filled else control_notes([*texts.values()], tokenizer)
+    verbatim = any(is_filled(one, tokenizer) for one in rows)
+    notes = [verbatim_note(tokenizer)] if verbatim else control_notes([*texts.values()], tokenizer)
     return [*notes, *_doubled(texts.get("prompt", said[0]), said, tokenizer)]
 
 

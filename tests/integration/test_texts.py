@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_rows import RowReader
@@ -280,11 +283,12 @@ def test_the_line_about_a_file_counts_rows_taken_as_they_are(
             "which is read as one")  # fmt: skip
     logging.getLogger("alphatoken.data").propagate = True
     with caplog.at_level(logging.INFO, logger="alphatoken.data"):
-        Corpus(find_source(path), Fields(), tokenizer).survey()
+        survey = Corpus(find_source(path), Fields(), tokenizer).survey()
         reader("sft", tokenizer, tmp_path, MIXED).training_rows()
         encode_rows(read_rows(path), tokenizer)
     lines = [(one.levelname, one.getMessage()) for one in caplog.records]
     form = "prompt = prompt, response = response"
+    assert json.dumps(asdict(survey.encoded))  # as a summary holds it
     assert lines == [
         ("WARNING", f"a.jsonl: {form}; {said}"),
         ("WARNING", f"sft.jsonl: {form}; {said}"),
@@ -306,6 +310,41 @@ def test_pairs_are_taken_as_they_are_all_or_none(tmp_path: Path) -> None:
     one = pair("Name a bird.", "A wren.</s>", "A cat.")
     with pytest.raises(DataError, match=r"line 1: 'A wren.</s>' and 'A cat.'.*both, or on neither"):
         reader("dpo", tokenizer, tmp_path, [one]).training_rows()
+
+
+@pytest.mark.slow
+def test_what_trls_templates_write_is_taken_as_it_is_and_learned_whole() -> None:
+    """Those of fifty families that TRL ships; those of images write no text, and are refused."""
+    folder = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
+    row, texts = chat("Name a bird.", "A wren,\n  or an owl."), 0
+    for path in sorted(folder.glob("*.jinja")):
+        template = path.read_text(encoding="utf-8")
+        names = re.findall(
+            r"<[|\uff5c][^<>\s]+[|\uff5c]>|<(?:start|end)_of_turn>|<turn\|>", template
+        )
+        tokenizer = byte_tokenizer(template)
+        own = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *dict.fromkeys(names)]}
+        tokenizer.add_special_tokens(own)
+        messages = [{"role": turn.role, "content": turn.text} for turn in row.turns]
+        whole = ""
+        with suppress(UndefinedError):  # raised where only parts of a content are read
+            whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        if "A wren" not in whole:
+            with pytest.raises(DataError, match="response would be lost|refuses the conversation"):
+                encode_row(row, tokenizer)
+            continue
+        learned = "".join(labelled_text(tokenizer, row))
+        assert "A wren,\n  or an owl." in learned, path.name
+        texts += 1
+        at = whole.index("A wren")
+        forms = [(whole[:at], whole[at:]), (whole[:at], "A wren.")]
+        if whole.rstrip() != whole[:at] + row.response:  # else nothing ends an answer
+            forms.append(("Name a bird.", whole[at:]))
+        for prompt, response in forms:
+            ids, _, notes = encode_noted(chat(prompt, response), tokenizer)
+            assert TAKEN in notes, (path.name, prompt, response)
+            assert tokenizer.decode(ids).startswith((prompt + response).rstrip()), path.name
+    assert texts > 40
 
 
 # --- the text of a response is in what is learned -------------------------------------------------
@@ -453,6 +492,17 @@ def test_a_thought_in_a_column_of_its_own_is_served_or_refused(name: str) -> Non
     assert [(turn.text, turn.thought) for turn in read_as_answer.turns[1:]] == [(THOUGHT, "")]
 
 
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_thought_beside_texts_is_no_row_of_a_trainer(name: str, tmp_path: Path) -> None:
+    """TRL reads no such column, and writes texts without a template."""
+    rows = [{"prompt": "1+1=", "completion": "2", name: THOUGHT}] * 4
+    with pytest.raises(InputError, match=f"row 0: column '{name}'"):
+        python_sft(tmp_path, rows, SPELLED)
+    for row in rows:
+        row[name] = ""
+    assert len(python_sft(tmp_path, rows, SPELLED).train_dataset) == 4
+
+
 # --- rows given from Python -----------------------------------------------------------------------
 
 
@@ -496,7 +546,7 @@ def test_the_line_about_rows_from_python_says_what_texts_hold(
     logging.getLogger("alphatoken.data").propagate = True
     with caplog.at_level("WARNING", logger="alphatoken.data"):
         python_sft(tmp_path, rows, SPELLED)
-    assert [json.loads(json.dumps(one.getMessage())) for one in caplog.records] == [
+    assert [one.getMessage() for one in caplog.records] == [
         f"training rows: completion, prompt; in 2 of 3 rows {TAKEN}; in 1 of 3 rows a text holds "
         "the control token <unk>, which is read as one; in 1 of 3 rows a response ends with </s> "
         "and white space, and TRL puts another one behind it"
