@@ -445,6 +445,30 @@ def test_what_would_be_lost_is_refused_and_each_remedy_works(template: str, row:
     assert encode_rows([ROWS[row]], tokenizer, how)[1].skipped_bad == 1
 
 
+@pytest.mark.parametrize(
+    ("texts", "condition"),
+    [
+        (("x", "x"), "m.role == 'user'"),
+        (("x", "x", "a", "x y"), "m.role == 'user' or m.content != 'x'"),
+    ],
+    ids=["in the question", "in the next answer"],
+)
+def test_a_response_is_not_found_elsewhere(texts: tuple[str, ...], condition: str) -> None:
+    drops = CHATML.replace(
+        "{{ m.content }}", f"{{% if {condition} %}}{{{{ m.content }}}}{{% endif %}}"
+    )
+    lost = "turn 2: 'x' is not in what would be learned, '<|im_end|>'"
+    with pytest.raises(DataError, match=re.escape(lost)):
+        encode_row(chat(*texts), byte_tokenizer(drops))
+
+
+def test_a_token_over_the_end_of_a_response_is_learned() -> None:
+    bars = "{% for m in messages %}{{ m.role }}: {{ m.content }}|\n{% endfor %}"
+    bars += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer = byte_tokenizer(bars, merges=[("s", "|"), ("s|", "\u010a")])
+    assert labelled_text(tokenizer, chat("a", "yes", "b", "yes")) == ["yes|\n", "yes|\n"]
+
+
 def test_a_template_that_opens_an_answer_otherwise_is_said() -> None:
     """As TRL reads it: what is learned begins where the written answer leaves the opened one."""
     tokenizer = byte_tokenizer(TEMPLATES["cuts and opens"])
