@@ -60,6 +60,11 @@ class CorpusRow:
     example: Example | None = None
     encoded: EncodeReport | None = None
 
+    @property
+    def what(self) -> str:
+        """Why a row is left out, in the words of the line about the file: no place, no remedy."""
+        return self.reason.partition(". Got: ")[0] or _LEFT[self.outcome]
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -153,7 +158,7 @@ class Corpus:
         for number, row in enumerate(self.rows(reading=reading)):
             outcomes.append(OUTCOMES.index(row.outcome))
             if row.outcome in _LEFT:
-                reading.leave(_LEFT[row.outcome], row.place)
+                reading.leave(row.what, row.place)
             if row.outcome == "bad_rows":
                 bad.append({"index": row.index, "place": row.place, "reason": row.reason})
             if row.encoded is not None:

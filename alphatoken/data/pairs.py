@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alphatoken.data.marks import require_learned, require_order
 from alphatoken.data.reading import Columns, Reading, short
 from alphatoken.data.rows import (
     CHATS,
@@ -31,6 +32,8 @@ __all__ = ["CHOSEN", "REJECTED", "Pair", "pair_of", "read_pairs"]
 
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
+WHOLE = "a response has turns of the user, which are learned with it"
+"""Note on a pair of conversations, whose responses are learned from the first turn to the last."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def pair_of(
     """One record, of a file or of any other source, as a pair; see ``row_of``.
 
     Raises:
-        DataError: a missing or wrong field, or one that would be lost; the message names ``place``.
+        DataError: a missing or wrong field, or one that would be lost; a pair that is marked as a
+            bad one, or by a weight; scores that contradict its order; the message names ``place``.
     """
     fields = fields or Fields()
     columns = Columns(record, place, fields.unread)
@@ -90,11 +94,18 @@ def pair_of(
             remedy="name its column with --prompt_column, or write it into one: what both texts "
             "begin with (trl.extract_prompt)",
         )
-    good, bad = (value_turns(v, "assistant", "a response", place) for v in (chosen, rejected))
+    notes = list(columns.notes)
+    good = value_turns(chosen, "assistant", "chosen", columns)
+    bad = value_turns(rejected, "assistant", "rejected", columns)
     asked, *said = _of_messages(prompt, good, bad, place)
     if prompt is None:
         asked = with_system(columns, asked)
+    # A pair is learned whole, whoever says it: what is noted of a user's turn is untrue here.
+    several = any(turn.role != "assistant" for turns in said for turn in turns)
+    columns.notes = [*notes, WHOLE] if several else notes
     require_read(columns)
+    require_learned(columns)
+    require_order(columns)
     for turns in (asked, *said):
         require_text(turns, place)
     if not all(turn.learned for turns in said for turn in turns):

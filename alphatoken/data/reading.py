@@ -32,19 +32,29 @@ class Columns:
     """
 
     def __init__(self, record: Mapping[str, Any], place: str, unread: Collection[str] = ()) -> None:
-        self.place = place
-        self.holds_answer = False
+        self.place, self.unread = place, unread
+        self.notes: list[str] = []
+        """What else the line about the file says of the row: "in 3 of 10 rows", and the note."""
         self._values = {k: v for k, v in record.items() if v is not None and k not in unread}
         self.aside = [
             name for name, value in record.items() if value is not None and name in unread
         ]
-        """Columns that were named as not to be read."""
+        """Columns that were named as not to be read, and fields of messages that were not."""
         self.null = [name for name, value in record.items() if value is None]
         self._read: dict[str, list[str]] = {}
 
     def first(self, names: Sequence[str]) -> str | None:
         """The first of these columns that is there."""
         return next((name for name in names if name in self._values), None)
+
+    def take_first(self, names: Sequence[str], role: str) -> Any:
+        """The first of these columns, read as ``role``; None where none is there."""
+        name = self.first(names)
+        return None if name is None else self.take(name, role)
+
+    def leave(self, name: str, message: Columns) -> None:
+        """Name the fields of a message in the column ``name`` that were not read."""
+        self.aside += [f"{name}.{field}" for field in (*message.aside, *message.left)]
 
     def peek(self, name: str | None) -> str:
         """The text of a column, stripped, which does not count as read; of any other, nothing."""
@@ -121,7 +131,6 @@ class Reading:
         self.notes: Counter[str] = Counter()
         """Rows of which something else is said, by what it is."""
         self._places: dict[str, list[str]] = {}
-        self._holding = 0
 
     def leave(self, what: str, place: str) -> None:
         """Count one row that is left out, by what is wrong with it; the first few are named."""
@@ -133,7 +142,7 @@ class Reading:
         """Count one row in the reading."""
         self.forms[columns.form] += 1
         self.unread |= dict.fromkeys([*columns.aside, *columns.left])
-        self._holding += columns.holds_answer
+        self.notes.update(set(columns.notes))
 
     def __str__(self) -> str:
         """One line about the file."""
@@ -146,9 +155,6 @@ class Reading:
             said.append(f"{len(self.forms) - _FORMS} more forms")
         if self.unread:
             said.append(f"not read: {', '.join(self.unread)}")
-        if self._holding:
-            total = self.forms.total()
-            said.append(f"in {self._holding} of {total} rows the prompt ends with the response")
         total = self.forms.total()
         said += [f"in {count} of {total} rows {note}" for note, count in self.notes.items()]
         said += [
@@ -160,7 +166,7 @@ class Reading:
 
     def say(self) -> None:
         """Log the line: as a warning where something was not read or is noted, else to inform."""
-        lost = self.unread or self.left or self._holding or self.notes
+        lost = self.unread or self.left or self.notes
         if self.forms or self.left:
             _log.log(logging.WARNING if lost else logging.INFO, "%s", self)
 

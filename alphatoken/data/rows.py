@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
+from alphatoken.data.marks import is_learned, require_learned
 from alphatoken.data.reading import Columns, Reading, short
 from alphatoken.errors import ColumnsError, DataError
 
@@ -24,16 +25,17 @@ _ADDED = ("input", "context")
 _SYSTEMS = ("system", "system_prompt", "system_message")
 CHANGING = (
     *_ADDED, *_SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
-    "functions", "function_call", "tool_calls", "image", "images", "audio", "audios", "video",
-    "videos",
+    "functions", "function_call", "tool_calls", "image", "images", "image_url", "audio", "audios",
+    "video", "videos", "files", "attachments",
 )  # fmt: skip
-"""Columns that change the conversation: read, or the row is refused."""
+"""Columns, and fields of messages, that change the conversation: read, or the row is refused."""
 
 _ASIDE = ("title", "url", "source", "author", "date", "time", "timestamp", "created", "license",
           "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
 """Texts about a text, beside which it is a document still."""
 
-_MARKS = ("weight", "train", "loss", "trainable")
+TEXTS = (None, "text", "input_text", "output_text")
+"""Types of the parts of a content that are text."""
 ROLES = {
     "human": "user",
     "user": "user",
@@ -110,7 +112,7 @@ class Fields:
     prompt_only: bool = False
     """A row may have no response (it is then empty): enough to draw the model's own ones."""
     unread: tuple[str, ...] = ()
-    """Columns to be left aside, also where they change the conversation."""
+    """Columns, and fields of messages, to be left aside, also where they change what is learned."""
     text: str = "text"
     """Column of plain text, of a row that has no prompt and no chat."""
     optional: bool = False
@@ -134,12 +136,15 @@ def row_of(
         reading: is told which columns were read as what.
 
     Raises:
-        DataError: a missing or wrong field, or one that would be lost; the message names ``place``.
+        DataError: a missing or wrong field, or one that would be lost; a row that is marked as a
+            bad one, or by a weight; the message names ``place``.
     """
     fields = fields or Fields()
     columns = Columns(record, place, fields.unread)
     turns = _turns(columns, columns.present(fields))
     require_read(columns)
+    if not fields.prompt_only:
+        require_learned(columns, document=len(turns) == 1)
     require_text(turns, place)
     if reading is not None:
         reading.add(columns)
@@ -160,12 +165,12 @@ def require_text(turns: Sequence[Turn], place: str) -> None:
             ) from None
 
 
-def require_read(columns: Columns) -> None:
-    """Refuse a row that would lose a column that changes the conversation."""
+def require_read(columns: Columns, what: str = "the column") -> None:
+    """Refuse a row, or a message, that would lose a field that changes the conversation."""
     for name, value in columns.left.items():
         if name in CHANGING and value not in ("", [], {}):
             raise DataError(
-                f"the column {name!r} has no place in this row",
+                f"{what} {name!r} has no place in this row",
                 got=f"{columns.place}: {short(repr(value), 40)}",
                 why="without it the conversation would be another one",
                 remedy=f"write it into the prompt or the messages, or leave it aside: "
@@ -194,10 +199,12 @@ def _turns(columns: Columns, fields: Fields) -> tuple[Turn, ...]:
         if not fields.prompt_only:
             _missing(columns, "response", RESPONSES)
         return (*prompt, _with_thought(columns, Turn("assistant", "")))
-    said = value_turns(columns.take(response, "response"), "assistant", response, columns.place)
+    said = value_turns(columns.take(response, "response"), "assistant", response, columns)
+    said = _after(prompt, said, columns.place)
     said = (*said[:-1], _with_thought(columns, said[-1]))
     answer = said[-1].text.strip()
-    columns.holds_answer = bool(answer) and prompt[-1].text.rstrip().endswith(answer)
+    if answer and prompt[-1].text.rstrip().endswith(answer):
+        columns.notes.append("the prompt ends with the response")
     return _answered((*prompt, *said), columns.place, fields.prompt_only)
 
 
@@ -211,6 +218,13 @@ def _with_thought(columns: Columns, turn: Turn) -> Turn:
 
 
 def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
+    if columns.first(["input_ids"]):
+        raise DataError(
+            "the row is tokenised, and commands read texts",
+            got=f"{columns.place} has {columns}",
+            remedy="give the texts; in Python the trainers take input_ids and labels, and Scorer "
+            "takes batches of them",
+        )
     if any(name in columns.null for name in names):
         raise DataError(
             f"the row has no {kind}",
@@ -250,8 +264,8 @@ def _plain_text(columns: Columns, name: str) -> tuple[Turn, ...]:
 
 def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
     """System text and prompt of a record, the prompt with what is put under it."""
-    value, place = columns.take(name, "prompt"), columns.place
-    asked = value_turns(value, "user", name, place)
+    value = columns.take(name, "prompt")
+    asked = value_turns(value, "user", name, columns)
     if isinstance(value, str):
         added = [columns.text(n, "prompt") for n in _ADDED if n != name and columns.first([n])]
         asked = (Turn("user", "\n".join([value, *filter(None, added)])),)
@@ -275,6 +289,20 @@ def with_system(columns: Columns, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     )
 
 
+def _after(prompt: tuple[Turn, ...], said: tuple[Turn, ...], place: str) -> tuple[Turn, ...]:
+    """The turns of a response, without the prompt that a whole conversation repeats."""
+    if said[: len(prompt)] == prompt and len(said) > len(prompt):
+        said = said[len(prompt) :]
+    if said[0].role == "assistant":
+        return said
+    raise DataError(
+        "the response begins with another turn than the assistant's",
+        got=f"{place}: {said[0].role}: {short(said[0].text, 40)!r}",
+        why="what is asked would stand in the conversation twice, or between two turns",
+        remedy="the conversation after the prompt alone, or all of it as messages",
+    )
+
+
 def _unfilled(columns: Columns, name: str, response: str | None) -> str:
     """The column of the prompt; another one where this is a filled template, answer included."""
     filled, answer = columns.peek(name), columns.peek(response)
@@ -293,7 +321,7 @@ def _chat(columns: Columns, name: str, prompt_only: bool) -> tuple[Turn, ...]:
             got=f"{place}: {short(repr(messages))}",
             remedy='write [{"role": "user", "content": ...}, {"role": "assistant", ...}]',
         )
-    turns = tuple(turn_of(message, place) for message in messages)
+    turns = tuple(_turn(message, name, columns) for message in messages)
     return _answered(with_system(columns, turns), place, prompt_only)
 
 
@@ -311,76 +339,92 @@ def _answered(turns: tuple[Turn, ...], place: str, prompt_only: bool) -> tuple[T
     )
 
 
-def value_turns(value: Any, role: str, name: str, place: str) -> tuple[Turn, ...]:
-    """A text, which is said by ``role``; a message, or a list of messages."""
+def value_turns(value: Any, role: str, name: str, columns: Columns) -> tuple[Turn, ...]:
+    """A text, said by ``role``; a message, or a list of messages; from the column ``name``."""
     if isinstance(value, str):
         return (Turn(role, value),)
     if isinstance(value, Mapping):
-        return (turn_of(value, place),)
+        return (_turn(value, name, columns),)
     if isinstance(value, Sequence) and value:
-        return tuple(turn_of(message, place) for message in value)
+        return tuple(_turn(message, name, columns) for message in value)
     raise DataError(
         f"field {name!r} is neither text nor a list of messages",
-        got=f"{place}: {type(value).__name__}: {short(repr(value), 40)}",
+        got=f"{columns.place}: {type(value).__name__}: {short(repr(value), 40)}",
         remedy='write a text, or [{"role": ..., "content": ...}]',
     )
 
 
-def turn_of(message: Any, place: str) -> Turn:
-    """One message, ``{"role", "content"}`` or ``{"from", "value"}``, as a turn."""
+def _turn(message: Any, name: str, columns: Columns) -> Turn:
+    """One message, ``{"role", "content"}`` or ``{"from", "value"}``, as a turn.
+
+    Its fields are read, refused or named as not read, as those of the row are.
+    """
+    place = columns.place
     if not isinstance(message, Mapping):
         raise DataError("a message is not an object", got=f"{place}: {short(repr(message))}")
-    message = {name: value for name, value in message.items() if value is not None}
-    role = message.get("role", message.get("from"))
-    content = message.get("content", message.get("value"))
+    fields = Columns(message, place, columns.unread)
+    role = fields.take_first(("role", "from"), "role")
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(
             "a message has an unknown role",
             got=f"{place}: {role!r}",
             remedy=f"use one of {', '.join(ROLES)}",
         )
-    if message.get("tool_calls") or message.get("function_call"):
+    if fields.left.get("tool_calls") or fields.left.get("function_call"):
         raise DataError(
             "a message holds tool calls",
             got=place,
             why="they are not text, and dropping them would change the conversation",
             remedy="write them into the content as text",
         )
-    thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
-    said, thought = _content(content, place), _content(thought, place)
-    return Turn(ROLES[role], said, thought, _learned(message, place), message=True)
+    text, parts_learned = _content(
+        fields.take_first(("content", "value"), "content"), name, columns
+    )
+    thoughts = {key: fields.left[key] for key in THOUGHTS if fields.left.get(key)}
+    thought = next(iter(thoughts.values()), "")
+    for key in (key for key, other in thoughts.items() if other == thought):
+        fields.take(key, "thought")
+    learned = is_learned(fields)
+    if ROLES[role] != "assistant" and learned and "mark" in fields.form:
+        columns.notes.append("a turn of the user or the system is marked as learned, and is not")
+    require_read(fields, "a message's field")
+    columns.leave(name, fields)
+    thought, _ = _content(thought, name, columns)
+    return Turn(ROLES[role], text, thought, learned and parts_learned, message=True)
 
 
-def is_marked(message: Mapping[str, Any]) -> bool:
-    """True if the message says that it is not to be trained on, or in part."""
-    return any(message.get(name) not in (None, 1) for name in _MARKS)
-
-
-def _learned(message: Mapping[str, Any], place: str) -> bool:
-    """True if the message may be trained on, by whatever name it says so."""
-    for name in _MARKS:
-        if message.get(name, 1) not in (0, 1):
-            raise DataError(
-                "a turn is marked as trained in part",
-                got=f"{place}: {name!r} is {short(repr(message[name]), 40)}",
-                why="the labels of a turn are there or not",
-                remedy="write 0 or 1, true or false, or drop the field",
-            )
-    return all(message.get(name, 1) for name in _MARKS)
-
-
-def _content(content: Any, place: str) -> str:
-    """Text of a message; a list of text parts is joined, other parts are refused."""
+def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:
+    """Text of a message, and whether it is learned; text parts are joined, others are refused."""
     if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if isinstance(content, Sequence):
-        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return "".join(str(text) for text in texts)
-    raise DataError(
+        return content, True
+    parts = content if isinstance(content, Sequence) else [] if content is None else [content]
+    texts, marks = list[str](), set[bool]()
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") not in TEXTS:
+            raise _not_text(content, columns)
+        fields = Columns(part, columns.place, columns.unread)
+        text = fields.take_first(("text",), "text")
+        if not isinstance(text, str):
+            raise _not_text(content, columns)
+        fields.take_first(("type",), "type")
+        marks.add(is_learned(fields))
+        require_read(fields, "a field of a message's content")
+        columns.leave(f"{name}.content", fields)
+        texts.append(text)
+    if len(marks) > 1:
+        raise DataError(
+            "a turn is marked as trained in part",
+            got=f"{columns.place}: {short(repr(content))}",
+            why="a turn is learned whole, or not at all",
+            remedy="mark all parts of a message alike, or the message; or leave the field aside "
+            "with --unread_columns (in Python Fields(unread=...))",
+        )
+    return "".join(texts), False not in marks
+
+
+def _not_text(content: Any, columns: Columns) -> DataError:
+    return DataError(
         "the content of a message is not text",
-        got=f"{place}: {short(repr(content))}",
+        got=f"{columns.place}: {short(repr(content))}",
         remedy="only text can be valued; drop images and other parts",
     )

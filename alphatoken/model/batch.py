@@ -41,6 +41,8 @@ __all__ = [
 
 IGNORE = -100
 """Label of a position that is not learned; transformers' convention."""
+_LOSS_MASKS = ("loss_mask", "loss_weights", "completion_mask", "assistant_masks")
+"""What other libraries call a mask or weights of the loss, beside labels."""
 
 
 def label_mask(labels: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
@@ -239,8 +241,8 @@ def read_batch(
     Raises:
         InputError: missing keys, wrong shapes or dtypes, no response token, a sequence longer
             than the model allows, a token without a row of the embedding, labels outside
-            ``input_ids``' meaning, a packed document whose first token is a label (it would be
-            predicted from another document).
+            ``input_ids``' meaning, a mask of the loss that contradicts them, a packed document
+            whose first token is a label (it would be predicted from another document).
         UnsupportedError: it continues a key/value cache.
     """
     require_tensors(batch, role)
@@ -281,6 +283,7 @@ def read_batch(
     if model is not None:
         require_rows(input_ids, model, f"the {role}")
     _require_mask(batch.get("attention_mask"), role)
+    _require_no_other_labels(batch, role)
     labels = predicted_labels(labels.long(), batch.get("attention_mask"))
     mask = label_mask(labels)
     if not bool(mask.any()):
@@ -315,6 +318,25 @@ def _require_mask(mask: Any, role: str) -> None:
             why="1 is read as a token and 0 as padding; whole numbers from 1 on number documents",
             remedy="pass 1 and 0, or an additive mask of pairs of four dimensions",
         )
+
+
+def _require_no_other_labels(batch: Mapping[str, Any], role: str) -> None:
+    """Refuse a mask or weights of the loss that say something else than the labels."""
+    weighs = batch["labels"][:, 1:] != IGNORE
+    for name in _LOSS_MASKS:
+        own = batch.get(name)
+        if not isinstance(own, Tensor) or own.shape != batch["labels"].shape:
+            continue
+        other = own[:, 1:].to(weighs.device) != weighs
+        if bool(other.any()):
+            row, index = other.nonzero()[0].tolist()
+            raise InputError(
+                f"'{name}' of the {role} says something else than its labels",
+                got=f"{own[row, index + 1].item():g} at row {row}, token {index + 1}, whose label "
+                f"is {int(batch['labels'][row, index + 1])}",
+                why="labels are taken as they are, and no forward reads it",
+                remedy="write -100 into labels where nothing is valued, and leave it out",
+            )
 
 
 _TOKENISE = (

@@ -9,15 +9,19 @@ that the command line knows, ``alphatoken.data.encode_row`` makes the tokens and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from alphatoken.data import Reading
-from alphatoken.data.rows import CHANGING, CHATS, PROMPTS, RESPONSES, ROLES, THOUGHTS, is_marked
-from alphatoken.errors import InputError
+from alphatoken.data.marks import require_learned, require_order
+from alphatoken.data.pairs import WHOLE
+from alphatoken.data.reading import Columns
+from alphatoken.data.rows import CHANGING, CHATS, PROMPTS, RESPONSES, ROLES, THOUGHTS
+from alphatoken.errors import DataError, InputError
 from alphatoken.model.batch import IGNORE
 from alphatoken.train.datasets import (
     columns_of,
@@ -28,43 +32,29 @@ from alphatoken.train.datasets import (
 )
 from alphatoken.train.loading import load_tokenizer, rows_tokenizer, text_tokenizer
 from alphatoken.train.python_texts import notes_of_texts, template_of, unwritten_text
+from alphatoken.train.row_forms import (
+    CHAT_COLUMNS,
+    are_messages,
+    as_dataset,
+    fields_of_parts,
+    has_several_turns,
+    is_answer,
+    lost_of_messages,
+    messages_in,
+    other_meaning,
+    trls_form,
+)
+from alphatoken.train.token_rows import labels_of_tokens, lost_of_tokens, says_of_tokens
 
-__all__ = ["as_dataset", "form_of", "read_pairs", "read_rows", "tokenizer_of"]
+__all__ = ["form_of", "read_pairs", "read_rows", "require_tokens", "tokenizer_of"]
 
 _TRLS = {"tools", "chat_template_kwargs", "image", "images"}
 """Columns that TRL reads beside these, or that are refused elsewhere."""
 _TRLS_ROLES = {"tool", "function"}
+_READ = {"role", "content", "from", "value"}
+"""Fields of a message that every chat template writes."""
 _LOOKED_AT = 1024
 """Rows of a stream that are looked at."""
-
-
-def as_dataset(rows: Any, name: str) -> Any:
-    """A list of records or of texts as a ``datasets.Dataset``; a data set as it is.
-
-    Args:
-        rows: as given.
-        name: of the data set, for messages.
-
-    Raises:
-        InputError: no rows, a path, or a mapping; the message says what to give.
-    """
-    if not isinstance(rows, (str, Mapping, list, tuple)):
-        return rows
-    if isinstance(rows, (list, tuple)) and rows:
-        from datasets import Dataset
-
-        if all(isinstance(row, str) for row in rows):
-            return Dataset.from_dict({"text": list(rows)})
-        if all(isinstance(row, Mapping) for row in rows):
-            # ``Dataset.from_list`` would take the first record's columns for all.
-            columns = dict.fromkeys(column for row in rows for column in row)
-            return Dataset.from_dict({c: [row.get(c) for row in rows] for c in columns})
-    raise InputError(
-        f"the {name} data set is no set of rows",
-        got=f"{type(rows).__name__}: {str(rows)[:60]!r}",
-        remedy="give a datasets.Dataset (one split of it), a list of records or a list of texts; "
-        "load_dataset('json', data_files=FILE, split='train') reads a file",
-    )
 
 
 def form_of(columns: Collection[str], text_field: str) -> tuple[str, ...]:
@@ -104,6 +94,8 @@ def read_rows(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
             remedy="input_ids, messages, conversations, prompt and completion, or "
             f"{text} (dataset_text_field)",
         )
+    if read == ("input_ids",):
+        return _checked_tokens(dataset, name, given)
     other: set[str] = set()
     if "completion" in read:
         other = {*CHATS}
@@ -114,11 +106,7 @@ def read_rows(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
     response = "completion" if "completion" in read else read[0]
 
     def problem(row: Mapping[str, Any]) -> str | None:
-        if response == "input_ids":
-            labels = row.get("labels", row["input_ids"])
-            empty = all(label == IGNORE for label in labels[1:])
-        else:
-            empty = not response_text(row[response])
+        empty = not response_text(row[response])
         return f"the {'text' if response == text else 'response'} is empty" if empty else None
 
     return _checked(dataset, name, set(read), other | {*CHANGING}, given, problem)
@@ -170,7 +158,7 @@ def _checked(
     given: Mapping[str, Any],
     problem: Callable[[Mapping[str, Any]], str | None],
 ) -> Any:
-    """The data set without rows that cannot be trained on; columns that nothing reads are named.
+    """The data set without rows that cannot be trained on; what nothing reads is named.
 
     Args:
         dataset: of rows; a Fisher's may have empty responses, which are not read.
@@ -182,10 +170,12 @@ def _checked(
     """
     rows, args = plain_rows(dataset), given["args"]
     columns, whole = columns_of(rows, name), hasattr(rows, "__len__")
-    written = not {"input_ids", "prompt_ids"} & columns  # else TRL reads the tokens as they are
+    unread = sorted(columns - read - _TRLS) if _reads_no_more(given) else []
     beside = sorted((columns - read) & (other - _TRLS))
-    problems: dict[str, list[int]] = {}
     reading, form = Reading(f"{name} rows"), ", ".join(sorted(read))
+    reading.unread |= dict.fromkeys(unread)
+    problems: dict[str, list[int]] = {}
+    changes_some = False
 
     @cache
     def tokenizer() -> Any:
@@ -195,20 +185,16 @@ def _checked(
     def template() -> str | None:
         return template_of(args, tokenizer())
 
-    for number, row in enumerate(islice(rows, None if whole else _LOOKED_AT)):
-        if written:
-            reading.forms[form] += 1
-            reading.notes.update(set(notes_of_texts(row, read, tokenizer())))
-        lost = written and (_lost(row, read, beside) or _unwritten_thought(row, tokenizer))
-        if lost:
-            raise InputError(
-                f"TRL would read a {name} row otherwise than it is meant",
-                got=f"row {number}: {lost}",
-                why="it would be passed over without a word",
-                remedy="mend or drop it, or hand in the tokens and labels that "
-                "alphatoken.data.encode_row makes of such a row, as input_ids and labels",
-            )
-        if written and (lost := unwritten_text(row, tokenizer(), template())):
+    for number, own in enumerate(islice(rows, None if whole else _LOOKED_AT)):
+        row = {**own, **(changes := trls_form(own, name, number))}
+        changes_some = changes_some or bool(changes)
+        if lost := _lost(row, read, beside):
+            raise other_meaning(lost, row, name, number)
+        texts = {column: row[column] for column in read}
+        reading.unread |= dict.fromkeys(fields_of_parts({column: own[column] for column in read}))
+        if lost := _unwritten(texts, tokenizer, reading):
+            raise other_meaning(lost, row, name, number)
+        if lost := unwritten_text(row, tokenizer(), template()):
             raise InputError(
                 f"the text of a {name} response would be lost",
                 got=f"row {number}: {lost}",
@@ -216,14 +202,112 @@ def _checked(
                 remedy="a processing_class whose chat template writes it; or texts in place of the "
                 "messages, with the template's markers in them, which TRL takes as they are",
             )
-        if whole and name != "Fisher" and (found := problem(row)):
-            problems.setdefault(found, []).append(number)
-    unread = sorted(columns - read - _TRLS)
-    if given.get("data_collator") is None and args.remove_unused_columns:
-        reading.unread |= dict.fromkeys(unread)
-    if written and (reading.unread or reading.notes) and args.process_index == 0:
+        rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
+        if name != "Fisher":  # of which prompts are read
+            _require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
+        if has_several_turns(texts):
+            rest.notes.append(WHOLE)
+        reading.notes.update({*rest.notes, *notes_of_texts(row, read, tokenizer())})
+        reading.forms[form] += 1
+        if whole and name != "Fisher" and (what := problem(row)):
+            problems.setdefault(what, []).append(number)
+    if args.process_index == 0 and (reading.unread or reading.notes):
         reading.say()
+    if changes_some:
+        change = partial(trls_form, name=name)
+        dataset = dataset.map(lambda row, number: change(row, number=number), with_indices=True)
     return usable_rows(problems, dataset, name, args.on_empty)
+
+
+def _checked_tokens(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
+    """The same of rows that come tokenised, whose labels are taken as they are."""
+    columns, args = columns_of(plain_rows(dataset), name), given["args"]
+    read = {"input_ids", "labels"} & columns
+    if "labels" not in columns:
+        read |= {"assistant_masks"} & columns
+        read |= {"completion_mask"} & columns if _completions_only(given) else set()
+    if name == "training" and getattr(args, "padding_free", False) and not args.packing:
+        read |= {"seq_lengths"} & columns
+    empty = require_tokens(dataset, name, read, given)
+    judges = name != "Fisher" and hasattr(plain_rows(dataset), "__len__")
+    problems = {"the response is empty": empty} if judges and empty else {}
+    return usable_rows(problems, dataset, name, args.on_empty)
+
+
+def require_tokens(
+    dataset: Any, name: str, read: Collection[str], given: Mapping[str, Any]
+) -> list[int]:
+    """Refuse tokenised rows of which something would be lost, and name the columns nothing reads.
+
+    Args:
+        dataset: of rows with ``input_ids``.
+        name: of it, for messages.
+        read: columns that the trainer below reads.
+        given: its arguments; where its collator is the caller's own, that reads what it likes.
+
+    Returns:
+        Numbers of the rows that have no label.
+
+    Raises:
+        InputError: names the first row of which something would be lost.
+    """
+    rows, alone = plain_rows(dataset), _reads_no_more(given)
+    unread = sorted(columns_of(rows, name) - {*read, "attention_mask"}) if alone else []
+    reading, form = Reading(f"{name} rows"), ", ".join(sorted(read))
+    reading.unread |= dict.fromkeys(unread)
+    empty = []
+    for number, row in enumerate(islice(rows, None if hasattr(rows, "__len__") else _LOOKED_AT)):
+        if not any(label != IGNORE for label in labels_of_tokens(row, read)[1:]):
+            empty.append(number)
+        if not alone:
+            continue
+        if lost := lost_of_tokens(row, read):
+            raise InputError(
+                f"a {name} row would be learned otherwise than it says",
+                got=f"row {number}: {lost}",
+                why="given labels are taken as they are, and positions count from 0",
+                remedy="write -100 into 'labels' where nothing is to be learned; give one document "
+                "a row, without padding; drop columns that say something else",
+            )
+        of_row = {c: row.get(c) for c in unread if not isinstance(row.get(c), list)}
+        rest = Columns(of_row, f"row {number}")
+        if name != "Fisher":
+            _require_unmarked(rest, name)
+        reading.notes.update({*rest.notes, *filter(None, [says_of_tokens(row, read)])})
+        reading.forms[form] += 1
+    if given["args"].process_index == 0 and (reading.unread or reading.notes):
+        reading.say()
+    return empty
+
+
+def _reads_no_more(given: Mapping[str, Any]) -> bool:
+    """True if nothing but the trainer below reads columns: no collator of the caller's own."""
+    return given.get("data_collator") is None and bool(given["args"].remove_unused_columns)
+
+
+def _completions_only(given: Mapping[str, Any]) -> bool:
+    """True if TRL labels the completion alone: it decides by the first training row."""
+    only = given["args"].completion_only_loss
+    if only is not None:
+        return bool(only)
+    train = given.get("train_dataset")
+    first = next(iter(train), None) if train is not None else None
+    return isinstance(first, Mapping) and {"prompt", "completion"} <= set(first)
+
+
+def _require_unmarked(columns: Columns, name: str, *, document: bool = False) -> None:
+    """Refuse a row whose columns say that it is not to be learned so."""
+    try:
+        require_learned(columns, document=document)
+        require_order(columns)
+    except DataError as error:
+        raise InputError(
+            f"a {name} row is not to be learned so: {error.what}",
+            got=error.got,
+            why=error.why,
+            remedy="drop such rows (dataset.filter), or the column, where it says something else "
+            "(dataset.remove_columns)",
+        ) from None
 
 
 def _lost(row: Mapping[str, Any], read: set[str], beside: Sequence[str]) -> str:
@@ -231,34 +315,60 @@ def _lost(row: Mapping[str, Any], read: set[str], beside: Sequence[str]) -> str:
     for column in sorted(read):
         if row.get(column) is None:
             return f"{column!r} is null"
+        if not isinstance(row[column], str) and not are_messages(row[column]):
+            return f"{column!r} is neither text nor a list of messages"
     for column in beside:
         if row.get(column):
             return f"column {column!r}"
-    lists = [value for column in sorted(read) if isinstance(value := row[column], list)]
-    messages = [one for one in chain.from_iterable(lists) if isinstance(one, Mapping)]
-    if any(is_marked(one) for one in messages):
-        return "a turn that is marked as not to be trained on"
-    roles = {str(one.get("role") or one.get("from")) for one in messages}
+    texts = {name: value for name, value in row.items() if name in {*read, "image", "images"}}
+    if lost := lost_of_messages(texts):
+        return lost
+    if are_messages(row.get("completion")) and not is_answer(row["completion"]):
+        return "a completion that begins with another turn than the assistant's"
+    roles = {str(one.get("role") or one.get("from")) for one in messages_in(texts)}
     known = {*ROLES, *_TRLS_ROLES}
     if read & {*CHATS} and not roles <= known and "assistant" not in map(ROLES.get, roles):
         return f"roles {', '.join(sorted(roles))}, of which none is the assistant"
     return ""
 
 
-def _unwritten_thought(row: Mapping[str, Any], tokenizer: Callable[[], Any]) -> str:
-    """The thoughts of a row's chats, where they are written no otherwise without them; or ""."""
-    prompt = row.get("prompt")
-    before = prompt if isinstance(prompt, list) else []
-    for column in ("messages", "completion", "chosen", "rejected"):
-        chat = row.get(column)
-        if not isinstance(chat, list):
+def _unwritten(row: Mapping[str, Any], tokenizer: Callable[[], Any], reading: Reading) -> str:
+    """What messages say beside their texts and the chat template does not write, or "".
+
+    A field that changes the conversation is such; others are named in the reading.
+    """
+    for column, chat in _chats(row):
+        extra = {k for one in chat for k, v in one.items() if v not in (None, "", [], {})} - _READ
+        if not extra:
             continue
-        chat = [*before, *chat]
-        if not any(one.get(name) for one in chat for name in THOUGHTS):
-            continue
-        bare = [{k: v for k, v in one.items() if k not in THOUGHTS} for one in chat]
-        write = partial(tokenizer().apply_chat_template, tokenize=False)
-        with suppress(Exception):  # raised where TRL writes the row
-            if write(chat) == write(bare):
-                return "a thought, which the chat template does not write"
+        if extra & {*THOUGHTS} and not _writes(chat, extra & {*THOUGHTS}, tokenizer()):
+            return "a thought, which the chat template does not write"
+        for field in sorted((extra & {*CHANGING}) - {*THOUGHTS}):
+            if not _writes(chat, {field}, tokenizer()):
+                return f"{field!r} of a message, which the chat template does not write"
+        template = str(getattr(tokenizer(), "chat_template", ""))
+        reading.unread |= {
+            f"{column}.{field}": None
+            for field in sorted(extra - {*THOUGHTS, *CHANGING})
+            if re.search(rf"\b{re.escape(field)}\b", template) is None
+        }
     return ""
+
+
+def _chats(row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Conversations of a row as TRL hands them to the chat template, each with its column."""
+    names = {"from": "role", "value": "content"}
+    before = row["prompt"] if are_messages(row.get("prompt")) else []
+    for column in CHAT_COLUMNS[1:]:
+        if are_messages(row.get(column)):
+            chat = [*before, *row[column]]
+            yield column, [{names.get(k, k): v for k, v in one.items()} for one in chat]
+
+
+def _writes(chat: Sequence[Mapping[str, Any]], fields: Collection[str], tokenizer: Any) -> bool:
+    """True if the chat template writes one of these fields, or refuses the chat as TRL will."""
+    bare = [{k: v for k, v in one.items() if k not in fields} for one in chat]
+    with suppress(Exception):  # raised where TRL writes the row
+        write = partial(tokenizer.apply_chat_template, tokenize=False)
+        return bool(write(list(chat)) != write(bare))
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from alphatoken.errors import (
     warn_caller,
 )
 from alphatoken.model.batch import IGNORE, label_mask
-from alphatoken.train.datasets import plain_rows
+from alphatoken.train.datasets import columns_of, plain_rows
 from alphatoken.train.gradient_weights import by_token
 from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
@@ -154,6 +155,19 @@ def _labelled(rows: Sequence[torch.Tensor]) -> tuple[float, float]:
     return share, whole / len(marks)
 
 
+def _completion_labels(row: Mapping[str, Any], *, end: bool) -> dict[str, list[int]]:
+    """Labels of the completion alone; of a row that was cut, whose mask TRL leaves whole.
+
+    Args:
+        row: that TRL tokenised.
+        end: its end was kept, not its start.
+    """
+    labels, mask = row["labels"], row["completion_mask"]
+    mask = mask[len(mask) - len(labels) :] if end else mask[: len(labels)]
+    kept = zip(labels, mask, strict=True)
+    return {"labels": [label if own else IGNORE for label, own in kept]}
+
+
 class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     """TRL's ``SFTTrainer`` that trains on the valuable part of each response.
 
@@ -201,30 +215,36 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         return -by_token(coefficients) * count
 
     def tokenised(self, dataset: Any, name: str) -> Any:
-        """TRL's own preparation, without packing."""
+        """TRL's own preparation, without packing, labelled as training rows are.
+
+        Rows that come tokenised have TRL's labels: given ones as they are. Of others TRL decides by
+        the form of the training rows whether it labels completions alone. Where those came with
+        labels of their own, it would label the prompts of these rows too.
+        """
         if self._skip_prepare_dataset:
             return dataset
-        return self._prepare_dataset(
+        own = "input_ids" in columns_of(plain_rows(dataset), name)
+        prepared = self._prepare_dataset(
             dataset, self.processing_class, self.args, False, self._formatting_func, name
         )
-
-    def _labels_of_prepared(self, row: Mapping[str, Any]) -> list[int]:
-        """Labels of a prepared row, of its completion alone where it has one.
-
-        TRL decides by the form of the training rows whether it labels completions alone. Where
-        those came with labels of their own, it would label the prompts of these rows too.
-        """
-        labels, mask = list(row.get("labels") or row["input_ids"]), row.get("completion_mask")
-        if mask is None or self.args.completion_only_loss is False:
-            return labels
-        return [label if own else IGNORE for label, own in zip(labels, mask, strict=True)]
+        unmasked = "completion_mask" in (getattr(prepared, "column_names", None) or ())
+        whole = self.args.completion_only_loss is False or (
+            name != "Fisher" and self._trains_whole()
+        )
+        if own or whole or not unmasked:
+            return prepared
+        end = self.args.truncation_mode == "keep_end"
+        return prepared.map(partial(_completion_labels, end=end))
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
-        """Tokenised rows that have a response; labelled whole beside rows that train whole."""
+        """Tokenised rows that have a response, labelled as training rows are."""
         prepared = plain_rows(self.tokenised(dataset, name))
-        known = hasattr(plain_rows(self.train_dataset), "__len__")
-        if known and all(bool((labels != IGNORE).all()) for labels in self._first_labels()):
-            rows = [{"labels": row["input_ids"], **row} for row in prepared]
-        else:
-            rows = [{**row, "labels": self._labels_of_prepared(row)} for row in prepared]
+        rows = [{"labels": row["input_ids"], **row} for row in prepared]
+        if self.own_collator is None:  # which would read other columns, too
+            rows = [{column: row[column] for column in ("input_ids", "labels")} for row in rows]
         return self.with_responses(rows, name)
+
+    def _trains_whole(self) -> bool:
+        """True if the first training rows are labelled whole; of a stream nothing is known."""
+        known = hasattr(plain_rows(self.train_dataset), "__len__")
+        return known and all(bool((labels != IGNORE).all()) for labels in self._first_labels())

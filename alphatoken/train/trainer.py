@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainingArguments
 
 from alphatoken.errors import InputError, UnsupportedError
@@ -16,9 +17,13 @@ from alphatoken.model.modes import evaluation_mode
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.python_rows import require_tokens
 from alphatoken.train.sft import LabelledRows, refuse_losses
 
 __all__ = ["AlphaConfig", "AlphaTrainer"]
+
+_BESIDE = ("attention_mask", "position_ids")
+"""Columns that transformers' collators hand to the model beside tokens and labels."""
 
 
 @dataclass
@@ -52,7 +57,7 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     @staticmethod
     def read(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Refuse rows that are not tokenised; of a stream, and of other columns, none is read."""
+        """Refuse rows that are not tokenised, or of which something would be lost; of no stream."""
         seen = plain_rows(rows)
         first = seen[0] if hasattr(seen, "__getitem__") and len(seen) else {"input_ids": ()}
         if not isinstance(first, Mapping) or "input_ids" not in first:
@@ -62,7 +67,19 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
+        if hasattr(seen, "__getitem__") and len(seen) and given.get("data_collator") is None:
+            require_tokens(rows, name, {"input_ids", "labels", *_BESIDE}, given)
         return rows
+
+    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+        """One padded batch, as transformers' collator makes it: the rows' own masks are in it."""
+        batch = super().row_batch(rows)
+        if self.own_collator is None:
+            for name in _BESIDE:
+                if name in rows[0]:
+                    own = [torch.as_tensor(row[name]) for row in rows]
+                    batch[name] = pad_sequence(own, batch_first=True).to(self.args.device)
+        return batch
 
     def refuse_base(self) -> None:
         """Refuse losses of the caller's own."""
@@ -135,5 +152,6 @@ class AlphaTrainer(LabelledRows, Trainer):
         rows = [dict(row) for row in plain_rows(dataset)]
         if self.own_collator is None:
             rows = [{"labels": row["input_ids"], **row} for row in rows]
-            rows = [{k: row[k] for k in ("input_ids", "labels")} for row in rows]
+            read = ("input_ids", "labels", *_BESIDE)
+            rows = [{k: row[k] for k in read if k in row} for row in rows]
         return self.with_responses(rows, name)

@@ -48,18 +48,15 @@ def _examples(kind: str) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def test_rows_of_the_page_are_read_as_it_says() -> None:
     found = _examples("rows:")
-    assert [note for note, _ in found] == [
-        "2 turns",
-        "2 turns",
-        "2 turns",
-        "3 turns",
-        "5 turns",
-        "1 turns",
-    ]
+    counts = [int(note.removesuffix(" turns")) for note, _ in found]
+    assert counts == [2, 2, 2, 3, 5, 4, 1]
     for note, records in found:
         rows = [row_of(record, 0, "here") for record in records]
         assert {len(row.turns) for row in rows} == {int(note.split()[0])}
-        assert len({tuple((t.role, t.text) for t in row.turns) for row in rows}) == 1, records
+        turns = {tuple((t.role, t.text, t.learned) for t in row.turns) for row in rows}
+        assert len(turns) == 1, records
+        marked = [text for *_, text, learned in turns.pop() if not learned]
+        assert marked == (["48."] if len(rows[0].turns) == 4 else [])
 
 
 def test_pairs_of_the_page_are_one_pair_in_three_forms() -> None:
@@ -73,11 +70,12 @@ def test_pairs_of_the_page_are_one_pair_in_three_forms() -> None:
 
 
 def test_every_known_field_is_named() -> None:
-    from alphatoken.data import pairs, rows
+    from alphatoken.data import marks, pairs, rows
 
     page = (DOCS / "data-formats.md").read_text(encoding="utf-8")
     known = (*rows.PROMPTS, *rows.RESPONSES, *rows.CHATS, *pairs.CHOSEN, *pairs.REJECTED)
-    known = (*known, *rows._ADDED, *rows._SYSTEMS, *rows._MARKS, *rows.THOUGHTS)
+    known = (*known, *rows._ADDED, *rows._SYSTEMS, *rows.THOUGHTS, *marks._TRAINED, *marks._MASKED)
+    known = (*known, *marks._WEIGHTS, *marks._USED, *marks._RIGHT, *marks._WRONG, *marks._REWARDS)
     for name in (*known, *rows.ROLES):
         assert f"`{name}`" in page or f'"{name}"' in page or f"the {name}" in page, name
 

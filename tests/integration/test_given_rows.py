@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from datasets import Dataset
 
 from alphatoken import AlphaTokenWarning, InputError
-from alphatoken.data import encode_row, row_of
+from alphatoken.data import encode_row, pair_of, row_of
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -22,9 +23,14 @@ from alphatoken.train import (
     AlphaTrainer,
 )
 from alphatoken.train.leaks import leaking_rows
+from alphatoken.train.python_rows import read_pairs, read_rows
 from tests.integration import tiny_training as tiny
 
 SUMS, HELD = tiny.sums(24), tiny.sums(10, seed=5)
+READ = {"dataset_text_field": "text", "remove_unused_columns": True, "process_index": 0,
+        "on_empty": "error"}  # fmt: skip
+GIVEN = {"args": SimpleNamespace(**READ)}
+"""What reading asks of a trainer's arguments."""
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}? {{ m['content'] }}"
     "{% endfor %}{% if add_generation_prompt %}assistant? {% endif %}"
@@ -58,12 +64,35 @@ CHATS = [
 MARKED = [_said("user", "1+1"), {**_said("assistant", "3"), "weight": 0}, _said("user", "sure?"),
           {**_said("assistant", "2"), "weight": 1}]  # fmt: skip
 
+ANSWER = _said("assistant", "2")
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+1", "weight": 0.5}]}]
+IMAGE = [{"role": "user", "content": [{"type": "image", "text": None}]}]
+
+
+def with_more(**more: Any) -> dict[str, Any]:
+    """A chat whose answer says more than its text."""
+    return {"messages": [_said("user", "1+1"), {**ANSWER, **more}]}
+
+
 LOST = {
     "a column that changes the row": ([{**r, "system": "brief"} for r in SUMS], "column 'system'"),
     "a null": ([*SUMS[:12], {"prompt": "1+1", "completion": None}], "row 12: 'completion' is null"),
     "another prompt beside a chat": ([{**r, "prompt": "1+1"} for r in CHATS], "column 'prompt'"),
     "a filled template": ([{"text": "all", "question": "1+1", "answer": "2"}], "column 'answer'"),
-    "a marked turn": ([*CHATS[:3], {"messages": MARKED}], "row 3: a turn that is marked"),
+    "a marked turn": ([*CHATS[:3], {"messages": MARKED}], "row 3: a turn that is marked.*'weight'"),
+    "another mark": ([*CHATS[:3], with_more(loss_scale=0.0)], "row 3.*'loss_scale' is 0.0"),
+    "a part of a weight": ([{"messages": [*PARTS, ANSWER]}], "row 0.*'weight' is 0.5"),
+    "a picture": ([with_more(images=["a.png"])], "row 0: 'images' of a message, which the chat"),
+    "a call that is not written": ([with_more(tool_calls=[{"a": "b"}])], "'tool_calls' of a mess"),
+    "a part that is no text": ([{"messages": [*IMAGE, ANSWER]}], "a content that is no text"),
+    "a list of texts": (
+        [{"prompt": "1+1", "completion": ["2"]}],
+        "neither text nor a list of mess",
+    ),
+    "another conversation": (
+        [{"prompt": [_said("user", "1+1")], "completion": [_said("user", "2+2"), ANSWER]}],
+        "begins with another turn than the assistant's",
+    ),
     "roles": ([{"messages": [_said("User", "1+1"), _said("Assistant", "2")]}], "roles Assistant"),
 }
 
@@ -73,6 +102,35 @@ def test_rows_of_which_trl_would_lose_something_are_refused(tmp_path: Path, kind
     rows, said = LOST[kind]
     with pytest.raises(InputError, match=f"otherwise than it is meant.*{said}.*encode_row"):
         sft(tmp_path, rows, HELD, template=CHAT)
+
+
+AGAINST = {
+    "label": ({"label": False}, "response of the row is marked as a bad one"),
+    "weight": ({"weight": 0.0}, "one that is not to be learned"),
+    "own weight": ({"weight": 0.5}, "has a weight of its own"),
+    "reward": ({"reward": -1.0}, "marked as a bad one"),
+}
+
+
+@pytest.mark.parametrize("kind", AGAINST)
+@pytest.mark.parametrize("family", ["sft", "dpo"])
+def test_rows_that_speak_against_themselves_are_refused(family: str, kind: str) -> None:
+    more, said = AGAINST[kind]
+    pair = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
+    row, read = (SUMS[0], read_rows) if family == "sft" else (pair, read_pairs)
+    with pytest.raises(InputError, match=rf"{said}. Got: row 1: .*dataset.filter"):
+        read([row, {**row, **more}], "training", GIVEN)
+    found = read([row, {**row, **dict.fromkeys(more, 1)}], "training", GIVEN)
+    assert found.to_list()[0] == {**row, **dict.fromkeys(more)}
+    # A collator of the caller's own may read the column.
+    read([row, {**row, **more}], "training", {**GIVEN, "data_collator": list})
+
+
+def test_pairs_whose_scores_contradict_their_order_are_refused() -> None:
+    pair = {"prompt": "1+1", "chosen": "2", "rejected": "3", "score_chosen": 8, "score_rejected": 2}
+    read_pairs([pair, {**pair, "score_chosen": 2}], "training", GIVEN)
+    with pytest.raises(InputError, match="row 1: 'score_chosen' is 1, 'score_rejected' is 2"):
+        read_pairs([pair, {**pair, "score_chosen": 1}], "training", GIVEN)
 
 
 def test_the_tokens_of_such_rows_are_taken(tmp_path: Path) -> None:
@@ -104,8 +162,53 @@ def test_columns_that_nothing_reads_are_named(
 ) -> None:
     logging.getLogger("alphatoken.data").propagate = True
     with caplog.at_level("WARNING", logger="alphatoken.data"):
-        sft(tmp_path, [{**row, "loss_weights": [0.0]} for row in SUMS], HELD)
+        sft(tmp_path, [{**row, "loss_weights": [1.0]} for row in SUMS], HELD)
     assert "training rows: completion, prompt; not read: loss_weights" in caplog.text
+
+
+@pytest.mark.parametrize("form", [list, Dataset.from_list])
+def test_fields_of_messages_that_no_template_writes_are_named(
+    form: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("alphatoken.data").propagate = True
+    rows = [with_more(name="ada", train=True) for _ in range(8)]
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        sft(tmp_path, form(rows), None, template=CHAT, policy="random")
+    assert "training rows: messages; not read: messages.name, messages.train" in caplog.text
+    caplog.clear()
+    shows = CHAT.replace("{{ m['content']", "{{ m['name'] or '' }}{{ m['content']")
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        found = sft(tmp_path, form(rows), None, template=shows, policy="random")
+    assert "training rows: messages; not read: messages.train" in caplog.text
+    assert "ada2" in tiny.tokenizer().decode(found.train_dataset[0]["input_ids"])
+
+
+TEXT_PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "2", "cache_control": None}]},
+]
+
+
+@pytest.mark.parametrize("form", ["list", "mixed", "Dataset", "stream"])
+def test_contents_of_text_parts_are_texts(form: str, tmp_path: Path) -> None:
+    """Most templates would write the list itself, or raise; Arrow takes no mixture of both."""
+    rows, plain = [{"messages": TEXT_PARTS}] * 4, [with_more() for _ in range(4)]
+    expected = sft(tmp_path, plain, None, template=CHAT, policy="random").train_dataset
+    if form == "mixed":
+        rows[1::2] = plain[1::2]
+    given: Any = rows if form in ("list", "mixed") else Dataset.from_list(rows)
+    given = given.to_iterable_dataset() if form == "stream" else given
+    found = sft(tmp_path, given, None, template=CHAT, policy="random").train_dataset
+    assert same(list(found), expected)
+
+
+def test_rows_of_several_forms_are_refused() -> None:
+    rows = [SUMS[0], {"prompt": [_said("user", "1+1")], "completion": [ANSWER]}]
+    with pytest.raises(InputError, match="several forms. Got: 'prompt' holds list and str; 'comp"):
+        read_rows(rows, "training", GIVEN)
+    other = [with_more(), with_more(name=["a"]), with_more(name="b")]
+    with pytest.raises(InputError, match="several forms. Got: .*list"):
+        read_rows(other, "training", GIVEN)
 
 
 def thinking(field: str) -> list[dict[str, Any]]:
@@ -157,6 +260,64 @@ def test_a_prompt_of_pairs_under_another_name_is_no_common_beginning(tmp_path: P
     asked = tiny.preference_rows(16).rename_column("prompt", "question")
     with pytest.raises(InputError, match="otherwise than it is meant.*column 'question'"):
         tiny.dpo(tmp_path, train_dataset=asked, ref_model=tiny.model())
+
+
+TURNS = [_said("user", "1+1"), ANSWER, _said("user", "and 3?")]
+PROMPTS = {"a text": "and 3?", "a message": TURNS[-1:], "all messages": TURNS}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("form", ["list", "Dataset", "stream"])
+def test_a_prompt_beside_whole_conversations_is_read_once(
+    kind: str, form: str, tmp_path: Path
+) -> None:
+    """TRL writes it twice, or ends in a bare error; the command reads it once, as these rows."""
+    said = {"chosen": [_said("assistant", "5")], "rejected": [_said("assistant", "6")]}
+    rows = [{"prompt": PROMPTS[kind], **{k: TURNS + one for k, one in said.items()}}] * 4
+    given: Any = rows if form == "list" else Dataset.from_list(rows)
+    given = given.to_iterable_dataset() if form == "stream" else given
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT
+    own = {"processing_class": tokenizer, "policy": "random", "validation_dataset": None,
+           "retention": "none", "ref_model": tiny.model()}  # fmt: skip
+    found = tiny.dpo(tmp_path, train_dataset=given, **own).train_dataset
+    clean = tiny.dpo(tmp_path, train_dataset=[{"prompt": TURNS, **said}] * 4, **own).train_dataset
+    assert same(list(found), clean, "prompt_ids", "chosen_ids", "rejected_ids")
+    text = tokenizer.decode(clean[0]["prompt_ids"])
+    assert text == "user? 1+1assistant? 2user? and 3?assistant? "
+    assert pair_of(rows[0], 0, "here").row == pair_of({"prompt": TURNS, **said}, 0, "here").row
+
+
+def test_a_text_beside_messages_is_a_message() -> None:
+    clean = {"prompt": TURNS[:1], "completion": [ANSWER]}
+    for own in ({"prompt": "1+1"}, {"completion": "2"}, {"completion": TURNS[:2]}):
+        assert read_rows([{**clean, **own}], "training", GIVEN).to_list() == [clean]
+    pair = {"prompt": "1+1", "chosen": {"from": "gpt", "value": "2"}, "rejected": "3"}
+    said = {"chosen": [ANSWER], "rejected": [_said("assistant", "3")]}
+    found = read_pairs([pair], "training", GIVEN).to_list()
+    assert found == [{"prompt": TURNS[:1], **said}]
+
+
+def test_another_prompt_beside_whole_conversations_is_refused() -> None:
+    pair = {k: [*TURNS, _said("assistant", k)] for k in ("chosen", "rejected")}
+    rows = [{"prompt": "and 3?", **pair}, {"prompt": "2+2", **pair}]
+    with pytest.raises(InputError, match="prompt is not that of the two conv.*Got: row 1: '2[+]2'"):
+        read_pairs(rows, "training", GIVEN)
+
+
+def test_a_response_of_several_turns_is_learned_whole_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logging.getLogger("alphatoken.data").propagate = True
+    pair = {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [_said("assistant", "3")]}
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        read_pairs([pair, {**pair, "chosen": TURNS[1:2]}], "training", GIVEN)
+        read_rows([{"prompt": TURNS[:1], "completion": TURNS[1:]}], "training", GIVEN)
+    said = "a response has turns of the user, which are learned with it"
+    assert caplog.messages == [
+        f"training rows: chosen, prompt, rejected; in 1 of 2 rows {said}",
+        f"training rows: completion, prompt; in 1 of 1 rows {said}",
+    ]
 
 
 def test_texts_are_no_rows_of_the_plain_trainer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
 def test_one_line_says_what_was_read_and_what_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [{**ASKED, "id": 1, "loss_weights": [0.0]}] * 3
+    rows = [{**ASKED, "id": 1, "loss_weights": [1.0]}] * 3
     logging.getLogger("alphatoken.data").propagate = True
     with caplog.at_level(logging.INFO, logger="alphatoken.data"):
         read_rows(jsonl(tmp_path / "a.jsonl", rows))
@@ -207,7 +208,135 @@ def test_a_prompt_that_ends_with_its_response_is_seen_through_white_space() -> N
     assert "in 1 of 2 rows the prompt ends with the response" in str(reading)
 
 
+# --- verdicts on a row ----------------------------------------------------------------------------
+
+
+AGAINST: dict[str, list[tuple[str, Any]]] = {
+    "response of the row is marked as a bad one": [
+        ("label", False), ("kto_tag", False), ("desirable", False), ("is_correct", False),
+        ("reward", -1), ("score", -0.25), ("advantage", -2.0),
+    ],
+    "row is marked as one that is not to be learned": [
+        ("weight", 0), ("weight", 0.0), ("loss_weight", 0), ("loss_weights", [0.0, 0.0]),
+        ("train", False), ("trainable", 0), ("mask", True), ("rejected", True), ("keep", False),
+        ("verdict", "drop"),
+    ],
+    "row has a weight of its own": [("weight", 0.5), ("sample_weight", 2), ("loss_scale", 0.25),
+                                    ("loss_weights", [0.0, 1.0])],
+    "row has a mask whose meaning is not certain": [("mask", [0, 1])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "value"), [(said, *one) for said, some in AGAINST.items() for one in some]
+)
+def test_a_row_that_speaks_against_itself_is_refused_or_left_out(
+    tmp_path: Path, said: str, name: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = {**ASKED, name: value}
+    with pytest.raises(DataError, match=rf"{said}.*'{name}' is .*--on_bad_rows skip"):
+        row_of(record, 0, "here")
+    assert row_of(record, 0, "here", Fields(unread=(name,))).response == "cherry"
+    assert row_of(record, 0, "here", Fields(prompt_only=True)).prompt  # no response is read of it
+    logging.getLogger("alphatoken.data").propagate = True
+    path = jsonl(tmp_path / "a.jsonl", [ASKED, record, ASKED])
+    with caplog.at_level(logging.WARNING, logger="alphatoken.data"):
+        assert [row.index for row in read_rows(path, on_bad_rows="skip")] == [0, 2]
+        how = EncodeOptions(on_bad_rows="skip")
+        survey = Corpus(find_source(path), Fields(), byte_tokenizer(), how).survey()
+    assert (survey.counts["train"], survey.counts["bad_rows"]) == (2, 1)
+    for line in caplog.messages:
+        assert re.search(rf"1 rows left out: the {said} \(a\.jsonl, line 2\)", line)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("label", True), ("label", 1), ("label", "bad"), ("weight", 1), ("weight", 1.0),
+     ("weight", float("nan")), ("weight", "72 kg"), ("loss_weights", [1.0, 1]), ("reward", 0.2),
+     ("train", "train"), ("loss", 0.7), ("mask", "User"), ("mask", False), ("keep", True),
+     ("verdict", "keep"), ("loss", 0.0)],
+)  # fmt: skip
+def test_what_speaks_not_against_a_row_is_named_only(name: str, value: Any) -> None:
+    reading = Reading("a.jsonl")
+    row_of({**ASKED, name: value}, 0, "here", reading=reading)
+    assert str(reading).endswith(f"response = output; not read: {name}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("label", 0), ("reward", 0.0), ("score", 0)])
+def test_a_zero_that_may_be_a_verdict_is_counted(name: str, value: Any) -> None:
+    reading = Reading("a.jsonl")
+    for own in (value, 1):
+        row_of({**ASKED, name: own}, 0, "here", reading=reading)
+    said = f"in 1 of 2 rows {name} is {value}, and the row counts as the others do"
+    assert str(reading).endswith(f"not read: {name}; {said}")
+
+
+def test_the_class_of_a_plain_text_is_no_verdict() -> None:
+    reading = Reading("a.jsonl")
+    row_of({"text": "A story.", "label": False}, 0, "here", reading=reading)
+    assert "in 1 of 1 rows label is False, and the row counts as the others do" in str(reading)
+    with pytest.raises(DataError, match="not to be learned"):
+        row_of({"text": "A story.", "weight": 0}, 0, "here")
+
+
+PAIR = {"prompt": "Name it.", "chosen": "cherry", "rejected": "plum"}
+
+
+@pytest.mark.parametrize(
+    ("more", "aside"),
+    [
+        ({"score_chosen": 2.0, "score_rejected": 8.0}, "score_chosen"),
+        ({"chosen_score": -1, "rejected_score": 0}, "chosen_score"),
+        ({"chosen-rating": 1, "rejected-rating": 5}, "chosen-rating"),
+        ({"reward_chosen": 0.1, "reward_rejected": 0.2}, "reward_chosen"),
+        ({"margin": -0.5}, "margin"),
+        ({"label": False}, "label"),
+        ({"weight": 0}, "weight"),
+        ({"weight": 0.5}, "weight"),
+    ],
+)
+def test_a_pair_that_speaks_against_its_order_is_refused(more: dict[str, Any], aside: str) -> None:
+    with pytest.raises(DataError, match=rf"'{aside}' is .*--unread_columns {aside} "):
+        pair_of({**PAIR, **more}, 0, "here")
+    assert pair_of({**PAIR, **more}, 0, "here", Fields(unread=(aside,))).chosen[0].text == "cherry"
+
+
+def test_scores_that_agree_with_a_pair_are_named_and_equal_ones_counted() -> None:
+    reading = Reading("a.jsonl")
+    for scores in ((8.0, 2.0), (3.0, 3.0), (8, None)):
+        own = {"score_chosen": scores[0], "score_rejected": scores[1], "chosen_logps": -9.0,
+               "rejected_logps": -3.0}  # fmt: skip
+        pair_of({**PAIR, **own}, 0, "here", reading=reading)
+    assert "not read: score_chosen, score_rejected, chosen_logps, rejected_logps; " in str(reading)
+    assert str(reading).endswith("in 1 of 3 rows both responses have the same score")
+
+
 # --- turns ----------------------------------------------------------------------------------------
+
+
+def test_a_conversation_after_its_prompt_is_read_once() -> None:
+    whole = [SAID[0], SAID[1]]
+    for prompt in ("Hi.", SAID[:1]):
+        assert turns({"prompt": prompt, "completion": whole}) == [
+            ("user", "Hi."), ("assistant", "Good day."),
+        ]  # fmt: skip
+    with pytest.raises(DataError, match=r"begins with another turn than the assistant's.*user"):
+        row_of({"prompt": "Who?", "completion": whole}, 0, "here")
+
+
+def test_a_response_of_several_turns_is_learned_whole_and_that_is_said() -> None:
+    """As TRL does: there are no labels in a pair."""
+    reading, longer = Reading("a.jsonl"), [SAID[1], *SAID]
+    for chosen in (longer, SAID[1:]):
+        pair_of({"prompt": SAID[:1], "chosen": chosen, "rejected": [{**SAID[1], "content": "No."}]},
+                0, "here", reading=reading)  # fmt: skip
+    said = "in 1 of 2 rows a response has turns of the user, which are learned with it"
+    assert str(reading).endswith(said)
+
+
+def test_tokenised_rows_are_no_rows_of_a_command() -> None:
+    with pytest.raises(DataError, match="the row is tokenised.*trainers take input_ids and labels"):
+        row_of({"input_ids": [1, 2], "labels": [1, 2]}, 0, "here")
 
 
 @pytest.mark.parametrize(
@@ -232,17 +361,126 @@ def test_fields_of_a_message_that_are_null_are_absent() -> None:
     assert turns({"messages": [asked, message]}) == [("system", "Be brief."), ("assistant", "Yes.")]
 
 
-@pytest.mark.parametrize("mark", ["weight", "train", "loss", "trainable"])
+MARKS = [
+    ("weight", 0, 1), ("weight", False, True), ("train", False, True), ("loss", 0.0, 1.0),
+    ("trainable", 0, True), ("training", False, 1), ("loss_scale", 0.0, 1.0),
+    ("loss_weight", 0, 1), ("loss_mask", 0, 1), ("step_loss_mask", 0, 1), ("mask", True, False),
+    ("masked", 1, 0),
+]  # fmt: skip
+"""Names of marks of a turn; what leaves it out, and what does not."""
+
+
+@pytest.mark.parametrize(("mark", "out", "within"), MARKS)
 @pytest.mark.parametrize("template", [None, CHATML])
-def test_turns_marked_as_untrained_have_no_labels(mark: str, template: str | None) -> None:
-    untrained = {**SAID[1], "content": "Wrong.", mark: 0 if mark == "weight" else False}
-    record = {"messages": [SAID[0], untrained, *SAID]}
-    tokenizer = byte_tokenizer(template)
+def test_turns_marked_as_untrained_have_no_labels(
+    mark: str, out: Any, within: Any, template: str | None
+) -> None:
+    marked: dict[str, Any] = {**SAID[1], "content": "Wrong.", mark: out}
+    record = {"messages": [SAID[0], marked, *SAID]}
+    tokenizer, reading = byte_tokenizer(template), Reading("a.jsonl")
     end = "<|im_end|>" if template else "</s>"
-    assert labelled_text(tokenizer, row_of(record, 0, "here")) == [f"Good day.{end}"]
-    untrained[mark] = 0.5
-    with pytest.raises(DataError, match=f"in part.*{mark!r} is 0.5"):
+    row = row_of(record, 0, "here", reading=reading)
+    assert labelled_text(tokenizer, row) == [f"Good day.{end}"]
+    assert str(reading) == "a.jsonl: chat = messages"  # which is read, and no column that is not
+    marked[mark] = within
+    both = [f"Wrong.{end}", f"Good day.{end}"]
+    assert labelled_text(tokenizer, row_of(record, 0, "here")) == both
+    marked[mark] = 0.5
+    with pytest.raises(DataError, match=rf"(in part|not certain).*{mark!r} is 0.5.*'train' with"):
         row_of(record, 0, "here")
+    aside = row_of(record, 0, "here", Fields(unread=(mark,)), reading)
+    assert labelled_text(tokenizer, aside) == both
+    assert f"not read: messages.{mark}" in str(reading)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        (
+            "mask",
+            1,
+            "mark whose meaning is not certain",
+        ),  # 1 trains in one library, hides in others
+        ("no_loss", True, "mark whose meaning is not certain"),
+        ("lossMultiplier", 0, "mark whose meaning is not certain"),
+        ("train_detail", [{"begin_offset": 0, "train": False}], "meaning is not certain"),
+        ("loss_mask", [0, 1, 1], "in part"),
+        ("train", "false", "in part"),
+        ("label", False, "marked as a bad one"),
+        ("reward", -0.5, "marked as a bad one"),
+        ("images", ["a.png"], "field 'images' has no place"),
+        ("image_url", "a.png", "field 'image_url' has no place"),
+        ("context", "She bought it.", "field 'context' has no place"),
+        ("documents", [{"text": "a"}], "field 'documents' has no place"),
+        ("attachments", ["a.pdf"], "field 'attachments' has no place"),
+        ("name", "Ada", None),
+        ("id", 7, None),
+        ("tool_calls", [], None),
+        ("constraint", "short", None),
+        ("images", [], None),
+        ("label", True, None),
+        ("weight", None, None),
+    ],
+)
+def test_what_a_message_says_beside_its_text_is_refused_or_named(
+    field: str, value: Any, said: str | None
+) -> None:
+    reading, more = Reading("a.jsonl"), {**SAID[1], field: value}
+    record = {"messages": [SAID[0], more]}
+    if said is not None:
+        with pytest.raises(DataError, match=rf"{said}.*--unread_columns {field} "):
+            row_of(record, 0, "here")
+    fields = Fields(unread=(field,) if said else ())
+    row = row_of(record, 0, "here", fields, reading)
+    assert row.turns[1].learned
+    named = "" if value is None else f"; not read: messages.{field}"
+    assert str(reading) == f"a.jsonl: chat = messages{named}"
+
+
+def test_a_users_turn_that_is_marked_as_learned_is_counted() -> None:
+    reading = Reading("a.jsonl")
+    for weight in (1, 0):
+        asked = {**SAID[0], "weight": weight}
+        row_of({"messages": [asked, {**SAID[1], "weight": 1}]}, 0, "here", reading=reading)
+    said = "in 1 of 2 rows a turn of the user or the system is marked as learned, and is not"
+    assert str(reading) == f"a.jsonl: chat = messages; {said}"
+
+
+def part(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **more}
+
+
+@pytest.mark.parametrize(
+    ("parts", "learned"),
+    [
+        ([part("Good "), part("day.")], True),
+        ([part("Good ", weight=1), part("day.")], True),
+        ([part("Good ", weight=0), part("day.", weight=0.0)], False),
+        ([{"type": "output_text", "text": "Good day."}], True),
+        ([part("Good ", image_url=None), {"text": "day."}], True),
+        ([part("Good ", weight=0), part("day.", weight=1)], "trained in part"),
+        ([part("Good ", weight=0.5), part("day.")], "in part.*'weight' is 0.5"),
+        ([part("Good day.", image_url="a.png")], "'image_url' has no place"),
+        ([{"type": "image", "text": "Good day."}], "content of a message is not text"),
+        (["Good ", "day."], "content of a message is not text"),
+    ],
+)
+def test_parts_of_a_content_are_read_as_messages_are(parts: Any, learned: bool | str) -> None:
+    record = {"messages": [SAID[0], {"role": "assistant", "content": parts}]}
+    if isinstance(learned, str):
+        with pytest.raises(DataError, match=learned):
+            row_of(record, 0, "here")
+        return
+    turn = row_of(record, 0, "here").turns[1]
+    assert (turn.text, turn.learned) == ("Good day.", learned)
+
+
+def test_what_a_part_says_beside_its_text_is_named() -> None:
+    reading = Reading("a.jsonl")
+    content = [part("Good day.", cache_control={"type": "ephemeral"})]
+    row_of({"prompt": "Hi.", "completion": [{**SAID[1], "content": content, "name": "Ada"}]},
+           0, "here", reading=reading)  # fmt: skip
+    assert "not read: completion.content.cache_control, completion.name" in str(reading)
 
 
 THINKS = CHATML.replace(

@@ -1,0 +1,183 @@
+"""Marks: what rows and messages say of their own worth. They are learned, or not, or by a weight.
+
+A mark that labels can carry is honoured: a message that is not to be learned has none. Every other
+mark refuses its row, so that nothing is learned against it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from alphatoken.data.reading import Columns, short
+from alphatoken.errors import DataError
+
+__all__ = ["is_learned", "mark_of", "require_learned", "require_order"]
+
+_TRAINED = ("weight", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask", "loss", "train",
+            "training", "trainable")  # fmt: skip
+"""Fields of a message that is learned (1, true) or not (0, false)."""
+_MASKED = ("mask", "masked")
+"""Fields of a message that is not learned (true) or is (false)."""
+_WORDS = {"learn", "learned", "loss", "mask", "masked", "masks", "train", "trainable", "trained",
+          "training", "weight", "weights"}  # fmt: skip
+"""Words in the names of marks whose meaning is not known here."""
+
+_WEIGHTS = ("weight", "weights", "loss_weight", "loss_weights", "loss_scale", "loss_mask",
+            "sample_weight", "example_weight")  # fmt: skip
+"""Columns with a weight of the row, or of its tokens: 1 where all count alike."""
+_USED = ("train", "training", "trainable", "keep")
+"""Columns that are 0 or false where a row is not to be learned."""
+_RIGHT = ("label", "kto_tag", "desirable", "correct", "is_correct", "accepted", "good", "is_good")
+"""Columns that are false where the response is a bad one."""
+_WRONG = ("mask", "masked", "rejected", "bad", "is_bad", "wrong", "incorrect", "discard", "exclude",
+          "ignore")  # fmt: skip
+"""Columns that are true where a row is not to be learned."""
+_REWARDS = ("reward", "score", "rating", "advantage")
+"""Columns that are negative where the response is a bad one."""
+_SCORED = re.compile("score|rating|reward|grade|quality")
+"""Names of columns that judge the two responses of a pair."""
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def _meaning(name: str, value: Any) -> bool | str | None:
+    """True: learned; False: not learned; None: no mark; a text: what is wrong with the mark."""
+    if name in _MASKED and (isinstance(value, bool) or (name == "masked" and value in (0, 1))):
+        return not value
+    if name in _TRAINED:
+        if value in (0, 1):
+            return bool(value)
+        return "a turn is marked as trained in part, or by a weight of its own"
+    if _verdict(name, value, False):
+        return "a turn is marked as a bad one"
+    if value in ("", [], {}) or not _sounds_like_a_mark(name):
+        return None
+    return "a turn has a mark whose meaning is not certain"
+
+
+@lru_cache(maxsize=1024)
+def _sounds_like_a_mark(name: str) -> bool:
+    words = re.split(r"[^a-z]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return not _WORDS.isdisjoint(words)
+
+
+def is_learned(message: Columns) -> bool:
+    """True if a message, or a part of one, is to be learned by all of its marks, which are read.
+
+    Raises:
+        DataError: a mark that is neither yes nor no.
+    """
+    learned = True
+    for name, value in message.left.items():
+        meaning = _meaning(name, value)
+        if isinstance(meaning, str):
+            raise DataError(
+                meaning,
+                got=f"{message.place}: {name!r} is {short(repr(value), 40)}",
+                why="a turn is learned whole, or not at all",
+                remedy=f"write 'train' with true or false, or leave the field aside: "
+                f"--unread_columns {name} (in Python Fields(unread=({name!r},)))",
+            )
+        if meaning is not None:
+            learned &= meaning
+            message.take(name, "mark")
+    return learned
+
+
+def mark_of(message: Mapping[str, Any]) -> str:
+    """The field by which a message, or a part of its content, is not to be learned whole; or ""."""
+    content = message.get("content", message.get("value"))
+    parts = content if isinstance(content, list) else []
+    for one in (message, *(part for part in parts if isinstance(part, Mapping))):
+        for name, value in one.items():
+            if value is not None and _meaning(name, value) not in (None, True):
+                return f"{name!r} is {short(repr(value), 40)}"
+    return ""
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def require_learned(columns: Columns, *, document: bool = False) -> None:
+    """Refuse a row whose unread columns say that it is bad, or not to be learned, or by a weight.
+
+    A 0 that may judge the row or not is noted, and the row stays.
+
+    Args:
+        columns: of the row; all that is read has been taken.
+        document: the row is a plain text, whose labels are classes as a rule.
+    """
+    for name, value in columns.left.items():
+        verdict = _verdict(name, value, document)
+        if verdict:
+            raise DataError(
+                verdict,
+                got=f"{columns.place}: {name!r} is {short(repr(value), 40)}",
+                why="it would be valued and learned as the others are",
+                remedy="drop such rows, or have them passed over (--on_bad_rows skip; not in "
+                f"evaluate and merge); if {name!r} says something else, leave it aside: "
+                f"--unread_columns {name} (in Python Fields(unread=({name!r},)))",
+            )
+        if name in (*_RIGHT, *_REWARDS) and _is_zero(value):
+            columns.notes.append(f"{name} is {value!r}, and the row counts as the others do")
+
+
+def _verdict(name: str, value: Any, document: bool) -> str:
+    """What a column says against a row, or ""."""
+    against = "the row is marked as one that is not to be learned"
+    if name in _WEIGHTS:
+        weights = value if isinstance(value, list) else [value]
+        if not all(_is_number(one) or isinstance(one, bool) for one in weights):
+            return ""
+        if not any(weights):
+            return against if weights else ""
+        return "" if all(one == 1 for one in weights) else "the row has a weight of its own"
+    if name in _USED and _is_zero(value):
+        return against
+    if (name in _WRONG and value is True) or (name == "verdict" and value == "drop"):
+        return against
+    if name in ("mask", "masks") and isinstance(value, list) and value:
+        return "the row has a mask whose meaning is not certain"
+    if (name in _RIGHT and value is False and not document) or (
+        name in _REWARDS and _is_number(value) and value < 0
+    ):
+        return "the response of the row is marked as a bad one"
+    return ""
+
+
+def require_order(columns: Columns) -> None:
+    """Refuse a pair whose scores say that the rejected response is the better one."""
+    left = columns.left
+    for name, value in left.items():
+        other = name.replace("chosen", "rejected")
+        against = "margin" in name and _is_number(value) and value < 0
+        said = f"{name!r} is {value!r}"
+        if other != name and _SCORED.search(name) and _is_number(value):
+            worse = left.get(other)
+            against = _is_number(worse) and value < worse
+            said += f", {other!r} is {worse!r}"
+            if value == worse:
+                columns.notes.append("both responses have the same score")
+        if against:
+            raise DataError(
+                "the scores of a pair contradict its order",
+                got=f"{columns.place}: {said}",
+                why="the response that is scored lower would be learned as the better one",
+                remedy="swap or drop such pairs, or have them passed over (--on_bad_rows skip; not "
+                f"in evaluate); if {name!r} says something else, leave it aside: --unread_columns "
+                f"{name} (in Python Fields(unread=({name!r},)))",
+            )
+
+
+def _is_number(value: Any) -> bool:
+    """True for a number other than NaN; a truth value is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _is_zero(value: Any) -> bool:
+    """True for the number 0 and for False."""
+    return isinstance(value, (int, float)) and value == 0
