@@ -26,13 +26,13 @@ Encoded = tuple[list[int], list[int], list[str]]
 """Ids and labels of a row, and what is to be said of it."""
 
 
-def messages_of(turns: Sequence[Turn], tokenizer: Any) -> list[dict[str, str]]:
-    """Turns as the chat template takes them.
+def messages_of(turns: Sequence[Turn], tokenizer: Any = None) -> list[dict[str, str]]:
+    """Turns as a chat template takes them.
 
-    A thought stands under each name that templates know, or in the content, where the template
-    looks for it there alone.
+    A thought stands under each name that templates know, or in the content, where the template of
+    this tokenizer looks for it there alone.
     """
-    inside = find_markers(tokenizer).tags_only
+    inside = tokenizer is not None and find_markers(tokenizer).tags_only
     return [
         {"role": turn.role, "content": in_tags(turn.thought, turn.text)}
         if turn.thought and inside
