@@ -244,8 +244,8 @@ def encode_noted(row: Row, tokenizer: Any, options: EncodeOptions | None = None)
     try:
         ids, labels, notes = _encode(row, tokenizer, options)
     except DataError as error:
-        ways = _ways(row, tokenizer, options, verbatim=verbatim)
-        ways = [*filter(None, [error.remedy]), *ways, _SKIP]
+        further = _ways(row, tokenizer, options, verbatim=verbatim)
+        ways = [*filter(None, [error.remedy]), *further, _SKIP]
         raise DataError(error.what, got=error.got, why=error.why, remedy=_either(ways)) from None
     _require_known(ids, row, tokenizer, options)
     return ids, labels, notes
