@@ -66,16 +66,16 @@ def notes_of_texts(row: Mapping[str, Any], read: Collection[str], tokenizer: Any
         tokenizer: of the model.
     """
     texts = {name: value for name in read if isinstance(value := row.get(name), str)}
-    said = [texts[name] for name in texts if name != "prompt"]
-    if not said:
+    responses = [texts[name] for name in texts if name != "prompt"]
+    if not responses:
         chats = [row[name] for name in read if isinstance(row.get(name), list)]
         messages = [one for chat in chats for one in chat if isinstance(one, Mapping)]
         return control_notes([part for one in messages for part in _parts(one)], tokenizer)
-    asked = (Turn("user", texts["prompt"]),) if "prompt" in texts else ()
-    rows = [Row(0, "", (*asked, Turn("assistant", text))) for text in said]
+    prompt = (Turn("user", texts["prompt"]),) if "prompt" in texts else ()
+    rows = [Row(0, "", (*prompt, Turn("assistant", text))) for text in responses]
     verbatim = any(is_filled(one, tokenizer) for one in rows)
     notes = [verbatim_note(tokenizer)] if verbatim else control_notes([*texts.values()], tokenizer)
-    return [*notes, *_doubled(texts.get("prompt", said[0]), said, tokenizer)]
+    return [*notes, *_doubled(texts.get("prompt", responses[0]), responses, tokenizer)]
 
 
 def _doubled(first: str, said: Sequence[str], tokenizer: Any) -> Iterator[str]:

@@ -84,8 +84,8 @@ def test_tokens_without_a_template_are_trls(kind: str, tmp_path: Path) -> None:
         assert encode_row(chat(prompt, response), tokenizer) == due[-1], (prompt, response)
     rows = [{"prompt": prompt, "response": response} for prompt, response in ASKED]
     trained = reader("sft", tokenizer, tmp_path, rows)
-    found = trained.dataset(trained.training_rows())
-    assert [(row["input_ids"], row["labels"]) for row in found] == due
+    records = trained.dataset(trained.training_rows())
+    assert [(row["input_ids"], row["labels"]) for row in records] == due
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece, legacy", "bytes, over spaces"])
@@ -117,15 +117,15 @@ def test_tokens_are_those_of_trls_own_trainers(kind: str, tmp_path: Path) -> Non
     config = LlamaConfig(**{**tiny.SIZES, "num_hidden_layers": 1, "vocab_size": 500})
     model, reference = LlamaForCausalLM(config), LlamaForCausalLM(config)
     how: Record = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True}
-    asked = [(p, r) for p, r in ASKED if p]
+    texts = [(p, r) for p, r in ASKED if p]
     lines = [
-        {"prompt": f"{p}\n" * (not r.endswith("</s>")) or p, "completion": r} for p, r in asked
+        {"prompt": f"{p}\n" * (not r.endswith("</s>")) or p, "completion": r} for p, r in texts
     ]
     sft = SFTTrainer(
         model, args=SFTConfig(**how), train_dataset=Dataset.from_list(lines),
         processing_class=tokenizer,
     )  # fmt: skip
-    due = [encode_row(chat(prompt, response), tokenizer) for prompt, response in asked]
+    due = [encode_row(chat(prompt, response), tokenizer) for prompt, response in texts]
     assert [(row["input_ids"], row["labels"]) for row in sft.train_dataset] == due
     read = reader("dpo", tokenizer, tmp_path, PAIRS)
     dpo = DPOTrainer(
@@ -191,8 +191,8 @@ def test_a_filled_template_is_taken_as_it_is(case: str, template: str | None) ->
         assert tokenizer.decode(ids) == "<s>" + prompt.removeprefix("<s>") + said
         assert tokenizer.decode([label for label in labels if label != -100]) == said
         assert [note for note in notes if "taken as they are" in note], notes
-    asked = tokenizer.decode(encode_prompt(chat(prompt, response), tokenizer))
-    assert asked == "<s>" + prompt.removeprefix("<s>")
+    before = tokenizer.decode(encode_prompt(chat(prompt, response), tokenizer))
+    assert before == "<s>" + prompt.removeprefix("<s>")
 
 
 TEXTUAL = {  # of our own writing; their markers are no control tokens
@@ -507,8 +507,8 @@ def test_a_thought_in_a_column_of_its_own_is_served_or_refused(name: str) -> Non
             encode_row(row, byte_tokenizer(template))
     aside = row_of(record, 0, "here", Fields(unread=(name,)))
     assert labelled_text(byte_tokenizer(CHATML), aside) == [f"{ANSWER}<|im_end|>"]
-    held = row_of({**record, "answer": INSIDE}, 0, "here")
-    assert [turn.thought for turn in held.turns] == ["", ""]
+    twice = row_of({**record, "answer": INSIDE}, 0, "here")
+    assert [turn.thought for turn in twice.turns] == ["", ""]
     beside = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(DataError, match=f"'{name}' has no place"):
         row_of({**beside, name: THOUGHT}, 0, "here")
