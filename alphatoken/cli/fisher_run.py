@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from alphatoken.cli.fisher import FisherOptions
 from alphatoken.corpus.folder import check_output_file, require_writable
 from alphatoken.corpus.notes import about_encoding
 from alphatoken.corpus.rows import encode_some
-from alphatoken.data import EncodeOptions, Row, collate, encode_prompt, leak_keys
+from alphatoken.data import EncodeOptions, Row, collate, leak_keys
+from alphatoken.data.encode import prompt_noted
 from alphatoken.errors import DataError
 from alphatoken.model.layer_choice import read_layers
 
@@ -77,13 +79,14 @@ Read = tuple[Prompts, list[Row], list[str]]
 def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
     """Prompts that leave room for at least one new token."""
     prompts, used, long = [], [], 0
-    bad = dict[int, DataError]()
+    bad, said = dict[int, DataError](), Counter[str]()
     for row in rows:
         try:
-            ids = encode_prompt(row, tokenizer, how)
+            ids, noted = prompt_noted(row, tokenizer, how)
         except DataError as error:
             bad[row.index] = error
             continue
+        said.update(noted)
         if how.max_length is None or len(ids) < how.max_length:
             prompts.append(torch.tensor(ids))
             used.append(row)
@@ -97,7 +100,9 @@ def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
             got=f"{len(rows)} prompts, limit {how.max_length} tokens",
             remedy="give shorter prompts",
         )
-    notes = [f"{long} prompts leave no room for a response"] if long else []
+    notes = [f"in {count} of {len(rows)} prompts {what}" for what, count in said.items()]
+    if long:
+        notes.append(f"{long} prompts leave no room for a response")
     if bad:
         notes.append(f"{len(bad)} prompts cannot be written as tokens; the first: {bad[min(bad)]}")
     return prompts, used, notes

@@ -11,11 +11,13 @@ from typing import Any
 
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.training_options import SOURCES
-from alphatoken.data import EncodeOptions, Example, Pair, Reading, encode_row, pair_of, row_of
-from alphatoken.data.encode import require_shown
+from alphatoken.data import EncodeOptions, Example, Pair, Reading, pair_of, row_of
+from alphatoken.data.encode import encode_noted
+from alphatoken.data.learned import LEFT_OUT
+from alphatoken.data.markers import is_filled, require_one_form
 from alphatoken.data.source import Found, each_row, find_source
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.train.datasets import is_longer, pair_problem, preference_records
+from alphatoken.train.datasets import is_longer, pair_problem, preference_record
 from alphatoken.train.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
@@ -120,8 +122,7 @@ class RowReader:
     def _record(self, item: Item) -> dict[str, Any]:
         if isinstance(item, Example):
             return {"input_ids": item.input_ids, "labels": item.labels}
-        end = getattr(self.tokenizer, "eos_token", None) or ""
-        return preference_records([item], chat=self.chat, end=end)[0]
+        return preference_record(item, self.tokenizer, chat=self.chat)
 
     def _usable(
         self, found: Iterator[Found], reading: Reading, name: str, limit: int | None = None
@@ -147,6 +148,7 @@ class RowReader:
             else:
                 reading.leave(problem, one.place)
         reading.say()
+        self._require_one_form([item for item in items if isinstance(item, Pair)])
         if not items:
             raise first or InputError(
                 f"no {name} row is left",
@@ -154,6 +156,19 @@ class RowReader:
                 remedy="look at the columns, max_length and max_prompt_length",
             )
         return items
+
+    def _require_one_form(self, pairs: Sequence[Pair]) -> None:
+        """Refuse texts beside messages: TRL reads all pairs of a set as it reads the first."""
+        first = dict[bool, Pair]()
+        for pair in pairs if self.chat else ():
+            first.setdefault(is_filled(pair.row, self.tokenizer), pair)
+        if len(first) > 1:
+            raise InputError(
+                "some pairs hold the chat template's own markers, and others do not",
+                got=f"{first[True].place} does, {first[False].place} does not",
+                why="TRL reads all pairs of a set in one form",
+                remedy="two files, one of each; or --no_chat_template, which takes all as texts",
+            )
 
     def _item(
         self, record: Mapping[str, Any], index: int, place: str, reading: Reading, *, held: bool
@@ -167,15 +182,30 @@ class RowReader:
                 optional=held,
             )
             pair = pair_of(record, index, place, named, reading)
-            for said in (pair.chosen, pair.rejected):
-                row = replace(pair.row, turns=(*pair.prompt, *said))
-                require_shown(row, self.tokenizer, self.how)
-                encode_row(row, self.tokenizer, replace(self.how, turns="last"))
+            reading.notes.update(self._pair_notes(pair))
             return pair
         named = replace(data.fields, text=args.dataset_text_field, optional=held)
         row = row_of(record, index, place, named, reading)
-        ids, labels = encode_row(row, self.tokenizer, self.how)
+        ids, labels, notes = encode_noted(row, self.tokenizer, self.how)
+        reading.notes.update(notes)
         return Example(row, ids, ids if args.completion_only_loss is False else labels)
+
+    def _pair_notes(self, pair: Pair) -> set[str]:
+        """What is to be said of a pair that can be written as tokens, both sides in one form."""
+        sides = [replace(pair.row, turns=(*pair.prompt, *s)) for s in (pair.chosen, pair.rejected)]
+        require_one_form(sides, self.tokenizer)
+        how, notes = replace(self.how, turns="last"), set[str]()
+        for row, turns in zip(sides, (pair.chosen, pair.rejected), strict=True):
+            of_side = encode_noted(row, self.tokenizer, how)[2]
+            if len(turns) > 1 and LEFT_OUT in of_side:
+                raise DataError(
+                    "the text of a response would be lost",
+                    got=pair.place,
+                    why="the chat template does not write all turns of it",
+                    remedy="one row a turn, or leave the template out (--no_chat_template)",
+                )
+            notes |= {*of_side}
+        return notes
 
     def _problem(self, item: Item) -> str | None:
         """Problem of a row that could be read."""

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, encode_rows
+from alphatoken.data.encode import encode_silently
 from alphatoken.data.reading import Reading
 from alphatoken.data.rows import Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row
@@ -134,7 +135,7 @@ class Corpus:
         pools = {"validation": self.held, "fisher": self.fisher}
         if (pool := repeated_in(row, pools, self.leak_key)) is not None:
             return CorpusRow(row.index, row.place, f"removed_same_as_{pool}")
-        examples, report = encode_rows([row], self.tokenizer, self.how)
+        examples, report = encode_silently([row], self.tokenizer, self.how)
         if report.skipped_bad:
             reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
             return CorpusRow(row.index, row.place, "bad_rows", reason)
@@ -161,6 +162,7 @@ class Corpus:
                 bad.append({"index": row.index, "place": row.place, "reason": row.reason})
             if row.encoded is not None:
                 encoded.add(row.encoded)
+                reading.notes.update(row.encoded.notes)
             if number % 256 == 0:
                 report(number)
         report(self.source.rows)  # so that what was read has a line of its own

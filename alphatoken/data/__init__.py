@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from alphatoken.data.collate import batches, collate
 from alphatoken.data.encode import (
-    PLAIN_FORMAT,
     EncodeOptions,
     EncodeReport,
     Example,
@@ -24,6 +23,7 @@ from alphatoken.data.encode import (
 )
 from alphatoken.data.pairs import Pair, pair_of, read_pairs
 from alphatoken.data.pieces import token_texts
+from alphatoken.data.plain import PLAIN_FORMAT
 from alphatoken.data.reading import Reading
 from alphatoken.data.rows import Fields, Row, Turn, row_of
 from alphatoken.data.source import read_records, read_rows

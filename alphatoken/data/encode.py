@@ -3,44 +3,55 @@
 Where the tokenizer has a chat template, it writes the text and the assistant's part is found in
 it: from the template's own ``{% generation %}`` marks, or else by rendering growing prefixes of
 the conversation, which must agree with each other. Where it has none, one plain format holds:
-see :data:`PLAIN_FORMAT`.
+see :data:`PLAIN_FORMAT`. A prompt and response that hold the template's own markers are taken as
+they are.
+
+Whatever wrote the text, the text of each response must be found in what is learned.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
-import numpy as np
-
-from alphatoken.data.rows import Row, Turn
+from alphatoken.data.learned import LEFT_OUT, lost_text
+from alphatoken.data.markers import (
+    bare,
+    control_notes,
+    find_markers,
+    in_tags,
+    is_filled,
+    verbatim_note,
+)
+from alphatoken.data.plain import PLAIN_FORMAT, bare_ids, open_text, text_pieces, whole_text
+from alphatoken.data.reading import short
+from alphatoken.data.rows import THOUGHTS, Row, Turn
+from alphatoken.data.template import Encoded, encode_chat, render
 from alphatoken.errors import ConfigError, DataError, require_choice
 
 __all__ = [
-    "PLAIN_FORMAT",
     "EncodeOptions",
     "EncodeReport",
     "Example",
+    "encode_noted",
     "encode_prompt",
     "encode_row",
     "encode_rows",
-    "messages_of",
+    "encode_silently",
+    "prompt_noted",
 ]
 
 IGNORE = -100
+_log = logging.getLogger("alphatoken.data")
 
 _SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate and merge)"
-_WITHOUT = "leave the template out (--no_chat_template; --no_chat in evaluate)"
-
-PLAIN_FORMAT = (
-    "the tokenizer's start token (if it uses one); then, turn by turn, the text of a turn that is "
-    "not the assistant's followed by a line break, and the text of an assistant turn followed by "
-    "the end token (if there is one). Each turn is tokenised by itself; labels are the assistant "
-    "turns with their end tokens"
+_WITHOUT = (
+    "leave the template out (--no_chat_template; --no_chat in evaluate; chat_template=False of "
+    "EncodeOptions)"
 )
-"""Format of rows if the tokenizer has no chat template."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,9 @@ class EncodeReport:
     skipped_bad: int = 0
     format: str = ""
     first_skipped: list[str] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
+    """What is to be said of how rows were written, and of how many: texts taken as they are,
+    control tokens in texts, text that the template leaves out."""
 
     def add(self, other: EncodeReport) -> None:
         """Count what happened to further rows as well."""
@@ -119,7 +133,13 @@ class EncodeReport:
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
         self.format = self.format or other.format
+        self.note(other.notes)
         self.first_skipped = [*self.first_skipped, *other.first_skipped][:10]
+
+    def note(self, notes: Mapping[str, int]) -> None:
+        """Count notes of further rows."""
+        for note, count in notes.items():
+            self.notes[note] = self.notes.get(note, 0) + count
 
 
 def encode_rows(
@@ -127,21 +147,35 @@ def encode_rows(
 ) -> tuple[list[Example], EncodeReport]:
     """Encode rows in their order; see :class:`EncodeOptions` for what is dropped, and when.
 
+    What is to be said of the rows stands in the report, and is logged (``alphatoken.data``).
+
     Raises:
-        DataError: an empty response, or a template that gives no consistent
-            assistant span; the message names the row.
+        DataError: an empty response, a template that gives no consistent assistant span, or a
+            response whose text is not in what would be learned; the message names the row.
     """
+    examples, report = encode_silently(rows, tokenizer, options)
+    if report.notes:
+        said = (f"in {count} of {len(rows)} rows {note}" for note, count in report.notes.items())
+        _log.warning("rows from %s: %s", rows[0].place, "; ".join(said))
+    return examples, report
+
+
+def encode_silently(
+    rows: Sequence[Row], tokenizer: Any, options: EncodeOptions | None = None
+) -> tuple[list[Example], EncodeReport]:
+    """As :func:`encode_rows`, for whoever says himself what the report notes."""
     options = options or EncodeOptions()
     report = EncodeReport(rows=len(rows), format=format_name(tokenizer, options))
     examples = []
     for row in rows:
         try:
-            ids, labels = encode_row(row, tokenizer, options)
+            ids, labels, notes = encode_noted(row, tokenizer, options)
         except DataError as error:
             if options.on_bad_rows == "error":
                 raise
             report.add(EncodeReport(skipped_bad=1, first_skipped=[f"{row.place}: {error}"]))
             continue
+        report.note(dict.fromkeys(notes, 1))
         limit = options.max_length or len(ids)
         example = Example(row, ids[:limit], labels[:limit], max(0, len(ids) - limit))
         if example.response_tokens:
@@ -197,27 +231,133 @@ def encode_row(
     mark as not to be trained on have no labels.
 
     Raises:
-        DataError: the template refuses the conversation, or does not show all of it, or its
-            prefixes do not agree; a token is beyond the model's embedding.
+        DataError: the template refuses the conversation, or its prefixes do not agree; the text
+            of a response is not in what is learned; a token is beyond the model's embedding.
     """
-    options = options or EncodeOptions()
-    last = max(index for index, turn in enumerate(row.turns) if turn.role == "assistant")
-    turns = row.turns[: last + 1]
-    labelled = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+    return encode_noted(row, tokenizer, options)[:2]
+
+
+def encode_noted(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> Encoded:
+    """As :func:`encode_row`, and what is to be said of the row in the line about its file."""
+    options, row = options or EncodeOptions(), _cut_after_answers(row)
+    verbatim = is_filled(row, tokenizer)
+    try:
+        ids, labels, notes = _encode(row, tokenizer, options)
+    except DataError as error:
+        further = _ways(row, tokenizer, options, verbatim=verbatim)
+        ways = [*filter(None, [error.remedy]), *further, _SKIP]
+        raise DataError(error.what, got=error.got, why=error.why, remedy=_either(ways)) from None
+    _require_known(ids, row, tokenizer, options)
+    return ids, labels, notes
+
+
+def _encode(row: Row, tokenizer: Any, options: EncodeOptions) -> Encoded:
+    labelled = [i for i, turn in enumerate(row.turns) if turn.role == "assistant"]
     if options.turns == "last":
         labelled = labelled[-1:]
     # A template would dress an empty response in markers; with no text there is nothing to learn.
-    said = [i for i in labelled if turns[i].learned and (turns[i].text + turns[i].thought).strip()]
-    row = replace(row, turns=turns)
-    require_shown(row, tokenizer, options)
-    if not _uses_template(tokenizer, options) or len(turns) == 1:  # plain text is no conversation
-        ids, labels = _plain(turns, said, tokenizer)
-    elif "generation" in _block_tags(tokenizer):
-        ids, labels = _marked(row, said, tokenizer)
+    answers = [i for i in labelled if row.turns[i].learned and _says(row.turns[i], tokenizer)]
+    verbatim, notes = is_filled(row, tokenizer), list[str]()
+    if as_text := verbatim or not _uses_template(tokenizer, options) or len(row.turns) == 1:
+        text = "".join(pieces := text_pieces(row.turns, tokenizer, verbatim=verbatim))
+        ids, labels = whole_text(pieces, answers, tokenizer)
     else:
-        ids, labels = _templated(row, said, tokenizer)
-    _require_known(ids, row, tokenizer, options)
-    return ids, labels
+        text = render(row, tokenizer)
+        ids, labels, notes = encode_chat(row, answers, text, tokenizer)
+    parts = [(i, part) for i in answers for part in (row.turns[i].thought, row.turns[i].text)]
+    if lost := lost_text(parts, ids, labels, tokenizer):
+        raise _lost(row, *lost, as_text=as_text)
+    return ids, labels, [*notes, *_notes(row, answers, text, tokenizer, verbatim=verbatim)]
+
+
+def _cut_after_answers(row: Row) -> Row:
+    """The row up to its last assistant turn."""
+    last = max(index for index, turn in enumerate(row.turns) if turn.role == "assistant")
+    return replace(row, turns=row.turns[: last + 1])
+
+
+def _says(turn: Turn, tokenizer: Any) -> bool:
+    """True if a turn says more than white space and an end token."""
+    text = (turn.thought + turn.text).strip()
+    for end in find_markers(tokenizer).ends:
+        text = text.removesuffix(end).rstrip()
+    return bool(text)
+
+
+def _notes(
+    row: Row, answers: Sequence[int], text: str, tokenizer: Any, *, verbatim: bool
+) -> Iterator[str]:
+    """What is to be said of a row that became ``text``, in the line about its file."""
+    texts = [(i, part) for i, turn in enumerate(row.turns) for part in (turn.thought, turn.text)]
+    if verbatim:
+        yield verbatim_note(tokenizer)
+    else:
+        yield from control_notes([part for _, part in texts], tokenizer)
+    packed = bare(text)
+    if any(bare(part) not in packed for i, part in texts if i not in answers):
+        yield LEFT_OUT
+
+
+def _lost(row: Row, index: int, part: str, labels: str, *, as_text: bool) -> DataError:
+    """A part of a response is not in the text of the labels."""
+    thought = part is row.turns[index].thought or bare(part.split("</think>")[-1]) in bare(labels)
+    what = "the thoughts of a row" if thought else "the text of a response"
+    why = "the chat template does not write" if not as_text else "no chat template is used to write"
+    return DataError(
+        f"{what} would be lost",
+        got=f"{row.place}, turn {index + 1}: {short(part, 60)!r} is not in what would be learned, "
+        f"{short(labels, 60)!r}",
+        why=f"{why} {'them' if thought else 'it'}",
+    )
+
+
+def _ways(row: Row, tokenizer: Any, options: EncodeOptions, *, verbatim: bool) -> Iterator[str]:
+    """Remedies that were tried on the row, and work."""
+
+    def works(row: Row, **changes: Any) -> bool:
+        try:
+            _encode(row, tokenizer, replace(options, **changes))
+        except DataError:
+            return False
+        return True
+
+    answers = [i for i, turn in enumerate(row.turns) if turn.role == "assistant"]
+    if options.turns == "all" and len(answers) > 1 and works(row, turns="last"):
+        parts = [replace(row, turns=row.turns[: i + 1]) for i in answers]
+        each = all(works(part, turns="last") for part in parts)
+        split = ", of one row a response where all are to be learned" if each else ""
+        yield f"label the last turn only{split} (--turns last; turns='last')"
+    template = not verbatim and _uses_template(tokenizer, options)
+    if template and works(row, chat_template=False):
+        yield _WITHOUT
+    inside = tuple(
+        replace(turn, text=in_tags(turn.thought, turn.text), thought="") if turn.thought else turn
+        for turn in row.turns
+    )
+    if inside != row.turns:
+        write = "write the thoughts into the content, in <think> and </think>"
+        if works(replace(row, turns=inside)):
+            yield write
+        elif works(replace(row, turns=inside), chat_template=False):
+            yield f"{write}, and {_WITHOUT}"
+        bare_turns = tuple(replace(turn, thought="") for turn in row.turns)
+        if works(replace(row, turns=bare_turns)):
+            yield f"leave the thoughts aside (--unread_columns {','.join(THOUGHTS)})"
+    spaced = tuple(
+        replace(turn, text=turn.text + " ") if turn.role == "user" else turn for turn in row.turns
+    )
+    if verbatim and works(replace(row, turns=spaced)):
+        yield "end the prompt with white space"
+    elif template and find_markers(tokenizer).heads:
+        yield (
+            "give prompt and response as texts that hold the template's markers, which are taken "
+            "as they are"
+        )
+
+
+def _either(ways: Sequence[str]) -> str:
+    *first, last = ways
+    return f"{', '.join(first)}, or {last}" if first else last
 
 
 def _require_known(ids: Sequence[int], row: Row, tokenizer: Any, options: EncodeOptions) -> None:
@@ -243,14 +383,26 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
         DataError: the prompt is empty and the tokenizer has no start token to begin from; as of
             :func:`encode_row`.
     """
+    return prompt_noted(row, tokenizer, options)[0]
+
+
+def prompt_noted(
+    row: Row, tokenizer: Any, options: EncodeOptions | None = None
+) -> tuple[list[int], list[str]]:
+    """As :func:`encode_prompt`, and what is to be said of it in the line about the file."""
     options = options or EncodeOptions()
-    first = next(i for i, turn in enumerate(row.turns) if turn.role == "assistant")
-    row = replace(row, turns=row.turns[:first])
-    require_shown(row, tokenizer, options)
-    if _uses_template(tokenizer, options) and row.turns:
-        ids = _ids(tokenizer, _rendered(row, tokenizer, generation=True))
+    verbatim = is_filled(_cut_after_answers(row), tokenizer)
+    row = replace(row, turns=tuple(takewhile(lambda turn: turn.role != "assistant", row.turns)))
+    if _uses_template(tokenizer, options) and row.turns and not verbatim:
+        try:
+            text = render(row, tokenizer, generation=True)
+        except DataError as error:
+            ways = _either([error.remedy, _WITHOUT, _SKIP])
+            raise DataError(error.what, got=error.got, why=error.why, remedy=ways) from None
+        ids = bare_ids(tokenizer, text)
     else:
-        ids, _ = _plain(row.turns, [], tokenizer)
+        text = "".join(text_pieces(row.turns, tokenizer, verbatim=verbatim))
+        ids = open_text(text, tokenizer)
     if not ids:
         raise DataError(
             "a row has an empty prompt",
@@ -259,161 +411,4 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
             remedy=f"drop the row, or {_SKIP}",
         )
     _require_known(ids, row, tokenizer, options)
-    return ids
-
-
-def _plain(
-    turns: Sequence[Turn], labelled: Sequence[int], tokenizer: Any
-) -> tuple[list[int], list[int]]:
-    ids = _start(tokenizer)
-    labels = [IGNORE] * len(ids)
-    for index, turn in enumerate(turns):
-        if turn.role == "assistant":
-            piece = _ids(tokenizer, turn.text) if turn.text else []
-            end = getattr(tokenizer, "eos_token_id", None)
-            if end is not None:
-                piece.append(int(end))
-        else:
-            piece = _ids(tokenizer, turn.text + "\n") if turn.text else []
-        ids += piece
-        labels += piece if index in labelled else [IGNORE] * len(piece)
-    return ids, labels
-
-
-def _start(tokenizer: Any) -> list[int]:
-    """The start token, if the tokenizer puts one before a text of its own accord."""
-    start = getattr(tokenizer, "bos_token_id", None)
-    first = list(tokenizer("")["input_ids"])[:1]
-    return [int(start)] if start is not None and first == [start] else []
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-
-
-def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
-    """Turns as a chat template takes them; a thought under both names that templates know."""
-    return [
-        {"role": turn.role, "content": turn.text}
-        | ({"reasoning_content": turn.thought, "thinking": turn.thought} if turn.thought else {})
-        for turn in turns
-    ]
-
-
-def require_shown(row: Row, tokenizer: Any, options: EncodeOptions) -> None:
-    """Refuse a row whose thoughts are not in the text that is made of it."""
-    if not any(turn.thought for turn in row.turns):
-        return
-    bare = replace(row, turns=tuple(replace(turn, thought="") for turn in row.turns))
-    asked = any(turn.role != "assistant" for turn in row.turns)
-    shown = asked and _uses_template(tokenizer, options)
-    if shown and _rendered(row, tokenizer) != _rendered(bare, tokenizer):
-        return
-    raise DataError(
-        "the thoughts of a row would be lost",
-        got=row.place,
-        why="the chat template does not write them" if shown else "no chat template is used",
-        remedy="a tokenizer whose template writes them, or write them into the content",
-    )
-
-
-def _rendered(row: Row, tokenizer: Any, generation: bool = False) -> str:
-    """The conversation as the chat template writes it, or its error, named by row."""
-    try:
-        text = tokenizer.apply_chat_template(
-            messages_of(row.turns), tokenize=False, add_generation_prompt=generation
-        )
-    except Exception as error:  # templates raise whatever their author wrote
-        raise DataError(
-            "the chat template refuses the conversation",
-            got=f"{row.place}: {type(error).__name__}: {error}",
-            remedy=f"mend the row (order of roles?), {_SKIP}, or {_WITHOUT}",
-        ) from None
-    return str(text)
-
-
-def _block_tags(tokenizer: Any) -> set[str]:
-    return set(re.findall(r"{%-?\s*(\w+)", str(tokenizer.chat_template)))
-
-
-def _marked(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Labels from the template's own generation marks, one marked run an assistant turn."""
-    turns = row.turns
-    _rendered(row, tokenizer)  # its errors, named by row
-    encoded = tokenizer.apply_chat_template(
-        messages_of(turns),
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    ids, marks = list(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], np.int8)
-    runs = np.flatnonzero(np.diff(marks, prepend=0, append=0)).reshape(-1, 2).tolist()
-    wanted = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
-    if labelled and len(runs) != len(wanted):
-        raise DataError(
-            "the chat template marks other spans than the assistant turns",
-            got=f"{row.place}: {len(runs)} marked spans, {len(wanted)} assistant turns",
-            remedy=f"check the template's generation marks, or {_WITHOUT}",
-        )
-    labels = [IGNORE] * len(ids)
-    for turn, (start, end) in zip(wanted, runs, strict=False):
-        if turn in labelled:
-            labels[start:end] = ids[start:end]
-    return ids, labels
-
-
-def _templated(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Labels from the spans by which each assistant turn lengthens the rendered text.
-
-    A token belongs to the span that its last character lies in.
-    """
-    text = _rendered(row, tokenizer)
-    spans = [_span(row, index, text, tokenizer) for index in labelled]
-    try:
-        encoded = tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-    except NotImplementedError:
-        raise DataError(
-            "the tokenizer does not say which characters a token covers",
-            got=f"{type(tokenizer).__name__}, {row.place}",
-            why="tokens of an assistant turn cannot be told from others",
-            remedy=f"use the fast tokenizer, or {_WITHOUT}",
-        ) from None
-    ids = [int(i) for i in encoded["input_ids"]]
-    labels = [
-        token if any(start < end <= stop for start, stop in spans) else IGNORE
-        for token, (_, end) in zip(ids, encoded["offset_mapping"], strict=True)
-    ]
-    return ids, labels
-
-
-def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int]:
-    """Characters [start, end) of assistant turn ``index`` in the whole rendered ``text``."""
-    asked, said = (replace(row, turns=row.turns[:count]) for count in (index, index + 1))
-    before = _rendered(asked, tokenizer, generation=True) if index else ""
-    through = _rendered(said, tokenizer)
-    if not (index and through.startswith(before) and text.startswith(through)):
-        raise DataError(
-            "the chat template gives no consistent assistant span",
-            got=f"{row.place}, turn {index + 1}: "
-            + (
-                "the text rendered up to this turn is not a prefix of the whole"
-                if index
-                else "the conversation starts with the assistant"
-            ),
-            why="labels would fall on tokens that are not the response",
-            remedy="label the last turn only (--turns last), split the conversation into one row "
-            f"a response, or {_WITHOUT}",
-        )
-    return len(before), _trim(through, len(before), row.turns[index].text)
-
-
-def _trim(text: str, start: int, content: str) -> int:
-    """End of the span without white space that the template writes after its end marker."""
-    stripped = text[start:].rstrip()
-    if content.strip() and stripped.endswith(
-        content.rstrip()
-    ):  # no end marker: the white space may be the content's
-        return len(text)
-    return start + len(stripped)
+    return ids, list(_notes(row, [], text, tokenizer, verbatim=verbatim))

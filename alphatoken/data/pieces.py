@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["token_texts"]
+__all__ = ["decode", "token_texts"]
 
 _LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 character: more pending tokens than that never become one."""
@@ -25,8 +25,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     result: list[str] = []
     start = read = 0  # ids[start:read] is decoded text that gives the next token its context
     for index, token in enumerate(ids):
-        before = _decode(tokenizer, ids[start:read])
-        after = _decode(tokenizer, ids[start : index + 1])
+        before = decode(tokenizer, ids[start:read])
+        after = decode(tokenizer, ids[start : index + 1])
         pending = index + 1 - read
         if after.endswith("\ufffd") and pending < _LONGEST_CHARACTER:
             result.append(_name(tokenizer, token))
@@ -36,7 +36,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return result
 
 
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Text of the tokens, control tokens included."""
     text = tokenizer.decode(
         list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

@@ -7,7 +7,7 @@ after this file knows one shape only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -19,13 +19,14 @@ __all__ = ["Fields", "Row", "Turn", "row_of"]
 
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "output", "answer", "completion")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 CHATS = ("messages", "conversations")
 _ADDED = ("input", "context")
 _SYSTEMS = ("system", "system_prompt", "system_message")
 CHANGING = (
-    *_ADDED, *_SYSTEMS, "tools", "documents", "chat_template_kwargs", "history", "functions",
-    "function_call", "tool_calls", "image", "images", "image_url", "audio", "audios", "video",
-    "videos", "files", "attachments",
+    *_ADDED, *_SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
+    "functions", "function_call", "tool_calls", "image", "images", "image_url", "audio", "audios",
+    "video", "videos", "files", "attachments",
 )  # fmt: skip
 """Columns, and fields of messages, that change the conversation: read, or the row is refused."""
 
@@ -33,7 +34,6 @@ _ASIDE = ("title", "url", "source", "author", "date", "time", "timestamp", "crea
           "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
 """Texts about a text, beside which it is a document still."""
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 TEXTS = (None, "text", "input_text", "output_text")
 """Types of the parts of a content that are text."""
 ROLES = {
@@ -57,12 +57,14 @@ class Turn:
         text: what is said.
         thought: what is thought before it, which only a chat template can write.
         learned: False where the data mark the turn as one not to be trained on.
+        message: it came as a message, which is put into the chat template whatever it says.
     """
 
     role: str
     text: str
     thought: str = ""
     learned: bool = True
+    message: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -196,13 +198,23 @@ def _turns(columns: Columns, fields: Fields) -> tuple[Turn, ...]:
     if response is None:
         if not fields.prompt_only:
             _missing(columns, "response", RESPONSES)
-        return (*prompt, Turn("assistant", ""))
+        return (*prompt, _with_thought(columns, Turn("assistant", "")))
     said = value_turns(columns.take(response, "response"), "assistant", response, columns)
     said = _after(prompt, said, columns.place)
+    said = (*said[:-1], _with_thought(columns, said[-1]))
     answer = said[-1].text.strip()
     if answer and prompt[-1].text.rstrip().endswith(answer):
         columns.notes.append("the prompt ends with the response")
     return _answered((*prompt, *said), columns.place, fields.prompt_only)
+
+
+def _with_thought(columns: Columns, turn: Turn) -> Turn:
+    """A response with the thought that stands in a column of its own, unless it holds it."""
+    name = next((name for name in THOUGHTS if name in columns.left), None)
+    if name is None or turn.message or not columns.peek(name):
+        return turn
+    thought = columns.text(name, "thought")
+    return turn if thought.strip() in turn.text else replace(turn, thought=thought)
 
 
 def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
@@ -393,7 +405,7 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
     require_read(fields, "a message's field")
     columns.leave(name, fields)
     thought, _ = _content(thought, name, columns)
-    return Turn(ROLES[role], text, thought, learned and parts_learned)
+    return Turn(ROLES[role], text, thought, learned and parts_learned, message=True)
 
 
 def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:

@@ -7,11 +7,13 @@ dropped without a word. Here they are found first, by row number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from alphatoken.data import Pair, Turn
-from alphatoken.data.encode import messages_of
+from alphatoken.data import Pair
+from alphatoken.data.markers import is_filled
+from alphatoken.data.plain import text_pieces
+from alphatoken.data.template import messages_of
 from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 
 __all__ = [
@@ -21,7 +23,7 @@ __all__ = [
     "is_longer",
     "pair_problem",
     "plain_rows",
-    "preference_records",
+    "preference_record",
     "response_text",
     "usable_rows",
 ]
@@ -202,19 +204,33 @@ def is_longer(prompt: Any, tokenizer: Any, limit: int) -> bool:
 # --- records in TRL's forms --------------------------------------------------------------------
 
 
-def preference_records(pairs: Iterable[Pair], *, chat: bool, end: str = "") -> list[dict[str, Any]]:
-    """Pairs as records ``prompt``, ``chosen``, ``rejected`` for TRL's ``DPOTrainer``."""
-    write = messages_of if chat else (lambda turns: _plain(turns, end))
-    answer = messages_of if chat else (lambda turns: "\n".join(turn.text for turn in turns))
-    return [
-        {
-            "prompt": write(pair.prompt),
-            "chosen": answer(pair.chosen),
-            "rejected": answer(pair.rejected),
-        }
-        for pair in pairs
-    ]
+def preference_record(pair: Pair, tokenizer: Any, *, chat: bool) -> dict[str, Any]:
+    """A pair as a record ``prompt``, ``chosen``, ``rejected`` for TRL's ``DPOTrainer``.
+
+    Messages go through the chat template, and texts are taken as they are, with an end token and
+    the start token that the tokenizer puts before a text. A pair of texts that hold the template's
+    own markers is one of texts, whatever ``chat`` says.
+
+    Args:
+        pair: of which both responses are texts, or both messages.
+        tokenizer: of the model.
+        chat: write pairs with the chat template.
+    """
+    sides = (pair.chosen, pair.rejected)
+    verbatim = is_filled(pair.row, tokenizer)
+    if chat and not verbatim:
+        parts = [messages_of(turns, tokenizer) for turns in (pair.prompt, *sides)]
+        return dict(zip(_PARTS, parts, strict=True))
+    start, end = (getattr(tokenizer, name, None) or "" for name in ("bos_token", "eos_token"))
+    first = getattr(tokenizer, "bos_token_id", None)
+    if list(tokenizer("")["input_ids"])[:1] != [first]:
+        start = ""
+    prompt, *said = (
+        "".join(text_pieces(turns, tokenizer, verbatim=verbatim)) for turns in (pair.prompt, *sides)
+    )
+    # TRL puts an end token behind each response that has none.
+    texts = [prompt.removeprefix(start), *(text.removesuffix(end) for text in said)]
+    return dict(zip(_PARTS, texts, strict=True))
 
 
-def _plain(turns: Sequence[Turn], end: str) -> str:
-    return "".join(turn.text + (end if turn.role == "assistant" else "\n") for turn in turns)
+_PARTS = ("prompt", "chosen", "rejected")

@@ -37,6 +37,7 @@ from alphatoken.train.loading import (
     rows_tokenizer,
     text_tokenizer,
 )
+from alphatoken.train.python_texts import notes_of_texts, template_of, unwritten_text
 from alphatoken.train.row_forms import (
     CHAT_COLUMNS,
     are_messages,
@@ -187,6 +188,10 @@ def _checked(
     def tokenizer() -> Any:
         return rows_tokenizer(args, tokenizer_of(given))
 
+    @cache
+    def template() -> str | None:
+        return template_of(args, tokenizer())
+
     for number, own in enumerate(islice(rows, None if whole else _LOOKED_AT)):
         row = {**own, **(changes := trls_form(own, name, number))}
         changes_some = changes_some or bool(changes)
@@ -196,12 +201,20 @@ def _checked(
         reading.unread |= dict.fromkeys(fields_of_parts({column: own[column] for column in read}))
         if lost := _unwritten(texts, tokenizer, reading):
             raise other_meaning(lost, row, name, number)
+        if lost := unwritten_text(row, tokenizer(), template()):
+            raise InputError(
+                f"the text of a {name} response would be lost",
+                got=f"row {number}: {lost}",
+                why="TRL trains on what the chat template writes of a message",
+                remedy="a processing_class whose chat template writes it; or texts in place of the "
+                "messages, with the template's markers in them, which TRL takes as they are",
+            )
         rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
         if name != "Fisher":  # of which prompts are read
             _require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
         if has_several_turns(texts):
             rest.notes.append(WHOLE)
-        reading.notes.update(set(rest.notes))
+        reading.notes.update({*rest.notes, *notes_of_texts(row, read, tokenizer())})
         reading.forms[form] += 1
         if whole and name != "Fisher" and (what := problem(row)):
             problems.setdefault(what, []).append(number)

@@ -11,9 +11,9 @@ from itertools import chain
 from typing import Any, TypeGuard
 
 from alphatoken.data import pair_of
-from alphatoken.data.encode import messages_of
 from alphatoken.data.marks import mark_of
 from alphatoken.data.rows import CHANGING, CHATS, ROLES, TEXTS
+from alphatoken.data.template import messages_of
 from alphatoken.errors import DataError, InputError
 
 __all__ = [

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,14 +63,15 @@ def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
 class Letters:
     """A tokenizer of one token a character, all that reading rows needs of one."""
 
-    eos_token = "</s>"
+    eos_token, eos_token_id = "\0", 0
     chat_template: str | None = None
-
-    eos_token_id = 0
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[Any]]:
         ids = list(text.encode())
         return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(len(ids))]}
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return bytes(ids).decode()
 
     def apply_chat_template(
         self, messages: Any, add_generation_prompt: bool = False, **_: Any

@@ -49,7 +49,7 @@ def _examples(kind: str) -> list[tuple[str, list[dict[str, Any]]]]:
 def test_rows_of_the_page_are_read_as_it_says() -> None:
     found = _examples("rows:")
     counts = [int(note.removesuffix(" turns")) for note, _ in found]
-    assert counts == [2, 2, 3, 5, 4, 1]
+    assert counts == [2, 2, 2, 3, 5, 4, 1]
     for note, records in found:
         rows = [row_of(record, 0, "here") for record in records]
         assert {len(row.turns) for row in rows} == {int(note.split()[0])}

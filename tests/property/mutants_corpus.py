@@ -145,7 +145,7 @@ MUTANTS = (
     _corpus(
         "marked-turns-are-learned",
         "turns that the data mark as not to be trained on have labels",
-        "data.encode.encode_row", "turns[i].learned and ", "", MARKED,
+        "data.encode._encode", "row.turns[i].learned and ", "", MARKED,
     ),
     _corpus(
         "null-is-a-column",

@@ -69,10 +69,13 @@ Said = tuple[str, str, int | None]
 class _Letters:
     """A tokenizer of one token a byte; a full stop ends a turn."""
 
-    chat_template, bos_token_id, eos_token_id = None, None, ord(".")
+    chat_template, eos_token, eos_token_id = None, ".", ord(".")
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return bytes(ids).decode()
 
 
 _REMOVED = ("removed_same_as_validation", "removed_same_as_fisher")

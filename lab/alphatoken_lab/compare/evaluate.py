@@ -31,6 +31,7 @@ from alphatoken.data import (
     read_pairs,
     read_rows,
 )
+from alphatoken.data.markers import require_one_form
 from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask
 from alphatoken.model.modes import evaluation_mode
@@ -136,6 +137,8 @@ def encode_file(
             [Row(i, p.place, (*p.prompt, *getattr(p, side))) for i, p in enumerate(pairs)]
             for side in ("chosen", "rejected")
         ]
+        for both in zip(*given, strict=True):
+            require_one_form(both, tokenizer)
     encoded = [encode_rows(side, tokenizer, how) for side in given]
     sides = [{example.row.index: example for example in found} for found, _ in encoded]
     kept = [index for index in sides[0] if all(index in side for side in sides)]

@@ -1,0 +1,130 @@
+"""Texts of rows given from Python: what a chat template leaves out of them, and what they hold.
+
+TRL trains on whatever a template writes of messages, and on texts as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from alphatoken.data import Row, Turn
+from alphatoken.data.markers import bare, control_notes, is_filled, verbatim_note
+from alphatoken.data.reading import short
+from alphatoken.data.rows import ROLES, THOUGHTS
+
+__all__ = ["notes_of_texts", "template_of", "unwritten_text"]
+
+_CHATS = ("messages", "conversations", "completion", "chosen", "rejected")
+_RESPONSES = ("completion", "chosen", "rejected")
+
+
+def template_of(args: Any, tokenizer: Any) -> str | None:
+    """The template that TRL puts in the tokenizer's place where it marks the answers; or None."""
+    own = str(getattr(tokenizer, "chat_template", None))
+    if not getattr(args, "assistant_only_loss", False) or re.search(r"{%-?\s*generation", own):
+        return None
+    from trl import get_training_chat_template
+
+    with suppress(ValueError):  # raised where TRL makes the rows
+        return get_training_chat_template(tokenizer)
+    return None
+
+
+def unwritten_text(row: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> str:
+    """Text or thought of a response that the chat template does not write, or "".
+
+    Args:
+        row: in one of TRL's forms.
+        tokenizer: with the chat template.
+        template: another one that TRL writes with.
+    """
+    for column in _CHATS:
+        chat, before = row.get(column), row.get("prompt")
+        if not isinstance(chat, list) or not all(isinstance(one, Mapping) for one in chat):
+            continue
+        head = before if isinstance(before, list) and column in _RESPONSES else []
+        parts = [part for one in chat if _is_answer(one) for part in _parts(one) if part.strip()]
+        text = _written([*head, *chat], row, tokenizer, template) if parts else None
+        if text is not None:
+            packed = bare(text)
+            lost = next((part for part in parts if bare(part) not in packed), None)
+            if lost is not None:
+                return f"{short(lost, 60)!r} of {column!r} is not in {short(text, 120)!r}"
+    return ""
+
+
+def notes_of_texts(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> list[str]:
+    """What is to be said of the texts of a row: control tokens in them, and doubled ones.
+
+    Args:
+        row: in one of TRL's forms.
+        read: columns that TRL reads.
+        tokenizer: of the model.
+    """
+    texts = {name: value for name in read if isinstance(value := row.get(name), str)}
+    responses = [texts[name] for name in texts if name != "prompt"]
+    if not responses:
+        chats = [row[name] for name in read if isinstance(row.get(name), list)]
+        messages = [one for chat in chats for one in chat if isinstance(one, Mapping)]
+        return control_notes([part for one in messages for part in _parts(one)], tokenizer)
+    prompt = (Turn("user", texts["prompt"]),) if "prompt" in texts else ()
+    rows = [Row(0, "", (*prompt, Turn("assistant", text))) for text in responses]
+    verbatim = any(is_filled(one, tokenizer) for one in rows)
+    notes = [verbatim_note(tokenizer)] if verbatim else control_notes([*texts.values()], tokenizer)
+    return [*notes, *_doubled(texts.get("prompt", responses[0]), responses, tokenizer)]
+
+
+def _doubled(first: str, said: Sequence[str], tokenizer: Any) -> Iterator[str]:
+    """Notes of texts to which a start or end token is added that they have."""
+    start, end = (getattr(tokenizer, name, None) or "" for name in ("bos_token", "eos_token"))
+    if (
+        start
+        and first.startswith(start)
+        and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    ):
+        yield f"a text begins with {start}, and the tokenizer puts another one before it"
+    if end and any(text.rstrip().endswith(end) and not text.endswith(end) for text in said):
+        yield f"a response ends with {end} and white space, and TRL puts another one behind it"
+
+
+def _written(
+    chat: list[Any], row: Mapping[str, Any], tokenizer: Any, template: str | None
+) -> str | None:
+    """The chat as TRL writes it; None where the template refuses it, as it will TRL."""
+    chat = [{_TRLS.get(k, k): v for k, v in one.items()} for one in chat]
+    try:
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        more = {
+            "chat_template": template,
+            "tools": tools,
+            **(row.get("chat_template_kwargs") or {}),
+        }
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, **more))
+    except Exception:  # templates raise whatever their author wrote
+        return None
+
+
+_TRLS = {"from": "role", "value": "content"}
+"""What TRL makes of the fields of other forms."""
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    return ROLES.get(str(message.get("role") or message.get("from"))) == "assistant"
+
+
+def _parts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message: its thoughts and its content."""
+    values = [*map(message.get, THOUGHTS), message.get("content", message.get("value"))]
+    lists = [value if isinstance(value, list) else [{"text": value}] for value in values]
+    texts = ("".join(_text(part) for part in parts) for parts in lists)
+    return [*texts]
+
+
+def _text(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else ""
