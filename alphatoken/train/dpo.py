@@ -23,7 +23,7 @@ from alphatoken.errors import (
     UnsupportedError,
     warn_caller,
 )
-from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
+from alphatoken.model.batch import IGNORE, PreferenceBatch
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import cut_pair
 from alphatoken.train.fields import PairFields, check_fields
@@ -204,10 +204,10 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
                 AlphaTokenWarning,
             )
 
-    def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
+    def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """The completions of both branches, chosen rows first."""
         labels: Tensor = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        return predicted_labels(labels, inputs.get("attention_mask"))
+        return labels
 
     def rank_groups(self, rows: int) -> list[slice]:
         """Chosen and rejected by themselves, unless ``shared_threshold``."""

@@ -258,9 +258,14 @@ class AlphaTrainerMixin(_Base):
     def say_objective(self) -> None:
         """Warn where validation rows are measured by another loss than training descends."""
 
+    def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Labels (b, t) of a training batch, unshifted, as the trainer's own loss counts them."""
+        labels: Tensor = inputs["labels"]
+        return labels
+
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Labels (b, t) of a training batch, unshifted, -100 off the response."""
-        return predicted_labels(inputs["labels"], inputs.get("attention_mask"))
+        """Those of them that have a value; -100 where padding would predict the token."""
+        return predicted_labels(self.loss_labels(inputs), inputs.get("attention_mask"))
 
     def rank_groups(self, rows: int) -> list[slice]:
         """Rows of a batch that are ranked together: all of them, or branch by branch."""
@@ -437,13 +442,14 @@ class AlphaTrainerMixin(_Base):
     def read_micro_batch(
         self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
     ) -> MicroBatch:
-        """Labels, mask and rank_groups of a batch."""
+        """Labels, masks and rank_groups of a batch."""
         labels = self.response_labels(inputs)
         mask = label_mask(labels)
         return MicroBatch(
             inputs=inputs,
             labels=labels,
             mask=mask,
+            loss_mask=label_mask(self.loss_labels(inputs)),
             rank_groups=self.rank_groups(len(mask)),
             unit_of=self.loss_unit,
             carried=carried,
