@@ -26,16 +26,21 @@ from alphatoken.errors import (
 from alphatoken.model.batch import IGNORE, PreferenceBatch
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import cut_pair
+from alphatoken.train.distributed import Ranks
 from alphatoken.train.fields import PairFields, check_fields
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
+from alphatoken.train.layouts import sharding_of
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.python_rows import read_pairs
+from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+_MOVED = "reference/"
+"""Before the names of the weights of a reference that has moved, in a checkpoint."""
 
 _OWN_LOSS: Mapping[str, Any] = {
     "loss_type": ["sigmoid"],
@@ -270,6 +275,49 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
         return logits
 
+    def reference_weights(self) -> dict[str, Tensor]:
+        """Weights of the reference model, which ``sync_ref_model`` moves; none where it is none.
+
+        Where adapters are switched off, or another one is on, they are the model's own.
+        """
+        if self.ref_model is None:
+            return {}
+        sharding = self._reference_sharding
+        named = self.accelerator.unwrap_model(self.ref_model).named_parameters()
+        return {n: p.data if sharding is None else sharding.local(n, p) for n, p in named}
+
+    @property
+    def _reference_sharding(self) -> Fsdp2Sharding | Zero3Sharding | None:
+        return None if self.ref_model is None else sharding_of(self.accelerator, self.ref_model)
+
+    @property
+    def reference_moved(self) -> bool:
+        """True if training moves the reference, or something else has moved it."""
+        return bool(self.args.sync_ref_model) or super().reference_moved
+
+    def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """That of all trainers, and a reference that has moved: whole once, or each one's part."""
+        tensors, values = super().alpha_state()
+        writes = self.args.should_save or self._reference_sharding is not None
+        if writes and self.reference_moved:
+            weights = self.reference_weights().items()
+            tensors |= {f"{_MOVED}{name}": weight for name, weight in weights}
+        return tensors, values
+
+    def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Take back what ``alpha_state`` gave."""
+        own = {n: t for n, t in tensors.items() if not n.startswith(_MOVED)}
+        super().load_alpha_state(own, values)
+        moved = {n.removeprefix(_MOVED): t for n, t in tensors.items() if n.startswith(_MOVED)}
+        if (sharding := self._reference_sharding) is not None:
+            sharding.overwrite(moved)
+            return
+        weights, ranks = self.reference_weights(), Ranks(self.accelerator)
+        for name, weight in moved.items():
+            weights[name].copy_(weight)
+        if ranks.broadcast_object(bool(moved)):
+            ranks.broadcast(weights.values())
+
     def _reference_model(self) -> Any:
         return self.model if self.ref_model is None else self.ref_model
 
@@ -356,7 +404,10 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
         """One preference batch, padded as TRL pads it."""
-        if self.args.sync_ref_model:  # the reference may have moved since these rows came last
+        # The reference may have moved since these rows came last. Parts of one may have moved on
+        # some processes alone, and this is no place to ask the others.
+        whole = self._reference_sharding is None
+        if self.args.sync_ref_model or (whole and self.reference_moved):
             rows = [dict(row) for row in rows]
             self._add_reference(rows)
         batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))

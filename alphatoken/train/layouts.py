@@ -10,7 +10,6 @@ from torch import nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.parameter_choice import ParameterChoice
-from alphatoken.model.sharding import Sharding
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.identity import fingerprint
 from alphatoken.train.options import AlphaOptions
@@ -94,7 +93,7 @@ def name_wrapped_layers(accelerator: Any, model: nn.Module, config: Any) -> None
         plugin.transformer_cls_names_to_wrap = named
 
 
-def sharding_of(accelerator: Any, model: nn.Module) -> Sharding | None:
+def sharding_of(accelerator: Any, model: nn.Module) -> Fsdp2Sharding | Zero3Sharding | None:
     """Access to the prepared model's weights, or None if each process has them all."""
     kind = layout(accelerator)
     if kind not in SHARDED:

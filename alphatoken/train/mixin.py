@@ -45,6 +45,7 @@ from alphatoken.train.identity import (
     frozen_fingerprint,
     library_versions,
     run_options,
+    weights_fingerprint,
 )
 from alphatoken.train.layouts import (
     check_same_weights,
@@ -185,6 +186,8 @@ class AlphaTrainerMixin(_Base):
         check_reference(given)
         self.own_collator = given.get("data_collator")
         super().__init__(**given)
+        # As it was handed over: training may move it.
+        self._reference_digest = weights_fingerprint(self.reference_weights())
         check_left(given.get("train_dataset"), self.train_dataset, self.args)
         if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
             check_tokens(self.train_dataset, self.model, "training")
@@ -314,6 +317,15 @@ class AlphaTrainerMixin(_Base):
     def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
         """Inputs of a forward to logits of the reference model; None where there is none."""
         return None
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        """Weights of a reference model that training may move, this process's part of each."""
+        return {}
+
+    @property
+    def reference_moved(self) -> bool:
+        """True if this process's part of the reference is not what the trainer was given."""
+        return weights_fingerprint(self.reference_weights()) != self._reference_digest
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """Tokenised rows of a validation or retention dataset."""
@@ -593,5 +605,6 @@ class AlphaTrainerMixin(_Base):
             "options": run_options(self.args),
             "data": {name: content_digest(data) for name, data in self.alpha_data().items()},
             "frozen_weights": frozen_fingerprint(self.model),
+            "reference_weights": self._reference_digest,
             "versions": library_versions(),
         }

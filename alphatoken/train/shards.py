@@ -168,6 +168,14 @@ class Fsdp2Sharding(_Parts):
             return rows, part.to(rows.device)
         return parameter.data, part
 
+    @torch.no_grad()
+    def overwrite(self, parts: Mapping[str, Tensor]) -> None:
+        """Give parameters new numbers, of which this process has its part."""
+        self.regather()
+        named = dict(next(iter(self._owners)).named_parameters(remove_duplicate=False))
+        for name, part in parts.items():
+            self.moving(name, named[name], part)[0].copy_(part)
+
     def regather(self) -> None:
         """Drop the gathered weights that FSDP2 keeps between forwards, as it does the root's."""
         for owner in {owner for owner in self._owners.values() if owner is not None}:
@@ -359,6 +367,17 @@ class Zero3Sharding(_Parts):
         if not self._partitioned(name):
             return p.data, part
         return p.ds_tensor.data, part.to(p.ds_tensor.device)
+
+    @torch.no_grad()
+    def overwrite(self, parts: Mapping[str, Tensor]) -> None:
+        """Give parameters new numbers, of which this process has its part. Collective."""
+        import deepspeed
+
+        for name, part in parts.items():
+            p = self._parameters[name]
+            whole = self.gather(name, part.to(self._device(p)))
+            with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+                p.data.copy_(whole)
 
     def regather(self) -> None:
         """Drop what DeepSpeed keeps gathered, and gather the small ones that it never drops."""

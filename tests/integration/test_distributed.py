@@ -44,21 +44,23 @@ JOBS: dict[str, tuple[str, ...]] = {
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.sft_batch", "trainers.empty_batch", "refusals.refusals", *POLICIES),
     "fsdp2": ("parts.parts", "values.values", "trainers.sft_global", "trainers.resumed",
-              "refusals.refusals", "trainers.sft_bf16", "trainers.label_global",
-              "trainers.own_weights", "trainers.lora_global"),
+              "trainers.followed", "refusals.refusals", "trainers.sft_bf16",
+              "trainers.label_global", "trainers.own_weights", "trainers.lora_global"),
     "zero2": ("trainers.sft_global",),
     "zero3": ("parts.parts", "values.values", "trainers.dpo_global", "refusals.refusals",
               "trainers.masters", "trainers.experts_global", "trainers.empty_global"),
 }  # fmt: skip
 FURTHER: dict[str, tuple[str, ...]] = {
     "single": ("trainers.hybrid_global",),
+    "ddp": ("trainers.followed",),
     "fsdp2": ("parts.selection", "trainers.dpo_global", "trainers.hybrid_global"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
               "trainers.masters"),
     "zero2": ("values.values", "trainers.dpo_global", "refusals.refusals", "trainers.sft_bf16",
               "trainers.hybrid_global", "trainers.experts_global"),
     "zero3": ("parts.selection", "trainers.sft_global", "trainers.sft_batch",
-              "trainers.lora_global", "trainers.resumed", "trainers.label_global"),
+              "trainers.lora_global", "trainers.resumed", "trainers.followed",
+              "trainers.label_global"),
 }  # fmt: skip
 """Nightly: the same jobs under more layouts."""
 RAM = "fsdp2-ram"
@@ -228,13 +230,13 @@ def test_a_process_without_a_response_token_does_not_hold_up_the_others(
     assert not all(empty)
 
 
-@with_job("resumed")
+@with_job("resumed", "followed")
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(
-    runs: Callable[[str], Ranks], layout: str
+    runs: Callable[[str], Ranks], layout: str, job: str
 ) -> None:
     for rank in runs(layout):
-        assert rank["resumed"]["steps"] == [2, 2, 3, 3]
-        assert rank["resumed"]["equal"], rank["resumed"]["furthest"]
+        assert rank[job]["steps"] == [2, 2, 3, 3]
+        assert rank[job]["equal"], rank[job]["furthest"]
 
 
 @with_job("own_weights")

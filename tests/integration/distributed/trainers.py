@@ -176,15 +176,19 @@ def empty_batch(layout: str, folder: Path) -> dict[str, Any]:
 
 def resumed(layout: str, folder: Path) -> dict[str, Any]:
     """Four steps at once, and two and two: the same."""
-    more = {
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "validation_mode": "pool",
-        "validation_batch_size": 4,
-    }
-    whole = run(sft(layout, folder / "whole", **more))
-    trainer = sft(layout, folder / "whole", **more)
+    return _resumed(sft, layout, folder, validation_mode="pool", validation_batch_size=4)
+
+
+def followed(layout: str, folder: Path) -> dict[str, Any]:
+    """The same with a reference that follows the model at every step."""
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6}
+    return _resumed(dpo, layout, folder, **sync, learning_rate=1e-3, retention="none")
+
+
+def _resumed(make: Any, layout: str, folder: Path, **more: Any) -> dict[str, Any]:
+    more |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = run(make(layout, folder / "whole", **more))
+    trainer = make(layout, folder / "whole", **more)
     decided = watched(trainer)
     trainer.train(str(folder / "whole" / "checkpoint-2"))
     again = parameters(trainer)
