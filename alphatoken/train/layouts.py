@@ -226,10 +226,19 @@ def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigE
             remedy="no mixed precision; or DDP, ZeRO-1 or 2; or estimator='alphatoken', 'direct', "
             "'same_layer_hop' or 'path' over 'linears' or 'linears,experts'",
         )
-    if args.preconditioner is not None and kind not in ("single", "ddp"):
+    if args.preconditioner is not None and kind.startswith("zero"):
         yield ConfigError(
-            "preconditioned values need the whole optimizer state on every process",
+            "preconditioned values cannot be had of DeepSpeed's optimizer",
             got=f"preconditioner={args.preconditioner!r}, layout {kind}",
-            why="it is flattened and spread over the processes here",
-            remedy="preconditioner=None, or DDP",
+            why="its state lies in flat partitions, each with parts of many parameters",
+            remedy="preconditioner=None; or DDP or FSDP2, whose state has the parameter's shape",
+        )
+    if args.preconditioner == "full" and kind == "fsdp2" and moved:
+        yield ConfigError(
+            "preconditioner='full' cannot be had for label values on sharded weights",
+            got=f"estimator={args.estimator!r}, value_parameters={args.value_parameters!r}, "
+            f"layout {kind}",
+            why="the gradient of each step would be reduced by a backward of its own",
+            remedy="preconditioner='frozen', or DDP; or estimator='alphatoken', 'direct' or 'path'"
+            " over 'linears' or 'linears,experts'",
         )

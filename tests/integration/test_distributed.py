@@ -40,12 +40,14 @@ JOBS: dict[str, tuple[str, ...]] = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.empty_batch", "trainers.sft_bf16", "trainers.masters",
                "trainers.experts_global", "trainers.label_global", "trainers.lora_global",
-               "trainers.empty_global", *POLICIES),
+               "trainers.empty_global", "trainers.frozen_global", *POLICIES),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
-            "trainers.sft_batch", "trainers.empty_batch", "refusals.refusals", *POLICIES),
+            "trainers.sft_batch", "trainers.empty_batch", "trainers.full_batch",
+            "refusals.refusals", *POLICIES),
     "fsdp2": ("parts.parts", "values.values", "trainers.sft_global", "trainers.resumed",
               "trainers.followed", "refusals.refusals", "trainers.sft_bf16",
-              "trainers.label_global", "trainers.own_weights", "trainers.lora_global"),
+              "trainers.label_global", "trainers.own_weights", "trainers.lora_global",
+              "trainers.frozen_global", "trainers.full_batch"),
     "zero2": ("trainers.sft_global",),
     "zero3": ("parts.parts", "values.values", "trainers.dpo_global", "refusals.refusals",
               "trainers.masters", "trainers.experts_global", "trainers.empty_global"),
@@ -166,6 +168,7 @@ STARTS: dict[str, Callable[[], Any]] = {
     "sft_global": model,
     "dpo_global": model,
     "lora_global": lambda: get_peft_model(model(), lora()),
+    "frozen_global": model,
     "hybrid_global": hybrid,
     "experts_global": mixture,  # tensors of experts in parts too: one of them is whole at a time
 }
@@ -216,6 +219,16 @@ def test_sft_with_the_threshold_of_each_micro_batch(
         assert rank["sft_batch"]["own_forward"] is layout.startswith("zero")
         for batch in rank["sft_batch"]["decided"]:
             assert float(batch["weights"].sum()) == math.ceil(int(batch["mask"].sum()) / 2)
+
+
+@with_job("full_batch")
+def test_the_full_preconditioner_is_of_the_gradients_of_all_processes(
+    runs: Callable[[str], Ranks], layout: str
+) -> None:
+    """So it is another one than that of one process, and DDP's wherever the state lies."""
+    other, ranks = runs("ddp"), runs(layout)
+    same_decisions(decided(other, "full_batch"), decided(ranks, "full_batch"))
+    same_weights(other[0]["full_batch"], ranks, "full_batch", model())
 
 
 @with_job("empty_global", "empty_batch")
@@ -311,7 +324,7 @@ def test_masters_of_every_kind_of_run(runs: Callable[[str], Ranks], layout: str)
 
 SAYS = {
     "ddp": ["static_graph"],
-    "fsdp2": ["mixed precision", "preconditioner='frozen'"],
+    "fsdp2": ["mixed precision", "preconditioner='full'"],
     "zero2": ["preconditioner='full'"],
     "zero3": ["preconditioner='frozen'"],
 }

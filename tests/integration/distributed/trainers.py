@@ -141,6 +141,18 @@ def label_global(layout: str, folder: Path) -> dict[str, Any]:
     return run(sft(layout, folder, keep_scope="global", **more))
 
 
+def frozen_global(layout: str, folder: Path) -> dict[str, Any]:
+    """Values of the optimizer's steps, of its state: of the parts of weights that lie in parts."""
+    more = {"preconditioner": "frozen", "precondition_after": 1, "policy": "top"}
+    return run(sft(layout, folder, keep_scope="global", **more))
+
+
+def full_batch(layout: str, folder: Path) -> dict[str, Any]:
+    """The same at each step's own gradient, in the forward of the training."""
+    more = {"preconditioner": "full", "precondition_after": 1, "retention": "none"}
+    return run(sft(layout, folder, validation_micro_batch_size=1, **more))
+
+
 def experts_global(layout: str, folder: Path) -> dict[str, Any]:
     """Values over the matrices of experts, whose rows each process has of its own micro-batches."""
     more = {"value_parameters": "linears,experts", "score_layers": "2", "uncovered": "skip"}
