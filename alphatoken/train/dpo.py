@@ -192,7 +192,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def refuse_base(self) -> None:
         """Refuse rows with images."""
-        if getattr(self, "_is_vision_dataset", False):
+        if self._is_vision_dataset:
             raise UnsupportedError(
                 "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"
             )
@@ -233,7 +233,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """Inputs with the reference's log-probabilities, so that scoring sees one model."""
         extended = dict(inputs)
         if _REFERENCE[0] not in extended:
-            reference = self.compute_ref_log_probs(self._reference_model(), extended)  # type: ignore[no-untyped-call]
+            reference = self.compute_ref_log_probs(model=self._reference_model(), inputs=extended)  # type: ignore[no-untyped-call]
             extended.update(zip(_REFERENCE, reference, strict=True))
         return extended
 
@@ -249,7 +249,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         assert policy is not None
         if policy.needs.reference:
             recording = _LogProbs(self._reference_model())
-            summed = self.compute_ref_log_probs(recording, extended)  # type: ignore[no-untyped-call]
+            summed = self.compute_ref_log_probs(model=recording, inputs=extended)  # type: ignore[no-untyped-call]
             extended.update(zip(_REFERENCE, summed, strict=True))
             assert recording.log_probs is not None
             return extended, by_token(recording.log_probs)
@@ -269,7 +269,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             recording = _Logits(self._reference_model())
             given = {**inputs, "completion_mask": torch.ones_like(inputs["input_ids"])}
             given.pop("labels", None)
-            self.compute_ref_log_probs(recording, given)  # type: ignore[no-untyped-call]
+            self.compute_ref_log_probs(model=recording, inputs=given)  # type: ignore[no-untyped-call]
             assert recording.logits is not None
             return recording.logits
 
@@ -345,7 +345,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             return coefficients
         assert gate.log_probs is not None
         recording = _LogProbs(self._reference_model())
-        self.compute_ref_log_probs(recording, dict(inputs))  # type: ignore[no-untyped-call]
+        self.compute_ref_log_probs(model=recording, inputs=dict(inputs))  # type: ignore[no-untyped-call]
         assert recording.log_probs is not None
         current, reference = gate.log_probs.detach().chunk(2), recording.log_probs.chunk(2)
         kept = weights[:, 1:].to(gate.log_probs).chunk(2)
@@ -365,7 +365,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         if args.cuts_prompts:
             args = copy.copy(args)
             args.max_length = None
-        found = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        found = super()._prepare_dataset(
+            dataset=dataset,
+            processing_class=processing_class,
+            args=args,
+            dataset_name=dataset_name,
+        )
         if limits == (None, None):
             return found
         cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
@@ -375,7 +380,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """Rows after TRL's own preparation."""
-        return self._prepare_dataset(dataset, self.processing_class, self.args, name)
+        return self._prepare_dataset(
+            dataset=dataset,
+            processing_class=self.processing_class,
+            args=self.args,
+            dataset_name=name,
+        )
 
     def row_length(self, row: Mapping[str, Any]) -> int:
         """Length of the longer sequence, as TRL's collator cuts it."""
@@ -392,7 +402,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             # rows get another one than the same rows have as evaluation rows.
             prepared = prepared.select(range(len(prepared)))
             with self._plain_sums():
-                prepared = self._precompute_ref_logps(prepared, name, size)
+                prepared = self._precompute_ref_logps(dataset=prepared, name=name, batch_size=size)
         rows = [row for row in prepared if row["chosen_ids"] and row["rejected_ids"]]
         if not rows:
             raise InputError(
@@ -450,7 +460,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """Put each pair's reference log-probabilities into it."""
         batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))
         with self._plain_sums():
-            log_probs = self.compute_ref_log_probs(self._reference_model(), batch)  # type: ignore[no-untyped-call]
+            log_probs = self.compute_ref_log_probs(model=self._reference_model(), inputs=batch)  # type: ignore[no-untyped-call]
         for row, chosen, rejected in zip(rows, *(f.tolist() for f in log_probs), strict=True):
             row.update(zip(_REFERENCE, (chosen, rejected), strict=True))
 

@@ -13,7 +13,7 @@ from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.identity import fingerprint
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.refused_settings import compiled, scaled
+from alphatoken.train.refused_settings import checkpointing, compiled, scaled
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
 __all__ = [
@@ -125,14 +125,14 @@ def check_layout(accelerator: Any, args: Any, model: nn.Module) -> None:
     """
     kind = layout(accelerator)
     for refusal in (
-        *_refused_layouts(accelerator, kind),
+        *_refused_layouts(accelerator, args, kind),
         *_refused_arguments(accelerator, args, model),
         *_refused_options(accelerator, args, kind),
     ):
         raise refusal
 
 
-def _refused_layouts(accelerator: Any, kind: str) -> Iterator[ConfigError]:
+def _refused_layouts(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigError]:
     if kind not in ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3"):
         yield ConfigError(
             "token values are not available under this distributed backend",
@@ -158,7 +158,7 @@ def _refused_layouts(accelerator: Any, kind: str) -> Iterator[ConfigError]:
             "FSDP's activation_checkpointing wraps every decoder layer",
             got="fsdp_activation_checkpointing: true",
             why="the scored layers must run without checkpointing",
-            remedy="gradient_checkpointing=True of the trainer, which is paused on them",
+            remedy=f"{checkpointing(args)}=True of the trainer, which is paused on them",
         )
 
 
@@ -203,15 +203,15 @@ def _compiled(accelerator: Any, model: nn.Module) -> bool:
 
 
 def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigError]:
-    reentrant = (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant")
+    option = checkpointing(args)
+    reentrant = (getattr(args, f"{option}_kwargs", None) or {}).get("use_reentrant")
     own = needs_own_forward(accelerator, args)
-    if getattr(args, "gradient_checkpointing", False) and reentrant and not own:
+    if getattr(args, option, False) and reentrant and not own:
         yield ConfigError(
             "reentrant gradient checkpointing does not share its forward with scoring",
             got="use_reentrant=True",
             why="autograd cannot ask such a forward for the errors of single layers",
-            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}, or "
-            "scoring_forward='own'",
+            remedy=f"{option}_kwargs={{'use_reentrant': False}}, or scoring_forward='own'",
         )
     captured = ParameterChoice.read(args.value_parameters, "value_parameters").captured
     mixed = str(getattr(accelerator, "mixed_precision", "no"))

@@ -38,6 +38,7 @@ from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
 from alphatoken.train.datasets import check_left, plain_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
+from alphatoken.train.fused_head import require_fused_head
 from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
@@ -203,6 +204,8 @@ class AlphaTrainerMixin(_Base):
         if plain:
             return
         self._refuse_virtual_tokens()
+        if self.BASE.__module__.startswith("trl."):
+            require_fused_head()
         self.refuse_base()
         check_run(self.model, self.accelerator, options, self._policy)
         check_same_weights(self.accelerator, self.model)

@@ -157,7 +157,7 @@ def tokenizer_of(given: Mapping[str, Any]) -> Any:
     """The trainer's; one that was not handed over is the model's."""
     tokenizer, model = given.get("processing_class"), given.get("model")
     if tokenizer is None and model is not None:
-        tokenizer = load_tokenizer(model if isinstance(model, str) else model.config._name_or_path)
+        tokenizer = load_tokenizer(model if isinstance(model, str) else model.config.name_or_path)
     return text_tokenizer(tokenizer)
 
 
