@@ -60,7 +60,11 @@ MUTANTS = (
         "validation pairs keep the first reference, though it follows the policy",
         [
             (f"{DPO}.prepare_pool", "if self.args.sync_ref_model:", "if False:"),
-            (f"{DPO}.row_batch", "if self.args.sync_ref_model:", "if False:"),
+            (
+                f"{DPO}.row_batch",
+                "if self.args.sync_ref_model or (whole and self.reference_moved):",
+                "if False:",
+            ),
         ],
         MOVING,
     ),
