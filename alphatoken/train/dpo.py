@@ -296,7 +296,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         return bool(self.args.sync_ref_model) or super().reference_moved
 
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """That of all trainers, and a reference that has moved: whole once, or each one's part."""
+        """State of all trainers, and the weights of a reference that has moved, each once."""
         tensors, values = super().alpha_state()
         writes = self.args.should_save or self._reference_sharding is not None
         if writes and self.reference_moved:

@@ -48,8 +48,9 @@ class _Smallest(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.table = nn.Embedding(4, 3, dtype=torch.float32)
+        self.lm_head = nn.Linear(3, 4, bias=False, dtype=torch.float32)
         self.base_model = lambda ids, **_: SimpleNamespace(last_hidden_state=self.table(ids))
-        self.table, self.lm_head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
         text = SimpleNamespace(model_type="")
         self.config = SimpleNamespace(get_text_config=lambda: text)
 
@@ -73,7 +74,8 @@ def require_fused_head() -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-        model, ids = _Smallest(), torch.tensor([[0, 1, 2, 3]])
+        model: Any = _Smallest()
+        ids = torch.tensor([[0, 1, 2, 3]])
         add_fused_lm_head(model)
         labels = torch.tensor([[0, 1, IGNORE, 3]])
         log_probs = model(ids, labels=labels, fused_lm_head=True).log_probs

@@ -53,7 +53,8 @@ def check_tokens(own: Any, rows: int, other: Any = None, tokens: int | None = No
 
 
 def _check_follows(given: Mapping[str, Any]) -> None:
-    args, model = given.get("args"), given.get("model")
+    args: Any = given.get("args")
+    model = given.get("model")
     adapted = given.get("peft_config") is not None or hasattr(model, "peft_config")
     if not getattr(args, "sync_ref_model", False):
         return

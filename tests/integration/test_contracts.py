@@ -51,7 +51,8 @@ def at(path: str) -> Any:
 
 
 ANY: Any = object()
-TRAINER, SFT, DPO = (kind.__mro__[0] for kind in (Trainer, SFTTrainer, DPOTrainer))
+BELOW: list[Any] = [Trainer, SFTTrainer, DPOTrainer]
+TRAINER, SFT, DPO = BELOW
 
 CALLED: dict[str, Check] = {
     # Overridden with this signature, or called like this: train/mixin.py.
@@ -223,7 +224,8 @@ def sharded() -> Iterator[nn.Module]:
     """A model of one process, under FSDP2 with products in bfloat16."""
     if dist.is_initialized():
         pytest.skip("this process is in another group")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         mesh = init_device_mesh("cpu", (1,))
@@ -316,7 +318,7 @@ def _compiles() -> bool:
     inside = nn.Linear(1, 1)
     before = inside._compiled_call_impl
     inside.compile(backend="eager")
-    whole = torch.compile(nn.Linear(1, 1), backend="eager")
+    whole: Any = torch.compile(nn.Linear(1, 1), backend="eager")
     return (
         before is None
         and inside._compiled_call_impl is not None
