@@ -50,6 +50,7 @@ from alphatoken.train.identity import (
 )
 from alphatoken.train.layouts import (
     check_same_weights,
+    layout,
     name_wrapped_layers,
 )
 from alphatoken.train.leaks import warn_of_leaks
@@ -204,7 +205,8 @@ class AlphaTrainerMixin(_Base):
         if plain:
             return
         self._refuse_virtual_tokens()
-        if self.BASE.__module__.startswith("trl."):
+        # Under ZeRO-3 TRL gathers every head's weight, and values read none that is spread.
+        if self.BASE.__module__.startswith("trl.") and layout(self.accelerator) != "zero3":
             require_fused_head()
         self.refuse_base()
         check_run(self.model, self.accelerator, options, self._policy)
