@@ -189,6 +189,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     _tag_names = [*DPOTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
     read = staticmethod(read_pairs)
+    _moved_at = (-1, False)
+    """Step at which the reference was last looked at, and whether it had moved."""
 
     def refuse_base(self) -> None:
         """Refuse rows with images."""
@@ -294,6 +296,18 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     def reference_moved(self) -> bool:
         """True if training moves the reference, or something else has moved it."""
         return bool(self.args.sync_ref_model) or super().reference_moved
+
+    @property
+    def _follows_reference(self) -> bool:
+        """True if the reference of validation rows is to be asked anew; looked at once a step."""
+        if self.args.sync_ref_model:
+            return True
+        # Parts of one may have moved on some processes alone, and all run its forwards or none.
+        step = self.state.global_step
+        if self._moved_at[0] != step:
+            whole = self._reference_sharding is None
+            self._moved_at = step, whole and self.reference_moved
+        return self._moved_at[1]
 
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """State of all trainers, and the weights of a reference that has moved, each once."""
@@ -414,10 +428,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
         """One preference batch, padded as TRL pads it."""
-        # The reference may have moved since these rows came last. Parts of one may have moved on
-        # some processes alone, and this is no place to ask the others.
-        whole = self._reference_sharding is None
-        if self.args.sync_ref_model or (whole and self.reference_moved):
+        if self._follows_reference:  # it may have moved since these rows came last
             rows = [dict(row) for row in rows]
             self._add_reference(rows)
         batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))

@@ -514,6 +514,7 @@ class AlphaTrainerMixin(_Base):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clip as in transformers; a weigher of values gets the norm before the cut."""
+        # accelerate's own method is passed by where gradients lie on several device meshes.
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if isinstance(self.weigher, ValueWeigher):
             self.weigher.valuation.gradient_cut(norm)
