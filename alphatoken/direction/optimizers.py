@@ -217,7 +217,7 @@ def _gradient(gradient: Tensor, local: Tensor) -> Tensor:
             "a gradient does not have its parameter's shape",
             got=f"{tuple(gradient.shape)} for {tuple(local.shape)}",
         )
-    return gradient.detach()
+    return gradient.detach().to(local.device)  # which may be a CPU's, of offloaded weights
 
 
 def _require_finite(p: Mapping[str, Tensor]) -> None:

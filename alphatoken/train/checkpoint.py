@@ -27,6 +27,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.support.storage import flush, read_tensors, write_tensors
+from alphatoken.train.callback_state import (
+    Digests,
+    refuse_lost_tensors,
+    restore_states,
+    tensor_digests,
+    warn_of_tensors,
+)
 from alphatoken.train.manifest import (
     Manifest,
     chosen_checkpoint,
@@ -67,6 +74,8 @@ class RunCheckpoints(TrainerCallback):
         self._trainer: Any = trainer
         self._facts = facts
         self._run = ""
+        self._begun: Digests = {}
+        self._told = False
         self.resuming: Path | None = None
         self.staging = False
         self.random_state_loaded = False
@@ -108,12 +117,15 @@ class RunCheckpoints(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Load own state; on every attempt of ``auto_find_batch_size``."""
         self.random_state_loaded = False
+        self._begun = tensor_digests(self._trainer)
         if self.resuming is not None:
+            restore_states(self._trainer)
             self._load_own(self.resuming)
 
     def _load_own(self, folder: Path) -> None:
         trainer = self._trainer
         tensors, metadata = read_tensors(self._own_file(folder))
+        refuse_lost_tensors(json.loads(metadata["callbacks"]), self._begun)
         loss = tensors.pop("loss").to(trainer._tr_loss.device)
         since_log = json.loads(metadata["since_log"])
         trainer._tr_loss += loss
@@ -202,7 +214,11 @@ class RunCheckpoints(TrainerCallback):
             "tokens": getattr(trainer, "_total_train_tokens", None),
         }
         own = {f"alpha/{name}": tensor for name, tensor in tensors.items()}
-        metadata = {"alpha": json.dumps(values), "since_log": json.dumps(since_log)}
+        digests = tensor_digests(trainer)
+        self._told = self._told or warn_of_tensors(self._begun, digests)
+        callbacks = {name: digest for name, digest in digests.items() if digest is not None}
+        parts = {"alpha": values, "since_log": since_log, "callbacks": callbacks}
+        metadata = {name: json.dumps(part) for name, part in parts.items()}
         write_tensors(self._own_file(folder), {**own, "loss": trainer._tr_loss}, metadata)
 
     def _complete(self, staged: Path, final: Path) -> None:

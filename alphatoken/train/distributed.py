@@ -10,7 +10,7 @@ row, position), and comes out as in one process.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,11 @@ class Ranks:
         box = [item]
         dist.broadcast_object_list(box, src=source, device=self.device)
         return box[0]
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors with those of the first process."""
+        for tensor in tensors if self.world > 1 else ():
+            dist.broadcast(tensor, 0)
 
     def any(self, flag: bool) -> bool:
         """True if the flag is set on any process."""

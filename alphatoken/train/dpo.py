@@ -23,19 +23,24 @@ from alphatoken.errors import (
     UnsupportedError,
     warn_caller,
 )
-from alphatoken.model.batch import IGNORE, PreferenceBatch, predicted_labels
+from alphatoken.model.batch import IGNORE, PreferenceBatch
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import cut_pair
+from alphatoken.train.distributed import Ranks
 from alphatoken.train.fields import PairFields, check_fields
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
+from alphatoken.train.layouts import sharding_of
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.python_rows import read_pairs
+from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+_MOVED = "reference/"
+"""Before the names of the weights of a reference that has moved, in a checkpoint."""
 
 _OWN_LOSS: Mapping[str, Any] = {
     "loss_type": ["sigmoid"],
@@ -184,10 +189,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     _tag_names = [*DPOTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
     read = staticmethod(read_pairs)
+    _moved_at = (-1, False)
+    """Step at which the reference was last looked at, and whether it had moved."""
 
     def refuse_base(self) -> None:
         """Refuse rows with images."""
-        if getattr(self, "_is_vision_dataset", False):
+        if self._is_vision_dataset:
             raise UnsupportedError(
                 "AlphaDPOTrainer does not work with a vision dataset", remedy="use text pairs"
             )
@@ -204,10 +211,10 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
                 AlphaTokenWarning,
             )
 
-    def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
+    def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """The completions of both branches, chosen rows first."""
         labels: Tensor = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        return predicted_labels(labels, inputs.get("attention_mask"))
+        return labels
 
     def rank_groups(self, rows: int) -> list[slice]:
         """Chosen and rejected by themselves, unless ``shared_threshold``."""
@@ -228,7 +235,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """Inputs with the reference's log-probabilities, so that scoring sees one model."""
         extended = dict(inputs)
         if _REFERENCE[0] not in extended:
-            reference = self.compute_ref_log_probs(self._reference_model(), extended)  # type: ignore[no-untyped-call]
+            reference = self.compute_ref_log_probs(model=self._reference_model(), inputs=extended)  # type: ignore[no-untyped-call]
             extended.update(zip(_REFERENCE, reference, strict=True))
         return extended
 
@@ -244,7 +251,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         assert policy is not None
         if policy.needs.reference:
             recording = _LogProbs(self._reference_model())
-            summed = self.compute_ref_log_probs(recording, extended)  # type: ignore[no-untyped-call]
+            summed = self.compute_ref_log_probs(model=recording, inputs=extended)  # type: ignore[no-untyped-call]
             extended.update(zip(_REFERENCE, summed, strict=True))
             assert recording.log_probs is not None
             return extended, by_token(recording.log_probs)
@@ -264,11 +271,66 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             recording = _Logits(self._reference_model())
             given = {**inputs, "completion_mask": torch.ones_like(inputs["input_ids"])}
             given.pop("labels", None)
-            self.compute_ref_log_probs(recording, given)  # type: ignore[no-untyped-call]
+            self.compute_ref_log_probs(model=recording, inputs=given)  # type: ignore[no-untyped-call]
             assert recording.logits is not None
             return recording.logits
 
         return logits
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        """Weights of the reference model, which ``sync_ref_model`` moves; none where it is none.
+
+        Where adapters are switched off, or another one is on, they are the model's own.
+        """
+        if self.ref_model is None:
+            return {}
+        sharding = self._reference_sharding
+        named = self.accelerator.unwrap_model(self.ref_model).named_parameters()
+        return {n: p.data if sharding is None else sharding.local(n, p) for n, p in named}
+
+    @property
+    def _reference_sharding(self) -> Fsdp2Sharding | Zero3Sharding | None:
+        return None if self.ref_model is None else sharding_of(self.accelerator, self.ref_model)
+
+    @property
+    def reference_moved(self) -> bool:
+        """True if training moves the reference, or something else has moved it."""
+        return bool(self.args.sync_ref_model) or super().reference_moved
+
+    @property
+    def _follows_reference(self) -> bool:
+        """True if the reference of validation rows is to be asked anew; looked at once a step."""
+        if self.args.sync_ref_model:
+            return True
+        # Parts of one may have moved on some processes alone, and all run its forwards or none.
+        step = self.state.global_step
+        if self._moved_at[0] != step:
+            whole = self._reference_sharding is None
+            self._moved_at = step, whole and self.reference_moved
+        return self._moved_at[1]
+
+    def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """State of all trainers, and the weights of a reference that has moved, each once."""
+        tensors, values = super().alpha_state()
+        writes = self.args.should_save or self._reference_sharding is not None
+        if writes and self.reference_moved:
+            weights = self.reference_weights().items()
+            tensors |= {f"{_MOVED}{name}": weight for name, weight in weights}
+        return tensors, values
+
+    def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Take back what ``alpha_state`` gave."""
+        own = {n: t for n, t in tensors.items() if not n.startswith(_MOVED)}
+        super().load_alpha_state(own, values)
+        moved = {n.removeprefix(_MOVED): t for n, t in tensors.items() if n.startswith(_MOVED)}
+        if (sharding := self._reference_sharding) is not None:
+            sharding.overwrite(moved)
+            return
+        weights, ranks = self.reference_weights(), Ranks(self.accelerator)
+        for name, weight in moved.items():
+            weights[name].copy_(weight)
+        if ranks.broadcast_object(bool(moved)):
+            ranks.broadcast(weights.values())
 
     def _reference_model(self) -> Any:
         return self.model if self.ref_model is None else self.ref_model
@@ -297,7 +359,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             return coefficients
         assert gate.log_probs is not None
         recording = _LogProbs(self._reference_model())
-        self.compute_ref_log_probs(recording, dict(inputs))  # type: ignore[no-untyped-call]
+        self.compute_ref_log_probs(model=recording, inputs=dict(inputs))  # type: ignore[no-untyped-call]
         assert recording.log_probs is not None
         current, reference = gate.log_probs.detach().chunk(2), recording.log_probs.chunk(2)
         kept = weights[:, 1:].to(gate.log_probs).chunk(2)
@@ -317,7 +379,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         if args.cuts_prompts:
             args = copy.copy(args)
             args.max_length = None
-        found = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        found = super()._prepare_dataset(
+            dataset=dataset,
+            processing_class=processing_class,
+            args=args,
+            dataset_name=dataset_name,
+        )
         if limits == (None, None):
             return found
         cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
@@ -327,7 +394,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """Rows after TRL's own preparation."""
-        return self._prepare_dataset(dataset, self.processing_class, self.args, name)
+        return self._prepare_dataset(
+            dataset=dataset,
+            processing_class=self.processing_class,
+            args=self.args,
+            dataset_name=name,
+        )
 
     def row_length(self, row: Mapping[str, Any]) -> int:
         """Length of the longer sequence, as TRL's collator cuts it."""
@@ -344,7 +416,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             # rows get another one than the same rows have as evaluation rows.
             prepared = prepared.select(range(len(prepared)))
             with self._plain_sums():
-                prepared = self._precompute_ref_logps(prepared, name, size)
+                prepared = self._precompute_ref_logps(dataset=prepared, name=name, batch_size=size)
         rows = [row for row in prepared if row["chosen_ids"] and row["rejected_ids"]]
         if not rows:
             raise InputError(
@@ -356,7 +428,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
         """One preference batch, padded as TRL pads it."""
-        if self.args.sync_ref_model:  # the reference may have moved since these rows came last
+        if self._follows_reference:  # it may have moved since these rows came last
             rows = [dict(row) for row in rows]
             self._add_reference(rows)
         batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))
@@ -399,7 +471,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """Put each pair's reference log-probabilities into it."""
         batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))
         with self._plain_sums():
-            log_probs = self.compute_ref_log_probs(self._reference_model(), batch)  # type: ignore[no-untyped-call]
+            log_probs = self.compute_ref_log_probs(model=self._reference_model(), inputs=batch)  # type: ignore[no-untyped-call]
         for row, chosen, rejected in zip(rows, *(f.tolist() for f in log_probs), strict=True):
             row.update(zip(_REFERENCE, (chosen, rejected), strict=True))
 

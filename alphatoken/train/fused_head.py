@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alphatoken.model.batch import IGNORE
 from alphatoken.model.head import HeadUse, is_whole, take_as_of
 from alphatoken.support.precision import wide
+from alphatoken.train.hooks import without_names
 
-__all__ = ["errors_only", "head_entropy", "shared_log_probs", "top_entropy"]
+__all__ = ["errors_only", "head_entropy", "require_fused_head", "shared_log_probs", "top_entropy"]
 
 _WORKSPACE = 2**24  # logits of one block of predictions
 _NODE = "ChunkedLogProbFunctionBackward"
@@ -37,6 +41,65 @@ def _fused_head(log_probs: Tensor) -> Any:
         above = [parent for parent, _ in node.next_functions if parent is not None]
         node = above[0] if len(above) == 1 else None
     return None
+
+
+class _Smallest(nn.Module):
+    """A head of four tokens on a trunk that only looks up, as TRL's function takes a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3, dtype=torch.float32)
+        self.lm_head = nn.Linear(3, 4, bias=False, dtype=torch.float32)
+        self.base_model = lambda ids, **_: SimpleNamespace(last_hidden_state=self.table(ids))
+        text = SimpleNamespace(model_type="")
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def logits(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.lm_head(self.table(ids))
+        return found
+
+    forward = logits
+
+
+@cache
+def require_fused_head() -> None:
+    """See once, on four tokens, that what is read here of TRL's head is what its forward made.
+
+    Raises:
+        UnsupportedError: a release of TRL or torch in which it is not.
+    """
+    from trl.trainer.utils import add_fused_lm_head
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+        model: Any = _Smallest()
+        ids = torch.tensor([[0, 1, 2, 3]])
+        add_fused_lm_head(model)
+        labels = torch.tensor([[0, 1, IGNORE, 3]])
+        log_probs = model(ids, labels=labels, fused_lm_head=True).log_probs
+        missing = _NODE
+        try:
+            if _reads_as(log_probs, labels[:, 1:] != IGNORE, model.logits(ids)[:, :-1]):
+                return
+        except (AttributeError, IndexError, KeyError) as problem:
+            missing = f"{_NODE}: {problem}"
+    raise without_names("TRL's fused head", ("trl", "torch"), (missing,), "'alphatoken[train]'")
+
+
+def _reads_as(log_probs: Tensor, asked: Tensor, logits: Tensor) -> bool:
+    """Whether log-probabilities, entropy and errors of a fused head are those of its logits."""
+    node = _fused_head(log_probs)
+    shared, entropy = shared_log_probs(log_probs, asked), head_entropy(log_probs, asked, 4)
+    if node is None or shared is None or entropy is None:
+        return False
+    with errors_only(log_probs):
+        weight = torch.autograd.grad(
+            log_probs.sum(), node.saved_tensors[1], retain_graph=True, allow_unused=True
+        )
+    alike = (shared, log_probs), (entropy, top_entropy(logits, 4) * asked)
+    return weight[0] is None and all(torch.allclose(one, other) for one, other in alike)
 
 
 def _predictions(log_probs: Tensor, asked: Tensor) -> tuple[Any, Tensor, Tensor] | None:

@@ -26,6 +26,7 @@ __all__ = [
     "frozen_fingerprint",
     "library_versions",
     "run_options",
+    "weights_fingerprint",
 ]
 
 _WATCHING = (
@@ -145,8 +146,13 @@ def frozen_fingerprint(model: nn.Module) -> str | None:
 
     A checkpoint of adapters does not hold them, and adapters on another base are silently wrong.
     """
-    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.numel()]
-    return fingerprint(frozen) if frozen else None
+    named = model.named_parameters()
+    return weights_fingerprint({n: p for n, p in named if not p.requires_grad and p.numel()})
+
+
+def weights_fingerprint(weights: Mapping[str, Tensor]) -> str | None:
+    """:func:`fingerprint` of weights by name; None where there are none."""
+    return fingerprint(weights.items()) if weights else None
 
 
 def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:

@@ -10,11 +10,10 @@ from torch import nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.parameter_choice import ParameterChoice
-from alphatoken.model.sharding import Sharding
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.identity import fingerprint
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.refused_settings import compiled, scaled
+from alphatoken.train.refused_settings import checkpointing, compiled, scaled
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
 __all__ = [
@@ -94,7 +93,7 @@ def name_wrapped_layers(accelerator: Any, model: nn.Module, config: Any) -> None
         plugin.transformer_cls_names_to_wrap = named
 
 
-def sharding_of(accelerator: Any, model: nn.Module) -> Sharding | None:
+def sharding_of(accelerator: Any, model: nn.Module) -> Fsdp2Sharding | Zero3Sharding | None:
     """Access to the prepared model's weights, or None if each process has them all."""
     kind = layout(accelerator)
     if kind not in SHARDED:
@@ -126,14 +125,14 @@ def check_layout(accelerator: Any, args: Any, model: nn.Module) -> None:
     """
     kind = layout(accelerator)
     for refusal in (
-        *_refused_layouts(accelerator, kind),
+        *_refused_layouts(accelerator, args, kind),
         *_refused_arguments(accelerator, args, model),
         *_refused_options(accelerator, args, kind),
     ):
         raise refusal
 
 
-def _refused_layouts(accelerator: Any, kind: str) -> Iterator[ConfigError]:
+def _refused_layouts(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigError]:
     if kind not in ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3"):
         yield ConfigError(
             "token values are not available under this distributed backend",
@@ -159,7 +158,7 @@ def _refused_layouts(accelerator: Any, kind: str) -> Iterator[ConfigError]:
             "FSDP's activation_checkpointing wraps every decoder layer",
             got="fsdp_activation_checkpointing: true",
             why="the scored layers must run without checkpointing",
-            remedy="gradient_checkpointing=True of the trainer, which is paused on them",
+            remedy=f"{checkpointing(args)}=True of the trainer, which is paused on them",
         )
 
 
@@ -204,15 +203,15 @@ def _compiled(accelerator: Any, model: nn.Module) -> bool:
 
 
 def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigError]:
-    reentrant = (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant")
+    option = checkpointing(args)
+    reentrant = (getattr(args, f"{option}_kwargs", None) or {}).get("use_reentrant")
     own = needs_own_forward(accelerator, args)
-    if getattr(args, "gradient_checkpointing", False) and reentrant and not own:
+    if getattr(args, option, False) and reentrant and not own:
         yield ConfigError(
             "reentrant gradient checkpointing does not share its forward with scoring",
             got="use_reentrant=True",
             why="autograd cannot ask such a forward for the errors of single layers",
-            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}, or "
-            "scoring_forward='own'",
+            remedy=f"{option}_kwargs={{'use_reentrant': False}}, or scoring_forward='own'",
         )
     captured = ParameterChoice.read(args.value_parameters, "value_parameters").captured
     mixed = str(getattr(accelerator, "mixed_precision", "no"))
@@ -227,10 +226,19 @@ def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigE
             remedy="no mixed precision; or DDP, ZeRO-1 or 2; or estimator='alphatoken', 'direct', "
             "'same_layer_hop' or 'path' over 'linears' or 'linears,experts'",
         )
-    if args.preconditioner is not None and kind not in ("single", "ddp"):
+    if args.preconditioner is not None and kind.startswith("zero"):
         yield ConfigError(
-            "preconditioned values need the whole optimizer state on every process",
+            "preconditioned values cannot be had of DeepSpeed's optimizer",
             got=f"preconditioner={args.preconditioner!r}, layout {kind}",
-            why="it is flattened and spread over the processes here",
-            remedy="preconditioner=None, or DDP",
+            why="its state lies in flat partitions, each with parts of many parameters",
+            remedy="preconditioner=None; or DDP or FSDP2, whose state has the parameter's shape",
+        )
+    if args.preconditioner == "full" and kind == "fsdp2" and moved:
+        yield ConfigError(
+            "preconditioner='full' cannot be had for label values on sharded weights",
+            got=f"estimator={args.estimator!r}, value_parameters={args.value_parameters!r}, "
+            f"layout {kind}",
+            why="the gradient of each step would be reduced by a backward of its own",
+            remedy="preconditioner='frozen', or DDP; or estimator='alphatoken', 'direct' or 'path'"
+            " over 'linears' or 'linears,experts'",
         )

@@ -394,7 +394,7 @@ def text_tokenizer(processing_class: Any) -> Any:
 
 def model_name(model: nn.Module | None) -> str:
     """Name or folder that a model was loaded from, by its configuration; "" if none says."""
-    return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    return str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
 
 
 def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> Any:

@@ -235,6 +235,14 @@ def require_same_run(
             got="it was saved with save_only_model=True",
             remedy="give it as the model of a new run",
         )
+    optim = str(facts["options"].get("optim"))
+    if optim == "adalomo" or optim.endswith("layerwise"):
+        raise ConfigError(
+            "this optimizer's state is in no checkpoint",
+            got=f"optim={optim!r}",
+            why="it steps inside the backward, layer by layer, where transformers does not save it",
+            remedy="train from the start, or with an optimizer of the whole model",
+        )
     changed, noted = (
         {name: f"{name}: {old!r} then, {new!r} now" for name, (old, new) in found.items()}
         for found in apart(manifest.facts, facts, allowed)

@@ -41,7 +41,7 @@ class Carried:
 
     Attributes:
         index: number of this micro-batch within its optimizer step.
-        kept_share: kept tokens over response tokens of the whole step, where they divide the loss.
+        kept_share: kept tokens over those of the loss, of the whole step, where they divide it.
         weights: (b, t), where a threshold over the whole step decided them; None otherwise.
         scored: the values that the weights came from, if any.
         extra: inputs that scoring added, such as the reference's log-probabilities.
@@ -63,17 +63,20 @@ class MicroBatch:
     Attributes:
         inputs: the trainer's batch.
         labels: (b, t) unshifted labels, -100 off the response.
-        mask: (b, t) response tokens.
+        mask: (b, t) response tokens, those that have a value.
+        loss_mask: (b, t) tokens that the trainer's own loss counts: beside ``mask`` those that
+            padding predicts, as it does the first one of a row padded on the left.
         rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
-        unit_of: (mask, num_items) -> ``unit``; asked only where it is needed, because its answer
-            waits for the device.
+        unit_of: (loss_mask, num_items) -> ``unit``; asked only where it is needed, because its
+            answer waits for the device.
         carried: what was decided of it ahead.
-        num_items: transformers' count of the step's response tokens, or None.
+        num_items: transformers' count of the tokens of the step's loss, or None.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
     labels: Tensor
     mask: Tensor
+    loss_mask: Tensor
     rank_groups: Sequence[slice]
     unit_of: Callable[[Tensor, Any], float] = field(repr=False)
     carried: Carried
@@ -82,7 +85,7 @@ class MicroBatch:
     @property
     def unit(self) -> float:
         """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
-        return self.unit_of(self.mask, self.num_items)
+        return self.unit_of(self.loss_mask, self.num_items)
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,14 @@ def normalised(
         weights: (b, t) of the tokens.
         batch: whose they are.
         kind: "response" (the trainer's own divisor), "kept" (the kept tokens) or "sum" (none).
-        kept_share: kept tokens over response tokens of the whole step; None takes the
+        kept_share: kept tokens over those of the loss, of the whole step; None takes the
             micro-batch's own.
     """
     if kind != "kept":
         return weights * undivided(batch, kind)
     if kept_share is not None:
         return weights * (1 / kept_share)
-    return weights * (batch.mask.sum() / weights.sum().clamp(min=1e-12))
+    return weights * (batch.loss_mask.sum() / weights.sum().clamp(min=1e-12))
 
 
 def draw_seed(trainer: AlphaTrainerMixin, batch: MicroBatch) -> int:

@@ -38,6 +38,7 @@ from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
 from alphatoken.train.datasets import check_left, plain_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
+from alphatoken.train.fused_head import require_fused_head
 from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
@@ -45,9 +46,11 @@ from alphatoken.train.identity import (
     frozen_fingerprint,
     library_versions,
     run_options,
+    weights_fingerprint,
 )
 from alphatoken.train.layouts import (
     check_same_weights,
+    layout,
     name_wrapped_layers,
 )
 from alphatoken.train.leaks import warn_of_leaks
@@ -193,6 +196,8 @@ class AlphaTrainerMixin(_Base):
         load_model_and_tokenizer(self.BASE, given)
         with unsaid(self.BASE.__module__, "your model is already instantiated"):
             super().__init__(**given)
+        # As it was handed over: training may move it.
+        self._reference_digest = weights_fingerprint(self.reference_weights())
         check_left(given.get("train_dataset"), self.train_dataset, self.args)
         if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
             check_tokens(self.train_dataset, self.model, "training")
@@ -208,6 +213,9 @@ class AlphaTrainerMixin(_Base):
         if plain:
             return
         self._refuse_virtual_tokens()
+        # Under ZeRO-3 TRL gathers every head's weight, and values read none that is spread.
+        if self.BASE.__module__.startswith("trl.") and layout(self.accelerator) != "zero3":
+            require_fused_head()
         self.refuse_base()
         check_run(self.model, self.accelerator, options, self._policy)
         check_same_weights(self.accelerator, self.model)
@@ -267,9 +275,14 @@ class AlphaTrainerMixin(_Base):
     def say_objective(self) -> None:
         """Warn where validation rows are measured by another loss than training descends."""
 
+    def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Labels (b, t) of a training batch, unshifted, as the trainer's own loss counts them."""
+        labels: Tensor = inputs["labels"]
+        return labels
+
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Labels (b, t) of a training batch, unshifted, -100 off the response."""
-        return predicted_labels(inputs["labels"], inputs.get("attention_mask"))
+        """Those of them that have a value; -100 where padding would predict the token."""
+        return predicted_labels(self.loss_labels(inputs), inputs.get("attention_mask"))
 
     def rank_groups(self, rows: int) -> list[slice]:
         """Rows of a batch that are ranked together: all of them, or branch by branch."""
@@ -318,6 +331,15 @@ class AlphaTrainerMixin(_Base):
     def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
         """Inputs of a forward to logits of the reference model; None where there is none."""
         return None
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        """Weights of a reference model that training may move, this process's part of each."""
+        return {}
+
+    @property
+    def reference_moved(self) -> bool:
+        """True if this process's part of the reference is not what the trainer was given."""
+        return weights_fingerprint(self.reference_weights()) != self._reference_digest
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """Tokenised rows of a validation or retention dataset."""
@@ -446,13 +468,14 @@ class AlphaTrainerMixin(_Base):
     def read_micro_batch(
         self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
     ) -> MicroBatch:
-        """Labels, mask and rank_groups of a batch."""
+        """Labels, masks and rank_groups of a batch."""
         labels = self.response_labels(inputs)
         mask = label_mask(labels)
         return MicroBatch(
             inputs=inputs,
             labels=labels,
             mask=mask,
+            loss_mask=label_mask(self.loss_labels(inputs)),
             rank_groups=self.rank_groups(len(mask)),
             unit_of=self.loss_unit,
             carried=carried,
@@ -500,6 +523,7 @@ class AlphaTrainerMixin(_Base):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clip as in transformers; a weigher of values gets the norm before the cut."""
+        # accelerate's own method is passed by where gradients lie on several device meshes.
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         if isinstance(self.weigher, ValueWeigher):
             self.weigher.valuation.gradient_cut(norm)
@@ -596,5 +620,6 @@ class AlphaTrainerMixin(_Base):
             "options": run_options(self.args),
             "data": {name: content_digest(data) for name, data in self.alpha_data().items()},
             "frozen_weights": frozen_fingerprint(self.model),
+            "reference_weights": self._reference_digest,
             "versions": library_versions(),
         }

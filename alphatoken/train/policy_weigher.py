@@ -126,12 +126,14 @@ class PolicyWeigher:
         trainer, plans = self._trainer, [Carried(index) for index in range(len(samples))]
         if self._divisor != "kept" or num_items is None:
             return plans
-        batches = []
+        batches, counts = [], []
         for sample, plan in zip(samples, plans, strict=True):
             batch = trainer.read_micro_batch(sample, plan, num_items)
             zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)
             batches.append(self._policy_batch(batch, log_probs=zeros))
-        counts = [self.policy.kept_tokens(batch) for batch in batches]
+            count = self.policy.kept_tokens(batches[-1])
+            whole = count is not None and float(count) == float(batch.mask.sum())
+            counts.append(batch.loss_mask.sum() if whole else count)
         known = [count.double() for count in counts if count is not None]
         # One batch that cannot be counted leaves the step uncounted, on every process.
         ranks, share = Ranks(trainer.accelerator), None
@@ -197,6 +199,8 @@ class PolicyWeigher:
                 why="it asks for no reference model, so the trainer's own loss was not computed",
                 remedy="needs = Needs(reference=True), or no loss() of its own",
             )
+        if bool((weights[batch.mask] == 1).all()):  # the trainer's own loss, of all its tokens
+            weights = batch.loss_mask.to(weights)
         divided = normalised(weights, batch, self._divisor, batch.carried.kept_share)
         return gate.surrogate(loss, gate.coefficients(loss), divided)
 

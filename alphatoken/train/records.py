@@ -69,7 +69,7 @@ class RunRecords:
                 batch.mask,
                 values,
                 weights,
-                scale=self._trainer._get_learning_rate()
+                scale=float(self._trainer.optimizer.param_groups[0]["lr"])
                 * batch.unit
                 * undivided(batch, self._trainer.args.kept_normalization),
                 step=self._trainer.state.global_step,

@@ -52,12 +52,35 @@ def check_tokens(own: Any, rows: int, other: Any = None, tokens: int | None = No
         )
 
 
+def _check_follows(given: Mapping[str, Any]) -> None:
+    args: Any = given.get("args")
+    model = given.get("model")
+    adapted = given.get("peft_config") is not None or hasattr(model, "peft_config")
+    if not getattr(args, "sync_ref_model", False):
+        return
+    if adapted or args.precompute_ref_log_probs:
+        raise ConfigError(
+            "sync_ref_model moves a reference model, and there is none",
+            got="adapters (peft_config), which are switched off for the reference"
+            if adapted
+            else "precompute_ref_log_probs=True",
+            why="the run would be measured against one that stands still",
+            remedy="sync_ref_model=False, or full fine-tuning without precompute_ref_log_probs",
+        )
+
+
 def check_reference(given: Mapping[str, Any]) -> None:
     """Refuse a reference of preference pairs that reads other tokens; see :func:`check_tokens`.
 
+    One that is to follow the model must be a model of its own.
+
     Args:
         given: arguments of the trainer below; ``ref_model`` None is a copy of the trained model.
+
+    Raises:
+        ConfigError: names what differs, or what cannot follow.
     """
+    _check_follows(given)
     reference = given.get("ref_model")
     rows = None if reference is None else embedding_rows(reference)
     if rows is None:

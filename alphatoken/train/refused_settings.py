@@ -7,7 +7,13 @@ from typing import Any
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["compiled", "refused_settings", "scaled"]
+__all__ = ["checkpointing", "compiled", "refused_settings", "scaled"]
+
+
+def checkpointing(args: Any) -> str:
+    """Name of the option for checkpointing in the release of transformers that is installed."""
+    renamed = hasattr(args, "activation_checkpointing")  # in 5.24; the former name goes in 6
+    return "activation_checkpointing" if renamed else "gradient_checkpointing"
 
 
 def refused_settings(args: Any) -> Iterator[ConfigError]:
@@ -41,7 +47,7 @@ def refused_settings(args: Any) -> Iterator[ConfigError]:
             got="activation_offloading=True",
             why="TRL forgets an activation when the first backward has fetched it, and values take "
             "a backward of their own through the graph that the step uses",
-            remedy="activation_offloading=False; gradient_checkpointing=True saves more memory",
+            remedy=f"activation_offloading=False; {checkpointing(args)}=True saves more memory",
         )
     if args.fp16 and args.needs_values:
         yield scaled()

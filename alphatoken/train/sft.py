@@ -77,7 +77,7 @@ class LabelledRows(AlphaTrainerMixin):
             return padded_batch(rows, pad, self.args.device)
         if not self._rows_have_labels:  # which ``TrainingRows`` adds for policies
             rows = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
-        collate = self._get_collator_with_removed_columns(self.own_collator)
+        collate = self._get_collator_with_removed_columns(data_collator=self.own_collator)
         return self._prepare_inputs(collate([dict(row) for row in rows]))
 
     @property
@@ -225,7 +225,12 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
             return dataset
         own = "input_ids" in columns_of(plain_rows(dataset), name)
         prepared = self._prepare_dataset(
-            dataset, self.processing_class, self.args, False, self._formatting_func, name
+            dataset=dataset,
+            processing_class=self.processing_class,
+            args=self.args,
+            packing=False,
+            formatting_func=self._formatting_func,
+            dataset_name=name,
         )
         unmasked = "completion_mask" in (getattr(prepared, "column_names", None) or ())
         whole = self.args.completion_only_loss is False or (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.support.precision import wide
+from alphatoken.train.hooks import MODULES, require_names, without_names
 
 __all__ = ["Fsdp2Sharding", "Zero3Sharding"]
 
@@ -22,6 +23,23 @@ def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
     yield module, owner
     for child in module.children():
         yield from _owners(child, owner)
+
+
+def _groups(owner: Any) -> list[Any]:
+    """The groups of parameters that a module gathers together; None is no such module.
+
+    Raises:
+        UnsupportedError: a release of torch that keeps them elsewhere.
+    """
+    if owner is None:
+        return []
+    try:
+        state = owner._get_fsdp_state()
+        # Before torch had several, it had this one or none.
+        groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        return [group for group in groups if group is not None]
+    except AttributeError as problem:
+        raise without_names("FSDP2", ("torch",), (str(problem.name),), "alphatoken") from problem
 
 
 class _Parts:
@@ -168,6 +186,14 @@ class Fsdp2Sharding(_Parts):
             return rows, part.to(rows.device)
         return parameter.data, part
 
+    @torch.no_grad()
+    def overwrite(self, parts: Mapping[str, Tensor]) -> None:
+        """Give parameters new numbers, of which this process has its part."""
+        self.regather()
+        named = dict(next(iter(self._owners)).named_parameters(remove_duplicate=False))
+        for name, part in parts.items():
+            self.moving(name, named[name], part)[0].copy_(part)
+
     def regather(self) -> None:
         """Drop the gathered weights that FSDP2 keeps between forwards, as it does the root's."""
         for owner in {owner for owner in self._owners.values() if owner is not None}:
@@ -175,10 +201,8 @@ class Fsdp2Sharding(_Parts):
 
     def narrow(self) -> str | None:
         """Dtype to which ``MixedPrecisionPolicy`` casts weights for the forward."""
-        for module in self._owners:
-            state = getattr(module, "_get_fsdp_state", lambda: None)()
-            group = getattr(state, "_fsdp_param_group", None)
-            dtype = None if group is None else group.mp_policy.param_dtype
+        for group in (group for owner in set(self._owners.values()) for group in _groups(owner)):
+            dtype = group.mp_policy.param_dtype
             if dtype is not None and wide(dtype) != dtype:
                 return f"mixed precision in {dtype}".replace("torch.", "")
         return None
@@ -226,6 +250,8 @@ class Zero3Sharding(_Parts):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        for module in MODULES:
+            require_names(module)
         self._model = model
         self._parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         self._leaf_hooks = [h for module in model.modules() for h in _leaf_hooks(module)]
@@ -359,6 +385,17 @@ class Zero3Sharding(_Parts):
         if not self._partitioned(name):
             return p.data, part
         return p.ds_tensor.data, part.to(p.ds_tensor.device)
+
+    @torch.no_grad()
+    def overwrite(self, parts: Mapping[str, Tensor]) -> None:
+        """Give parameters new numbers, of which this process has its part. Collective."""
+        import deepspeed
+
+        for name, part in parts.items():
+            p = self._parameters[name]
+            whole = self.gather(name, part.to(self._device(p)))
+            with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+                p.data.copy_(whole)
 
     def regather(self) -> None:
         """Drop what DeepSpeed keeps gathered, and gather the small ones that it never drops."""

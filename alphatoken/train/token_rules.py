@@ -23,6 +23,9 @@ __all__ = ["Ranked"]
 class Ranked:
     """The share ``keep_ratio`` of the tokens that are ranked together: top, bottom, random or all.
 
+    A run that keeps all tokens keeps those without a value too, which padding predicts: it is the
+    run of the trainer below. Any other run leaves them out.
+
     Args:
         options: of the run.
     """
@@ -30,12 +33,22 @@ class Ranked:
     def __init__(self, options: Any) -> None:
         self._options = options
 
+    @property
+    def keeps_all(self) -> bool:
+        """True if every token has weight 1."""
+        return bool(self._options.policy == "all" or self._options.keep_ratio == 1)
+
     def weights(
         self, batch: MicroBatch, scored: Scored | None, generator: torch.Generator
     ) -> Tensor:
         """Weights (b, t) of one micro-batch; 0 off the response."""
         mask, totals = batch.mask, self.ranks(batch, scored)
-        return torch.cat([self.of_group(totals[r], mask[r], generator) for r in batch.rank_groups])
+        groups = [self.of_group(totals[r], mask[r], generator) for r in batch.rank_groups]
+        return self.completed(torch.cat(groups), batch)
+
+    def completed(self, weights: Tensor, batch: MicroBatch) -> Tensor:
+        """The weights of one micro-batch, and of its tokens without a value."""
+        return batch.loss_mask.to(weights) if self.keeps_all else weights
 
     def ranks(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
         """(b, t) by which tokens are ranked."""
@@ -56,8 +69,7 @@ class Ranked:
 
     def kept(self, batch: MicroBatch) -> int:
         """Summed weights of one micro-batch that is ranked by itself, known before its values."""
-        mask = batch.mask
-        if self._options.policy == "all":
-            return int(mask.sum())
-        ratio = self._options.keep_ratio
+        if self.keeps_all:
+            return int(batch.loss_mask.sum())
+        mask, ratio = batch.mask, self._options.keep_ratio
         return sum(keep_count(ratio, int(mask[group].sum())) for group in batch.rank_groups)

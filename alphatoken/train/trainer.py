@@ -42,7 +42,8 @@ class AlphaTrainer(LabelledRows, Trainer):
     Batches need ``input_ids`` and ``labels`` (unshifted, -100 where nothing is learned). The loss
     is the cross-entropy that causal models compute themselves, built here of the logits, and the
     routers' loss of mixtures of experts where the model gives it. At the first step it is compared
-    with the model's own.
+    with the model's own. With all weights 1 a step is that of transformers' ``Trainer``, up to
+    rounding.
 
     Its arguments are those of ``Trainer``, where ``args`` are an ``AlphaConfig``;
     beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``

@@ -108,15 +108,15 @@ class ValueWeigher:
             )
             for weight, part, r in zip(weights, chosen, rows, strict=True):
                 weight[r] = part
-        return weights
+        return [self._rule.completed(w, batch) for w, batch in zip(weights, batches, strict=True)]
 
     def _kept_share(self, batches: Sequence[MicroBatch], plans: Sequence[Carried]) -> float | None:
-        """Kept tokens over response tokens of the whole step, over all processes.
+        """Kept tokens over those of the loss, of the whole step, over all processes.
 
         The budget says how many are kept before any is scored, so this costs no forward.
         """
         ranks = Ranks(self._trainer.accelerator)
-        count = sum(int(batch.mask.sum()) for batch in batches)
+        count = sum(int(batch.loss_mask.sum()) for batch in batches)
         if self._trainer.args.keep_scope == "global":
             kept = sum((float(p.weights.sum()) for p in plans if p.weights is not None), 0.0)
         else:

@@ -88,7 +88,7 @@ class Run:
         given = {"fisher_cache": str(self.folder.parent / "fisher"), **given}
         if self.kind == "sft":
             return tiny.sft(self.out, validation_dataset=tiny.sft_rows(24, seed=5), **given)
-        return tiny.dpo(self.out, ref_model=None if self.peft else tiny.model(), **given)
+        return tiny.dpo(self.out, **{"ref_model": None if self.peft else tiny.model(), **given})
 
 
 # --- inside a process -----------------------------------------------------------------------------

@@ -8,18 +8,18 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
-from alphatoken.errors import ConfigError, DataError, NumericalError
+from alphatoken.errors import AlphaTokenWarning, ConfigError, DataError, NumericalError
 from alphatoken.support.storage import read_tensors
 from alphatoken.train import identity, manifest
 from alphatoken.train.checkpoint import STAGING
@@ -219,6 +219,147 @@ def test_what_a_kill_leaves_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     for one in found:  # the run-time type checks of pytest draw from Python's own generator
         del one["rng_state.pth"]["python"]
     same(*found)
+
+
+# --- what moves beside the model ------------------------------------------------------------------
+
+
+def resumed(run: Run, with_callbacks: Callable[[Any], None] = lambda _: None) -> tuple[Any, Any]:
+    """A trainer that has run whole, and one that went on from a copy of its first checkpoint."""
+    again = replace(run, folder=run.folder.with_name("again"))
+    trainers = run.trainer(), again.trainer()
+    for trainer in trainers:
+        with_callbacks(trainer)
+    trainers[0].train()
+    first = f"checkpoint-{steps(run)[0]}"
+    shutil.copytree(run.out / first, again.out / first)
+    trainers[1].train(resume_from_checkpoint=str(again.out / first))
+    return trainers
+
+
+class _MovesTheReference(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.pair = lambda: (trainer.ref_model.parameters(), trainer.model.parameters())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for reference, trained in zip(*self.pair(), strict=True):
+            reference.data.lerp_(trained.data, 0.3)
+
+
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        (SYNCED, False),
+        pytest.param(SYNCED | {"policy": "standard"}, False, marks=pytest.mark.slow),
+        pytest.param({"direction_steps": 4}, True, marks=pytest.mark.slow),
+    ],
+    ids=["values", "plain", "own callback"],
+)
+def test_a_reference_that_moves_goes_on_where_it_was(
+    tmp_path: Path, options: dict[str, Any], own: bool
+) -> None:
+    few = {
+        "retention": "none", "max_steps": 5, "per_device_train_batch_size": 2,
+        "export_values": False, "validation_batch_size": 4, "held_out_steps": 0,
+    }  # fmt: skip
+    run = Run("dpo", tmp_path / "whole", options={**few, **options})
+    add = lambda trainer: trainer.add_callback(_MovesTheReference(trainer))  # noqa: E731
+    whole, again = resumed(run, add if own else lambda _: None)
+    start, moved = tiny.weights(tiny.model()), tiny.weights(whole.ref_model)
+    assert any(not torch.equal(start[name], weight) for name, weight in moved.items())
+    same(moved, tiny.weights(again.ref_model))
+    folders = (Path(trainer.args.output_dir).parent for trainer in (whole, again))
+    found = [outcome(replace(run, folder=folder), 5) for folder in folders]
+    for one in found:  # the run-time type checks of pytest draw from Python's own generator
+        del one["rng_state.pth"]["python"]
+    same(*found)
+
+
+def test_another_reference_is_refused(tmp_path: Path) -> None:
+    options = {"policy": "standard", "max_steps": 1, "save_steps": 1}
+    run = Run("dpo", tmp_path, options=options)
+    run.trainer().train()
+    trainer = replace(run, options={**options, "ref_model": tiny.model(seed=1)}).trainer()
+    with pytest.raises(ConfigError, match=r"reference_weights: '\w+' then, '\w+' now"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "more", [{"precompute_ref_log_probs": True}, {"peft_config": tiny.lora(), "ref_model": None}]
+)
+def test_a_reference_that_nothing_can_move_is_refused_at_once(tmp_path: Path, more: Any) -> None:
+    given = {"ref_model": tiny.model(), **SYNCED, **more}
+    with pytest.raises(ConfigError, match="sync_ref_model") as caught:
+        tiny.dpo(tmp_path, **given)
+    assert next(iter(more)) in str(caught.value)
+
+
+class _Holds(TrainerCallback):
+    """Tensors of its own: the same throughout, or those of the weights as the run began."""
+
+    def __init__(self, anchored: bool) -> None:
+        self.anchored, self.tensors = anchored, {"constant": torch.ones(3)}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if self.anchored:
+            self.tensors |= tiny.weights(model)
+
+
+def average() -> TrainerCallback:
+    from trl import BEMACallback
+
+    return cast("TrainerCallback", BEMACallback(update_freq=1))
+
+
+@pytest.mark.parametrize(
+    ("made", "changes", "lost"),
+    [
+        pytest.param(lambda: _Holds(anchored=False), False, "", marks=pytest.mark.slow),
+        pytest.param(lambda: _Holds(anchored=True), False, "_Holds", marks=pytest.mark.slow),
+        (average, True, "BEMACallback"),
+    ],
+    ids=["constant", "anchor", "average"],
+)
+def test_tensors_of_callbacks_are_no_part_of_checkpoints(
+    tmp_path: Path, made: Callable[[], TrainerCallback], changes: bool, lost: str
+) -> None:
+    """A resumed run is refused where they have changed, by the run or with the weights."""
+    run = Run("plain", tmp_path, options={"max_steps": 2, "save_steps": 1})
+    trainer = run.trainer()
+    trainer.add_callback(made())
+    says = f"checkpoints do not hold the tensors of {lost}"
+    with pytest.warns(AlphaTokenWarning, match=says) if changes else nullcontext():
+        trainer.train()
+    first = str(run.out / "checkpoint-1")
+    trainer = run.trainer()
+    trainer.add_callback(made())
+    says = f"a callback holds other tensors.*{lost}"
+    with pytest.raises(ConfigError, match=says) if lost else nullcontext():
+        trainer.train(resume_from_checkpoint=first)
+    if lost:
+        run.trainer().train(resume_from_checkpoint=first)
+
+
+def test_a_callbacks_saved_state_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The loss falls, and a figure that should grow does not: patience ends at the fifth look."""
+    options = {
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss",
+        "greater_is_better": True, "evaluate": True, "learning_rate": 1e-3,
+    }  # fmt: skip
+    run = Run("plain", tmp_path / "whole", options=options)
+    trainers = resumed(run, lambda trainer: trainer.add_callback(EarlyStoppingCallback(4)))
+    assert [trainer.state.global_step for trainer in trainers] == [5, 5]
+
+
+@pytest.mark.parametrize("optim", ["galore_adamw_layerwise", "adalomo"])
+def test_optimizers_without_a_saved_state_do_not_go_on(tmp_path: Path, optim: str) -> None:
+    facts = {"options": {"optim": optim}}
+    made = manifest.Manifest(3, "run", True, facts)
+    with pytest.raises(ConfigError, match=f"state is in no checkpoint.*{optim}"):
+        manifest.require_same_run(tmp_path, made, facts, ())
 
 
 @pytest.fixture(scope="module")

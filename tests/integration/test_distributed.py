@@ -40,25 +40,29 @@ JOBS: dict[str, tuple[str, ...]] = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.empty_batch", "trainers.sft_bf16", "trainers.masters",
                "trainers.experts_global", "trainers.label_global", "trainers.lora_global",
-               "trainers.empty_global", *POLICIES),
+               "trainers.empty_global", "trainers.frozen_global", *POLICIES),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
-            "trainers.sft_batch", "trainers.empty_batch", "refusals.refusals", *POLICIES),
+            "trainers.sft_batch", "trainers.empty_batch", "trainers.full_batch",
+            "refusals.refusals", *POLICIES),
     "fsdp2": ("parts.parts", "values.values", "trainers.sft_global", "trainers.resumed",
-              "refusals.refusals", "trainers.sft_bf16", "trainers.label_global",
-              "trainers.own_weights", "trainers.lora_global"),
+              "trainers.followed", "refusals.refusals", "trainers.sft_bf16",
+              "trainers.label_global", "trainers.own_weights", "trainers.lora_global",
+              "trainers.frozen_global", "trainers.full_batch"),
     "zero2": ("trainers.sft_global",),
     "zero3": ("parts.parts", "values.values", "trainers.dpo_global", "refusals.refusals",
               "trainers.masters", "trainers.experts_global", "trainers.empty_global"),
 }  # fmt: skip
 FURTHER: dict[str, tuple[str, ...]] = {
     "single": ("trainers.hybrid_global",),
+    "ddp": ("trainers.followed",),
     "fsdp2": ("parts.selection", "trainers.dpo_global", "trainers.hybrid_global"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
               "trainers.masters"),
     "zero2": ("values.values", "trainers.dpo_global", "refusals.refusals", "trainers.sft_bf16",
               "trainers.hybrid_global", "trainers.experts_global"),
     "zero3": ("parts.selection", "trainers.sft_global", "trainers.sft_batch",
-              "trainers.lora_global", "trainers.resumed", "trainers.label_global"),
+              "trainers.lora_global", "trainers.resumed", "trainers.followed",
+              "trainers.label_global"),
 }  # fmt: skip
 """Nightly: the same jobs under more layouts."""
 RAM = "fsdp2-ram"
@@ -164,6 +168,7 @@ STARTS: dict[str, Callable[[], Any]] = {
     "sft_global": model,
     "dpo_global": model,
     "lora_global": lambda: get_peft_model(model(), lora()),
+    "frozen_global": model,
     "hybrid_global": hybrid,
     "experts_global": mixture,  # tensors of experts in parts too: one of them is whole at a time
 }
@@ -216,6 +221,16 @@ def test_sft_with_the_threshold_of_each_micro_batch(
             assert float(batch["weights"].sum()) == math.ceil(int(batch["mask"].sum()) / 2)
 
 
+@with_job("full_batch")
+def test_the_full_preconditioner_is_of_the_gradients_of_all_processes(
+    runs: Callable[[str], Ranks], layout: str
+) -> None:
+    """So it is another one than that of one process, and DDP's wherever the state lies."""
+    other, ranks = runs("ddp"), runs(layout)
+    same_decisions(decided(other, "full_batch"), decided(ranks, "full_batch"))
+    same_weights(other[0]["full_batch"], ranks, "full_batch", model())
+
+
 @with_job("empty_global", "empty_batch")
 def test_a_process_without_a_response_token_does_not_hold_up_the_others(
     runs: Callable[[str], Ranks], layout: str, job: str
@@ -228,13 +243,13 @@ def test_a_process_without_a_response_token_does_not_hold_up_the_others(
     assert not all(empty)
 
 
-@with_job("resumed")
+@with_job("resumed", "followed")
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(
-    runs: Callable[[str], Ranks], layout: str
+    runs: Callable[[str], Ranks], layout: str, job: str
 ) -> None:
     for rank in runs(layout):
-        assert rank["resumed"]["steps"] == [2, 2, 3, 3]
-        assert rank["resumed"]["equal"], rank["resumed"]["furthest"]
+        assert rank[job]["steps"] == [2, 2, 3, 3]
+        assert rank[job]["equal"], rank[job]["furthest"]
 
 
 @with_job("own_weights")
@@ -309,7 +324,7 @@ def test_masters_of_every_kind_of_run(runs: Callable[[str], Ranks], layout: str)
 
 SAYS = {
     "ddp": ["static_graph"],
-    "fsdp2": ["mixed precision", "preconditioner='frozen'"],
+    "fsdp2": ["mixed precision", "preconditioner='full'"],
     "zero2": ["preconditioner='full'"],
     "zero3": ["preconditioner='frozen'"],
 }

@@ -10,9 +10,10 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, Trainer
 
-from alphatoken import masked_sft_loss
 from alphatoken.errors import UnsupportedError
 from alphatoken.train import AlphaTrainer
+from alphatoken.train.policies.standard import Standard
+from alphatoken.train.policy import PolicySettings
 from tests.integration import tiny_training as tiny
 
 
@@ -190,10 +191,9 @@ def gradients(
     return batch, found
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_no_update_depends_on_the_pad_token(tmp_path: Path, ratio: float) -> None:
-    batch, one = gradients(tmp_path / "one", 0, keep_ratio=ratio)
-    _, two = gradients(tmp_path / "two", 17, keep_ratio=ratio)
+def test_no_update_of_chosen_tokens_depends_on_the_pad_token(tmp_path: Path) -> None:
+    batch, one = gradients(tmp_path / "one", 0)
+    _, two = gradients(tmp_path / "two", 17)
     hidden = batch["attention_mask"][:, :-1] == 0
     assert bool(((batch["labels"][:, 1:] != -100) & hidden).any()), "no such row was drawn"
     embedding = "model.embed_tokens.weight"
@@ -203,19 +203,58 @@ def test_no_update_depends_on_the_pad_token(tmp_path: Path, ratio: float) -> Non
     assert not bool(one[embedding][0].any()), "the pad token itself was trained on"
 
 
-def test_at_ratio_one_the_step_is_the_loss_without_those_tokens(tmp_path: Path) -> None:
-    """Divided as transformers divides, which counts them."""
-    batch, found = gradients(tmp_path, 0, keep_ratio=1.0)
-    by_hand = tiny.model()
-    inputs = {k: v for k, v in batch.items() if k != "labels"}
-    labels, real = batch["labels"], batch["attention_mask"]
-    loss = masked_sft_loss(
-        by_hand(**inputs, use_cache=False).logits,
-        labels,
-        torch.ones_like(labels),
-        num_tokens=(labels[:, 1:] != -100).sum(),
-        attention_mask=real,
-    )
-    loss.backward()
-    for name, p in by_hand.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-7, msg=name)
+ALL_KEPT: list[dict[str, Any]] = [
+    {"policy": Standard(PolicySettings("budget")), "kept_normalization": "kept"},
+    {"policy": "all"},
+    {"policy": "random", "keep_ratio": 1.0},
+    {"keep_ratio": 1.0, "keep_scope": "global", "kept_normalization": "kept"},
+    {"keep_ratio": 1.0},
+]
+
+
+@pytest.mark.parametrize(
+    ("side", "optim", "every"),
+    [
+        ("left", "sgd", ALL_KEPT[:2]),
+        ("left", "adamw_torch", ALL_KEPT[-1:]),
+        pytest.param("left", "adamw_torch", ALL_KEPT, marks=pytest.mark.slow),
+        pytest.param("right", "sgd", ALL_KEPT, marks=pytest.mark.slow),
+        pytest.param("right", "adamw_torch", ALL_KEPT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_keeps_all_tokens_is_transformers_own(
+    tmp_path: Path, side: str, optim: str, every: list[dict[str, Any]]
+) -> None:
+    """Also of the tokens that padding predicts, which have no value."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.padding_side, tokenizer.pad_token = side, "</s>"  # whose embedding is not 0
+    shared = {
+        "train_dataset": texts(), "processing_class": tokenizer, "remove_unused_columns": False,
+        "data_collator": DataCollatorForSeq2Seq(tokenizer, padding=True), "optim": optim,
+        "learning_rate": 0.1 if optim == "sgd" else 1e-2, "adam_epsilon": 1e-4,
+        "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3, "max_steps": 2,
+    }  # fmt: skip
+    plain = tiny.made(Trainer, tmp_path / "plain", **shared)
+    plain.train()
+    for number, more in enumerate(every):
+        kept = tiny.sft(
+            tmp_path / str(number), AlphaTrainer, validation_dataset=texts().select(range(6)),
+            retention="none", held_out_steps=0, **shared, **more,
+        )  # fmt: skip
+        kept.train()
+        assert tiny.losses(kept) == pytest.approx(tiny.losses(plain), rel=1e-5)
+        assert tiny.furthest(kept, plain) < 1e-6, more
+    assert kept.state.log_history[0]["alpha/kept_share"] == 1
+
+
+def test_the_kept_tokens_divide_the_loss_on_rows_padded_on_the_left(tmp_path: Path) -> None:
+    """Not those of the loss that were left out because padding predicts them."""
+    more = {"keep_ratio": 0.5, "policy": "random"}
+    batch, of_all = gradients(tmp_path / "response", 0, **more)
+    _, of_kept = gradients(tmp_path / "kept", 0, kept_normalization="kept", **more)
+    counted = batch["labels"][:, 1:] != -100
+    valued = int((counted & (batch["attention_mask"][:, :-1] != 0)).sum())
+    assert valued < counted.sum()
+    for name in of_all:
+        scaled = of_all[name] * int(counted.sum()) / -(-valued // 2)
+        torch.testing.assert_close(of_kept[name], scaled, rtol=1e-5, atol=1e-7, msg=name)

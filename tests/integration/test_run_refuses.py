@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from trl import SFTTrainer
 
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+from alphatoken.train.layouts import check_layout
 from tests.both_programs import main
 from tests.integration.tiny_training import (
     ALPHA,
@@ -172,6 +175,44 @@ def test_standard_is_trls_trainer_with_what_weights_would_refuse(tmp_path: Path)
     ours.train()
     theirs.train()
     assert furthest(ours, theirs) == 0
+
+
+# --- layouts, without their processes ------------------------------------------------------------
+
+
+class Layout:
+    """Stands for the accelerator of a run over processes."""
+
+    mixed_precision, ddp_handler, parallelism_config = "no", None, None
+
+    def __init__(self, name: str) -> None:
+        self.distributed_type = "FSDP" if name == "fsdp2" else "DEEPSPEED"
+        self.is_fsdp2 = name == "fsdp2"
+        stage = SimpleNamespace(zero_stage=int(name[-1]))
+        self.state = SimpleNamespace(deepspeed_plugin=stage, fsdp_plugin=None, dynamo_plugin=None)
+
+
+LABEL = {"estimator": "label", "value_parameters": "all"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "said"),
+    [
+        ("fsdp2", {"preconditioner": "frozen"}, ""),
+        ("fsdp2", {"preconditioner": "full"}, ""),
+        ("fsdp2", {"preconditioner": "frozen", **LABEL}, ""),
+        ("fsdp2", {"preconditioner": "full", **LABEL}, "full' cannot be had for label.*'frozen'"),
+        ("zero2", {"preconditioner": "frozen"}, "flat partitions.*DDP or FSDP2"),
+        ("zero3", {"preconditioner": "full"}, "flat partitions.*DDP or FSDP2"),
+    ],
+)
+def test_a_preconditioner_is_refused_where_it_has_no_state_to_read(
+    tmp_path: Path, layout: str, more: dict[str, Any], said: str
+) -> None:
+    """That it works under FSDP2 is tested in ``test_distributed.py``."""
+    args = config(tmp_path, **more)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_layout(Layout(layout), args, model())
 
 
 # --- documents one after the other ----------------------------------------------------------------

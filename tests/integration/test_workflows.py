@@ -39,6 +39,24 @@ def test_workflows_call_what_is_there() -> None:
     assert {"lint", "types", "imports", "fast", "card", "slow", "random", "docs"} <= called
 
 
+def test_contracts_are_tried_on_what_is_not_released() -> None:
+    """Once a week: development branches of transformers and TRL, and the newest torch."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text("utf-8"))
+    job = jobs["jobs"]["contracts"]
+    weekly = jobs["jobs"]["newest"]["if"]
+    assert job["if"] == weekly
+    assert "17 4 * * 0" in weekly
+    words = [set(line.split()) for line in job["strategy"]["matrix"]["packages"]]
+    branches = {f"git+https://github.com/huggingface/{name}" for name in ("transformers", "trl")}
+    assert any(branches <= one for one in words)
+    assert {"torch"} in words
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert any("pip install --upgrade ${{ matrix.packages }}" in line for line in commands)
+    files = [word for word in commands[-1].split() if word.endswith(".py")]
+    assert "tests/integration/test_contracts.py" in files
+    assert all((ROOT / file).is_file() for file in files)
+
+
 def test_the_lowest_python_is_tested_and_declared() -> None:
     checks = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text("utf-8"))
     lowest = checks["jobs"]["fast"]["strategy"]["matrix"]["python"][0]

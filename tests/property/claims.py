@@ -370,6 +370,8 @@ test_right_code_agrees | | (every component anew) | exact
 test_a_mutant_does_not_agree | | (mutants of the core) | exact
 test_the_trainer_is_the_reference | | (reference_step.py) | exact
 test_random_masks | | (masks of two runs) | exact
+test_draws_are_of_seed_step_micro_batch_and_process | | (seeds of all keys) | exact
+test_retention_rows_are_drawn_apart_from_validation_rows | | (the other pool) | exact
 test_every_step_is_weighed | | (a run without outputs) | exact
 test_pools_begin_at_log_two | | (log 2) | exact
 test_a_moving_reference_is_looked_at_anew | | (log 2) | exact

@@ -60,7 +60,7 @@ MUTANTS = (
         "validation pairs keep the first reference, though it follows the policy",
         [
             (f"{DPO}.prepare_pool", "if self.args.sync_ref_model:", "if False:"),
-            (f"{DPO}.row_batch", "if self.args.sync_ref_model:", "if False:"),
+            (f"{DPO}.row_batch", "if self._follows_reference:", "if False:"),
         ],
         MOVING,
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from tests.property import test_trainer_oracle
+from tests.property import test_pool, test_trainer_oracle
 from tests.property.mutation import Claim, Mutant, Words, claim, mutant
 from tests.property.reference_step import Asked
 from tests.property.test_trainer_oracle import PINNED
@@ -30,6 +30,9 @@ MASKS = claim(
     test_trainer_oracle.test_random_masks, Asked(policy="random"), examples=1, needs=NEEDS,
     tested=True,
 )  # fmt: skip
+
+DRAWS = claim(test_pool.test_draws_are_of_seed_step_micro_batch_and_process, tested=True)
+APART = claim(test_pool.test_retention_rows_are_drawn_apart_from_validation_rows, tested=True)
 
 
 @cache
@@ -228,7 +231,11 @@ TRAINERS = (
     _of(
         "ledger-at-the-first-learning-rate",
         "the ledger uses the learning rate that the run began with",
-        (RECORDS, "self._trainer._get_learning_rate()", "self._trainer.args.learning_rate"),
+        (
+            RECORDS,
+            'self._trainer.optimizer.param_groups[0]["lr"]',
+            "self._trainer.args.learning_rate",
+        ),
         PAPER,
     ),
     _of(
@@ -248,6 +255,18 @@ TRAINERS = (
         "runs of different seeds draw the same random numbers",
         ("train.micro_batch.draw_seed", "        trainer.args.value_seed,\n", ""),
         MASKS,
+    ),
+    _of(
+        "draws-that-forget-the-process",
+        "processes draw the same random numbers for different rows",
+        ("train.micro_batch.draw_seed", "        trainer.accelerator.process_index,\n", ""),
+        DRAWS,
+    ),
+    _of(
+        "retention-drawn-as-validation",
+        "retention rows are drawn in the order of the validation rows",
+        (f"{VALUES}.__init__", "seed=options.value_seed + 1,", "seed=options.value_seed,"),
+        APART,
     ),
     _of(
         "global-threshold-by-micro-batch",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken.errors import ConfigError
+from alphatoken.train.micro_batch import Carried, draw_seed
+from alphatoken.train.options import AlphaOptions
 from alphatoken.train.pool import ValidationPool
+from alphatoken.train.run_rows import RunRows
+from alphatoken.train.valuation import Valuation
 
 SIZES = st.integers(1, 40)
 SHARES = st.sampled_from((0.0, 0.1, 0.2, 0.5))
@@ -113,6 +119,46 @@ def test_shares_of_the_ranks_are_a_partition(rows: list[int], world: int) -> Non
     shares = [ValidationPool.share_of(rows, rank, world) for rank in range(world)]
     assert sorted(chain.from_iterable(shares)) == sorted(rows)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+# --- draws of a run ------------------------------------------------------------------------------
+
+
+def test_draws_are_of_seed_step_micro_batch_and_process() -> None:
+    """Where any of the four differs, random masks are drawn anew; where none does, they are the
+    same."""
+    keys = list(product(range(3), repeat=4))
+    seeds = [_draw_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert seeds == [_draw_seed(*key) for key in keys]
+
+
+def _draw_seed(seed: int, step: int, micro_batch: int, process: int) -> int:
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(value_seed=seed),
+        state=SimpleNamespace(global_step=step),
+        accelerator=SimpleNamespace(process_index=process),
+    )
+    batch: Any = SimpleNamespace(carried=Carried(micro_batch))
+    return draw_seed(trainer, batch)
+
+
+def test_retention_rows_are_drawn_apart_from_validation_rows() -> None:
+    """Two pools of as many rows do not run side by side through one order."""
+    options = {
+        "validation_mode": "pool", "validation_batch_size": 2, "retention_batch_size": 2,
+        "held_out_steps": 0, "value_seed": 3,
+    }  # fmt: skip
+    rows = [{"input_ids": [i]} for i in range(8)]
+    trainer: Any = SimpleNamespace(
+        args=replace(AlphaOptions(), **options),
+        rows=RunRows(validation=rows, retention=rows),
+        accelerator=None,
+    )
+    valuation = Valuation(trainer)
+    pools = valuation.pool, valuation._retention_pool
+    first, second = ([pool.rows(step) for step in range(8)] for pool in pools if pool)
+    assert sum(one == two for one, two in zip(first, second, strict=True)) <= 2
 
 
 @pytest.mark.parametrize(

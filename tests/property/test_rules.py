@@ -277,7 +277,7 @@ def test_a_reference_reads_the_policys_tokens(name: str) -> None:
         reference, policy = (
             SimpleNamespace(
                 get_input_embeddings=lambda more=more: nn.Embedding(len(tokenizer) + more, 2),
-                config=SimpleNamespace(_name_or_path=folder),
+                config=SimpleNamespace(name_or_path=folder),
             )
             for more in (rows, own_rows)
         )

@@ -13,7 +13,7 @@ ASKED: dict[str, tuple[dict[str, Any], ...]] = {
     "ddp": ({"ddp_static_graph": True},),
     "fsdp2": (
         {"estimator": "label", "value_parameters": "all", "bf16": True},
-        {"preconditioner": "frozen"},
+        {"estimator": "label", "value_parameters": "all", "preconditioner": "full"},
     ),
     "zero2": ({"preconditioner": "full"},),
     "zero3": ({"preconditioner": "frozen"},),

@@ -141,6 +141,18 @@ def label_global(layout: str, folder: Path) -> dict[str, Any]:
     return run(sft(layout, folder, keep_scope="global", **more))
 
 
+def frozen_global(layout: str, folder: Path) -> dict[str, Any]:
+    """Values of the optimizer's steps, of its state: of the parts of weights that lie in parts."""
+    more = {"preconditioner": "frozen", "precondition_after": 1, "policy": "top"}
+    return run(sft(layout, folder, keep_scope="global", **more))
+
+
+def full_batch(layout: str, folder: Path) -> dict[str, Any]:
+    """The same at each step's own gradient, in the forward of the training."""
+    more = {"preconditioner": "full", "precondition_after": 1, "retention": "none"}
+    return run(sft(layout, folder, validation_micro_batch_size=1, **more))
+
+
 def experts_global(layout: str, folder: Path) -> dict[str, Any]:
     """Values over the matrices of experts, whose rows each process has of its own micro-batches."""
     more = {"value_parameters": "linears,experts", "score_layers": "2", "uncovered": "skip"}
@@ -176,15 +188,19 @@ def empty_batch(layout: str, folder: Path) -> dict[str, Any]:
 
 def resumed(layout: str, folder: Path) -> dict[str, Any]:
     """Four steps at once, and two and two: the same."""
-    more = {
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "validation_mode": "pool",
-        "validation_batch_size": 4,
-    }
-    whole = run(sft(layout, folder / "whole", **more))
-    trainer = sft(layout, folder / "whole", **more)
+    return _resumed(sft, layout, folder, validation_mode="pool", validation_batch_size=4)
+
+
+def followed(layout: str, folder: Path) -> dict[str, Any]:
+    """The same with a reference that follows the model at every step."""
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6}
+    return _resumed(dpo, layout, folder, **sync, learning_rate=1e-3, retention="none")
+
+
+def _resumed(make: Any, layout: str, folder: Path, **more: Any) -> dict[str, Any]:
+    more |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = run(make(layout, folder / "whole", **more))
+    trainer = make(layout, folder / "whole", **more)
     decided = watched(trainer)
     trainer.train(str(folder / "whole" / "checkpoint-2"))
     again = parameters(trainer)
