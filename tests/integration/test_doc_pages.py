@@ -19,6 +19,7 @@ from alphatoken import errors
 from alphatoken.data import pair_of, row_of
 from tests import architectures_page as table
 from tests import page_numbers
+from tests.both_programs import main
 from tests.page_numbers import MARK, PAGES, differences, filled, value_of, written
 from tests.places import nightly
 
@@ -163,6 +164,28 @@ def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> Non
     assert outputs
     assert all(one["output_type"] != "error" for one in outputs)
     assert all(one.get("name") != "stderr" for one in outputs)
+
+
+# --- a policy of one's own ------------------------------------------------------------------------
+
+
+def test_the_pages_policy_is_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that the page says, in either program, whose folder is not that of the rows."""
+    text = (DOCS / "policies.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"## Your own policy.*?```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my_policy.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != ""])
+    before = list(sys.path)
+    assert main(["policies", "my_policy:Surprising"]) == 0
+    assert "Unlikely tokens first." in capsys.readouterr().out
+    assert main(["sft", "--policy", "my_policy:Surprising", "--use_cpu"]) == 2
+    assert "no model is named" in capsys.readouterr().err  # the policy was read before
+    assert main(["sft", "--policy", "your_policy:Surprising", "--use_cpu"]) == 2
+    assert "module.py in the folder where the command is called" in capsys.readouterr().err
+    assert sys.path == before
 
 
 # --- numbers in prose, which ``tests.page_numbers`` fills in --------------------------------------

@@ -120,7 +120,10 @@ def find_policy(name: str) -> type[TokenPolicy]:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as problem:
         raise ConfigError(
-            "the policy cannot be imported", got=f"{target}: {problem}", remedy="check the path"
+            "the policy cannot be imported",
+            got=f"{target}: {problem}",
+            remedy="module:Class of a file module.py in the folder where the command is called, or "
+            "of an installed module; in Python the class itself",
         ) from problem
     if not (isinstance(found, type) and issubclass(found, TokenPolicy)):
         raise ConfigError(
