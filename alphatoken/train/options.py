@@ -65,7 +65,10 @@ class AlphaOptions(AlphaFields):
         if self.policy == "dpo" and self.FAMILY != "preference":
             raise ConfigError("policy='dpo' is for DPO only", remedy="AlphaDPOTrainer")
         stands_for = STANDS_FOR.get(self.policy, {})
-        if self.estimator not in (AlphaFields.estimator, stands_for.get("estimator", self.estimator)):
+        if self.estimator not in (
+            AlphaFields.estimator,
+            stands_for.get("estimator", self.estimator),
+        ):
             raise ConfigError(
                 f"policy '{self.policy}' is that of the estimator '{stands_for['estimator']}'",
                 got=f"estimator={self.estimator!r}",
