@@ -17,6 +17,7 @@ import transformers
 
 from alphatoken import errors
 from alphatoken.data import pair_of, row_of
+from benchmarks import prices
 from tests import architectures_page as table
 from tests import page_numbers
 from tests.both_programs import main
@@ -212,6 +213,27 @@ def test_a_number_that_was_edited_is_found_and_mended(
     monkeypatch.setattr(page_numbers, "ROOT", tmp_path)
     assert [line.split(":")[0] for line in differences("page.md")] == ["page.md, line 2"]
     assert filled(wrong) == right
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+def test_prices_are_those_of_their_measurements() -> None:
+    assert json.loads(prices.FILE.read_text(encoding="utf-8")) == prices.prices()
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    assert prices.table_of_prices() in page
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name != "docs/log.yaml"])
+def test_a_price_in_prose_is_one_of_the_table(page: str) -> None:
+    """Whatever a page says that values take of a training step is the table's; the log is past."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"<!-- table:.*?<!-- end of table -->", "", text, flags=re.S)
+    said = r"(\d+\.\d+)(<!-- = [^>]+ -->)?( \[[^\]]*\])? of (?:a|the time of a|the FLOPs of a)"
+    for one in re.finditer(said + r" (?:training )?step", text):
+        assert str(one[2]).startswith("<!-- = prices/"), one[0]
+    for one in re.finditer(r"<!-- = ([^>]*/price\b[^>]*) -->", text):
+        raise AssertionError(f"{one[1]}: docs/prices.json has this number")
 
 
 # --- the table of architectures -------------------------------------------------------------------
