@@ -33,6 +33,7 @@ from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import render_page
+from alphatoken.support.progress import shown_progress
 from alphatoken.support.storage import write_json, write_text
 
 __all__ = ["run"]
@@ -79,7 +80,8 @@ def run(words: Sequence[str]) -> int:
         for note in () if options.quiet else prepared.notes:
             print(f"note: {note}", file=sys.stderr)
         folder = _Folder.open(out, prepared, request)
-        _run_each(request, prepared.subject, folder)
+        with shown_progress(not options.quiet):
+            _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
         done = sum(Diagnosis.finished(out / entry.name) for entry in request.entries)
         raise KeyboardInterrupt(
