@@ -128,6 +128,50 @@ def test_each_class_has_its_messages_with_reason_and_remedy() -> None:
     assert "Remedy: mend the row" in entry
 
 
+# --- links ----------------------------------------------------------------------------------------
+
+BY_EACH_BUILD = {"claims", "files", "kill-matrix", "log", "options"}
+"""Pages that nobody finds in the repository."""
+
+
+def prose(path: Path) -> str:
+    """A page's text; of a notebook that of its cells in Markdown."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+LINKING = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/log.yaml")),
+    *sorted([*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]),
+]
+
+
+def test_links_lead_to_files_of_the_repository() -> None:
+    """Read raw, as a clone or a web page of the repository shows them."""
+    looked = 0
+    for page in LINKING:
+        if page.stem in BY_EACH_BUILD and page.suffix == ".md":
+            continue
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if not re.match(r"https?:|mailto:|#", target):
+                place = page.parent / target.partition("#")[0]
+                assert place.exists(), f"{page.name}: {target}"
+                assert place.suffix != ".md" or place.stem not in BY_EACH_BUILD, (page.name, target)
+                looked += 1
+    assert looked > 200
+
+
+def test_a_tutorial_counts_what_there_is() -> None:
+    from alphatoken.fidelity.registry import DIAGNOSTICS
+
+    text = prose(TUTORIALS / "2-choose.ipynb")
+    assert len(DIAGNOSTICS) - 1 == 9
+    assert "`diagnose` has nine more questions" in text
+
+
 # --- tutorials -----------------------------------------------------------------------------------
 
 
@@ -136,8 +180,7 @@ def test_every_page_has_its_place_in_the_order() -> None:
     captions = re.findall(r":caption: (\w+)", index)
     assert captions == ["Start", "Use", "Mathematics", "Evidence", "Reference", "Contribute"]
     listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
-    written = {"claims", "files", "kill-matrix", "log", "options"}  # by each build
-    there = {path.stem for path in DOCS.glob("*.md")} | written
+    there = {path.stem for path in DOCS.glob("*.md")} | BY_EACH_BUILD
     assert there - {"index"} == listed - {"tutorials/index", "adr/index"}
 
 
