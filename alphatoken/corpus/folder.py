@@ -106,7 +106,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def holds_diagnoses(manifest: Path) -> bool | None:
-    """Whether the manifest is that of ``diagnose``, not of ``score``; None if it is no manifest."""
+    """True if the manifest is that of ``diagnose``, False of ``score``; None if it is neither's."""
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -106,7 +106,7 @@ class RegistryError(DataError):
 
 
 def models_folder() -> Path:
-    """Where models are looked for and put.
+    """The folder in which models are looked for, and into which they are put.
 
     ``$ALPHATOKEN_MODELS``; else ``models`` of the checkout that this package is part of, if it is
     there, as ``make`` leaves it; else ``alphatoken/models`` in the user's cache
