@@ -18,6 +18,9 @@ READY_DOCS := .venv/.ready-docs
 CARD := .venv-card
 READY_CARD := $(CARD)/.ready
 
+# The models of demo, tests and benchmarks stay with the checkout, unless checkouts share a folder.
+export ALPHATOKEN_MODELS ?= $(CURDIR)/models
+
 # Nothing here may reach for the network once .venv stands.
 export HF_HUB_OFFLINE ?= 1
 

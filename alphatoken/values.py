@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["TokenValues", "standard_error"]
+__all__ = ["TokenValues", "derivative_notes", "derivative_text", "standard_error"]
 
 _WHOLE = ("adaptation", "stability")
 _SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
@@ -89,9 +90,13 @@ class TokenValues:
         >>> TokenValues(total, mask, total, **none, unassigned=total[:, 0], estimator="label",
         ...             stability_weight=1.5)
         TokenValues(2 tokens in 1 rows, 'label': -1 to 3, mean 1, 50% below zero; adaptation 100%)
+        >>> replace(_, derivative="central", error=4.2e-4)
+        TokenValues(2 tokens in 1 rows, 'label' by central differences, error 4e-04: -1 to 3, ...)
         """
         chosen = self.total[self.mask]
         size = f"{len(chosen)} tokens in {len(self.total)} rows, {self.estimator!r}"
+        if self.derivative is not None:
+            size += f" by {derivative_text(self.derivative, self.error)}"
         if not len(chosen):
             return f"TokenValues({size})"
         least, most, mean = (float(x) for x in (chosen.min(), chosen.max(), chosen.mean()))
@@ -165,6 +170,34 @@ class TokenValues:
         sizes = {k: float(v[self.mask].abs().sum()) for k, v in self.components().items()}
         whole = sum(sizes.values())
         return {k: v / whole if whole > 0 else 0.0 for k, v in sizes.items()}
+
+
+def derivative_text(derivative: str, error: float) -> str:
+    """Words for the way in which label values were differentiated, with their estimated error.
+
+    >>> derivative_text("central", 4.2e-4), derivative_text("forward_mode", 0.0)
+    ('central differences, error 4e-04', 'forward mode')
+
+    Args:
+        derivative: of :class:`TokenValues`.
+        error: likewise, relative to the norm of the values.
+    """
+    if derivative == "forward_mode":
+        return "forward mode"
+    return f"{derivative.replace('_', '-')} differences, error {error:.0e}"
+
+
+def derivative_notes(errors: Mapping[str, float]) -> list[str]:
+    """A sentence for each way in which label values of a whole run were differentiated.
+
+    Args:
+        errors: way -> its largest error.
+    """
+    return [
+        f"Label values were taken by {derivative_text(way, error)}"
+        f"{'' if way == 'forward_mode' else ' (estimated, relative to their norm over a batch)'}."
+        for way, error in errors.items()
+    ]
 
 
 def standard_error(parts: Tensor, shares: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from alphatoken.support.storage import write_text
+from benchmarks import prices
 from benchmarks.diagnoses import page as diagnoses
 from benchmarks.frontier import page as frontier
 from benchmarks.gpu import page as gpu
@@ -21,6 +22,7 @@ from benchmarks.targets import table_of_targets
 
 WRITERS: dict[str, Writer] = {
     "targets": table_of_targets,
+    "prices": prices.table_of_prices,
     "frontier": frontier.tables,
     "peers": peers.tables,
     "selection": selection.tables,
@@ -38,7 +40,8 @@ def pages() -> list[Path]:
 
 
 def main() -> None:
-    """Write every page anew whose tables differ."""
+    """Write every page anew whose tables differ, and the prices that prose is filled in from."""
+    prices.write()
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (new := filled(text, WRITERS)) != text:

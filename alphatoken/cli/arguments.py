@@ -20,7 +20,7 @@ from trl.trainer.model_config import ModelConfig
 from alphatoken.cli.recipes import Recipe, close_to, packaged_file, recipes_of
 from alphatoken.cli.training_options import SOURCES, RowArguments, RunArguments
 from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken.train.policies import unread_options
+from alphatoken.train.policies import STANDS_FOR, unread_by_estimator, unread_options
 
 __all__ = ["Arguments", "DataArguments", "RunArguments", "read_arguments"]
 
@@ -41,8 +41,8 @@ class Arguments:
         model: TRL's ``ModelConfig``.
         run: what to do.
         words: the command line.
-        unread: options of recipes that gave way: to a policy that was named after them, or, of a
-            Fisher, to a run that wants none.
+        unread: options of recipes that gave way: to a policy or an estimator that was named after
+            them, or, of a Fisher, to a run that wants none.
     """
 
     command: str
@@ -102,7 +102,12 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     template = getattr(found, "chat_template_path", None)  # dpo has none
     if template is not None:
         found.chat_template_path = packaged_file(template) or template
-    unread = _give_way(found, training, _earlier_than_policy(recipes, words))
+    said = [{name.replace("-", "_") for name in recipe.options} for recipe in recipes]
+    named_policies = {str(r.options["policy"]) for r in recipes if "policy" in r.options}
+    said.append(_named(words))
+    if named_policies - {found.policy} and "policy_options" in _earlier(said, {"policy"}):
+        found.policy_options = None  # of another method
+    unread = _give_way(found, training, said)
     found.datasets = _mixture(found)
     made = [_make(kind, found) for kind in parser.dataclass_types]
     run, data, config, model = made
@@ -120,21 +125,33 @@ def _named(words: Sequence[str]) -> set[str]:
     return {w.split("=")[0].lstrip("-").replace("-", "_") for w in words if w[:2] == "--"}
 
 
-def _earlier_than_policy(recipes: Sequence[Recipe], words: Sequence[str]) -> set[str]:
-    """Options that were said before the policy was: in recipes before the one that names it."""
-    said = [{name.replace("-", "_") for name in recipe.options} for recipe in recipes]
-    said.append(_named(words))
-    last = max((i for i, names in enumerate(said) if "policy" in names), default=0)
+def _earlier(said: Sequence[set[str]], deciding: set[str]) -> set[str]:
+    """Options that were said before the last of the ``deciding`` ones, and not again since."""
+    last = max((i for i, names in enumerate(said) if names & deciding), default=0)
     return set().union(*said[:last]) - set().union(*said[last:])
 
 
-def _give_way(found: argparse.Namespace, training: Any, earlier: set[str]) -> tuple[str, ...]:
-    """Reset options that earlier recipes set for another policy than a later one; their names."""
-    neutral = unread_options(vars(found), training.FAMILY)
-    names = [n for n, value in neutral.items() if n in earlier and getattr(found, n) != value]
-    for name in names:
-        setattr(found, name, neutral[name])
-    return tuple(names)
+def _give_way(
+    found: argparse.Namespace, training: Any, said: Sequence[set[str]]
+) -> tuple[str, ...]:
+    """Reset options that were said for another policy or estimator than a later one; their names.
+
+    Args:
+        found: all options, which are changed.
+        training: configuration class of the trainer.
+        said: the options that each recipe names, in their order, then those of the command line.
+    """
+    changed = []
+    stands_for = "estimator" in STANDS_FOR.get(found.policy, ())
+    for neutral, deciding in (
+        (unread_options(vars(found), training.FAMILY), {"policy"}),
+        (unread_by_estimator(vars(found)), {"estimator", *(["policy"] if stands_for else [])}),
+    ):
+        for name in _earlier(said, deciding) & set(neutral):
+            if getattr(found, name) != neutral[name]:
+                setattr(found, name, neutral[name])
+                changed.append(name)
+    return tuple(sorted(changed))
 
 
 def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> None:

@@ -40,8 +40,9 @@ _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in
 
 _WRITES = """\
 Writes {name}/diagnosis.json, its tables (CSV) and figures (SVG), report.html of all diagnoses, and
-run.json, which --resume compares, to the folder given with --output_dir. Exit status 1: a
-diagnostic of "all" could not run.
+run.json, which --resume compares, to the folder given with --output_dir; where that is a folder of
+`alphatoken score`, to "diagnosis" in it. Exit status 1: a diagnostic of "all" could not run, other
+than for want of --retention_set.
 
 usage: alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE --output_dir DIR
            (--validation_file FILE | --validation_rows N) [options]"""

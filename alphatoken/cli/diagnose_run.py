@@ -19,6 +19,7 @@ from alphatoken.cli.diagnose_options import Request, read_request
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
 from alphatoken.corpus.folder import (
     collected_warnings,
+    holds_diagnoses,
     read_manifest,
     refuse_foreign,
     require_writable,
@@ -32,11 +33,14 @@ from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.rounds import diagnosed_within
 from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import render_page
+from alphatoken.support.progress import shown_progress
 from alphatoken.support.storage import write_json, write_text
 
 __all__ = ["run"]
 
 _MANIFEST, _PAGE = "run.json", "report.html"
+_BESIDE_VALUES = "diagnosis"
+"""The folder of the diagnoses in one that ``score`` wrote, which has a manifest and a page too."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -59,16 +63,25 @@ def run(words: Sequence[str]) -> int:
     elif blind and not options.retention_set:
         print(f"note: {', '.join(blind)} will not run without --retention_set", file=sys.stderr)
     out = Path(options.output_dir)
+    if holds_diagnoses(out / _MANIFEST) is False:
+        out /= _BESIDE_VALUES
+        print(f"note: the folder holds values; the diagnoses go to {out}", file=sys.stderr)
     require_writable(out)
     out.mkdir(parents=True, exist_ok=True)
-    made = [out / entry.name for entry in DIAGNOSTICS]
-    refuse_foreign(out / _MANIFEST, made, resume=options.resume, overwrite=options.overwrite_output)
+    refuse_foreign(
+        out / _MANIFEST,
+        [out / entry.name for entry in DIAGNOSTICS],
+        resume=options.resume,
+        overwrite=options.overwrite_output,
+        diagnoses=True,
+    )
     try:
         prepared = prepare(options)
         for note in () if options.quiet else prepared.notes:
             print(f"note: {note}", file=sys.stderr)
         folder = _Folder.open(out, prepared, request)
-        _run_each(request, prepared.subject, folder)
+        with shown_progress(not options.quiet):
+            _run_each(request, prepared.subject, folder)
     except KeyboardInterrupt:
         done = sum(Diagnosis.finished(out / entry.name) for entry in request.entries)
         raise KeyboardInterrupt(
@@ -76,7 +89,8 @@ def run(words: Sequence[str]) -> int:
             "with --resume runs the rest"
         ) from None
     print(f"report: {folder.path / _PAGE}")
-    failed = [entry.name for entry in request.entries if entry.name in folder.failures]
+    left_out = () if options.retention_set else blind  # which a note has said
+    failed = [e.name for e in request.entries if e.name in folder.failures.keys() - set(left_out)]
     if failed:
         print(
             f"alphatoken: {len(failed)} of {len(request.entries)} diagnostics could not run: "

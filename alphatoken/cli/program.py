@@ -78,7 +78,7 @@ class Program:
 
         # Most commands take abbreviations of their flags; this one is read before they are.
         asked = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
-        with _said_in_notes("--quiet" in rest):
+        with _own_modules(), _said_in_notes("--quiet" in rest):
             return self._guarded(partial(self.commands[name], rest), asked)
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -127,6 +127,25 @@ class Program:
         rank = os.environ.get("RANK", "0")
         process = "" if rank == "0" else f" (process {rank})"
         print(f"{self.name}{process}: {' '.join(message.split())}", file=sys.stderr)
+
+
+@contextmanager
+def _own_modules() -> Iterator[None]:
+    """Inside, modules of the current folder can be imported, behind all others.
+
+    ``python`` looks there; an installed command does not, and ``--policy my_policy:Name`` is meant
+    to find the file that lies beside the rows.
+    """
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
 
 
 @contextmanager

@@ -230,8 +230,11 @@ def _train(arguments: Any, kind: type[Any]) -> None:
     trainer, notes = build_trainer(arguments, kind)
     args, first = arguments.training, trainer.accelerator.is_main_process
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
-    policy = args.policy
-    notes += [f"{name} is of no use to policy {policy} and left out" for name in arguments.unread]
+    notes += [
+        f"{name} of the recipe gives way to other options of this run: it is "
+        f"{getattr(args, name, None)!r} here"
+        for name in arguments.unread
+    ]
     for note in notes if first else ():
         print(f"note: {note}", file=sys.stderr)
     try:

@@ -2,7 +2,7 @@
 
 A block is a fixed stretch of the source, its batches are made within it, and its file is written
 whole or not at all. So any process may value any block, in any order and more than once, and the
-files are the same.
+files hold the same values. The error that goes with them is that which the process had looked at.
 """
 
 from __future__ import annotations
@@ -95,4 +95,6 @@ class BlockValuer:
                     for key, column in columns.items()
                     if column is not None
                 },
+                derivative=values.derivative,
+                error=values.error,
             )

@@ -110,6 +110,8 @@ class _Done:
         self._tracker = Tracker(label, self._rows, not job.options.quiet)
         self._done = self._without(left)
         self._tracker.resume(self._done)
+        if left:  # it is shown before the first batch is done
+            self._tracker.report(self._done)
 
     def _without(self, left: Sequence[int]) -> int:
         """Rows of all blocks but these."""

@@ -19,6 +19,7 @@ __all__ = [
     "check_output_file",
     "collected_warnings",
     "examples_digest",
+    "holds_diagnoses",
     "read_manifest",
     "refuse_foreign",
     "require_writable",
@@ -104,8 +105,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def holds_diagnoses(manifest: Path) -> bool | None:
+    """True if the manifest is that of ``diagnose``, False of ``score``; None if it is neither's."""
+    try:
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_manifest = isinstance(content, dict) and "settings" in content
+    return "diagnostics" in content if is_manifest else None
+
+
 def refuse_foreign(
-    manifest: Path, made: Iterable[Path], *, resume: bool | None, overwrite: bool
+    manifest: Path,
+    made: Iterable[Path],
+    *,
+    resume: bool | None,
+    overwrite: bool,
+    diagnoses: bool = False,
 ) -> None:
     """Check that an output folder holds nothing that a new run would be mixed up with.
 
@@ -114,11 +130,18 @@ def refuse_foreign(
         made: what a run makes in the folder.
         resume: continue an earlier run; None where the command cannot.
         overwrite: replace it.
+        diagnoses: whether the run is one of ``diagnose``.
 
     Raises:
         ConfigError: an earlier run and no word on it, or files of something else.
     """
     remedy = "another --output_dir"
+    if holds_diagnoses(manifest) not in (None, diagnoses):
+        raise ConfigError(
+            "the output folder holds results of another command",
+            got=f"{manifest} of `alphatoken {'score' if diagnoses else 'diagnose'}`",
+            remedy=f"give {remedy}",
+        )
     if not manifest.exists():
         foreign = [path for path in made if path.exists()]
         if foreign:

@@ -9,6 +9,7 @@ from alphatoken.corpus.job import Job
 from alphatoken.corpus.rows import Survey
 from alphatoken.data import EncodeReport
 from alphatoken.report import ValueSummary
+from alphatoken.values import derivative_notes
 
 __all__ = ["about_encoding", "about_pools", "write_notes"]
 
@@ -25,6 +26,7 @@ def write_notes(
     """Sentences for the report, the summary and the console; what is trivially so is left out."""
     estimator, queries = job.options.estimator, len(job.options.queries)
     notes = [_APPROXIMATE] if estimator == "alphatoken" else []
+    notes += derivative_notes(summary.derivatives)
     if estimator != "walk" and (job.fisher is not None or not queries):
         notes += _about_stability(job.fisher, summary)
     validation, counts = job.encoded, survey.counts

@@ -152,6 +152,11 @@ class ValuationOptions:
 
     estimator: _Estimator = option("alphatoken", "estimator of token values")
     layers: str = option("3", LAYERS, flag="score_layers")
+    parameters: str = option(
+        "linears",
+        f"{PARAMETERS} (all and patterns: --estimator label only)",
+        flag="value_parameters",
+    )
     window: int | None = option(32, "window of Value-Propagation in tokens, or none")
     stability_weight: float = option(1.5, "lambda, the weight of stability in the total value")
     walk_steps: int = option(
@@ -172,6 +177,7 @@ class ValuationOptions:
         return ScorerConfig(
             estimator=self.estimator,
             layers=read_layers(self.layers, "--score_layers"),
+            parameters=self.parameters,
             window=self.window,
             stability_weight=self.stability_weight,
             walk_steps=self.walk_steps,
@@ -334,24 +340,12 @@ class _Scope:
 
 
 @dataclass(kw_only=True)
-class _Finer:
-    """Further options for valuing tokens."""
-
-    parameters: str = option(
-        "linears",
-        f"{PARAMETERS} (all and patterns: --estimator label only)",
-        flag="value_parameters",
-    )
-
-
-@dataclass(kw_only=True)
 class ScoreOptions(
     ModelOptions,
     _ScoredRows,
     ValuationOptions,
     BudgetOptions,
     _Scope,
-    _Finer,
     ReadingOptions,
     LeftOutOptions,
     ResultOptions,
@@ -360,11 +354,6 @@ class ScoreOptions(
     RunningOptions,
 ):
     """Everything that ``alphatoken score`` is told: the rows, and what is made of them."""
-
-    @property
-    def config(self) -> ScorerConfig:
-        """Configuration of the scorer; the parameters are asked for by this command alone."""
-        return replace(super().config, parameters=self.parameters)
 
     @property
     def folder(self) -> Path:

@@ -34,6 +34,7 @@ from alphatoken.report.files import value_files
 from alphatoken.report.queries import QueryRanks, ShownQuery, write_query_report
 from alphatoken.select.masks import top_mask
 from alphatoken.support.storage import write_json, write_jsonl
+from alphatoken.values import derivative_text
 
 __all__ = ["keep_over_all", "write_results"]
 
@@ -188,8 +189,10 @@ def _say(
     for note in () if job.options.quiet else notes:
         print(f"note: {note}", file=sys.stderr)
     report = f"; report: {folder / 'report.html'}" if job.options.report else ""
+    ways = "; ".join(derivative_text(way, error) for way, error in summary.derivatives.items())
     print(
-        f"{summary.response_tokens} response tokens valued, {summary.kept_tokens} kept; "
+        f"{summary.response_tokens} response tokens valued{f' ({ways})' if ways else ''}, "
+        f"{summary.kept_tokens} kept; "
         f"values: {folder / 'values'}{report}"
     )
     if certificate is not None and not certificate.passed:

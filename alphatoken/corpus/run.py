@@ -24,6 +24,7 @@ from alphatoken.corpus.results import write_results
 from alphatoken.errors import ConfigError
 from alphatoken.select.masks import keep_count
 from alphatoken.support.locks import try_lock
+from alphatoken.support.progress import shown_progress
 from alphatoken.support.storage import write_json
 
 __all__ = ["score_corpus"]
@@ -51,7 +52,7 @@ def score_corpus(options: ScoreOptions) -> None:
     if find_spec("pyarrow") is None:  # missed now, and not after the work
         raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
     options = here.share_of(options)
-    with here.together():
+    with here.together(), shown_progress(not options.quiet):
         if here.rank == 0:
             _lead(options, here)
         else:

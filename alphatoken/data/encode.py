@@ -163,7 +163,7 @@ def encode_rows(
 def encode_silently(
     rows: Sequence[Row], tokenizer: Any, options: EncodeOptions | None = None
 ) -> tuple[list[Example], EncodeReport]:
-    """As :func:`encode_rows`, for whoever says himself what the report notes."""
+    """Encode rows as :func:`encode_rows` does, for callers that log the report's notes themselves."""
     options = options or EncodeOptions()
     report = EncodeReport(rows=len(rows), format=format_name(tokenizer, options))
     examples = []
@@ -238,7 +238,7 @@ def encode_row(
 
 
 def encode_noted(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> Encoded:
-    """As :func:`encode_row`, and what is to be said of the row in the line about its file."""
+    """Encode a row as :func:`encode_row` does, with notes for the line about its file."""
     options, row = options or EncodeOptions(), _cut_after_answers(row)
     verbatim = is_filled(row, tokenizer)
     try:
@@ -389,7 +389,7 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
 def prompt_noted(
     row: Row, tokenizer: Any, options: EncodeOptions | None = None
 ) -> tuple[list[int], list[str]]:
-    """As :func:`encode_prompt`, and what is to be said of it in the line about the file."""
+    """Encode a prompt as :func:`encode_prompt` does, with notes for the line about its file."""
     options = options or EncodeOptions()
     verbatim = is_filled(_cut_after_answers(row), tokenizer)
     row = replace(row, turns=tuple(takewhile(lambda turn: turn.role != "assistant", row.turns)))

@@ -1,4 +1,4 @@
-"""What is learned of a row, compared with the text of its responses.
+"""Comparison of what is learned of a row with the text of its responses.
 
 Templates cut, split and strip what they are given. So the tokens are decoded, and each response
 must be found in them, but for white space and for what the tokenizer itself does to a text.

@@ -23,7 +23,7 @@ PLAIN_FORMAT = (
 
 
 def text_pieces(turns: Sequence[Turn], tokenizer: Any, *, verbatim: bool = False) -> list[str]:
-    """What each turn adds to the text without a template; ``verbatim`` texts stay as they are.
+    """Text that each turn adds without a template; ``verbatim`` texts stay as they are.
 
     An end token follows each answer that does not end with one.
     """

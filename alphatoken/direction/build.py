@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from types import ModuleType
@@ -31,6 +31,7 @@ from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import MasterWeights
 from alphatoken.support.precision import wide
+from alphatoken.support.progress import Tracker
 
 __all__ = ["Ingredients", "Retention"]
 
@@ -188,7 +189,8 @@ class Ingredients:
             gradient = {n: reduce(torch.add, [part[n] for part in parts]) for n in parts[0]}
         else:
             adapts = self.config.adapts
-            gradient = self._gradient("validation", self.validation) if adapts else {}
+            rows = _told("validation", self.validation)
+            gradient = self._gradient("validation", rows) if adapts else {}
         built = Direction(gradient, self._stability(), self.config.stability_weight, parts, shares)
         # One P for all of it, since it scales M as a whole.
         return _preconditioned(built, self._scaling())
@@ -207,7 +209,7 @@ class Ingredients:
         parameters, first = self.scored.parameters, self.scored.first
         found = [
             objective_sums(self.adapter, parameters, [batch], first=first, role="validation")
-            for batch in self.validation
+            for batch in _told("validation", self.validation)
         ]
         whole = sum(count for _, count in found)
         parts, shares = [], []
@@ -219,7 +221,7 @@ class Ingredients:
             parts.append(mean)
         return tuple(parts), tuple(shares)
 
-    def _gradient(self, role: str, batches: Sequence[Any]) -> dict[str, Tensor]:
+    def _gradient(self, role: str, batches: Iterable[Any]) -> dict[str, Tensor]:
         """Mean gradient of one objective, by autograd; of sharded linears from captured errors."""
         adapter, scored = self.adapter, self.scored
         first, sharding = scored.first, scored.sharding
@@ -258,7 +260,8 @@ class Ingredients:
                 weight = self.masters(name, parameter) if self.masters else parameter
                 drift |= self.retention.direction({name: weight})
             return drift
-        return self._gradient("retention", as_batches(self.retention, "retention batch"))
+        batches = as_batches(self.retention, "retention batch")
+        return self._gradient("retention", _told("retention", batches))
 
     def _scaling(self) -> Scaling:
         """Scaling of G and V by P."""
@@ -325,6 +328,14 @@ class Ingredients:
                 for (name, p), g in zip(parameters.items(), gradients, strict=True)
             }
         return self._mean("step", sums, 1.0)
+
+
+def _told(role: str, batches: Sequence[Any]) -> Iterator[Any]:
+    """The batches; of what takes longer than a second the progress is shown."""
+    with Tracker(f"Gradient of the {role} rows", len(batches), None, delay=1.0) as tracker:
+        for number, batch in enumerate(batches, start=1):
+            yield batch
+            tracker.report(number)
 
 
 Scaling = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]

@@ -106,15 +106,15 @@ def walk(
         start = moved.parts()
         weights = {n: part.to(wide(part.dtype), copy=True) for n, part in start.items()}
         stepper = optimizer(weights.values())
-        tracker = Tracker("Walk", steps, None, delay=5.0)  # new walks of a run are short
-        for number in range(steps):
-            found = gradient(number)
-            for name, weight in weights.items():
-                weight.grad = found.pop(name).to(weight)
-            stepper.step()
-            stepper.zero_grad()
-            moved.place(weights)
-            tracker.report(number + 1)
+        with Tracker("Walk", steps, None, delay=1.0) as tracker:  # some take no longer
+            for number in range(steps):
+                found = gradient(number)
+                for name, weight in weights.items():
+                    weight.grad = found.pop(name).to(weight)
+                stepper.step()
+                stepper.zero_grad()
+                moved.place(weights)
+                tracker.report(number + 1)
     return {name: weight.to(start[name].dtype) for name, weight in weights.items()}
 
 

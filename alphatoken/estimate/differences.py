@@ -172,7 +172,7 @@ class Quotient:
     negligible: bool = False
 
     def require_exact(self) -> Quotient:
-        """These differences.
+        """Return these differences, where they are exact enough.
 
         Raises:
             UnsupportedError: they are not exact enough.

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from alphatoken.data import Example
+from alphatoken.estimate.estimators import WALK
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.fidelity.cost import direction_flops, step_flops, values_flops
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
@@ -62,7 +63,7 @@ def _settings(
 ) -> tuple[Setting, list[Setting]]:
     """The user's own setting, and those to compare by depth."""
     config, depth = subject.config, len(subject.adapter.layers())
-    layers = resolve_layers(subject.adapter, config.layers)
+    every, layers = tuple(range(depth)), resolve_layers(subject.adapter, config.layers)
     chosen = depths_of(options.layers, depth, len(layers))
     scopes = list(dict.fromkeys([*(resolve_layers(subject.adapter, k) for k in chosen), layers]))
 
@@ -70,7 +71,14 @@ def _settings(
         return Setting(estimator, scope, config.window if estimator in WINDOWED else None)
 
     by_depth = [setting(e, scope) for e in estimators for scope in scopes]
+    if config.estimator == "label" and config.parameters == "all":
+        return _exact(every), by_depth
     return setting(config.estimator, layers), by_depth
+
+
+def _exact(layers: tuple[int, ...]) -> Setting:
+    """Label values over all trainable parameters of a model with these layers."""
+    return Setting("label", layers, None, everything=True)
 
 
 # --- against the exact value ----------------------------------------------------------------------
@@ -146,10 +154,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     every = tuple(range(len(subject.adapter.layers())))
     proved, refused = supported(subject, every, rows)
     own, by_depth = _settings(subject, options, list(proved))
-    exact = Setting("label", every, None, everything=True)
+    exact = _exact(every)
     direction = full_gradient(subject)
     settings = [s for s in dict.fromkeys([*by_depth, own, exact]) if s.estimator in proved]
-    own = own if own in settings else exact
     readings = read(subject, rows, direction, settings)
     truth, row = readings[exact], places_of(rows)[:, 0]
     found = {
@@ -171,15 +178,29 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     return conclude(
         "estimators",
         subject,
-        f"Your setting, {own}, ranks tokens at {found[own]['spearman']} to their exact first-order "
-        f"values, and costs {costs[own]['cost_in_training_steps']:.1f} training steps; the exact "
-        f"value costs {costs[exact]['cost_in_training_steps']:.1f}."
-        if own in found
-        else "Your setting is the exact first-order value.",
+        _conclusion(own, exact, found, costs),
         [layers],
         _figures(table("pareto", "Cost against fidelity", list(found)), layers),
         valued=rows,
-        notes=[checked, *_notes(subject, refused, own == exact)],
+        notes=[checked, *_notes(subject, refused, own in settings)],
+    )
+
+
+def _conclusion(
+    own: Setting,
+    exact: Setting,
+    found: Mapping[Setting, Mapping[str, Any]],
+    costs: Mapping[Setting, Mapping[str, float]],
+) -> str:
+    price = f"costs {costs[exact]['cost_in_training_steps']:.1f} training steps"
+    if own == exact:
+        return f"Your setting is the exact first-order value, and {price}."
+    if own not in found:
+        return f"Your estimator, {own.estimator}, is not compared here; the exact value {price}."
+    return (
+        f"Your setting, {own}, ranks tokens at {found[own]['spearman']} to their exact first-order "
+        f"values, and costs {costs[own]['cost_in_training_steps']:.1f} training steps; the exact "
+        f"value costs {costs[exact]['cost_in_training_steps']:.1f}."
     )
 
 
@@ -221,10 +242,17 @@ def _figures(priced: Table, layers: Table) -> list[Figure]:
     ]
 
 
-def _notes(subject: Subject, refused: Mapping[str, str], stands_in: bool) -> list[str]:
+def _notes(subject: Subject, refused: Mapping[str, str], compared: bool) -> list[str]:
     notes = ["Values are of the validation side alone (no retention term) with P = 1."]
-    if stands_in:
-        notes.append("Your estimator is not defined on this model: label values stand in for it.")
+    if subject.config.estimator == WALK:
+        notes.append("Values along a walk are no first-order values: none are compared here.")
+    elif not compared:
+        notes.append("Your estimator is not defined on this model.")
+    if subject.config.parameters not in ("linears", "all"):
+        notes.append(
+            f"Settings by layer are over linears: your parameters {subject.config.parameters!r} "
+            "were left out here."
+        )
     if subject.config.preconditioner is not None:
         notes.append("Your preconditioner was left out here; the diagnostic 'utility' has it.")
     return notes + [f"{name} is left out on this model: {why}" for name, why in refused.items()]

@@ -30,8 +30,9 @@ from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, agreement, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.subject import Subject, places_of
+from alphatoken.fidelity.subject import Subject, places_of, require_first_order
 from alphatoken.fidelity.valuing import values_along
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
 
@@ -87,10 +88,13 @@ def variants(subject: Subject, max_new_tokens: int) -> tuple[dict[str, FisherDri
 
     found = {"diagonal": main("diagonal")}
     notes = []
-    try:
-        found["kronecker"] = main("kronecker")
-    except CoverageError as problem:
-        notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
+    if not ParameterChoice.read(subject.config.parameters).only_linears:
+        notes.append("No Kronecker Fisher: values are over more than linears.")
+    else:
+        try:
+            found["kronecker"] = main("kronecker")
+        except CoverageError as problem:
+            notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
     found["diagonal, token labels"] = subject.fitted_fisher("diagonal", labels="token")
     return found, notes
 
@@ -124,10 +128,11 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     """Compare the Fisher proxy with held-out retention rows on the subject's model.
 
     Raises:
-        DataError: no retention rows.
+        DataError: no retention rows. ConfigError: values along a walk.
         InputError: too few response tokens, or a model that has not left its reference.
     """
     options = options or Options()
+    require_first_order(subject.config)
     retention = subject.retention_rows(options.rows)
     rows = subject.sample()
     subject.require_tokens(rows, FEWEST, "a rank correlation of so few tokens means nothing")

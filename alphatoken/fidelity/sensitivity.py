@@ -26,8 +26,9 @@ from alphatoken.fidelity.intervals import agreement, percent
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.own_values import OwnValues
 from alphatoken.fidelity.result import conclude
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, require_first_order
 from alphatoken.fidelity.valuing import WINDOWED, depths_of, scorer_for, windows_of, with_estimator
+from alphatoken.model.parameter_choice import ParameterChoice
 
 __all__ = ["Options", "diagnose", "scored"]
 
@@ -62,9 +63,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
     Raises:
         InputError: too few tokens. DataError: too few validation rows. ConfigError: the objective
-            has no validation side.
+            has no validation side, or values along a walk.
     """
     options = options or Options()
+    require_first_order(subject.config)
     own = OwnValues.of(subject, tuned=True)
     found = {
         setting: _sweep(own, setting, tried) for setting, tried in _tried(own, options).items()
@@ -109,6 +111,9 @@ def _tried(own: OwnValues, options: Options) -> dict[str, dict[object, ScorerCon
 
 def _depths(own: OwnValues, options: Options) -> dict[object, ScorerConfig]:
     config, scope = own.subject.config, own.scorer.scope.layers
+    if ParameterChoice.read(config.parameters).everything:
+        own.notes.append("Values over all parameters have no number of layers K.")
+        return {}
     depth = len(own.scorer.adapter.layers())
     if scope != tuple(range(depth - len(scope), depth)):
         own.notes.append(f"The run scores layers {scope}, which are no last K layers.")

@@ -17,6 +17,7 @@ from alphatoken.data import Example, batches, token_texts
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.estimate.estimators import WALK
 from alphatoken.fidelity.stepping import fine_tuned, usual_rate
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -24,7 +25,7 @@ from alphatoken.report.examples import COMPONENTS
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 
-__all__ = ["Subject", "gathered", "places_of", "require_retention"]
+__all__ = ["Subject", "gathered", "places_of", "require_first_order", "require_retention"]
 
 Batch = dict[str, Tensor]
 
@@ -41,6 +42,23 @@ def require_retention(sets: Sized) -> None:
             got="none",
             why="it compares the proxy with what is really forgotten",
             remedy="--retention_set FILE (repeat it for several sets)",
+        )
+
+
+def require_first_order(config: ScorerConfig) -> None:
+    """Check that the values are derivatives at the model's weights.
+
+    Raises:
+        ConfigError: they are differences of losses along a walk.
+    """
+    if config.estimator == WALK:
+        raise ConfigError(
+            "this diagnostic is one of first-order values",
+            got=f"estimator {WALK!r}",
+            why="values along a walk are differences of losses, and have no layers, no optimizer's "
+            "step and no retention side",
+            remedy="--estimator label --value_parameters all (in Python "
+            "ScorerConfig('label', parameters='all'))",
         )
 
 
@@ -279,6 +297,7 @@ class Subject:
         if key not in self._kept:
             settings = {
                 "layers": self.config.layers,
+                "parameters": self.config.parameters,
                 "labels": "token",
                 "seed": self.seed,
                 "batch_size": self.batch_size,
@@ -317,6 +336,7 @@ class Subject:
             **{f"retention rows, {name}": len(rows) for name, rows in self.retention.items()},
             "estimator": self.config.estimator,
             "layers": str(self.config.layers),
+            "parameters": self.config.parameters,
             "window": self.config.window,
             "stability_weight": self.config.stability_weight,
             "ratio": self.ratio,

@@ -32,7 +32,7 @@ from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.fidelity.options import CheckedOptions, option
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper
-from alphatoken.fidelity.subject import Subject
+from alphatoken.fidelity.subject import Subject, require_first_order
 from alphatoken.fidelity.tokenwise import draw_short, token_gradients
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.scope import resolve_layers
@@ -274,8 +274,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
     Raises:
         InputError: too few response tokens. NumericalError: the loss after a step is not finite.
+        ConfigError: values along a walk.
     """
     options = options or Options()
+    require_first_order(subject.config)
     bench = _bench(subject, options)
     predictions, left_out = _predictions(bench)
     tokens = _tokens(bench)

@@ -111,6 +111,9 @@ class ScoredExample:
         values: component key -> (t,) values; components that the estimator does not split off
             are left out. Of a run with queries also ``query_key`` -> values against that query.
         visits: of a training run, whose values are added up over them; None of any other.
+        derivative: of label values, how they were differentiated, as in ``TokenValues``.
+        error: of differences, the estimated relative error (norm over a batch of rows), as the
+            process that valued the row had last looked at it.
     """
 
     row: int
@@ -121,6 +124,8 @@ class ScoredExample:
     kept: NDArray[np.bool_]
     values: Mapping[str, NDArray[np.floating[Any]]]
     visits: Visits | None = None
+    derivative: str | None = None
+    error: float = 0.0
 
     @property
     def response(self) -> NDArray[np.bool_]:

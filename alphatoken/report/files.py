@@ -4,9 +4,10 @@ Columns: ``row`` (row of the training file, from 0), ``place`` (how a person fin
 with an entry a token: ``input_ids``, ``labels`` (-100: not learned), ``keep``, ``value`` (the
 total), and one list a component (:data:`alphatoken.report.COMPONENTS`); a component that the
 estimator does not split off is null. A run with queries adds ``query_1``, ``query_2``, ...:
-adaptation against each query alone. Prompt tokens are there, with value 0. Values of a training
-run have five columns more (:class:`alphatoken.report.Visits`): ``visits``, ``last_step``,
-``branch``, and the lists ``rows`` and ``kept_share``.
+adaptation against each query alone. ``derivative`` and ``error`` say how label values were taken
+and how far they may be off. Prompt tokens are there, with value 0. Values of a training run have
+five columns more (:class:`alphatoken.report.Visits`): ``visits``, ``last_step``, ``branch``, and
+the lists ``rows`` and ``kept_share``.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def _record(example: ScoredExample) -> Record:
         "input_ids": np.asarray(example.ids, np.int32),
         "labels": np.asarray(example.labels, np.int32),
         "keep": np.asarray(example.kept, bool),
+        "derivative": example.derivative,
+        "error": None if example.derivative is None else example.error,
         **dict.fromkeys(_COLUMNS.values()),
         **{_COLUMNS.get(key, key): np.asarray(values) for key, values in example.values.items()},
     }
@@ -97,6 +100,8 @@ def _types(first: Record | None) -> dict[str, str]:
         "input_ids": "[int32]",
         "labels": "[int32]",
         "keep": "[bool]",
+        "derivative": "string",
+        "error": "double",
         **dict.fromkeys((*_COLUMNS.values(), *queries), number),
         **(visits if first is not None and "visits" in first else {}),
     }
@@ -204,4 +209,6 @@ def _example(record: Record) -> ScoredExample:
             if column in _KEYS or column.startswith(_QUERY)
         },
         visits=visits,
+        derivative=record.get("derivative"),
+        error=float(record["error"]) if "derivative" in record else 0.0,  # a null is NaN
     )

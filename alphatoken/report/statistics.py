@@ -52,13 +52,17 @@ class Extreme:
 
 @dataclass
 class ValueSummary:
-    """Statistics of all examples together, for the report and the summary file."""
+    """Statistics of all examples together, for the report and the summary file.
+
+    ``derivatives``: each way in which label values were differentiated -> its largest error.
+    """
 
     sequences: int = 0
     tokens: int = 0
     response_tokens: int = 0
     kept_tokens: int = 0
     components: list[ComponentSummary] = field(default_factory=list)
+    derivatives: dict[str, float] = field(default_factory=dict)
     highest: list[Extreme] = field(default_factory=list)
     lowest: list[Extreme] = field(default_factory=list)
     sample: list[ScoredExample] = field(default_factory=list)
@@ -100,6 +104,8 @@ def summarise(
         place = number if number < sample else draw.randrange(number + 1)
         if place < sample:
             chosen[place] = example
+        if (way := example.derivative) is not None:
+            summary.derivatives[way] = max(example.error, summary.derivatives.get(way, 0.0))
         response = example.response
         own = {key: np.asarray(v, float)[response] for key, v in example.values.items()}
         _add(sums, own)

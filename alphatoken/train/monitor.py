@@ -27,6 +27,7 @@ class TrainMonitor:
         self._counts: Tensor | None = None  # (4,): response and kept tokens, sum w, sum w^2
         self._balance: dict[str, float] = {}
         self._look: dict[str, float] = {}
+        self._derivatives: dict[str, float] = {}
         self._scoring = self._direction = 0.0
 
     # --- what is handed in -------------------------------------------------------------------
@@ -61,6 +62,8 @@ class TrainMonitor:
         self._scoring += seconds
         if values is not None and values.balance:
             self._balance = values.balance
+        if values is not None and (way := values.derivative) is not None:
+            self._derivatives[way] = max(values.error, self._derivatives.get(way, 0.0))
 
     def direction(self, seconds: float) -> None:
         """Add the seconds spent on building the validation and retention gradients."""
@@ -105,6 +108,14 @@ class TrainMonitor:
         self._scoring = self._direction = 0.0
         return {f"alpha/{name}": float(value) for name, value in statistics.items()}
 
+    def derivatives(self) -> dict[str, float]:
+        """Ways of the run's label values -> largest error, over all processes (each calls it)."""
+        found: dict[str, float] = {}
+        for part in gather_object([self._derivatives]):
+            for way, error in part.items():
+                found[way] = max(error, found.get(way, 0.0))
+        return found
+
     # --- the checkpoint's part --------------------------------------------------------------
 
     def state_values(self) -> dict[str, Any]:
@@ -113,6 +124,7 @@ class TrainMonitor:
             "counts": [0.0] * 4 if self._counts is None else self._counts.tolist(),
             "balance": self._balance,
             "look": self._look,
+            "derivatives": self._derivatives,
             "scoring": self._scoring,
             "direction": self._direction,
         }
@@ -121,4 +133,5 @@ class TrainMonitor:
         """Take back what :meth:`state_values` gave."""
         self._counts = torch.tensor(values["counts"], dtype=torch.float64)
         self._balance, self._look = dict(values["balance"]), dict(values["look"])
+        self._derivatives = dict(values["derivatives"])
         self._scoring, self._direction = float(values["scoring"]), float(values["direction"])

@@ -77,7 +77,17 @@ class AlphaOptions(AlphaFields):
         arguments = read_policy_options(self.policy_options)
         if self.policy == "dpo" and self.FAMILY != "preference":
             raise ConfigError("policy='dpo' is for DPO only", remedy="AlphaDPOTrainer")
-        for name, value in STANDS_FOR.get(self.policy, {}).items():
+        stands_for = STANDS_FOR.get(self.policy, {})
+        if self.estimator not in (
+            AlphaFields.estimator,
+            stands_for.get("estimator", self.estimator),
+        ):
+            raise ConfigError(
+                f"policy '{self.policy}' is that of the estimator '{stands_for['estimator']}'",
+                got=f"estimator={self.estimator!r}",
+                remedy=f"policy='top' ranks by the values of {self.estimator!r}",
+            )
+        for name, value in stands_for.items():
             setattr(self, name, value)
         if self.policy in TRAINER_POLICIES and arguments:
             raise ConfigError(
@@ -112,7 +122,7 @@ class AlphaOptions(AlphaFields):
             raise ConfigError(
                 "value_unit='response' ranks whole responses, one a row, of a batch or a step",
                 got=", ".join(obstacles),
-                remedy="value_unit='token', or leave that out",
+                remedy="policy='top' without packing, or value_unit='token'",
             )
 
     def _check_combinations(self) -> None:

@@ -58,7 +58,7 @@ def unwritten_text(row: Mapping[str, Any], tokenizer: Any, template: str | None 
 
 
 def notes_of_texts(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> list[str]:
-    """What is to be said of the texts of a row: control tokens in them, and doubled ones.
+    """Notes about the texts of a row: control tokens in them, and doubled ones.
 
     Args:
         row: in one of TRL's forms.

@@ -17,6 +17,7 @@ from alphatoken.train.loading import model_name, text_tokenizer
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.results import VALUES, export_values, write_run_report
+from alphatoken.values import derivative_notes
 
 if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
@@ -80,6 +81,7 @@ class RunRecords:
         trainer = self._trainer
         args = trainer.args
         whole = self._all_ledgers() if args.export_values else None
+        derivatives = self.monitor.derivatives() if args.export_values else {}
         if not args.should_save:
             return
         trainer.save_state()
@@ -95,8 +97,9 @@ class RunRecords:
         last = next((f"{loss:.4g}" for loss in losses), "")
         facts = {"model_name_or_path": model_name(trainer.model), "last_loss": last}
         shown = {name: text for name, text in facts.items() if text}
-        page = write_run_report(folder, texts, None if rows is None else seen, shown)
-        print(f"values and report, which quote training rows: {page.parent}")
+        notes = derivative_notes(derivatives)
+        page = write_run_report(folder, texts, None if rows is None else seen, shown, notes)
+        print(*notes, f"values and report, which quote training rows: {page.parent}", sep="\n")
 
     def _all_ledgers(self) -> ValueLedger | None:
         """The ledgers of all processes added up, on those that write; None on the others.

@@ -121,6 +121,7 @@ def write_run_report(
     texts: Callable[[Sequence[int]], list[str]] | None = None,
     rows: tuple[int, int] | None = None,
     facts: Mapping[str, object] | None = None,
+    notes: Sequence[str] = (),
 ) -> Path:
     """Write the page of a run's values, whole or not at all, and return its path.
 
@@ -131,12 +132,13 @@ def write_run_report(
         texts: token ids -> the text of each; without it tokens are shown by their numbers.
         rows: training rows that were seen, and those that were not; None for a stream.
         facts: more of the run, shown before its options.
+        notes: sentences about the values.
 
     Raises:
         DataError: a value file cannot be read, or the page could not be written.
     """
     folder = Path(folder)
-    notes = [f"Values are {UNIT}; stability counts with its lambda."]
+    notes = [f"Values are {UNIT}; stability counts with its lambda.", *notes]
     if rows is not None:
         notes.append(
             f"{rows[0]:,} of {sum(rows):,} training rows were seen. A row number counts the "

@@ -16,6 +16,7 @@ from alphatoken.direction.objective import objective_value, scoring_forward
 from alphatoken.direction.walk import WalkBuilder
 from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.scorer import Observed, Scorer
+from alphatoken.support.progress import shown_progress
 from alphatoken.train.checks import check_pool
 from alphatoken.train.distributed import Ranks, even_micro_batches
 from alphatoken.train.fused_head import errors_only
@@ -62,6 +63,8 @@ class Valuation:
         self._scorer: Scorer | None = None
         self._step: int | None = None
         self._built: int | None = None
+        # In a log too the first direction, or walk, is seen at work; then steps are logged.
+        self._shown: bool | None = not options.disable_tqdm
         # Norm of the last step's gradient before it was cut; None where it was not taken.
         self._norm: Any = None
         self._walk: tuple[int, dict[str, Tensor]] | None = None
@@ -203,8 +206,9 @@ class Valuation:
         """
         started = time.perf_counter()
         with ExitStack() as observing:
-            with selecting():
+            with selecting(), shown_progress(self._shown):
                 observed = observing.enter_context(self.scorer.observe())
+            self._shown = None if self._shown else self._shown
             self._trainer.records.monitor.direction(time.perf_counter() - started)
             yield observed
 

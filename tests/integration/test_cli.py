@@ -134,6 +134,34 @@ def test_summary_and_report_agree_with_the_values(world: World, tmp_path: Path) 
     assert "Value-Propagation" in page
 
 
+def test_differences_say_their_error_wherever_their_values_are(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In Python, the files, the summary, the page and the last line; other values say nothing."""
+    words = {"estimator": "label", "parameters": "all", "limit": 4}
+    assert world.score(tmp_path / "label", **words) == 0
+    said = capsys.readouterr().out
+    _, train, other = by_hand(world, world / "fisher.safetensors")
+    batch = next(iter(batches(train[:4], 4)))
+    config = ScorerConfig("label", parameters="all")
+    values = Scorer(other.adapter.model, batch, None, config).score(batch)
+    assert values.derivative == "central"
+    assert 0 < values.error < 0.02
+    assert f"by central differences, error {values.error:.0e}: " in repr(values)
+    scored = load(tmp_path / "label")
+    assert {example.derivative for example in scored} == {"central"}
+    (error,) = {example.error for example in scored}
+    assert 0 < error < 0.02
+    text = f"central differences, error {error:.0e}"
+    assert f"response tokens valued ({text}), " in said
+    summary = json.loads((tmp_path / "label" / "summary.json").read_text())
+    assert summary["values"]["derivatives"] == {"central": error}
+    assert f"taken by {text} (estimated" in (tmp_path / "label" / "report.html").read_text()
+    assert world.score(tmp_path / "paper", limit=4) == 0
+    assert "response tokens valued, " in capsys.readouterr().out
+    assert {(e.derivative, e.error) for e in load(tmp_path / "paper")} == {(None, 0.0)}
+
+
 def test_values_that_do_not_agree_end_in_an_error(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

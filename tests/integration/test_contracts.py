@@ -295,6 +295,13 @@ MAPPINGS = "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS"
 EXPERTS = "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS"
 
 
+def _inside_a_backward() -> bool:
+    x, numbers = torch.ones(1, requires_grad=True), list[int]()
+    x.register_hook(lambda g: numbers.append(torch._C._current_graph_task_id()))
+    x.sum().backward()
+    return numbers[0] >= 0
+
+
 def _of_a_graph() -> bool:
     node = torch.ones(2, requires_grad=True).exp().grad_fn
     (one,) = node._input_metadata  # type: ignore[union-attr]
@@ -427,6 +434,9 @@ def _chunks() -> bool:
 
 OTHERS: dict[str, tuple[str, Check]] = {
     "torch: Tensor._version, ._base": ("model/fingerprint.py, estimate/shift.py", _counts_writes),
+    "torch: _C._current_graph_task_id": (
+        "model/capture.py", lambda: torch._C._current_graph_task_id() == -1 and _inside_a_backward()
+    ),
     "torch: Node._input_metadata": ("estimate/derivatives.py", _of_a_graph),
     "torch: Module._forward_hooks, ._forward_pre_hooks, ._backward_hooks, ._backward_pre_hooks": (
         "model/fingerprint.py, model/head.py", _hooked,

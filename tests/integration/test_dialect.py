@@ -134,6 +134,25 @@ def test_what_commands_share_has_one_name() -> None:
         assert "keep_ratio" in flags(kind)
 
 
+def test_the_names_that_differ_are_those_of_the_table() -> None:
+    """On the page of the training commands; each is an option where it is said, none is missing."""
+    page = (ROOT / "docs/training-cli.md").read_text(encoding="utf-8")
+    head, _, *rows = page[page.index("| what | `sft`, `dpo` |") :].partition("\n\n")[0].splitlines()
+    training = flags(RowArguments) | flags(RunArguments) | flags(AlphaFields) | {"config"}
+    columns = [training, flags(DiagnoseOptions), flags(FisherOptions), flags(CompareOptions)]
+    assert head.count("|") == len(columns) + 2
+    assert len(rows) == 5
+    said: list[set[str]] = [set() for _ in columns]
+    for row in rows:
+        for cell, names in zip(row.split("|")[2:-1], said, strict=True):
+            names |= set(re.findall(r"`(\w+)`", cell))
+    same = {"fisher_file", "fisher_cache", "fisher_batch_size", "retention_batch_size",
+            "retention_rows"}  # fmt: skip
+    for names, known in zip(said, columns, strict=True):
+        assert names <= known
+        assert {n for n in known if n.startswith(("retention_", "fisher_"))} <= names | same
+
+
 EVERYWHERE = [*KINDS, EvaluateOptions, PaperOptions]
 OTHER = {
     "fisher_samples": "diagnose: left out, what its budget allows",

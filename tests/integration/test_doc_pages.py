@@ -17,8 +17,10 @@ import transformers
 
 from alphatoken import errors
 from alphatoken.data import pair_of, row_of
+from benchmarks import prices
 from tests import architectures_page as table
 from tests import page_numbers
+from tests.both_programs import main
 from tests.page_numbers import MARK, PAGES, differences, filled, value_of, written
 from tests.places import nightly
 
@@ -131,6 +133,50 @@ def test_each_class_has_its_messages_with_reason_and_remedy() -> None:
     assert "Remedy: mend the row" in entry
 
 
+# --- links ----------------------------------------------------------------------------------------
+
+BY_EACH_BUILD = {"claims", "files", "kill-matrix", "log", "options"}
+"""Pages that nobody finds in the repository."""
+
+
+def prose(path: Path) -> str:
+    """A page's text; of a notebook that of its cells in Markdown."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+LINKING = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/log.yaml")),
+    *sorted([*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]),
+]
+
+
+def test_links_lead_to_files_of_the_repository() -> None:
+    """Read raw, as a clone or a web page of the repository shows them."""
+    looked = 0
+    for page in LINKING:
+        if page.stem in BY_EACH_BUILD and page.suffix == ".md":
+            continue
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if not re.match(r"https?:|mailto:|#", target):
+                place = page.parent / target.partition("#")[0]
+                assert place.exists(), f"{page.name}: {target}"
+                assert place.suffix != ".md" or place.stem not in BY_EACH_BUILD, (page.name, target)
+                looked += 1
+    assert looked > 200
+
+
+def test_a_tutorial_counts_what_there_is() -> None:
+    from alphatoken.fidelity.registry import DIAGNOSTICS
+
+    text = prose(TUTORIALS / "2-choose.ipynb")
+    assert len(DIAGNOSTICS) - 1 == 9
+    assert "`diagnose` has nine more questions" in text
+
+
 # --- tutorials -----------------------------------------------------------------------------------
 
 
@@ -139,8 +185,7 @@ def test_every_page_has_its_place_in_the_order() -> None:
     captions = re.findall(r":caption: (\w+)", index)
     assert captions == ["Start", "Use", "Mathematics", "Evidence", "Reference", "Contribute"]
     listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
-    written = {"claims", "files", "kill-matrix", "log", "options"}  # by each build
-    there = {path.stem for path in DOCS.glob("*.md")} | written
+    there = {path.stem for path in DOCS.glob("*.md")} | BY_EACH_BUILD
     assert there - {"index"} == listed - {"tutorials/index", "adr/index"}
 
 
@@ -170,6 +215,28 @@ def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> Non
     assert all(one.get("name") != "stderr" for one in outputs)
 
 
+# --- a policy of one's own ------------------------------------------------------------------------
+
+
+def test_the_pages_policy_is_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that the page says, in either program, whose folder is not that of the rows."""
+    text = (DOCS / "policies.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"## Your own policy.*?```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my_policy.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != ""])
+    before = list(sys.path)
+    assert main(["policies", "my_policy:Surprising"]) == 0
+    assert "Unlikely tokens first." in capsys.readouterr().out
+    assert main(["sft", "--policy", "my_policy:Surprising", "--use_cpu"]) == 2
+    assert "no model is named" in capsys.readouterr().err  # the policy was read before
+    assert main(["sft", "--policy", "your_policy:Surprising", "--use_cpu"]) == 2
+    assert "module.py in the folder where the command is called" in capsys.readouterr().err
+    assert sys.path == before
+
+
 # --- numbers in prose, which ``tests.page_numbers`` fills in --------------------------------------
 
 
@@ -194,6 +261,27 @@ def test_a_number_that_was_edited_is_found_and_mended(
     monkeypatch.setattr(page_numbers, "ROOT", tmp_path)
     assert [line.split(":")[0] for line in differences("page.md")] == ["page.md, line 2"]
     assert filled(wrong) == right
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+def test_prices_are_those_of_their_measurements() -> None:
+    assert json.loads(prices.FILE.read_text(encoding="utf-8")) == prices.prices()
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    assert prices.table_of_prices() in page
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name != "docs/log.yaml"])
+def test_a_price_in_prose_is_one_of_the_table(page: str) -> None:
+    """Whatever a page says that values take of a training step is the table's; the log is past."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"<!-- table:.*?<!-- end of table -->", "", text, flags=re.S)
+    said = r"(\d+\.\d+)(<!-- = [^>]+ -->)?( \[[^\]]*\])? of (?:a|the time of a|the FLOPs of a)"
+    for one in re.finditer(said + r" (?:training )?step", text):
+        assert str(one[2]).startswith("<!-- = prices/"), one[0]
+    for one in re.finditer(r"<!-- = ([^>]*/price\b[^>]*) -->", text):
+        raise AssertionError(f"{one[1]}: docs/prices.json has this number")
 
 
 # --- the table of architectures -------------------------------------------------------------------

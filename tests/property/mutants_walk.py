@@ -57,7 +57,7 @@ MUTANTS = (
     _error(
         "walk-that-does-not-follow-its-steps",
         "every gradient is taken at the start",
-        ("walk", "            moved.place(weights)\n", ""),
+        ("walk", "                moved.place(weights)\n", ""),
         COPY,
     ),
     _error(

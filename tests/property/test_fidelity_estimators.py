@@ -185,6 +185,20 @@ def test_costs_rise_with_layers() -> None:
         assert float(record["cost_in_training_steps"] or 0) == pytest.approx(parts)
 
 
+@pytest.mark.slow
+def test_the_users_own_setting_is_the_exact_one_or_none_where_it_is() -> None:
+    """Over all parameters it is what others are compared with; a walk is compared with nothing."""
+    for config, said in (
+        (ScorerConfig("label", parameters="all"), "is the exact first-order value, and costs"),
+        (ScorerConfig("label"), "Your setting, label, K=3, ranks tokens at"),
+        (ScorerConfig("walk"), "Your estimator, walk, is not compared here"),
+    ):
+        found = diagnostic.diagnose(subject_of(decoder_of(), tokens=60, config=config), QUICK)
+        assert said in found.conclusion
+        yours = [record for record in found.table("layers").records() if record["yours"]]
+        assert len(yours) == (config.estimator == "label" and config.parameters == "linears")
+
+
 # --- what is tried ----------------------------------------------------------------------------
 
 

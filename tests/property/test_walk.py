@@ -263,16 +263,24 @@ class Terminal(io.StringIO):
 def test_a_walk_of_many_seconds_shows_its_progress(
     rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal, by the first process."""
+    """On a terminal, by the first process; a log gets no line of what is over at once."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("LOCAL_RANK", rank)
     Scorer(ONE.model(), ONE.validation, config=config()).score(ONE.batch)
     assert "Walk" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
     now = lambda *given, delay: Tracker(*given, delay=0.0 * delay)  # noqa: E731
     monkeypatch.setattr("alphatoken.direction.walk.Tracker", now)
+    monkeypatch.setattr("alphatoken.direction.build.Tracker", now)
     Scorer(ONE.model(), ONE.validation, config=config()).score(ONE.batch)
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert (f"Walk: 0/{STEPS} (0%)" in shown) == (rank == "0")
     assert (f"Walk: {STEPS}/{STEPS} (100%)" in shown) == (rank == "0")
+    assert "Gradient" not in shown
+    count = len(ONE.validation)
+    Scorer(ONE.model(), ONE.validation, config=ScorerConfig("label")).score(ONE.batch)
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    for done in (0, count):
+        assert (f"Gradient of the validation rows: {done}/{count} (" in shown) == (rank == "0")
 
 
 # --- when a walk is taken ------------------------------------------------------------------------

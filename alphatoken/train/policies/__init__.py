@@ -22,12 +22,17 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from alphatoken.errors import ConfigError
+from alphatoken.estimate.estimators import SPLIT, WALK
+from alphatoken.model.layer_choice import DEFAULT_LAYERS, read_layers
+from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies.standard import DPO, Standard
 from alphatoken.train.policies.validation_first import ValidationFirst
 from alphatoken.train.policy import PolicySettings, TokenPolicy
@@ -41,6 +46,7 @@ __all__ = [
     "policy",
     "policy_names",
     "read_policy_options",
+    "unread_by_estimator",
     "unread_options",
 ]
 
@@ -71,6 +77,8 @@ _ONLY_VALUES: Mapping[str, Any] = {
     "masked_logit": False,
 }
 """Options that act on token values, and what they are where they do nothing."""
+
+_DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(AlphaFields)}
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -112,7 +120,10 @@ def find_policy(name: str) -> type[TokenPolicy]:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as problem:
         raise ConfigError(
-            "the policy cannot be imported", got=f"{target}: {problem}", remedy="check the path"
+            "the policy cannot be imported",
+            got=f"{target}: {problem}",
+            remedy="module:Class of a file module.py in the folder where the command is called, or "
+            "of an installed module; in Python the class itself",
         ) from problem
     if not (isinstance(found, type) and issubclass(found, TokenPolicy)):
         raise ConfigError(
@@ -205,6 +216,44 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family == "preference" and made.needs.reference:
         found["precompute_ref_log_probs"] = False
     return found
+
+
+def unread_by_estimator(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of values that the estimator of a run refuses: name -> default, which it takes.
+
+    A recipe says how values of its own estimator are made. Another estimator in its place, named by
+    itself or by a policy that stands for one, would refuse these.
+
+    Args:
+        options: of the run, by name.
+
+    Returns:
+        Empty where an option cannot be read: what is wrong with it is said where it is used.
+    """
+    values = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
+    stands_for = STANDS_FOR.get(str(values["policy"]), {}).get("estimator")
+    estimator, part = stands_for or values["estimator"], values["part"]
+    try:
+        choice = ParameterChoice.read(values["value_parameters"])
+        layers = read_layers(str(values["score_layers"]))
+    except ConfigError:
+        return {}
+    refused = {"part": part != "both" and estimator not in SPLIT}
+    refused["part"] |= part == "causal" and estimator == "direct"
+    if estimator == WALK:
+        refused |= {
+            "value_parameters": values["value_parameters"] not in ("linears", "all"),
+            "retention": values["objective"] != "adaptation",
+            "objective": values["objective"] == "stability",
+            "preconditioner": True,
+            "uncovered": True,
+            "score_layers": layers not in (DEFAULT_LAYERS, "all"),
+        }
+    else:
+        refused |= dict.fromkeys(("walk_steps", "walk_learning_rate", "walk_refresh"), True)
+        refused["value_parameters"] = not choice.captured and estimator != "label"
+    found = {name: _DEFAULTS[name] for name, here in refused.items() if here}
+    return found if stands_for is None else {"estimator": stands_for, **found}
 
 
 def chosen_policy(

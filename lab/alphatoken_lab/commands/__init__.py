@@ -45,7 +45,7 @@ examples
   three methods and three seeds on one model and data:
     alphatoken-lab compare --recipe laptop-sft --policies standard random stm --seeds 0 1 2 \\
         --model_name_or_path MODEL --train_file rows.jsonl --validation_file clean.jsonl \\
-        --output_dir runs/grid
+        --target_file held_out.jsonl --output_dir runs/grid
   every table and figure of the paper, with what each needs:
     alphatoken-lab paper --list
 

@@ -12,7 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.train.policies import read_policy_options, unread_options
+from alphatoken.train.policies import (
+    read_policy_options,
+    unread_by_estimator,
+    unread_options,
+)
 from alphatoken_lab.compare.measures import Measures
 from alphatoken_lab.compare.methods import PLAIN, Method, lacking_model
 
@@ -299,8 +303,8 @@ def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> C
         options |= {k: v for k, v in method.options.items() if k == "keep_ratio"}
         if len(method.modes) > 1:
             options["policy_mode"] = mode
-        # What the task's recipe says of its own policy gives way to another method's rule.
-        neutral = unread_options(options, _FAMILY[task.command])
+        # What the task's recipe says of its own policy and estimator gives way to a method's.
+        neutral = unread_options(options, _FAMILY[task.command]) | unread_by_estimator(options)
         options |= {k: v for k, v in neutral.items() if k in task.options and k not in own}
         if lacks := lacking_model(method):
             given = read_policy_options(options.get("policy_options"))
