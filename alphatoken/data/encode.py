@@ -163,7 +163,7 @@ def encode_rows(
 def encode_silently(
     rows: Sequence[Row], tokenizer: Any, options: EncodeOptions | None = None
 ) -> tuple[list[Example], EncodeReport]:
-    """Encode rows as :func:`encode_rows` does, for callers that log the report's notes themselves."""
+    """Encode rows as :func:`encode_rows` does, for callers that log the notes themselves."""
     options = options or EncodeOptions()
     report = EncodeReport(rows=len(rows), format=format_name(tokenizer, options))
     examples = []
