@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alphatoken import PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.direction.drift import FisherDrift
+from alphatoken.errors import AlphaTokenWarning
 from alphatoken.model.fingerprint import numbers_of, settings_of, trained_of
 from tests.integration.tiny_scorer import BATCH, inputs, model_of
 from tests.property.architectures import VOCABULARY
@@ -112,6 +116,16 @@ class Other(nn.Linear):
     """The same weight in another forward."""
 
 
+class Holder:
+    """An object of somebody else's."""
+
+    def __init__(self, scale: Any) -> None:
+        self.scale = scale
+
+    def scaled(self, x: Any) -> Any:
+        return x * self.scale
+
+
 def with_settings() -> Any:
     """A decoder whose last linear has an attribute of each kind that is looked at."""
     model = model_of()
@@ -154,6 +168,58 @@ def test_every_setting_shows(change: str) -> None:
     assert settings_of(model) == before
     CHANGES[change](model, model.model.layers[-1].mlp.up_proj)
     assert settings_of(model) != before
+
+
+ODD: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "a sparse tensor": (torch.eye(3).to_sparse(), lambda t: t._values().mul_(2)),
+    "a rest of complex numbers": (
+        torch.ones(3, dtype=torch.complex128),
+        lambda t: t.__setitem__(2, 1j),
+    ),
+    "a tensor made of others": (TwoTensor(torch.ones(3), torch.ones(3)), lambda t: t.b.mul_(2)),
+    "an array of objects": (np.array([{}, {"a": 1.0}], object), lambda a: a[1].update(a=2.0)),
+    "a queue": (deque([1.0, 2.0]), lambda q: q.rotate()),
+    "a long list": ([1.0] * 300, lambda x: x.__setitem__(7, 2.0)),
+    "a long mapping": (dict.fromkeys(range(300), 1.0), lambda x: x.update({7: 2.0})),
+    "a class": ([nn.ReLU], lambda x: x.__setitem__(0, nn.GELU)),
+    "a function of torch": ([F.gelu], lambda x: x.__setitem__(0, torch.tanh)),
+    "a method": (partial(Holder(1.0).scaled, 2), lambda p: setattr(p.func.__self__, "scale", 3.0)),
+    "a default": ([lambda x, scale=[1.0]: x], lambda x: x[0].__defaults__[0].append(2.0)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_an_attribute_holds_shows(kind: str) -> None:
+    value, change = ODD[kind]
+    model = model_of()
+    model.model.layers[1].mlp.held = {"deep": [Holder(value)]}
+    before = settings_of(model)
+    assert settings_of(model) == before
+    change(value)
+    assert settings_of(model) != before
+
+
+def test_objects_that_hold_each_other_are_read_once() -> None:
+    """Cycles end; other modules of the model, and the state of an optimizer, are read elsewhere."""
+    model = model_of()
+    first = model.model.layers[0]
+    first.held = Holder(Holder(model))
+    first.held.back = first.held
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = settings_of(model)
+    assert settings_of(model) == before
+    model.optimizer.param_groups[0]["lr"] = 0.2
+    model.model.layers[1].mlp.up_proj.weight.data.mul_(2)
+    assert settings_of(model) == before
+    first.held.back.scale.other = 1.0
+    assert settings_of(model) != before
+
+
+def test_what_leads_to_too_many_objects_is_said() -> None:
+    model = model_of()
+    model.model.layers[0].chain = [Holder([i]) for i in range(10_000)]
+    with pytest.warns(AlphaTokenWarning, match=r"layers.0.chain.*scorer.refresh\(\)"):
+        settings_of(model)
 
 
 def test_what_no_value_depends_on_does_not_show() -> None:
