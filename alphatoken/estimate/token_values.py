@@ -7,9 +7,16 @@ from torch import Tensor
 
 from alphatoken.estimate.columns import Columns
 from alphatoken.model.batch import to_token_index
+from alphatoken.support.finite import refuse_first
 from alphatoken.values import TokenValues
 
-__all__ = ["assign_columns", "combine", "undivided"]
+__all__ = [
+    "assign_columns",
+    "combine",
+    "require_finite_numbers",
+    "require_finite_values",
+    "undivided",
+]
 
 
 def undivided(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,4 +73,35 @@ def combine(
         estimator=estimator,
         stability_weight=stability_weight,
         balance=balance or {},
+    )
+
+
+def require_finite_values(values: TokenValues) -> TokenValues:
+    """The values themselves, of whichever estimator, once none of them is NaN or infinite.
+
+    Raises:
+        NumericalError: one is not; names the first one's row and token.
+    """
+    # What is not finite in a component is not finite in the sum of all, ``total``.
+    sums = [x for x in (values.total, values.curvature, values.unassigned) if x is not None]
+    if all(bool(torch.isfinite(x).all()) for x in sums):
+        return values
+    for kind in (*values.components(), "total", "curvature"):
+        numbers = getattr(values, kind)
+        if numbers is not None:
+            require_finite_numbers(numbers, f"the {kind.replace('_', ' ')} of a token")
+    require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
+    return values
+
+
+def require_finite_numbers(numbers: Tensor, what: str) -> None:
+    """Raise NumericalError for the first (b, t) number that was lost between finite ones."""
+    refuse_first(
+        ~torch.isfinite(numbers),
+        numbers,
+        f"{what} is not finite",
+        why="its loss is, and a number on the way is beyond the number format's range; one NaN "
+        "spreads to every sum",
+        remedy="weights and products in a wider format (float32, float64; --dtype), and "
+        "token_weights of a size that it holds",
     )

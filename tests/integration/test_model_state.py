@@ -255,6 +255,19 @@ def test_bf16_weights_give_float32_values_in_nearly_the_same_order() -> None:
     close(off, 0.0, 1.0, allowed("rank", torch.bfloat16), name="order in bf16")
 
 
+def test_tangents_beyond_float16_are_shortened() -> None:
+    """Activations of some 9,000, which float16 holds, and not their tangents at length 1."""
+    model = BY_NAME["llama"].build(5).float()
+    with torch.no_grad():
+        for name, factor in {"gate_proj": 0.003, "up_proj": 30.0, "down_proj": 3e4}.items():
+            model.model.layers[0].mlp.get_submodule(name).weight *= factor
+    exact = copy.deepcopy(model.half()).double()
+    options = {"layers": 3, "derivative": "forward_mode"}
+    found, expected = (scorer_for(m, "label", **options).score(BATCH).total for m in (model, exact))
+    assert bool(torch.isfinite(found).all())
+    close(found.double(), expected, expected.abs().max(), 2e-2, name="values in float16")
+
+
 # --- dropout ------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig, fit_fisher
+from alphatoken.config import DEFAULT_LAYERS
 from alphatoken.errors import (
     AlphaTokenError,
     ConfigError,
@@ -23,10 +25,11 @@ from alphatoken.errors import (
     NumericalError,
     UnsupportedError,
 )
+from alphatoken.estimate.token_values import require_finite_values
 from alphatoken.model.batch import require_tensors
 from alphatoken.train.loading import load_or_refuse
 from tests.integration.snapshot import Snapshot
-from tests.integration.tiny_scorer import BATCH, VALIDATION, scorer_for
+from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, scorer_for
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 
@@ -217,6 +220,59 @@ def test_a_loss_that_is_not_finite_in_the_batch_alone() -> None:
         model.get_input_embeddings().weight[unused] = float("nan")
     scorer = scorer_for(model, "label")
     refused(NumericalError, lambda: scorer.score(batch), "not finite", "row 1, token", model=model)
+
+
+ESTIMATORS = ("label", "direct", "alphatoken", "path", "same_layer_hop", "walk")
+
+
+@pytest.mark.parametrize("how", ["score", "observe"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_no_estimator_hands_a_nan_back(estimator: str, how: str) -> None:
+    """A weight of a token that float64 holds, and the model's float32 does not."""
+    model = model_of().float()
+    layers = DEFAULT_LAYERS if estimator == "walk" else 2
+    scorer = scorer_for(model, estimator, layers=layers)
+    weights = torch.ones(BATCH["labels"].shape, dtype=torch.float64)
+    weights[1, 5] = 1e300
+
+    def call() -> object:
+        if how == "score":
+            return scorer.score(BATCH, token_weights=weights)
+        with scorer.observe() as observed:
+            logits = model(**inputs()).logits
+            return observed.values(logits, BATCH["labels"], token_weights=weights, components=False)
+
+    refused(NumericalError, call, "of a token is not finite", "row 1, token", "--dtype")
+
+
+def test_a_direction_that_is_not_finite() -> None:
+    """A preconditioner of the user's own: before the model is run, and where it changes later."""
+    name = "model.layers.2.mlp.up_proj.weight"
+    model = model_of()
+    own = {name: torch.ones_like(model.get_parameter(name))}
+    options = {"preconditioner": own, "derivative": "forward_mode"}
+    scorer = scorer_for(model, "label", **options)
+    scorer.score(BATCH)
+    own[name][3, 4] = float("nan")
+    refused(NumericalError, lambda: scorer.score(BATCH), "direction M is not finite", model=model)
+    refused(NumericalError, lambda: scorer_for(model, "label", **options), "preconditioner", name)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"curvature": torch.tensor([[0.0, torch.nan]])}, "curvature of a token.*row 0, token 1"),
+        ({"unassigned": torch.tensor([torch.inf])}, "sum over a prompt.*inf at row 0"),
+        ({"total": torch.tensor([[0.0, torch.nan]])}, "total of a token.*row 0, token 1"),
+    ],
+)
+def test_every_number_of_values_is_looked_at(place: dict[str, Tensor], message: str) -> None:
+    scorer = scorer_for(model_of(), "label", validation=[VALIDATION] * 2, standard_errors=True)
+    values = scorer.score(BATCH)
+    assert require_finite_values(values) is values
+    one = replace(values.total_alone(), total=torch.zeros(1, 2), unassigned=torch.zeros(1))
+    with pytest.raises(NumericalError, match=message):
+        require_finite_values(replace(one, **place))
 
 
 # --- options ------------------------------------------------------------------------------------
