@@ -93,17 +93,17 @@ def settings_of(model: nn.Module, written: Collection[str] = ()) -> tuple[object
 
     Args:
         model: whose.
-        written: places that are not read, since forwards of the model write to them; of
-            ``stamps_of``.
+        written: places that are not read, nor what they hold, since forwards of the model write to
+            them; of ``stamps_of``.
     """
     modules = dict(model.named_modules())
-    plain, tensors = _read(modules)
+    plain, tensors = _read(modules, written)
     weights = {id(p): p for one in modules.values() for p in one._parameters.values()}
     return (
         [(name, type(module), foreign_hooks(module)) for name, module in modules.items()],
-        {place: one for place, one in plain.items() if place not in written},
-        [(place, one.shape, one.dtype) for place, one in tensors.items() if place not in written],
-        numbers_of(one for place, one in tensors.items() if place not in written),
+        plain,
+        [(place, one.shape, one.dtype) for place, one in tensors.items()],
+        numbers_of(tensors.values()),
         [tuple(p._backward_hooks) for p in weights.values() if p is not None and p._backward_hooks],
     )
 
@@ -124,7 +124,9 @@ _OBJECTS = 10_000
 """Objects and collections that are opened, and ten more for each module."""
 
 
-def _read(modules: Mapping[str, nn.Module]) -> tuple[dict[str, object], dict[str, Tensor]]:
+def _read(
+    modules: Mapping[str, nn.Module], written: Collection[str] = ()
+) -> tuple[dict[str, object], dict[str, Tensor]]:
     """Place to value of what the plain attributes and the foreign hooks lead to: and tensors."""
     plain: dict[str, object] = {}
     tensors: dict[str, Tensor] = {}
@@ -139,6 +141,8 @@ def _read(modules: Mapping[str, nn.Module]) -> tuple[dict[str, object], dict[str
         todo = list(_parts_of(name, _attributes(module) | hooks))
         while todo:
             place, value = todo.pop()
+            if place in written:
+                continue
             if isinstance(value, _PLAIN):
                 plain[place] = repr(value)  # a NaN equals itself as text
             elif value is None or id(value) in known or id(value) in opened:

@@ -283,11 +283,14 @@ def test_what_a_forward_writes_is_no_change_of_settings() -> None:
     """M is kept; and what stands beside it is still read."""
     model = plain()
     mlp = model.model.layers[-1].mlp = Noting(model.model.layers[-1].mlp)
+    log: list[Tensor] = []
+    mlp.register_forward_hook(lambda module, args, output: log.append(output))
     scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
     for _ in range(2):  # first times: what a forward makes, and what it writes again
         before = values_of(scorer)
     valuer, held = scorer.valuer, scorer.builder.prepare()
     for _ in range(2):
+        log.clear()
         assert torch.equal(values_of(scorer), before)  # type: ignore[arg-type]
     assert scorer.valuer is valuer
     assert scorer.builder.prepare() is held
