@@ -260,7 +260,7 @@ class AlphaTrainerMixin(_Base):
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """Labels (b, t) of a training batch, unshifted, -100 off the response."""
-        return predicted_labels(inputs["labels"], inputs.get("attention_mask"))
+        return predicted_labels(inputs["labels"], inputs.get("attention_mask"), "training batch")
 
     def rank_groups(self, rows: int) -> list[slice]:
         """Rows of a batch that are ranked together: all of them, or branch by branch."""

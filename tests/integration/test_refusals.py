@@ -117,6 +117,10 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         changed(labels=BATCH["labels"].masked_fill(BATCH["labels"] != -100, -1)),
         ("-1", "row 0, token 2"),
     ),
+    "labels on padding": (
+        changed(labels=BATCH["input_ids"].clone()),
+        ("lies on padding", "row 0, token 7", "transformers' loss counts it", "masked_fill"),
+    ),
     "a label across documents": (
         changed(
             attention_mask=None,
@@ -141,7 +145,9 @@ def test_a_batch_that_cannot_be_valued(scorer: Scorer, case: str) -> None:
 
 
 # Read by the same code: one each of what its reading, its length and its numbers refuse.
-@pytest.mark.parametrize("case", ["lists", "too long", "an id beyond the embedding"])
+@pytest.mark.parametrize(
+    "case", ["lists", "too long", "an id beyond the embedding", "labels on padding"]
+)
 def test_validation_that_cannot_be_used(case: str) -> None:
     """Named as the validation's fault, also where a good batch stands before it."""
     model = model_of()
@@ -153,6 +159,27 @@ def test_validation_that_cannot_be_used(case: str) -> None:
 
         message = refused(InputError, call, *parts, model=model)
         assert "validation" in message
+
+
+def test_labels_on_padding_are_refused_in_every_role() -> None:
+    """Retention rows, pairs, and an observed pass, as in training and validation batches."""
+    model, bad = model_of(), BAD_BATCHES["labels on padding"][0]
+    zeros = torch.zeros(2, dtype=torch.float64)
+    pairs = PreferenceBatch(VALIDATION, bad | {k: v[:, :7] for k, v in bad.items()}, zeros, zeros)
+    assert torch.equal(pairs.rejected["labels"], bad["labels"][:, :7])
+    scorer_for(model, validation=pairs).score(BATCH)  # the padding was cut off
+    pairs = PreferenceBatch(VALIDATION, bad, zeros, zeros)
+
+    def observed() -> object:
+        with scorer_for(model).observe() as seen:
+            return seen.values(model(**inputs()).logits, bad["labels"])
+
+    for role, call in {
+        "retention batch": lambda: scorer_for(model, retention=bad).score(BATCH),
+        "validation batch": lambda: scorer_for(model, validation=pairs).score(BATCH),
+        "batch": observed,
+    }.items():
+        refused(InputError, call, f"a label of the {role} lies on padding", model=model)
 
 
 def test_no_validation_at_all() -> None:
