@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
 import torch
 from torch import Tensor
 
@@ -13,6 +17,7 @@ from alphatoken.values import TokenValues
 __all__ = [
     "assign_columns",
     "combine",
+    "finite",
     "require_finite_numbers",
     "require_finite_values",
     "undivided",
@@ -92,6 +97,19 @@ def require_finite_values(values: TokenValues) -> TokenValues:
             require_finite_numbers(numbers, f"the {kind.replace('_', ' ')} of a token")
     require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
     return values
+
+
+_P = ParamSpec("_P")
+
+
+def finite(values: Callable[_P, TokenValues]) -> Callable[_P, TokenValues]:
+    """``require_finite_values`` of whatever a function returns."""
+
+    @functools.wraps(values)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> TokenValues:
+        return require_finite_values(values(*args, **kwargs))
+
+    return checked
 
 
 def require_finite_numbers(numbers: Tensor, what: str) -> None:

@@ -86,7 +86,8 @@ def predicted_labels(
             remedy="labels.masked_fill(attention_mask == 0, -100); or a mask of 1 at a token that "
             "is to be learned, such as an end token that padding shares",
         )
-    return labels.masked_fill(F.pad(padding[:, :-1], (1, 0), value=False), IGNORE)
+    hidden = F.pad(padding[:, :-1], (1, 0), value=False)
+    return labels.masked_fill(hidden, IGNORE)
 
 
 def labels_of_all(

@@ -24,12 +24,7 @@ from alphatoken.estimate.derivatives import Derivative
 from alphatoken.estimate.differences import CHECKED_EVERY
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
 from alphatoken.estimate.proofs import CaptureCheck
-from alphatoken.estimate.token_values import (
-    assign_columns,
-    combine,
-    require_finite_values,
-    undivided,
-)
+from alphatoken.estimate.token_values import assign_columns, combine, finite, undivided
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.protocol import DecoderAdapter
@@ -148,15 +143,9 @@ class Valuer:
 
     # --- values ----------------------------------------------------------------------------------
 
+    @finite
     def values(self, frame: Frame, seen: Pass, *, components: bool) -> TokenValues:
-        """Values of a pass, finite; without ``components`` the total alone, by one contraction.
-
-        Raises:
-            NumericalError: a value is not finite.
-        """
-        return require_finite_values(self._values(frame, seen, components=components))
-
-    def _values(self, frame: Frame, seen: Pass, *, components: bool) -> TokenValues:
+        """Values of a pass; without ``components`` the total alone, by one contraction."""
         if frame.end is not None:
             # Not each time, since it takes a forward.
             due = self._observed % CHECKED_EVERY == 0

@@ -292,7 +292,7 @@ _DEMANDED = (
         "padding leaking in",
         (
             "model.batch.predicted_labels",
-            "return labels.masked_fill(hidden.to(labels.device), IGNORE)",
+            "return labels.masked_fill(hidden, IGNORE)",
             "return labels",
         ),
         claim(test_estimators.test_padding_holds_nothing, AFTER_PADDING, "path", 1),
@@ -302,8 +302,8 @@ _DEMANDED = (
         "padding leaking in",
         (
             "model.batch.predicted_labels",
-            "F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)",
-            "attention_mask == 0",
+            "F.pad(padding[:, :-1], (1, 0), value=False)",
+            "padding",
         ),
         claim(test_estimators.test_padding_holds_nothing, AFTER_PADDING, "label", 1),
     ),
