@@ -92,7 +92,9 @@ def draws(model: nn.Module) -> bool:
 
 
 def _positive(rate: object) -> bool:
-    """True if this is a positive number, or holds one: some adapters keep one for each name."""
+    """True if this is a positive number, or holds one: some keep one for each name or layer."""
     if isinstance(rate, Mapping):
         return any(_positive(one) for one in rate.values())
+    if isinstance(rate, (list, tuple)):
+        return any(map(_positive, rate))
     return isinstance(rate, (int, float)) and rate > 0

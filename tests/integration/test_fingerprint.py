@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alphatoken import PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.influence import fit_influence
 from alphatoken.errors import AlphaTokenWarning
 from alphatoken.model.fingerprint import numbers_of, settings_of, trained_of
 from tests.integration.tiny_scorer import BATCH, inputs, model_of
@@ -298,7 +299,49 @@ def of_an_optimizer(model: Any) -> tuple[Scorer, Callable[[], object]]:
     return scorer, lambda: stepped(rows(3))
 
 
-@pytest.mark.parametrize("made", [of_batches, of_a_drift, of_pairs, of_a_mapping, of_an_optimizer])
+def of_another_fisher(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    """A tensor in the place of another, and as new as that was."""
+    scorer, _ = of_a_drift(model)
+    fisher = scorer.given.retention.fisher  # type: ignore[union-attr]
+    name = next(name for name in fisher if "layers.2.mlp" in name)
+    return scorer, lambda: fisher.update({name: torch.full_like(fisher[name], 3.0)})
+
+
+def of_the_groups(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    """An option that P is made of, and no state."""
+    scorer, _ = of_an_optimizer(model)
+    return scorer, lambda: scorer.given.optimizer.param_groups[0].update(eps=0.1)
+
+
+def of_a_number_of_the_groups(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    """The same kept in a tensor, as a fused optimizer's rate is."""
+    scorer, _ = of_an_optimizer(model)
+    eps = torch.tensor(1e-8, dtype=torch.float64)
+    scorer.given.optimizer.param_groups[0]["eps"] = eps  # type: ignore[union-attr]
+    return scorer, lambda: eps.data.fill_(0.1)
+
+
+def of_factors(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    factors = fit_influence(model, rows(4), samples=2, layers=2, progress=False)
+    config = ScorerConfig("label", layers=2, preconditioner="kronecker")
+    scorer = Scorer(model, rows(2), config=config, influence=factors)
+    return scorer, lambda: [m.mul_(2).add_(1) for m in factors.eigenvalues.values()]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        of_batches,
+        of_a_drift,
+        of_another_fisher,
+        of_pairs,
+        of_a_mapping,
+        of_an_optimizer,
+        of_the_groups,
+        of_a_number_of_the_groups,
+        of_factors,
+    ],
+)
 def test_what_m_is_made_of_is_followed(made: Callable[..., Any]) -> None:
     scorer, change = made(model_of())
     scorer.warn = False
