@@ -275,7 +275,7 @@ def run_values(
     large form. Oracle: central differences of ``run_loss`` in the weights.
     """
     subject, count = _Subject(model, forward, run, trainable(model)), len(run.steps)
-    held = _listed(validation)
+    validation = _listed(validation)
     spacing = spacing or max(1, math.isqrt(count))
     values: list[list[Tensor]] = [[] for _ in run.steps]
     with undisturbed(model, subject.parameters):
@@ -284,7 +284,7 @@ def run_values(
             *_, state = subject.states(kept[-1], first, min(first + spacing, count), None)
             kept.append(state)
         end = kept.pop()
-        adjoint = subject.adjoint(held, end)
+        adjoint = subject.adjoint(validation, end)
         for first, state in reversed(list(zip(range(0, count, spacing), kept, strict=True))):
             last = min(first + spacing, count)
             states = list(subject.states(state, first, last, None))
@@ -305,9 +305,9 @@ def ledger_values(
     optimizer's own ("full"). Oracle: the same, by ``label_values``.
     """
     subject, values = _Subject(model, forward, run, trainable(model)), list[list[Tensor]]()
-    held = _listed(validation)
+    validation = _listed(validation)
     with undisturbed(model, subject.parameters):
         states = subject.states(subject.start(), 0, len(run.steps), None)
         for number, state in zip(range(len(run.steps)), states, strict=False):
-            values.append(subject.back(number, state, subject.adjoint(held, state))[1])
+            values.append(subject.back(number, state, subject.adjoint(validation, state))[1])
     return values

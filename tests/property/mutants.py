@@ -1015,6 +1015,14 @@ OWN = (
         ("response_values", "mask.sum(-1, keepdim=True).clamp(min=1)", "mask.shape[-1]"),
         claim(test_selection.test_response_values, test_selection.selection_cases(), 50),
     ),
+    _masks(
+        "response-mean-in-the-values-own-dtype",
+        "a response's mean is summed in float32",
+        ("response_values", ".double().sum(", ".sum("),
+        claim(
+            test_selection.test_means_of_responses_are_summed_wider_than_their_values, examples=1
+        ),
+    ),
     _preconditioner(
         "state-of-another-kind-in-a-block",
         "in blocks, the momentum is read where the second moment belongs",
