@@ -156,10 +156,10 @@ class Ingredients:
                         got=f"{name} {tuple(p.shape)}",
                         remedy="key it by parameter name, in the parameter's own shape",
                     )
-            if (name := first_not_finite(kind)) is not None:
+            if (bad := first_not_finite(kind)) is not None:
                 raise NumericalError(
                     "a preconditioner is not finite",
-                    got=name,
+                    got=bad,
                     why="every value would be NaN",
                     remedy="finite factors for each entry",
                 )

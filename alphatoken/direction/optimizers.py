@@ -209,13 +209,12 @@ def _require_own_step(optimizer: Any) -> None:
                 why=f"P would be the derivative of a step of {cls.__name__}, which is not taken",
                 remedy=f"{cls.__name__} itself, preconditioner=None, or a mapping of your own",
             )
+    before = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
+    after = (*_global_optimizer_post_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     hooks = [
         f"{kind}-hook {'.'.join(written)}"
-        for kind, held in {
-            "pre": (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks),
-            "post": (_global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks),
-        }.items()
-        for hook in (*held[0].values(), *held[1].values())
+        for kind, registered in (("pre", before), ("post", after))
+        for hook in registered
         # Those of torch count steps, and accelerate's keeps scales of 8-bit products.
         if not (written := _written(hook))[0].startswith(("torch.", "accelerate."))
     ]

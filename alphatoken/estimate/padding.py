@@ -47,23 +47,22 @@ def see_left_padding(adapter: DecoderAdapter, batch: LabelledBatch, row: int) ->
     first = int((batch.inputs["attention_mask"][row] != 0).long().argmax())
     response = int(batch.mask[row].long().argmax())
     stop = min(max(first + LENGTH, response + LENGTH // 2), batch.labels.shape[1])
-    pieces = [
-        columns_of_row(batch, row, begin, stop) for begin in (max(0, first - _PADDING), first)
-    ]
-    if None in pieces:
+    begin = max(0, first - _PADDING)
+    beside, alone = (columns_of_row(batch, row, place, stop) for place in (begin, first))
+    if beside is None or alone is None:
         return
     losses = []
-    for piece in pieces:
+    for piece in (beside, alone):
         with evaluation_mode(adapter.model):
             losses.append(response_losses(adapter, piece.inputs, piece.labels).double())
-    read = pieces[1].mask
-    padded, alone = losses[0][:, -read.shape[1] :][read], losses[1][read]
+    read = alone.mask
+    padded, own = losses[0][:, -read.shape[1] :][read], losses[1][read]
     tolerance = rounding_tolerance(next(adapter.model.parameters()).dtype)
-    if not float((padded - alone).norm()) > tolerance * (float(alone.norm()) + len(alone) ** 0.5):
+    if not float((padded - own).norm()) > tolerance * (float(own.norm()) + len(own) ** 0.5):
         return
     warn_caller(
         f"{type(adapter.model).__name__} reads the padding on the left of a row: the mean loss of "
-        f"row {row} is {float(padded.mean()):.4g} beside it, and {float(alone.mean()):.4g} without "
+        f"row {row} is {float(padded.mean()):.4g} beside it, and {float(own.mean()):.4g} without "
         "(it counts positions from the left edge, or carries a state through padding). Values are "
         "of the batch as it is: pass position_ids that count tokens from 0, or pad on the right.",
         AlphaTokenWarning,

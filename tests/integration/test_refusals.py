@@ -14,7 +14,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig, fit_fisher
-from alphatoken.config import DEFAULT_LAYERS
 from alphatoken.errors import (
     AlphaTokenError,
     ConfigError,
@@ -257,8 +256,8 @@ ESTIMATORS = ("label", "direct", "alphatoken", "path", "same_layer_hop", "walk")
 def test_no_estimator_hands_a_nan_back(estimator: str, how: str) -> None:
     """A weight of a token that float64 holds, and the model's float32 does not."""
     model = model_of().float()
-    layers = DEFAULT_LAYERS if estimator == "walk" else 2
-    scorer = scorer_for(model, estimator, layers=layers)
+    options = {"layers": ScorerConfig().layers} if estimator == "walk" else {}
+    scorer = scorer_for(model, estimator, **options)
     weights = torch.ones(BATCH["labels"].shape, dtype=torch.float64)
     weights[1, 5] = 1e300
 

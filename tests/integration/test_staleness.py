@@ -195,7 +195,7 @@ class Reading(nn.Module):
         super().__init__()
         self.inner = inner
         self.tensor = torch.linspace(0.5, 1.5, 8).double()
-        self.pair = [torch.ones(2), {"other": torch.ones(3, dtype=torch.complex64)}]
+        self.pair: list[Any] = [torch.ones(2), {"other": torch.ones(3, dtype=torch.complex64)}]
         self.array = np.ones(5)
         self.space = SimpleNamespace(scale=1.0, more=[Options()])
         self.options = Options(inner=Slotted())
@@ -203,7 +203,7 @@ class Reading(nn.Module):
         self.part = partial(double_if, doubled=False)
         self.rate = {"a": {1.0}}
         scale = torch.ones(2)
-        self.function = lambda: scale.prod()
+        self.function: Callable[[], Any] = lambda: scale.prod()
         self.scale_of_function = scale
         self.hidden = (nn.Linear(1, 1, bias=False, dtype=torch.float64),)
         self.hidden[0].weight.data.fill_(1.0)
