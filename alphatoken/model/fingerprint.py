@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from enum import Enum
 from functools import cache, partial
+from hashlib import blake2b
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -150,7 +151,8 @@ def _read(
             elif isinstance(value, Tensor):
                 tensors[place] = value
             elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-                plain[place] = value.shape, str(value.dtype), hash(value.tobytes())
+                content = blake2b(value.tobytes(), digest_size=16).digest()
+                plain[place] = value.shape, str(value.dtype), content
             else:
                 opened[id(value)] = value
                 plain[place] = _kind(value)
