@@ -1,4 +1,4 @@
-"""Whether a model reads the padding on the left of a row: most do not, and GPT-2 counts it.
+"""Look at the padding on the left of a row, which most models do not read, and GPT-2 counts.
 
 With an attention mask alone, positions that are relative (rotary, ALiBi) or counted by the mask
 are the same on either side. A model that counts absolute positions from the left edge, or carries
