@@ -74,7 +74,7 @@ def predicted_labels(
     if attention_mask is None or attention_mask.shape != labels.shape:
         return labels
     padding = attention_mask.to(labels.device) == 0
-    on_padding = padding & (labels != IGNORE)
+    on_padding = padding & (labels >= 0)  # another negative one is refused as no token
     if bool(on_padding.any()):
         row, index = on_padding.nonzero()[0].tolist()
         raise InputError(
