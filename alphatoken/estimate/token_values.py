@@ -120,6 +120,6 @@ def require_finite_numbers(numbers: Tensor, what: str) -> None:
         f"{what} is not finite",
         why="its loss is, and a number on the way is beyond the number format's range; one NaN "
         "spreads to every sum",
-        remedy="check the weights (a diverged run?); a wider format (float32, float64; --dtype), and "
-        "token_weights of a size that it holds",
+        remedy="check the weights (a diverged run?); a wider format (float32, float64; --dtype), "
+        "and token_weights of a size that it holds",
     )
