@@ -196,17 +196,16 @@ def normalised(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 p.grad /= p.grad.norm()
 
 
-@pytest.mark.parametrize("form", ["frozen", "full"])
 @pytest.mark.parametrize(
-    "register",
+    ("form", "register"),
     [
-        lambda o: o.register_step_pre_hook(normalised),
-        lambda o: o.register_step_post_hook(partial(normalised)),
-        lambda o: register_optimizer_step_pre_hook(normalised),
-        lambda o: register_optimizer_step_post_hook(normalised),
+        ("frozen", lambda o: o.register_step_pre_hook(normalised)),
+        ("full", lambda o: o.register_step_post_hook(partial(normalised))),
+        ("full", lambda _: register_optimizer_step_pre_hook(normalised)),
+        ("frozen", lambda _: register_optimizer_step_post_hook(normalised)),
     ],
 )
-def test_hooks_on_the_step_are_refused(register: Any, form: str) -> None:
+def test_hooks_on_the_step_are_refused(form: str, register: Any) -> None:
     """By name, and also where they come after values were taken; not when they are gone."""
     model, optimizer = trained(torch.optim.AdamW, 1)
     options = {"preconditioner": form, "precondition_after": 1, "optimizer": optimizer}

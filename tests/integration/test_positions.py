@@ -66,8 +66,17 @@ def counted(batch: dict[str, Tensor]) -> Tensor:
     return (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
 
-@pytest.mark.parametrize("estimator", ["label", "path"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", *OTHERS])
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [
+        ("llama", "path"),
+        ("gpt_oss", "label"),
+        ("opt", "label"),
+        ("falcon", "label"),
+        pytest.param("gemma3", "label", marks=pytest.mark.slow),
+        pytest.param("opt", "path", marks=pytest.mark.slow),
+    ],
+)
 def test_values_do_not_depend_on_the_side_of_padding(name: str, estimator: str) -> None:
     """Of models with rotary, mask-counted and ALiBi positions, by the attention mask alone."""
     with warnings.catch_warnings():
@@ -159,8 +168,22 @@ def by_autograd(train: dict[str, Tensor], validation: dict[str, Tensor]) -> Tens
     return gradients.label_values(other, plain_forward(other), train, direction)
 
 
-@pytest.mark.parametrize("form", ["forward_mode", "central"])
-@pytest.mark.parametrize(("longest", "held"), [(40, 10), (8, 30), (24, 40), (40, 24)])
+@pytest.mark.parametrize(
+    ("longest", "held", "form"),
+    [
+        (40, 10, "forward_mode"),
+        (24, 40, "forward_mode"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (8, 30, "forward_mode"),
+                (40, 24, "forward_mode"),
+                (24, 40, "central"),
+                (40, 24, "central"),
+            )
+        ),
+    ],
+)
 def test_dynamic_scaling_has_values_beyond_its_first_length(
     longest: int, held: int, form: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -248,11 +249,20 @@ def test_a_loss_that_is_not_finite_in_the_batch_alone() -> None:
     refused(NumericalError, lambda: scorer.score(batch), "not finite", "row 1, token", model=model)
 
 
-ESTIMATORS = ("label", "direct", "alphatoken", "path", "same_layer_hop", "walk")
-
-
-@pytest.mark.parametrize("how", ["score", "observe"])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(
+    ("estimator", "how"),
+    [
+        *(("label", how) for how in ("score", "observe")),
+        *(("alphatoken", how) for how in ("score", "observe")),
+        ("walk", "score"),
+        *(
+            pytest.param(estimator, how, marks=pytest.mark.slow)
+            for estimator, how in product(
+                ("direct", "path", "same_layer_hop"), ("score", "observe")
+            )
+        ),
+    ],
+)
 def test_no_estimator_hands_a_nan_back(estimator: str, how: str) -> None:
     """A weight of a token that float64 holds, and the model's float32 does not."""
     model = model_of().float()
