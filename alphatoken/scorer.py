@@ -34,7 +34,7 @@ from alphatoken.estimate.estimators import SPLIT, WALK
 from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
 from alphatoken.model.batch import PreferenceBatch, as_batches
 from alphatoken.model.capture import record
-from alphatoken.model.fingerprint import settings_of, trained_of
+from alphatoken.model.fingerprint import settings_of, stamps_of, trained_of
 from alphatoken.model.head import watch_head
 from alphatoken.model.modes import is_compiled, is_wrapper
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -115,9 +115,10 @@ class Scorer:
     Own forwards run in evaluation mode (dropout off). Model, gradients, hooks, modes and RNG
     state are afterwards as before, also after an exception. G and V are rebuilt when anything has
     changed that they depend on: weights, by whichever writer, buffers, validation tensors, which
-    parameters train, adapters and settings. For this each ``score`` and each ``observe`` reads all
-    weights once, about what a forward of one token reads; with ``pin`` you decide, and nothing is
-    read.
+    parameters train, adapters and settings: numbers, tensors and arrays in attributes of modules,
+    also in collections, objects and functions there. Globals and files are not read; ``refresh``
+    after a change of one. For this each ``score`` and each ``observe`` reads all weights once,
+    about what a forward of one token reads; with ``pin`` you decide, and nothing is read.
 
     Raises:
         ConfigError, CoverageError, UnsupportedError, FisherError, InputError, NumericalError,
@@ -191,6 +192,9 @@ class Scorer:
         )  # fmt: skip
         self._trained: object = None
         self._settings: object = None
+        # Attributes before the first forward of a build; and those that forwards write to.
+        self._stamps: dict[str, object] | None = None
+        self._written: frozenset[str] = frozenset()
         self._observing = False
         self._build()
 
@@ -222,7 +226,9 @@ class Scorer:
         )
         self.valuer = Valuer(self.adapter, self.builder, capture_check)
         self._trained = trained_of(self.adapter.model)
-        self._settings = settings_of(self.adapter.model)
+        if scored.sharding is None:
+            self._settings = settings_of(self.adapter.model, self._written)
+            self._stamps = stamps_of(self.adapter.model)
 
     def _follow(self) -> None:
         """Build anew where the model is not the one that scope and proofs are of.
@@ -234,7 +240,9 @@ class Scorer:
         if self.scored.sharding is not None:  # weights come and go with each layer that runs
             return
         same = trained_of(model) == self._trained
-        if same and (builder.pinned is not None or settings_of(model) == self._settings):
+        if same and builder.pinned is not None:
+            return
+        if same and settings_of(model, self._written) == self._settings:
             return
         warned = self.valuer
         self._build()
@@ -242,6 +250,19 @@ class Scorer:
         if same:
             self.builder.follow(builder)
         self.valuer.warned_as(warned)
+
+    def _settle(self) -> None:
+        """Learn of the forwards that M was built by which attributes a forward writes to itself.
+
+        A number that a module notes at each pass is no setting, and would have M built at each.
+        What a first forward makes is one from here on.
+        """
+        before, self._stamps = self._stamps, None
+        if before is None or self.builder.pinned is not None:
+            return
+        after = stamps_of(self.adapter.model)
+        self._written |= {at for at, one in before.items() if at in after and after[at] != one}
+        self._settings = settings_of(self.adapter.model, self._written)
 
     def _lock(self) -> Any:
         return _LOCKS.setdefault(self.adapter.model, RLock())
@@ -377,6 +398,7 @@ class Scorer:
             require_gradients(self.adapter.model)
             valuer.capture_check.see_arguments(checked)
             frame = valuer.prepare(checked)
+            self._settle()
             # Label values along a fixed M run a dual forward of their own, and nothing before it.
             if not valuer.needs_recording:
                 return valuer.values(frame, Pass(checked, weights), components=components)
@@ -400,6 +422,7 @@ class Scorer:
         lock = self._lock()
         with lock:  # proofs and walks move the weights
             frame = self.valuer.prepare()
+            self._settle()
         self_only = self.config.estimator in SPLIT
         scope, sharding = self.scored.scope, self.scored.sharding
         with (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.certificate.tolerances import Narrowest, tolerance_of
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.modes import evaluation_mode, kept_frequencies
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
 from alphatoken.oracle import composite, evaluate, readouts, scope
 from alphatoken.support.progress import Tracker
@@ -162,7 +162,8 @@ class Oracle:
         kept = {k: v for k, v in inputs.items() if k not in _NOT_INPUTS}
         if hasattr(getattr(self.model, "config", None), "use_cache"):
             kept["use_cache"] = False
-        output = self.model(**kept)
+        with kept_frequencies(self.model):
+            output = self.model(**kept)
         logits = output if isinstance(output, Tensor) else output.logits
         assert isinstance(logits, Tensor)
         return logits

@@ -48,6 +48,7 @@ def _optimizer_age(made_of: Ingredients) -> object:
     optimizer = made_of.optimizer
     if made_of.config.preconditioner != "frozen" or optimizer is None:
         return None
+    made_of.check_preconditioner()  # a hook may have been put beside the step
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = [optimizer.state.get(p, {}) for p in made_of.scored.parameters.values()]
     return numbers_of(_tensors_in((state, groups))), repr(groups)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.config import ScorerConfig
-from alphatoken.direction.algebra import Direction, precondition
+from alphatoken.direction.algebra import Direction, first_not_finite, precondition
 from alphatoken.direction.drift import FisherDrift, ShardedDrift
 from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import (
@@ -24,7 +24,7 @@ from alphatoken.direction.objective import (
     stream_losses,
 )
 from alphatoken.direction.scored import ScoredParameters
-from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
@@ -157,6 +157,13 @@ class Ingredients:
                         got=f"{name} {tuple(p.shape)}",
                         remedy="key it by parameter name, in the parameter's own shape",
                     )
+            if (bad := first_not_finite(kind)) is not None:
+                raise NumericalError(
+                    "a preconditioner is not finite",
+                    got=bad,
+                    why="every value would be NaN",
+                    remedy="finite factors for each entry",
+                )
 
     @property
     def retains(self) -> bool:

@@ -125,8 +125,11 @@ def _known(
     The second forward builds the graph. Where it can, it starts at the first scored layer with the
     hidden states of this one; where it cannot, its start is None.
     """
-    with evaluation_mode(adapter.model), remember_start(adapter, first or 0) as trunk:
-        losses = [forward_losses(adapter, branch, role) for branch in branches]
+    losses = []
+    with remember_start(adapter, first or 0) as trunk:
+        for branch in branches:
+            with evaluation_mode(adapter.model):  # each from the model's own state
+                losses.append(forward_losses(adapter, branch, role))
     if not trunk.plain or len(trunk.hidden) != len(branches):  # a block that is used twice
         return losses, [None] * len(branches)
     return losses, [Start(h, x) for h, x in zip(trunk.hidden, losses, strict=True)]
@@ -140,8 +143,10 @@ def objective_value(
 ) -> tuple[float, float]:
     """(sum, count) of the objective on one batch: token losses, or ``-log sigma(s)`` of pairs."""
     pieces = list(weighted_losses(adapter, item, None, role))
-    with evaluation_mode(adapter.model):
-        losses = [forward_losses(adapter, piece[0], role) for piece in pieces]
+    losses = []
+    for piece in pieces:
+        with evaluation_mode(adapter.model):
+            losses.append(forward_losses(adapter, piece[0], role))
     if not isinstance(item, PreferenceBatch):
         return float(losses[0].sum()), float(pieces[0][0].response_tokens)
     margin = (losses[1].sum(-1) - losses[0].sum(-1)) - (

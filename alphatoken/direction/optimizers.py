@@ -2,20 +2,23 @@
 
 Served are torch.optim's Adam, AdamW, RAdam, RMSprop and Adagrad, and those of torch_optimizer
 whose second moment is plain to read. accelerate's wrapper is opened. Others are refused by name,
-before any work.
+before any work: also those that are of such a class and step otherwise, by a ``step`` of their own
+or by hooks around it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from alphatoken.direction.algebra import first_not_finite
 from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
-from alphatoken.direction.updates import Held, Rule, known_classes, rule_of
+from alphatoken.direction.updates import Held, Rule, class_of, known_classes, rule_of
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 
 __all__ = [
@@ -33,11 +36,13 @@ def check_optimizer(optimizer: Any) -> None:
         optimizer: what trains the model, wrapped or not.
 
     Raises:
-        UnsupportedError: a class without a rule; it names those that have one.
+        UnsupportedError: a class without a rule, which names those that have one; a step that is
+            not the class's, or hooks around it.
         ConfigError: DeepSpeed's partitions, or ``maximize``.
     """
     inner = _opened(optimizer)
     _rule(inner)
+    _require_own_step(inner)
     if any(group.get("maximize") for group in inner.param_groups):
         raise ConfigError(
             "the optimizer maximises its objective",
@@ -168,9 +173,59 @@ def _opened(optimizer: Any) -> Any:
     while any(
         c.__name__ == "AcceleratedOptimizer" and c.__module__.startswith("accelerate.")
         for c in type(optimizer).__mro__
-    ):
+    ) and _written(optimizer.step)[0].startswith("accelerate."):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+_AROUND = ("torch.optim.optimizer", "torch.optim.lr_scheduler", "torch._dynamo")
+"""Modules whose wrappers of a step run it as it is: hooks, a scheduler's count, compilation."""
+
+
+def _written(function: Any) -> tuple[str, str]:
+    """Module and name of the function that is run, as it was written, under torch's wrappers."""
+    while True:
+        function = function.func if isinstance(function, partial) else function
+        function = getattr(function, "__func__", function)  # of a bound method
+        # Not ``__module__``, which a wrapper of the user's may have copied from what it wraps.
+        module = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+        if not (module.startswith(_AROUND) and hasattr(function, "__wrapped__")):
+            return module, getattr(function, "__qualname__", type(function).__qualname__)
+        function = function.__wrapped__
+
+
+def _require_own_step(optimizer: Any) -> None:
+    """Raise unless the optimizer steps as the class of its rule does, and nothing is beside it."""
+    cls = class_of(optimizer)
+    assert cls is not None
+    for part in ("step", "_init_group"):  # torch's steps collect gradients and state in the second
+        if not hasattr(optimizer, part):
+            continue
+        module, name = _written(getattr(optimizer, part))
+        if (module, name) not in [(c.__module__, f"{c.__qualname__}.{part}") for c in cls.__mro__]:
+            raise UnsupportedError(
+                f"the optimizer is {cls.__name__} by its class, and steps otherwise",
+                got=f"{module}.{name} in {type(optimizer).__qualname__}",
+                why=f"P would be the derivative of a step of {cls.__name__}, which is not taken",
+                remedy=f"{cls.__name__} itself, preconditioner=None, or a mapping of your own",
+            )
+    before = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
+    after = (*_global_optimizer_post_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    hooks = [
+        f"{kind}-hook {'.'.join(written)}"
+        for kind, registered in (("pre", before), ("post", after))
+        for hook in registered
+        # Those of torch count steps, and accelerate's keeps scales of 8-bit products.
+        if not (written := _written(hook))[0].startswith(("torch.", "accelerate."))
+    ]
+    if hooks:
+        raise UnsupportedError(
+            f"a hook runs with the steps of the optimizer ({type(optimizer).__qualname__})",
+            got=", ".join(hooks),
+            why="it may change gradients or weights, and P would be the derivative of another step",
+            remedy="remove() of the hook's handle, and do its work beside the step (what scales "
+            "gradients belongs into step_weights); preconditioner=None; or a mapping of your own",
+        )
 
 
 def _rule(optimizer: Any) -> Rule:

@@ -19,7 +19,7 @@ from alphatoken.direction.preconditioner import Update, adam_update
 from alphatoken.errors import ConfigError
 from alphatoken.support.precision import wide
 
-__all__ = ["RULES", "Held", "Rule", "known_classes", "rule_of"]
+__all__ = ["RULES", "Held", "Rule", "class_of", "known_classes", "rule_of"]
 
 
 @dataclass(frozen=True)
@@ -218,15 +218,22 @@ RULES: dict[tuple[str, str], Rule] = {
 """(package, class) -> rule. Of a subclass, the first known base counts."""
 
 
+def class_of(optimizer: object) -> type | None:
+    """The class of the table that an optimizer is of, itself or by a base; or None."""
+    # Along the bases, because libraries wrap torch's optimizers in subclasses that keep state and
+    # step as they are.
+    return next((cls for cls in type(optimizer).__mro__ if _key(cls) in RULES), None)
+
+
 def rule_of(optimizer: object) -> Rule | None:
     """The rule of an optimizer's class, or None."""
-    for cls in type(optimizer).__mro__:
-        # By name, so that no optional package is imported to ask. Along the bases, because
-        # libraries wrap torch's optimizers in subclasses that keep the state as it is.
-        rule = RULES.get((cls.__module__.partition(".")[0], cls.__name__))
-        if rule is not None:
-            return rule
-    return None
+    cls = class_of(optimizer)
+    return None if cls is None else RULES[_key(cls)]
+
+
+def _key(cls: type) -> tuple[str, str]:
+    """Package and class: by name, so that no optional package is imported to ask."""
+    return cls.__module__.partition(".")[0], cls.__name__
 
 
 def known_classes() -> str:

@@ -20,7 +20,8 @@ are exact for a loss mask, by one differentiation along ``M``; and
 :mod:`~alphatoken.estimate.proofs` compares with autograd's on the user's own model before any
 value is returned (sharded weights allow no such proof). For label values
 :mod:`~alphatoken.estimate.derivatives` compares forward mode with autograd, and for all of them
-:mod:`~alphatoken.estimate.causality` shows that no prediction sees its own token.
+:mod:`~alphatoken.estimate.causality` shows that no prediction sees its own token;
+:mod:`~alphatoken.estimate.padding` names models that read the padding on the left of a row.
 
 **May import** ``model``, ``values``, ``support`` and ``errors``. **Mathematics**:
 docs/notation.md and docs/estimators.md; the oracles are

@@ -8,6 +8,7 @@ gives it for every token at once, through every module type.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -22,7 +23,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
+from alphatoken.errors import AlphaTokenWarning, NumericalError, UnsupportedError, warn_caller
+from alphatoken.estimate.token_values import require_finite_numbers
 from alphatoken.model.attention import forward_mode_attention
 from alphatoken.model.batch import LabelledBatch, require_finite
 from alphatoken.model.experts import mixtures_of
@@ -188,6 +190,9 @@ def label_values(
     Returns:
         (b, t), index i for token i, 0 off the response; float32 or wider.
 
+    Raises:
+        NumericalError: M or a loss is not finite; or a derivative, at any length of the tangents.
+
     Exactness: exact up to rounding in the model's dtype. Source: eq. shapley_closed_form_step.
     Oracle: ``alphatoken.oracle.gradients.label_values``.
     """
@@ -196,19 +201,63 @@ def label_values(
     # NaN.
     if scale == 0.0:
         return torch.zeros(batch.labels.shape, dtype=torch.float32, device=batch.labels.device)
-    derivatives = None
-    if start is not None and can_start_at(adapter, first):
-        with start_at(adapter, first, start.hidden):
-            losses, tangent = _dual_losses(adapter, batch, direction, scale, first, head)
-        start.refused = not start.gives(losses, batch.mask)
-        derivatives = None if start.refused else tangent
-    if derivatives is None:
-        losses, derivatives = _dual_losses(adapter, batch, direction, scale, first, head)
-        require_finite(losses, batch.mask, "batch")
+    if not math.isfinite(scale):
+        raise NumericalError(
+            "the direction M is not finite",
+            got=f"a norm of {scale}",
+            why="every value would be NaN",
+            remedy="look at the weights, the retention term and the preconditioner",
+        )
+    take = partial(_taken, adapter, batch, direction, first, start, head)
+    losses, derivatives = take(scale)
+    if not bool(torch.isfinite(derivatives[batch.mask]).all()):
+        derivatives = _in_range(take, scale, batch.mask)
+        require_finite_numbers(derivatives.masked_fill(~batch.mask, 0.0), "the value of a token")
     if see is not None:
         see(losses)
     values: Tensor = derivatives.to(wide(derivatives.dtype)) * scale
     return values.masked_fill(~batch.mask, 0.0)
+
+
+def _taken(
+    adapter: DecoderAdapter,
+    batch: LabelledBatch,
+    direction: Mapping[str, Tensor],
+    first: int,
+    start: Start | None,
+    head: HeadUse | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Token losses (b, t), finite, and their derivatives along ``direction / scale``."""
+    if start is not None and not start.refused and can_start_at(adapter, first):
+        with start_at(adapter, first, start.hidden):
+            losses, tangent = _dual_losses(adapter, batch, direction, scale, first, head)
+        start.refused = not start.gives(losses, batch.mask)
+        if not start.refused:
+            return losses, tangent
+    losses, tangent = _dual_losses(adapter, batch, direction, scale, first, head)
+    require_finite(losses, batch.mask, "batch")
+    return losses, tangent
+
+
+_SHORTER = tuple(2.0**power for power in (4, 8, 12, 16, 20))
+_VANISHED = 5e-2
+
+
+def _in_range(take: Callable[[float], tuple[Tensor, Tensor]], scale: float, mask: Tensor) -> Tensor:
+    """Derivatives along ``direction / scale`` by tangents that are shorter than that; or NaN.
+
+    A tangent of a 16-bit activation may be beyond its range where the activation is not. The map is
+    linear, so that a shorter one serves, until the parts of the shortest vanish: tangents of a
+    quarter must give a quarter.
+    """
+    for shorter in _SHORTER:
+        _, short = take(scale * shorter)
+        if bool(torch.isfinite(short[mask]).all()):
+            again = 4 * take(scale * shorter * 4)[1]
+            away = (again - short)[mask].norm()
+            return short * shorter if away <= _VANISHED * short[mask].norm() else short * math.nan
+    return short
 
 
 _NEAR_ONE = 2.0**40

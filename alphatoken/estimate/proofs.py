@@ -27,6 +27,7 @@ from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.causality import allowed_pairs, argument_kinds, prove_causality
 from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SPLIT, WALK
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
+from alphatoken.estimate.padding import padded_on_the_left, see_left_padding
 from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.batch_slice import around_documents, around_responses, real_tokens
@@ -466,6 +467,7 @@ class CaptureCheck:
         self._parameters, self._names, self._sharding = parameters, names, sharding
         self._documents: set[frozenset[str]] = set()  # kinds of packed batches that were proved
         self._causal: set[frozenset[str]] = set()  # and kinds of arguments
+        self._padding_seen = False  # whether one on the left was, which is warned of once
         self.pending = estimator in CAPTURED or (estimator != WALK and sharding is None)
         self.report = CoverageReport(
             tuple(linear.name for linear in scope.linears),
@@ -562,6 +564,9 @@ class CaptureCheck:
                 self._causal.add(kinds)
         if batch.document_starts is not None:
             self._see_documents(batch, observed=observed)
+        if not self._padding_seen and (row := padded_on_the_left(batch)) is not None:
+            self._padding_seen = True
+            see_left_padding(self._adapter, batch, row)
 
     def _see_documents(self, batch: LabelledBatch, *, observed: bool) -> None:
         arguments = boundary_arguments(batch)

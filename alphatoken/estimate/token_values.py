@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
 import torch
 from torch import Tensor
 
 from alphatoken.estimate.columns import Columns
 from alphatoken.model.batch import to_token_index
+from alphatoken.support.finite import refuse_first
 from alphatoken.values import TokenValues
 
-__all__ = ["assign_columns", "combine", "undivided"]
+__all__ = [
+    "assign_columns",
+    "combine",
+    "finite",
+    "require_finite_numbers",
+    "require_finite_values",
+    "undivided",
+]
 
 
 def undivided(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,4 +78,48 @@ def combine(
         estimator=estimator,
         stability_weight=stability_weight,
         balance=balance or {},
+    )
+
+
+def require_finite_values(values: TokenValues) -> TokenValues:
+    """The values themselves, of whichever estimator, once none of them is NaN or infinite.
+
+    Raises:
+        NumericalError: one is not; names the first one's row and token.
+    """
+    # What is not finite in a component is not finite in the sum of all, ``total``.
+    sums = [x for x in (values.total, values.curvature, values.unassigned) if x is not None]
+    if all(bool(torch.isfinite(x).all()) for x in sums):
+        return values
+    for kind in (*values.components(), "total", "curvature"):
+        numbers = getattr(values, kind)
+        if numbers is not None:
+            require_finite_numbers(numbers, f"the {kind.replace('_', ' ')} of a token")
+    require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
+    return values
+
+
+_P = ParamSpec("_P")
+
+
+def finite(values: Callable[_P, TokenValues]) -> Callable[_P, TokenValues]:
+    """``require_finite_values`` of whatever a function returns."""
+
+    @functools.wraps(values)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> TokenValues:
+        return require_finite_values(values(*args, **kwargs))
+
+    return checked
+
+
+def require_finite_numbers(numbers: Tensor, what: str) -> None:
+    """Raise NumericalError for the first (b, t) number that was lost between finite ones."""
+    refuse_first(
+        ~torch.isfinite(numbers),
+        numbers,
+        f"{what} is not finite",
+        why="its loss is, and a number on the way is beyond the number format's range; one NaN "
+        "spreads to every sum",
+        remedy="check the weights (a diverged run?); a wider format (float32, float64; --dtype), "
+        "and token_weights of a size that it holds",
     )

@@ -5,7 +5,7 @@ and the like, and ``labels``, unshifted, -100 where nothing is to be learned. To
 predicted from position ``p = i - 1`` (its *label position*). A token has a value if it is labelled
 and its label position is real: the first token of a row has none, and one after padding on the
 left would be predicted from the pad token. Everything that the library returns per token sits at
-index ``i``.
+index ``i``. A label on padding itself is refused: transformers would train on it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "PreferenceBatch",
     "documents_in_rows",
     "label_mask",
+    "labels_of_all",
     "predicted_labels",
     "read_batch",
     "to_label_position",
@@ -56,7 +57,7 @@ def label_mask(labels: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
 
 
 def predicted_labels(
-    labels: Int[Tensor, "b t"], attention_mask: Tensor | None
+    labels: Int[Tensor, "b t"], attention_mask: Tensor | None, role: str = "batch"
 ) -> Int[Tensor, "b t"]:
     """``labels`` with -100 where the label position is masked: ``attention_mask[:, i - 1] == 0``.
 
@@ -67,11 +68,38 @@ def predicted_labels(
     Args:
         labels: unshifted.
         attention_mask: (b, t), 0 at padding; None or of another form (a mask of pairs) hides none.
+        role: how messages call this batch.
+
+    Raises:
+        InputError: a label of padding itself, ``attention_mask[:, i] == 0``.
     """
     if attention_mask is None or attention_mask.shape != labels.shape:
         return labels
-    hidden = F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)
-    return labels.masked_fill(hidden.to(labels.device), IGNORE)
+    padding = attention_mask.to(labels.device) == 0
+    on_padding = padding & (labels >= 0)  # another negative one is refused as no token
+    if bool(on_padding.any()):
+        row, index = on_padding.nonzero()[0].tolist()
+        raise InputError(
+            f"a label of the {role} lies on padding",
+            got=f"label {int(labels[row, index])} at row {row}, token {index}, where "
+            "attention_mask is 0",
+            why="transformers' loss counts it, and trains the model to go on with padding; no "
+            "response holds it, so that it has no value",
+            remedy="labels.masked_fill(attention_mask == 0, -100); or a mask of 1 at a token that "
+            "is to be learned, such as an end token that padding shares",
+        )
+    hidden = F.pad(padding[:, :-1], (1, 0), value=False)
+    return labels.masked_fill(hidden, IGNORE)
+
+
+def labels_of_all(
+    input_ids: Int[Tensor, "b t"], attention_mask: Tensor | None
+) -> Int[Tensor, "b t"]:
+    """Each token as a label that some position predicts; -100 on padding and after it."""
+    if attention_mask is None or attention_mask.shape != input_ids.shape:
+        return input_ids
+    real = attention_mask.to(input_ids.device) != 0
+    return predicted_labels(input_ids.where(real, IGNORE), attention_mask)
 
 
 def to_token_index(by_position: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
@@ -241,8 +269,8 @@ def read_batch(
     Raises:
         InputError: missing keys, wrong shapes or dtypes, no response token, a sequence longer
             than the model allows, a token without a row of the embedding, labels outside
-            ``input_ids``' meaning, a mask of the loss that contradicts them, a packed document
-            whose first token is a label (it would be predicted from another document).
+            ``input_ids``' meaning or on padding, a mask of the loss that contradicts them, a packed
+            document whose first token is a label (it would be predicted from another document).
         UnsupportedError: it continues a key/value cache.
     """
     require_tensors(batch, role)
@@ -284,7 +312,7 @@ def read_batch(
         require_rows(input_ids, model, f"the {role}")
     _require_mask(batch.get("attention_mask"), role)
     _require_no_other_labels(batch, role)
-    labels = predicted_labels(labels.long(), batch.get("attention_mask"))
+    labels = predicted_labels(labels.long(), batch.get("attention_mask"), role)
     mask = label_mask(labels)
     if not bool(mask.any()):
         raise InputError(

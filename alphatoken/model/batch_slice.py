@@ -19,7 +19,14 @@ from torch.nn import functional as F
 
 from alphatoken.model.batch import IGNORE, LabelledBatch
 
-__all__ = ["LENGTH", "ROWS", "around_documents", "around_responses", "real_tokens"]
+__all__ = [
+    "LENGTH",
+    "ROWS",
+    "around_documents",
+    "around_responses",
+    "columns_of_row",
+    "real_tokens",
+]
 
 ROWS = 2
 """Rows of a slice. Two, because some kernels read a single packed row in a way of its own."""
@@ -61,6 +68,20 @@ def around_documents(batch: LabelledBatch) -> LabelledBatch:
     places = torch.arange(starts.shape[1], device=starts.device)
     last = torch.where(starts, places, 0).amax(-1)
     return _cut(batch, (last > 0).long(), last + LENGTH // 2)
+
+
+def columns_of_row(batch: LabelledBatch, row: int, begin: int, stop: int) -> LabelledBatch | None:
+    """Neighbouring positions of one row; None where an input cannot be cut."""
+    count, length = batch.labels.shape
+    rows = torch.tensor([row], device=batch.labels.device)
+    columns = torch.arange(begin, stop, device=rows.device)[None]
+    cut = {name: _of_tokens(x, rows, columns, count, length) for name, x in batch.inputs.items()}
+    if any(value is _UNKNOWN for value in cut.values()):
+        return None
+    labels, mask = batch.labels[row : row + 1, begin:stop], batch.mask[row : row + 1, begin:stop]
+    labels, mask = labels.clone(), mask.clone()
+    labels[:, 0], mask[:, 0] = IGNORE, False
+    return LabelledBatch(cut, labels, mask)
 
 
 def _cut(batch: LabelledBatch, worth: Int[Tensor, " b"], stop: Int[Tensor, " b"]) -> LabelledBatch:

@@ -4,20 +4,28 @@ Version counters do not tell: fused optimizers and writes through ``.data`` leav
 So every number of every parameter and buffer is read, into 64 bits a tensor: one pass over the
 weights, about what a forward of one token reads. Samples would be cheaper, and would miss a step
 that rounding lets arrive at a few weights only. What a model does besides is in plain attributes of
-its modules (an adapter's scaling, which adapter is active, the attention's implementation) and in
-its hooks.
+its modules (an adapter's scaling, which adapter is active, the attention's implementation, a tensor
+that is no buffer) and in its hooks. They are read through whatever holds them: collections,
+configurations, objects, functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from enum import Enum
+from functools import cache, partial
+from hashlib import blake2b
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["foreign_hooks", "numbers_of", "settings_of", "trained_of"]
+from alphatoken.errors import AlphaTokenWarning, warn_caller
+
+__all__ = ["foreign_hooks", "numbers_of", "settings_of", "stamps_of", "trained_of"]
 
 _PASSING = frozenset(
     (*vars(nn.Module()), "gradient_checkpointing", "_output_capturing_hooks_installed")
@@ -52,7 +60,7 @@ def numbers_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
     for tensor in tensors:
         for part in _parts(tensor.detach()):
             if part.is_meta:
-                found.append((id(tensor), tensor._version))
+                found.append((id(tensor), _version(tensor)))
             else:
                 words = _words(part)
                 by_kind.setdefault((words.device, words.dtype), []).append(words)
@@ -81,21 +89,148 @@ def _joined(words: Iterable[Tensor], most: int) -> Iterator[Tensor]:
     yield torch.cat(some) if len(some) > 1 else some[0]
 
 
-def settings_of(model: nn.Module) -> tuple[object, ...]:
-    """Plain attributes of all modules and of their configurations, and hooks of others than us."""
-    found: list[object] = []
-    configs: dict[int, Any] = {}
-    for name, module in model.named_modules():
-        attributes = {k: v for k, v in vars(module).items() if k not in _PASSING}
-        config = attributes.pop("config", None)
-        if config is not None:
-            configs[id(config)] = config
-        # A forward that was put into the instance hides the method of its class.
-        forward = id(attributes.get("forward"))
-        found.append((name, type(module), forward, foreign_hooks(module), _plain(attributes)))
-    found += [_plain(vars(c)) for c in configs.values() if hasattr(c, "__dict__")]
-    weights = (p._backward_hooks for p in model.parameters())
-    return (*found, tuple(tuple(hooks) for hooks in weights if hooks))
+def settings_of(model: nn.Module, written: Collection[str] = ()) -> tuple[object, ...]:
+    """Plain attributes of all modules, whatever they hold, and hooks of others than us.
+
+    Args:
+        model: whose.
+        written: places that are not read, nor what they hold, since forwards of the model write to
+            them; of ``stamps_of``.
+    """
+    modules = dict(model.named_modules())
+    plain, tensors = _read(modules, written)
+    weights = {id(p): p for one in modules.values() for p in one._parameters.values()}
+    return (
+        [(name, type(module), foreign_hooks(module)) for name, module in modules.items()],
+        plain,
+        [(place, one.shape, one.dtype) for place, one in tensors.items()],
+        numbers_of(tensors.values()),
+        [tuple(p._backward_hooks) for p in weights.values() if p is not None and p._backward_hooks],
+    )
+
+
+def stamps_of(model: nn.Module) -> dict[str, object]:
+    """Place to value of each plain attribute, or to identity and version of a tensor there."""
+    plain, tensors = _read(dict(model.named_modules()))
+    return plain | {place: (id(one), _version(one)) for place, one in tensors.items()}
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, np.generic, range, slice, Enum,
+    torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+_MANY = 256
+"""Entries from which a collection of plain values is one place."""
+_OBJECTS = 10_000
+"""Objects and collections that are opened, and ten more for each module."""
+
+
+def _read(
+    modules: Mapping[str, nn.Module], written: Collection[str] = ()
+) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Place to value of what the plain attributes and the foreign hooks lead to: and tensors."""
+    plain: dict[str, object] = {}
+    tensors: dict[str, Tensor] = {}
+    # Modules are gone through here, and their parameters and buffers are read apart.
+    known = {id(module) for module in modules.values()}
+    for module in modules.values():
+        known.update(map(id, module._parameters.values()), map(id, module._buffers.values()))
+    opened: dict[int, object] = {}  # held, so that no identity is given away meanwhile
+    most = _OBJECTS + 10 * len(modules)
+    for name, module in modules.items():
+        hooks = {f"{kind} {key}": getattr(module, kind)[key] for kind, key in foreign_hooks(module)}
+        todo = list(_parts_of(name, _attributes(module) | hooks))
+        while todo:
+            place, value = todo.pop()
+            if place in written:
+                continue
+            if isinstance(value, _PLAIN):
+                plain[place] = repr(value)  # a NaN equals itself as text
+            elif value is None or id(value) in known or id(value) in opened:
+                continue
+            elif isinstance(value, Tensor):
+                tensors[place] = value
+            elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+                content = blake2b(value.tobytes(), digest_size=16).digest()
+                plain[place] = value.shape, str(value.dtype), content
+            else:
+                opened[id(value)] = value
+                plain[place] = _kind(value)
+                todo += _parts_of(place, value)
+            if len(opened) > most:
+                warn_caller(
+                    f"the attribute '{place}' leads to more than {most} objects, and their numbers "
+                    "are not read: call scorer.refresh() where a value depends on one that changed",
+                    AlphaTokenWarning,
+                )
+                return plain, tensors
+    return plain, tensors
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    return {name: value for name, value in vars(module).items() if name not in _PASSING}
+
+
+def _kind(value: object) -> object:
+    """What stands for an object beside its parts."""
+    if callable(value) or isinstance(value, ModuleType):  # another one does something else
+        return type(value), id(value)
+    if isinstance(value, (list, tuple, deque, dict, set, frozenset, np.ndarray)):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value)
+
+
+def _parts_of(place: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """Places and values of what an object holds; of one that cannot be opened, nothing."""
+    parts: Mapping[Any, Any] = {}
+    if isinstance(value, (dict, MappingProxyType)):
+        parts = value
+    elif isinstance(value, Set):
+        parts = {"": sorted(map(repr, value))}
+    elif isinstance(value, (list, tuple, deque)):
+        parts = dict(enumerate(value))
+    elif isinstance(value, np.ndarray):  # of objects
+        parts = dict(enumerate(value.flat))
+    elif isinstance(value, partial):
+        parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+    elif isinstance(value, MethodType):
+        parts = {"self": value.__self__, "func": value.__func__}
+    elif isinstance(value, FunctionType):
+        parts = _of_function(value)
+    elif isinstance(value, nn.Module):  # one that is registered nowhere
+        registered = (value._parameters, value._buffers, value._modules)
+        parts = _attributes(value) | {k: v for held in registered for k, v in held.items()}
+    # A step's state is no setting of a forward.
+    elif not isinstance(value, (type, ModuleType, torch.optim.Optimizer)):
+        slots = (s for c in type(value).__mro__ for s in _listed(vars(c).get("__slots__", ())))
+        parts = {s: getattr(value, s) for s in slots if hasattr(value, s)}
+        parts = parts | getattr(value, "__dict__", {})
+    if len(parts) > _MANY and all(isinstance(one, _PLAIN) for one in parts.values()):
+        return [(f"{place}.*", repr(parts))]
+    return [(f"{place}.{key}", one) for key, one in parts.items()]
+
+
+def _listed(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _of_function(function: FunctionType) -> dict[str, object]:
+    """Defaults of a function, and the variables of others that it uses."""
+    names = function.__code__.co_freevars
+    cells = dict(zip(names, function.__closure__ or (), strict=False))
+    defaults = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
+    return defaults | {name: cell.cell_contents for name, cell in cells.items() if _filled(cell)}
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that has no value yet
+        return False
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def foreign_hooks(module: nn.Module) -> tuple[tuple[str, int], ...]:
@@ -117,27 +252,10 @@ def _is_ours(hook: Any) -> bool:
     return place.partition(".")[0] == "alphatoken" or place == _READING
 
 
-def _plain(value: object) -> object:
-    """Numbers, names, and collections of them, in comparable form; None for all else."""
-    if isinstance(value, (bool, int, float, str, torch.dtype)):
-        return repr(value)  # a NaN equals itself as text
-    if isinstance(value, Tensor):
-        whole = value.numel() == 1 and not value.is_meta
-        return repr(value.detach().item()) if whole else None
-    if isinstance(value, Mapping):
-        items = ((str(key), _plain(item)) for key, item in value.items())
-        return tuple((key, item) for key, item in items if item not in (None, ()))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
-    if isinstance(value, (set, frozenset)):
-        return tuple(sorted(map(str, map(_plain, value))))
-    # A configuration inside another one, as of the text part of a larger model.
-    nested = hasattr(value, "to_dict") and not isinstance(value, type)
-    return _plain(vars(value)) if nested and hasattr(value, "__dict__") else None
-
-
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of: itself, or those of a quantised or spread one."""
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor

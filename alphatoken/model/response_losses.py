@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from alphatoken.model.batch import by_prediction, token_losses
 from alphatoken.model.head import HeadUse, head_losses, output_head
+from alphatoken.model.modes import kept_frequencies
 from alphatoken.model.protocol import DecoderAdapter
 
 __all__ = ["response_losses"]
@@ -130,7 +131,7 @@ def response_losses(
 
     Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.gradients.token_losses``.
     """
-    run = run or partial(adapter.forward, inputs)
+    run = kept_frequencies(adapter.model)(run or partial(adapter.forward, inputs))
     head = output_head(adapter)
     if head is not None and head not in _CHANGED:
         logits, seen = _cut_run(head, run)

@@ -26,6 +26,7 @@ from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.model.delta_dispatch import is_delta_net, rerouted
 from alphatoken.model.dispatch import ExpertsDispatch, dispatched, is_understood
 from alphatoken.model.experts import PARAMETERS, ExpertsListener
+from alphatoken.model.modes import kept_frequencies
 from alphatoken.model.protocol import (
     AttentionOverride,
     ConvolutionOverride,
@@ -330,8 +331,9 @@ class TransformersAdapter:
         return {**kept, "use_cache": False}
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Logits of one forward pass."""
-        return self.logits_of(self.model(**self.arguments(inputs)))
+        """Logits of one forward pass, after which rotary frequencies are the user's again."""
+        with kept_frequencies(self.model):
+            return self.logits_of(self.model(**self.arguments(inputs)))
 
     def logits_of(self, output: Any) -> Tensor:
         """The logits of ``output``, its ``logits``."""
@@ -402,12 +404,13 @@ def position_limit(config: Any) -> int | None:
 
     Some scalings (YaRN, Llama 3, LongRoPE) name the length that they stretch. The limit is then at
     least ``factor`` times that length, because ``max_position_embeddings`` of such a config may
-    still be the length before stretching. None where there is no limit.
+    still be the length before stretching. Dynamic scaling always takes it for that. None where
+    there is no limit.
     """
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
         return None
-    return max([limit, *(_stretched(p) for p in _rotary_parameters(config))])
+    return max([limit, *(_stretched(p, limit) for p in _rotary_parameters(config))])
 
 
 def _rotary_parameters(config: Any) -> list[Mapping[str, Any]]:
@@ -419,9 +422,11 @@ def _rotary_parameters(config: Any) -> list[Mapping[str, Any]]:
     return nested or [parameters]
 
 
-def _stretched(parameters: Mapping[str, Any]) -> int:
+def _stretched(parameters: Mapping[str, Any], limit: int) -> int:
     """``factor`` times the length that was stretched; 0 where the config lacks either number."""
     original = parameters.get("original_max_position_embeddings")
+    if not original and "dynamic" in str(parameters.get("rope_type")):
+        original = limit
     factor = parameters.get("factor")
     return int(original * factor) if original and factor else 0
 

@@ -21,7 +21,7 @@ have (``attn_implementation="eager"`` of transformers).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,11 @@ __all__ = ["Run", "ledger_values", "run_end", "run_loss", "run_values"]
 Tensors = Mapping[str, Tensor]
 
 
+def _listed(batches: Batch | Iterable[Batch]) -> list[Batch]:
+    """Batches as a list, of one or of several."""
+    return [batches] if isinstance(batches, Mapping) else list(batches)
+
+
 @dataclass(frozen=True)
 class Run:
     """The steps of a run, as formulas.
@@ -46,7 +51,8 @@ class Run:
     A step trains on ``sum w l / N`` over all its batches, N the number of their response tokens.
 
     Attributes:
-        steps: the batches of each step; several are one step with accumulated gradients.
+        steps: the batches of each step, or its only one; several are one step with accumulated
+            gradients.
         rates: learning rate of each step; warm-up and decay are in it.
         optimizer: "adamw", or "sgd" (``theta' = theta - rate (g + weight_decay theta)``).
         betas: of AdamW.
@@ -56,7 +62,7 @@ class Run:
         clip: largest norm of a step's gradient; None to clip nothing.
     """
 
-    steps: Sequence[Sequence[Batch]]
+    steps: Sequence[Batch | Sequence[Batch]]
     rates: Sequence[float]
     optimizer: str = "adamw"
     betas: tuple[float, float] = (0.9, 0.999)
@@ -75,13 +81,17 @@ class Run:
                 "every step needs a learning rate",
                 got=f"{len(self.steps)} steps, {len(self.rates)} rates",
             )
-        empty = [s for s, batches in enumerate(self.steps) if not self.count(s)]
+        empty = [s for s in range(len(self.steps)) if not self.count(s)]
         if empty:
             raise InputError("a step has no response token", got=f"step {empty[0]}")
 
     def count(self, number: int) -> int:
         """N, the response tokens of a step."""
-        return sum(int(batch_mask(batch).sum()) for batch in self.steps[number])
+        return sum(int(batch_mask(batch).sum()) for batch in self.batches(number))
+
+    def batches(self, number: int) -> list[Batch]:
+        """The batches of a step."""
+        return _listed(self.steps[number])
 
     def after(self, number: int, state: _State, gradients: Tensors) -> _State:
         """Weights and moments after step ``number``; differentiable in all of them."""
@@ -137,13 +147,13 @@ class _Subject:
 
     def gradients(self, number: int, weights: Sequence[Tensor], *, keep_graph: bool) -> Tensors:
         """Gradients of the step's loss at the model's weights."""
-        pairs = zip(weights, self.run.steps[number], strict=True)
+        pairs = zip(weights, self.run.batches(number), strict=True)
         loss: Any = sum((w * batch_losses(self.forward, batch)).sum() for w, batch in pairs)
         return gradient(loss / self.run.count(number), self.parameters, keep_graph=keep_graph)
 
     def ones(self, number: int) -> list[Tensor]:
         like = next(iter(self.parameters.values()))
-        return [torch.ones(b["labels"].shape, dtype=like.dtype) for b in self.run.steps[number]]
+        return [torch.ones(b["labels"].shape, dtype=like.dtype) for b in self.run.batches(number)]
 
     def states(
         self, state: _State, first: int, last: int, weights: Sequence[Sequence[Tensor]] | None
@@ -221,7 +231,7 @@ def run_end(
 
 
 def run_loss(
-    model: nn.Module, forward: Forward, end: Tensors, validation: Sequence[Batch]
+    model: nn.Module, forward: Forward, end: Tensors, validation: Batch | Iterable[Batch]
 ) -> float:
     """J at the end of a run: the mean token loss of the validation rows there.
 
@@ -229,14 +239,14 @@ def run_loss(
     """
     parameters = trainable(model)
     with undisturbed(model, parameters):
-        return _objective(forward, parameters, validation, end)[0]
+        return _objective(forward, parameters, _listed(validation), end)[0]
 
 
 def run_values(
     model: nn.Module,
     forward: Forward,
     run: Run,
-    validation: Sequence[Batch],
+    validation: Batch | Iterable[Batch],
     *,
     spacing: int | None = None,
 ) -> list[list[Float[Tensor, "b t"]]]:
@@ -250,7 +260,7 @@ def run_values(
         forward: batch without labels -> logits, by the model's live parameters; differentiable
             twice.
         run: its steps.
-        validation: the rows of J.
+        validation: the rows of J, in one batch or several.
         spacing: steps between the states that are kept, from which those between are found again;
             None for the root of the number of steps. Memory: ``3 (S / spacing + spacing)`` models.
 
@@ -265,6 +275,7 @@ def run_values(
     large form. Oracle: central differences of ``run_loss`` in the weights.
     """
     subject, count = _Subject(model, forward, run, trainable(model)), len(run.steps)
+    validation = _listed(validation)
     spacing = spacing or max(1, math.isqrt(count))
     values: list[list[Tensor]] = [[] for _ in run.steps]
     with undisturbed(model, subject.parameters):
@@ -283,7 +294,7 @@ def run_values(
 
 
 def ledger_values(
-    model: nn.Module, forward: Forward, run: Run, validation: Sequence[Batch]
+    model: nn.Module, forward: Forward, run: Run, validation: Batch | Iterable[Batch]
 ) -> list[list[Float[Tensor, "b t"]]]:
     """``- <G(theta_s), dtheta_(s+1) / dw_(s,t)>``: what the step alone does, where it begins.
 
@@ -294,6 +305,7 @@ def ledger_values(
     optimizer's own ("full"). Oracle: the same, by ``label_values``.
     """
     subject, values = _Subject(model, forward, run, trainable(model)), list[list[Tensor]]()
+    validation = _listed(validation)
     with undisturbed(model, subject.parameters):
         states = subject.states(subject.start(), 0, len(run.steps), None)
         for number, state in zip(range(len(run.steps)), states, strict=False):

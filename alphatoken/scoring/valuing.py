@@ -30,7 +30,7 @@ from alphatoken.estimate.columns import ColumnSums, Side, contract_columns
 from alphatoken.estimate.differences import CHECKED_EVERY
 from alphatoken.estimate.estimators import SPLIT, Consume, TokenErrors, token_errors
 from alphatoken.estimate.proofs import CaptureCheck
-from alphatoken.estimate.token_values import assign_columns, combine, undivided
+from alphatoken.estimate.token_values import assign_columns, combine, finite, undivided
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.protocol import DecoderAdapter
@@ -161,6 +161,7 @@ class Valuer:
 
     # --- values ----------------------------------------------------------------------------------
 
+    @finite
     def values(self, frame: Frame, seen: Pass, *, components: bool) -> TokenValues:
         """Values of a pass; without ``components`` the total alone, by one contraction."""
         if frame.end is not None:

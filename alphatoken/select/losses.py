@@ -34,7 +34,8 @@ def masked_sft_loss(
         num_tokens: normaliser over a whole accumulation step or over ranks, instead of this
             batch's own count.
         attention_mask: (b, t) of the batch, where rows are padded on the left: a label predicted
-            from padding is then no response token, as in ``TokenValues.mask``.
+            from padding is then no response token, as in ``TokenValues.mask``, and one on padding
+            is refused.
 
     Example:
         Every token of a uniform model costs log 4; one of two is kept, and both are counted.

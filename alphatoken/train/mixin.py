@@ -282,7 +282,8 @@ class AlphaTrainerMixin(_Base):
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """Those of them that have a value; -100 where padding would predict the token."""
-        return predicted_labels(self.loss_labels(inputs), inputs.get("attention_mask"))
+        mask = inputs.get("attention_mask")
+        return predicted_labels(self.loss_labels(inputs), mask, "training batch")
 
     def rank_groups(self, rows: int) -> list[slice]:
         """Rows of a batch that are ranked together: all of them, or branch by branch."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alphatoken.direction.objective import objective_value, scoring_forward
 from alphatoken.direction.walk import WalkBuilder
-from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.model.batch import label_mask, labels_of_all
 from alphatoken.scorer import Observed, Scorer
 from alphatoken.support.progress import shown_progress
 from alphatoken.train.checks import check_pool
@@ -323,7 +323,7 @@ def _untouched_metrics(trainer: Any) -> Iterator[None]:
 def _with_one_label(labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:
     """Some token that the model predicts, labelled: values are taken of at least one."""
     ids = inputs["input_ids"]
-    every = label_mask(predicted_labels(ids, inputs.get("attention_mask")))
+    every = label_mask(labels_of_all(ids, inputs.get("attention_mask")))
     row, index = every.nonzero()[0].tolist()
     labels = labels.clone()
     labels[row, index] = ids[row, index]

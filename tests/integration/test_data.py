@@ -277,6 +277,32 @@ def pair(index: int, prompt: str, response: str) -> Row:
     return Row(index, f"line {index + 1}", (Turn("user", prompt), Turn("assistant", response)))
 
 
+@pytest.mark.parametrize(
+    ("turns", "same"),
+    [
+        ([("user", "Ask"), ("assistant", " A  b ")], True),
+        ([("system", "ask"), ("assistant", "a b")], False),
+        ([("user", "ask"), ("user", "a b")], False),
+        ([("user", "ask"), ("assistant", "a b", "first")], False),
+        ([("user", "ask"), ("assistant", "a"), ("assistant", "b")], False),
+        ([("user", "ask a b")], False),
+    ],
+)
+def test_conversations_are_the_same_by_roles_thoughts_and_texts(
+    turns: list[tuple[str, ...]], same: bool
+) -> None:
+    """A row that says the same in other roles, or after another thought, is no leak."""
+    first = Row(0, "", (Turn("user", "ask"), Turn("assistant", "a b")))
+    other = Row(1, "", tuple(Turn(*turn) for turn in turns))
+    by = "conversation"
+    assert (leak_keys(first, by) == leak_keys(other, by)) == same
+    pools = split_pools([other, pair(2, "kept", "z")], validation=[first], leak_key=by)
+    assert pools.counts["removed_same_as_validation"] == int(same)
+    thought = Row(0, "", (Turn("user", "ask"), Turn("assistant", "a b", "Think  so")))
+    again = Row(1, "", (Turn("user", "ask"), Turn("assistant", "a b", "think so")))
+    assert leak_keys(thought, by) == leak_keys(again, by) != leak_keys(first, by)
+
+
 def test_leaks_are_found_after_normalising_and_removed() -> None:
     data = [
         pair(0, "What is  2+2?", "four"),

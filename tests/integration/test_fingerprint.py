@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alphatoken import PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.influence import fit_influence
+from alphatoken.errors import AlphaTokenWarning
 from alphatoken.model.fingerprint import numbers_of, settings_of, trained_of
 from tests.integration.tiny_scorer import BATCH, inputs, model_of
 from tests.property.architectures import VOCABULARY
@@ -112,6 +117,16 @@ class Other(nn.Linear):
     """The same weight in another forward."""
 
 
+class Holder:
+    """An object of somebody else's."""
+
+    def __init__(self, scale: Any) -> None:
+        self.scale = scale
+
+    def scaled(self, x: Any) -> Any:
+        return x * self.scale
+
+
 def with_settings() -> Any:
     """A decoder whose last linear has an attribute of each kind that is looked at."""
     model = model_of()
@@ -154,6 +169,58 @@ def test_every_setting_shows(change: str) -> None:
     assert settings_of(model) == before
     CHANGES[change](model, model.model.layers[-1].mlp.up_proj)
     assert settings_of(model) != before
+
+
+ODD: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "a sparse tensor": (torch.eye(3).to_sparse(), lambda t: t._values().mul_(2)),
+    "a rest of complex numbers": (
+        torch.ones(3, dtype=torch.complex128),
+        lambda t: t.__setitem__(2, 1j),
+    ),
+    "a tensor made of others": (TwoTensor(torch.ones(3), torch.ones(3)), lambda t: t.b.mul_(2)),
+    "an array of objects": (np.array([{}, {"a": 1.0}], object), lambda a: a[1].update(a=2.0)),
+    "a queue": (deque([1.0, 2.0]), lambda q: q.rotate()),
+    "a long list": ([1.0] * 300, lambda x: x.__setitem__(7, 2.0)),
+    "a long mapping": (dict.fromkeys(range(300), 1.0), lambda x: x.update({7: 2.0})),
+    "a class": ([nn.ReLU], lambda x: x.__setitem__(0, nn.GELU)),
+    "a function of torch": ([F.gelu], lambda x: x.__setitem__(0, torch.tanh)),
+    "a method": (partial(Holder(1.0).scaled, 2), lambda p: setattr(p.func.__self__, "scale", 3.0)),
+    "a default": ([lambda x, scale=[1.0]: x], lambda x: x[0].__defaults__[0].append(2.0)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_an_attribute_holds_shows(kind: str) -> None:
+    value, change = ODD[kind]
+    model = model_of()
+    model.model.layers[1].mlp.held = {"deep": [Holder(value)]}
+    before = settings_of(model)
+    assert settings_of(model) == before
+    change(value)
+    assert settings_of(model) != before
+
+
+def test_objects_that_hold_each_other_are_read_once() -> None:
+    """Cycles end; other modules of the model, and the state of an optimizer, are read elsewhere."""
+    model = model_of()
+    first = model.model.layers[0]
+    first.held = Holder(Holder(model))
+    first.held.back = first.held
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = settings_of(model)
+    assert settings_of(model) == before
+    model.optimizer.param_groups[0]["lr"] = 0.2
+    model.model.layers[1].mlp.up_proj.weight.data.mul_(2)
+    assert settings_of(model) == before
+    first.held.back.scale.other = 1.0
+    assert settings_of(model) != before
+
+
+def test_what_leads_to_too_many_objects_is_said() -> None:
+    model = model_of()
+    model.model.layers[0].chain = [Holder([i]) for i in range(10_000)]
+    with pytest.warns(AlphaTokenWarning, match=r"layers.0.chain.*scorer.refresh\(\)"):
+        settings_of(model)
 
 
 def test_what_no_value_depends_on_does_not_show() -> None:
@@ -232,7 +299,49 @@ def of_an_optimizer(model: Any) -> tuple[Scorer, Callable[[], object]]:
     return scorer, lambda: stepped(rows(3))
 
 
-@pytest.mark.parametrize("made", [of_batches, of_a_drift, of_pairs, of_a_mapping, of_an_optimizer])
+def of_another_fisher(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    """A tensor in the place of another, and as new as that was."""
+    scorer, _ = of_a_drift(model)
+    fisher = scorer.given.retention.fisher  # type: ignore[union-attr]
+    name = next(name for name in fisher if "layers.2.mlp" in name)
+    return scorer, lambda: fisher.update({name: torch.full_like(fisher[name], 3.0)})
+
+
+def of_the_groups(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    """An option that P is made of, and no state."""
+    scorer, _ = of_an_optimizer(model)
+    return scorer, lambda: scorer.given.optimizer.param_groups[0].update(eps=0.1)
+
+
+def of_a_number_of_the_groups(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    """The same kept in a tensor, as a fused optimizer's rate is."""
+    scorer, _ = of_an_optimizer(model)
+    eps = torch.tensor(1e-8, dtype=torch.float64)
+    scorer.given.optimizer.param_groups[0]["eps"] = eps  # type: ignore[union-attr]
+    return scorer, lambda: eps.data.fill_(0.1)
+
+
+def of_factors(model: Any) -> tuple[Scorer, Callable[[], object]]:
+    factors = fit_influence(model, rows(4), samples=2, layers=2, progress=False)
+    config = ScorerConfig("label", layers=2, preconditioner="kronecker")
+    scorer = Scorer(model, rows(2), config=config, influence=factors)
+    return scorer, lambda: [m.mul_(2).add_(1) for m in factors.eigenvalues.values()]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        of_batches,
+        of_a_drift,
+        of_another_fisher,
+        of_pairs,
+        of_a_mapping,
+        of_an_optimizer,
+        of_the_groups,
+        of_a_number_of_the_groups,
+        of_factors,
+    ],
+)
 def test_what_m_is_made_of_is_followed(made: Callable[..., Any]) -> None:
     scorer, change = made(model_of())
     scorer.warn = False

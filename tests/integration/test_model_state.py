@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from alphatoken import Scorer, fit_fisher
 from alphatoken.errors import UnsupportedError
+from alphatoken.model.modes import draws
 from tests.integration import tiny_scorer
 from tests.integration.snapshot import Snapshot, bits
 from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, observed_values
@@ -255,7 +256,46 @@ def test_bf16_weights_give_float32_values_in_nearly_the_same_order() -> None:
     close(off, 0.0, 1.0, allowed("rank", torch.bfloat16), name="order in bf16")
 
 
+def test_tangents_beyond_float16_are_shortened() -> None:
+    """Activations of some 9,000, which float16 holds, and not their tangents at length 1."""
+    model = BY_NAME["llama"].build(5).float()
+    with torch.no_grad():
+        for name, factor in {"gate_proj": 0.003, "up_proj": 30.0, "down_proj": 3e4}.items():
+            model.model.layers[0].mlp.get_submodule(name).weight *= factor
+    exact = copy.deepcopy(model.half()).double()
+    options = {"layers": 3, "derivative": "forward_mode"}
+    found, expected = (scorer_for(m, "label", **options).score(BATCH).total for m in (model, exact))
+    assert bool(torch.isfinite(found).all())
+    close(found.double(), expected, expected.abs().max(), 2e-2, name="values in float16")
+
+
 # --- dropout ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "drawn"),
+    [
+        ("attention_dropout", 0.1, True),
+        ("attention_dropout", 0.0, False),
+        ("lora_dropout", {"default": 0.0, "second": 0.1}, True),
+        ("lora_dropout", {"default": {"layers": 0.1}}, True),
+        ("lora_dropout", {"default": 0.0}, False),
+        ("drop_path_rates", [0.0, 0.1], True),
+        ("drop_path_rates", (0.0, 0.0), False),
+        ("router_jitter_noise", 0.01, True),
+        ("drop_last", "never", False),
+        ("scaling", {"default": 2.0}, False),
+    ],
+)
+def test_a_forward_that_may_draw_is_known_by_its_rates(name: str, rate: Any, drawn: bool) -> None:
+    """Numbers of a module, one for each adapter or layer too; in training mode alone."""
+    model = BY_NAME["llama"].build(1).train()
+    assert not draws(model)
+    setattr(model.model.layers[1].self_attn, name, rate)
+    assert draws(model) == drawn
+    model.model.layers[1].self_attn.eval()
+    assert not draws(model)
+    assert draws(nn.Sequential(nn.Dropout(0.1)))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 import torch_optimizer
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.direction.optimizers import (
@@ -108,6 +113,150 @@ def test_maximize_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), maximize=True)
     with pytest.raises(ConfigError, match=r"maximize=True.*negate the loss"):
         check_optimizer(optimizer)
+
+
+# --- not what the class says ---------------------------------------------------------------------
+
+
+class Signed(torch.optim.AdamW):
+    """AdamW on the signs of the gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.sign_()
+        return super().step(closure)
+
+
+class Disguised(torch.optim.AdamW):
+    """The same under the name and the attributes of the step that it calls."""
+
+    @wraps(torch.optim.AdamW.step)
+    def step(self, closure: Any = None) -> Any:
+        return Signed.step(self, closure)
+
+
+class Clipped(torch.optim.Adam):
+    """Adam that clips where it collects the gradients."""
+
+    def _init_group(self, group: Any, *rest: Any) -> Any:
+        nn.utils.clip_grad_norm_(group["params"], 1e-3)
+        return super()._init_group(group, *rest)
+
+
+class Projected(torch_optimizer.Yogi):
+    """One of torch_optimizer, whose weights are kept in a box."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.clamp_(-1, 1)
+        return found
+
+
+def of_the_instance(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters)
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (Signed, "Signed.step in Signed"),
+        (Disguised, "AdamW by its class, and steps otherwise.* in Disguised"),
+        (Clipped, r"Adam by its class.*Clipped._init_group in Clipped"),
+        (Projected, "Yogi by its class.*Projected.step in Projected"),
+        (of_the_instance, "of_the_instance.*lambda.* in AdamW"),
+    ],
+)
+def test_a_step_that_is_not_the_class_s_is_refused(make: Any, step: str) -> None:
+    model = model_of()
+    optimizer = make(model.parameters())
+    with pytest.raises(UnsupportedError, match=f"{step}.*Remedy: .* itself, preconditioner=None"):
+        check_optimizer(optimizer)
+    with pytest.raises(UnsupportedError, match=step):
+        check_optimizer(Accelerator(cpu=True).prepare(optimizer))
+
+
+def test_the_very_class_with_another_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.Adagrad(model_of().parameters())
+    check_optimizer(optimizer)
+    monkeypatch.setattr(torch.optim.Adagrad, "step", Signed.step)
+    with pytest.raises(UnsupportedError, match=r"Signed.step in Adagrad"):
+        check_optimizer(optimizer)
+
+
+def normalised(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad /= p.grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("form", "register"),
+    [
+        ("frozen", lambda o: o.register_step_pre_hook(normalised)),
+        ("full", lambda o: o.register_step_post_hook(partial(normalised))),
+        ("full", lambda _: register_optimizer_step_pre_hook(normalised)),
+        ("frozen", lambda _: register_optimizer_step_post_hook(normalised)),
+    ],
+)
+def test_hooks_on_the_step_are_refused(form: str, register: Any) -> None:
+    """By name, and also where they come after values were taken; not when they are gone."""
+    model, optimizer = trained(torch.optim.AdamW, 1)
+    options = {"preconditioner": form, "precondition_after": 1, "optimizer": optimizer}
+    scorer = scorer_for(model, "path", layers=1, **options)
+    before = scorer.score(BATCH).total
+    handle = register(optimizer)
+    try:
+        for ask in (lambda: scorer.score(BATCH), lambda: check_optimizer(optimizer)):
+            with pytest.raises(
+                UnsupportedError, match=r"hook .*test_optimizers.normalised.*handle"
+            ):
+                ask()
+    finally:
+        handle.remove()
+    assert torch.equal(scorer.score(BATCH).total, before)
+
+
+class Named(torch.optim.AdamW):
+    """A subclass that keeps the step, and says more about itself."""
+
+    def __init__(self, params: Any, name: str = "mine", **options: Any) -> None:
+        super().__init__(params, **options)
+        self.name = name
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, Named, torch_optimizer.Yogi])
+def test_what_steps_as_its_class_says_is_served_under_every_wrapper(kind: Any) -> None:
+    """A scheduler's count, a profiler's hook, a compiled step, accelerate, a scaler, a copy."""
+    model, optimizer = trained(kind, 1)
+    parameters = dict(model.named_parameters())
+    expected = frozen_preconditioners(optimizer, parameters)
+    assert expected is not None
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)
+    try:
+        wrapped = Accelerator(cpu=True).prepare(optimizer)
+        torch.optim.lr_scheduler.ConstantLR(wrapped)
+        for one in (optimizer, wrapped):
+            found = frozen_preconditioners(one, parameters)
+            assert all(torch.equal(found[n], p) for n, p in expected.items())
+    finally:
+        handle.remove()
+    optimizer.step = optimizer.step  # as accelerate does after a scaled step
+    check_optimizer(optimizer)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    check_optimizer(optimizer)
+    check_optimizer(copy.deepcopy(kind(model.parameters())))
 
 
 def test_a_state_of_another_shape_is_refused() -> None:

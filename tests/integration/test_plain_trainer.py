@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, Trainer
 
-from alphatoken.errors import UnsupportedError
+from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.train import AlphaTrainer
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policy import PolicySettings
@@ -150,6 +150,19 @@ def test_a_loss_with_a_part_that_nobody_knows_is_refused(tmp_path: Path) -> None
     start.forward = with_more
     trainer = ours(tmp_path, labelled(16), None, padded, model=start, policy="random")
     with pytest.raises(UnsupportedError, match="not the cross-entropy of its labels"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("policy", ["top", "all"])
+def test_labels_that_a_collator_leaves_on_padding_are_refused(tmp_path: Path, policy: str) -> None:
+    """In training and in validation, as by the scorer: transformers would train on padding."""
+
+    def cloned(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = padded(rows)
+        return batch | {"labels": batch["input_ids"].clone()}
+
+    trainer = ours(tmp_path / "a", labelled(16), labelled(8, 5), cloned, policy=policy)
+    with pytest.raises(InputError, match=r"a label of the \w+ batch lies on padding"):
         trainer.train()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,10 +25,11 @@ from alphatoken.errors import (
     NumericalError,
     UnsupportedError,
 )
+from alphatoken.estimate.token_values import require_finite_values
 from alphatoken.model.batch import require_tensors
 from alphatoken.train.loading import load_or_refuse
 from tests.integration.snapshot import Snapshot
-from tests.integration.tiny_scorer import BATCH, VALIDATION, scorer_for
+from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, scorer_for
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
 
@@ -114,6 +117,10 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         changed(labels=BATCH["labels"].masked_fill(BATCH["labels"] != -100, -1)),
         ("-1", "row 0, token 2"),
     ),
+    "labels on padding": (
+        changed(labels=BATCH["input_ids"].clone()),
+        ("lies on padding", "row 0, token 7", "transformers' loss counts it", "masked_fill"),
+    ),
     "a label across documents": (
         changed(
             attention_mask=None,
@@ -138,7 +145,9 @@ def test_a_batch_that_cannot_be_valued(scorer: Scorer, case: str) -> None:
 
 
 # Read by the same code: one each of what its reading, its length and its numbers refuse.
-@pytest.mark.parametrize("case", ["lists", "too long", "an id beyond the embedding"])
+@pytest.mark.parametrize(
+    "case", ["lists", "too long", "an id beyond the embedding", "labels on padding"]
+)
 def test_validation_that_cannot_be_used(case: str) -> None:
     """Named as the validation's fault, also where a good batch stands before it."""
     model = model_of()
@@ -150,6 +159,27 @@ def test_validation_that_cannot_be_used(case: str) -> None:
 
         message = refused(InputError, call, *parts, model=model)
         assert "validation" in message
+
+
+def test_labels_on_padding_are_refused_in_every_role() -> None:
+    """Retention rows, pairs, and an observed pass, as in training and validation batches."""
+    model, bad = model_of(), BAD_BATCHES["labels on padding"][0]
+    zeros = torch.zeros(2, dtype=torch.float64)
+    pairs = PreferenceBatch(VALIDATION, bad | {k: v[:, :7] for k, v in bad.items()}, zeros, zeros)
+    assert torch.equal(pairs.rejected["labels"], bad["labels"][:, :7])
+    scorer_for(model, validation=pairs).score(BATCH)  # the padding was cut off
+    pairs = PreferenceBatch(VALIDATION, bad, zeros, zeros)
+
+    def observed() -> object:
+        with scorer_for(model).observe() as seen:
+            return seen.values(model(**inputs()).logits, bad["labels"])
+
+    for role, call in {
+        "retention batch": lambda: scorer_for(model, retention=bad).score(BATCH),
+        "validation batch": lambda: scorer_for(model, validation=pairs).score(BATCH),
+        "batch": observed,
+    }.items():
+        refused(InputError, call, f"a label of the {role} lies on padding", model=model)
 
 
 def test_no_validation_at_all() -> None:
@@ -217,6 +247,68 @@ def test_a_loss_that_is_not_finite_in_the_batch_alone() -> None:
         model.get_input_embeddings().weight[unused] = float("nan")
     scorer = scorer_for(model, "label")
     refused(NumericalError, lambda: scorer.score(batch), "not finite", "row 1, token", model=model)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "how"),
+    [
+        *(("label", how) for how in ("score", "observe")),
+        *(("alphatoken", how) for how in ("score", "observe")),
+        ("walk", "score"),
+        *(
+            pytest.param(estimator, how, marks=pytest.mark.slow)
+            for estimator, how in product(
+                ("direct", "path", "same_layer_hop"), ("score", "observe")
+            )
+        ),
+    ],
+)
+def test_no_estimator_hands_a_nan_back(estimator: str, how: str) -> None:
+    """A weight of a token that float64 holds, and the model's float32 does not."""
+    model = model_of().float()
+    options = {"layers": ScorerConfig().layers} if estimator == "walk" else {}
+    scorer = scorer_for(model, estimator, **options)
+    weights = torch.ones(BATCH["labels"].shape, dtype=torch.float64)
+    weights[1, 5] = 1e300
+
+    def call() -> object:
+        if how == "score":
+            return scorer.score(BATCH, token_weights=weights)
+        with scorer.observe() as observed:
+            logits = model(**inputs()).logits
+            return observed.values(logits, BATCH["labels"], token_weights=weights, components=False)
+
+    refused(NumericalError, call, "of a token is not finite", "row 1, token", "--dtype")
+
+
+def test_a_direction_that_is_not_finite() -> None:
+    """A preconditioner of the user's own: before the model is run, and where it changes later."""
+    name = "model.layers.2.mlp.up_proj.weight"
+    model = model_of()
+    own = {name: torch.ones_like(model.get_parameter(name))}
+    options = {"preconditioner": own, "derivative": "forward_mode"}
+    scorer = scorer_for(model, "label", **options)
+    scorer.score(BATCH)
+    own[name][3, 4] = float("nan")
+    refused(NumericalError, lambda: scorer.score(BATCH), "direction M is not finite", model=model)
+    refused(NumericalError, lambda: scorer_for(model, "label", **options), "preconditioner", name)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"curvature": torch.tensor([[0.0, torch.nan]])}, "curvature of a token.*row 0, token 1"),
+        ({"unassigned": torch.tensor([torch.inf])}, "sum over a prompt.*inf at row 0"),
+        ({"total": torch.tensor([[0.0, torch.nan]])}, "total of a token.*row 0, token 1"),
+    ],
+)
+def test_every_number_of_values_is_looked_at(place: dict[str, Tensor], message: str) -> None:
+    scorer = scorer_for(model_of(), "label", validation=[VALIDATION] * 2, standard_errors=True)
+    values = scorer.score(BATCH)
+    assert require_finite_values(values) is values
+    one = replace(values.total_alone(), total=torch.zeros(1, 2), unassigned=torch.zeros(1))
+    with pytest.raises(NumericalError, match=message):
+        require_finite_values(replace(one, **place))
 
 
 # --- options ------------------------------------------------------------------------------------

@@ -99,6 +99,25 @@ def test_sample_is_a_uniform_draw_in_row_order() -> None:
     assert rows != [e.row for e in summarise(many(60, 3), sample=10, seed=5).sample]
 
 
+def test_every_row_is_in_the_sample_with_the_same_chance() -> None:
+    """2 of 6 rows in each of 600 draws: 200 times each, give or take 5 deviations."""
+    examples = many(6, 2)
+    times = np.zeros(6)
+    for seed in range(600):
+        times[[e.row for e in summarise(examples, sample=2, extremes=1, seed=seed).sample]] += 1
+    assert times.sum() == 2 * 600
+    assert float(np.abs(times - 200).max()) < 5 * (200 * 2 / 3) ** 0.5
+
+
+def test_a_value_of_zero_is_not_positive() -> None:
+    """As every stability value is before the first step."""
+    one = example(0, ("a", "b", "c", "d", "e"), seed=0)
+    totals = {"total": np.array([5.0, 0.0, -1.0, 2.0, -0.0]), "stability": np.zeros(5)}
+    found = {c.key: c for c in summarise([replace(one, values=totals)]).components}
+    assert found["total"].positive == 0.25
+    assert found["stability"].positive == 0.0
+
+
 def test_long_sequences_and_many_are_capped() -> None:
     long = example(0, tuple(f"t{i}" for i in range(9000)), seed=0)
     shown, left_out = shown_examples([long], ["total"])

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -150,6 +155,147 @@ def test_every_writer_is_noticed(how: str, estimator: str) -> None:
         found = values_of(scorer, how)
         assert text(found) == text(of_a_fresh(scorer, how)) != text(before), writer
         before = found
+
+
+# --- what a forward reads besides -----------------------------------------------------------------
+
+
+class Form(Enum):
+    """A switch."""
+
+    PLAIN = 1.0
+    DOUBLE = 2.0
+
+
+@dataclass
+class Options:
+    """Numbers of a forward."""
+
+    scale: float = 1.0
+    inner: Any = None
+
+
+class Slotted:
+    """Numbers without a ``__dict__``."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = torch.ones(4)
+
+
+def double_if(doubled: bool) -> float:
+    return 2.0 if doubled else 1.0
+
+
+class Reading(nn.Module):
+    """An MLP whose output is scaled by all that it holds in other ways than by weights."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.tensor = torch.linspace(0.5, 1.5, 8).double()
+        self.pair: list[Any] = [torch.ones(2), {"other": torch.ones(3, dtype=torch.complex64)}]
+        self.array = np.ones(5)
+        self.space = SimpleNamespace(scale=1.0, more=[Options()])
+        self.options = Options(inner=Slotted())
+        self.form = Form.PLAIN
+        self.part = partial(double_if, doubled=False)
+        self.rate = {"a": {1.0}}
+        scale = torch.ones(2)
+        self.function: Callable[[], Any] = lambda: scale.prod()
+        self.scale_of_function = scale
+        self.hidden = (nn.Linear(1, 1, bias=False, dtype=torch.float64),)
+        self.hidden[0].weight.data.fill_(1.0)
+
+    def factor(self) -> Any:
+        space, options = self.space, self.options
+        found = self.pair[0].prod() * self.pair[1]["other"].real.prod() * self.array.prod()
+        found = found * space.scale * space.more[0].scale * options.scale * self.form.value
+        found = found * options.inner.scale.prod() * self.part() * sum(self.rate["a"])
+        return found * self.function() * self.hidden[0].weight.item() * self.tensor.prod()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.factor()
+
+
+READ: dict[str, Callable[[Any], object]] = {
+    "a tensor": lambda m: m.tensor.data[5:6].mul_(2),
+    "another tensor in its place": lambda m: setattr(m, "tensor", m.tensor * 2),
+    "a tensor in a list": lambda m: m.pair[0].data.mul_(2),
+    "a tensor in a mapping in it": lambda m: m.pair[1]["other"].data.mul_(2),
+    "an array": lambda m: m.array.__setitem__(3, 2.0),
+    "a namespace": lambda m: setattr(m.space, "scale", 2.0),
+    "an object in a list in it": lambda m: setattr(m.space.more[0], "scale", 2.0),
+    "a dataclass": lambda m: setattr(m.options, "scale", 2.0),
+    "slots": lambda m: m.options.inner.scale.data.mul_(2),
+    "an enumeration": lambda m: setattr(m, "form", Form.DOUBLE),
+    "an argument of a partial": lambda m: setattr(m, "part", partial(m.part, doubled=True)),
+    "a set": lambda m: m.rate["a"].add(3.0),
+    "another function": lambda m: setattr(m, "function", lambda: 2.0),
+    "a module that is not registered": lambda m: m.hidden[0].weight.data.mul_(2),
+}
+
+
+def test_whatever_a_module_holds_is_noticed() -> None:
+    """One after the other, and in a hook at the end."""
+    model = plain()
+    mlp = model.model.layers[-1].mlp = Reading(model.model.layers[-1].mlp)
+    held = SimpleNamespace(scale=torch.ones(3))
+    del mlp.scale_of_function  # the function alone leads there
+
+    def scaled(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output * held.scale.prod()
+
+    model.model.layers[0].register_forward_hook(scaled)
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
+    before = values_of(scorer)
+    cell = dict(zip(mlp.function.__code__.co_freevars, mlp.function.__closure__, strict=True))
+    changes: dict[str, Callable[[Any], object]] = {
+        "a variable of a function": lambda m: cell["scale"].cell_contents.data.mul_(2),
+        **READ,
+        "what a hook reads": lambda m: held.scale.data.mul_(2),
+    }
+    for what, change in changes.items():
+        assert torch.equal(values_of(scorer), before), what  # type: ignore[arg-type]
+        change(mlp)
+        found = values_of(scorer)
+        assert text(found) == text(of_a_fresh(scorer)) != text(before), what
+        before = found
+
+
+class Noting(nn.Module):
+    """An MLP that notes its pass, in numbers and in tensors, and may read one of the notes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.notes: dict[str, Any] = {"calls": 0, "scale": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes["calls"] += 1
+        self.output = self.inner(x) * self.notes["scale"]
+        self.latest = SimpleNamespace(norm=self.output.detach().norm())
+        return self.output
+
+
+def test_what_a_forward_writes_is_no_change_of_settings() -> None:
+    """M is kept; and what stands beside it is still read."""
+    model = plain()
+    mlp = model.model.layers[-1].mlp = Noting(model.model.layers[-1].mlp)
+    log: list[Tensor] = []
+    mlp.register_forward_hook(lambda module, args, output: log.append(output))
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
+    for _ in range(2):  # first times: what a forward makes, and what it writes again
+        before = values_of(scorer)
+    valuer, held = scorer.valuer, scorer.builder.prepare()
+    for _ in range(2):
+        log.clear()
+        assert torch.equal(values_of(scorer), before)  # type: ignore[arg-type]
+    assert scorer.valuer is valuer
+    assert scorer.builder.prepare() is held
+    mlp.notes["scale"] = 2.0
+    assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
 
 
 def test_a_step_that_rounding_lets_arrive_at_one_weight_is_noticed() -> None:

@@ -322,6 +322,7 @@ test_surrogate_with_all_masks_one_has_the_gradient_of_dpo | | masked_dpo_gradien
 test_keep_count | | (decimal fractions) | exact
 test_selection | | (a sort of tuples) | exact
 test_response_values | | (loops) | exact
+test_means_of_responses_are_summed_wider_than_their_values | | (by hand) | exact
 test_standard_errors | | standard_errors, (values against all batches but one) | exact
 test_values_by_batch | | (scorers of each batch alone) | exact
 test_errors_are_unbiased | | (variance over draws) | approximate

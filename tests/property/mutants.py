@@ -292,7 +292,7 @@ _DEMANDED = (
         "padding leaking in",
         (
             "model.batch.predicted_labels",
-            "return labels.masked_fill(hidden.to(labels.device), IGNORE)",
+            "return labels.masked_fill(hidden, IGNORE)",
             "return labels",
         ),
         claim(test_estimators.test_padding_holds_nothing, AFTER_PADDING, "path", 1),
@@ -302,8 +302,8 @@ _DEMANDED = (
         "padding leaking in",
         (
             "model.batch.predicted_labels",
-            "F.pad(attention_mask[:, :-1] == 0, (1, 0), value=False)",
-            "attention_mask == 0",
+            "F.pad(padding[:, :-1], (1, 0), value=False)",
+            "padding",
         ),
         claim(test_estimators.test_padding_holds_nothing, AFTER_PADDING, "label", 1),
     ),
@@ -1014,6 +1014,14 @@ OWN = (
         "a response's mean is taken over the width of the batch",
         ("response_values", "mask.sum(-1, keepdim=True).clamp(min=1)", "mask.shape[-1]"),
         claim(test_selection.test_response_values, test_selection.selection_cases(), 50),
+    ),
+    _masks(
+        "response-mean-in-the-values-own-dtype",
+        "a response's mean is summed in float32",
+        ("response_values", ".double().sum(", ".sum("),
+        claim(
+            test_selection.test_means_of_responses_are_summed_wider_than_their_values, examples=1
+        ),
     ),
     _preconditioner(
         "state-of-another-kind-in-a-block",

@@ -88,7 +88,7 @@ MUTANTS = (
     _error(
         "step-divided-by-its-first-batch",
         "accumulated batches do not count in N",
-        ("Run.count", "in self.steps[number])", "in self.steps[number][:1])"),
+        ("Run.count", "in self.batches(number))", "in self.batches(number)[:1])"),
         TORCH,
     ),
     _error(

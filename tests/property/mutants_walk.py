@@ -99,7 +99,7 @@ MUTANTS = (
     _error(
         "climbing-walk-unsaid",
         "a rate that is too high is not noticed",
-        ("WalkBuilder._walked", "if after > before:", "if after < 0:"),
+        ("WalkBuilder._walked", "if after > before:", "if after > 2 * before:"),
         CLIMBS,
     ),
     mutant(

@@ -83,6 +83,31 @@ def test_a_label_after_padding_has_neither_loss_nor_weight() -> None:
         assert batch.predicted_labels(labels, other) is labels
 
 
+@pytest.mark.parametrize(("row", "index"), [(0, 0), (0, 1), (1, 4)])
+def test_a_label_on_padding_is_refused_on_either_side(row: int, index: int) -> None:
+    """transformers would train on it; it is neither counted here nor dropped without a word."""
+    data = make_batch(("..rrr", "rprr."), vocabulary=7, seed=0)
+    ids, real = data["input_ids"], data["attention_mask"]
+    labels = data["labels"].clone()
+    labels[row, index] = 3
+    found = f"label 3 at row {row}, token {index}.*labels.masked_fill"
+    logits, keep = torch.zeros(2, 5, 7), torch.ones_like(labels)
+    for mask in (real, real.bool()):
+        with pytest.raises(InputError, match=f"a label of the validation batch lies.*{found}"):
+            batch.read_batch(data | {"labels": labels}, role="validation batch")
+        with pytest.raises(InputError, match=found):
+            losses.masked_sft_loss(logits, labels, keep, attention_mask=mask)
+        remedied = labels.masked_fill(mask == 0, -100)
+        assert torch.equal(batch.read_batch(data | {"labels": remedied}).mask, real_mask(data))
+    assert torch.equal(batch.labels_of_all(ids, None), ids)
+    every = batch.label_mask(batch.labels_of_all(ids, real))
+    assert every.int().tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 0]]
+
+
+def real_mask(data: dict[str, torch.Tensor]) -> torch.Tensor:
+    return batch.label_mask(gradients.known_labels(data))
+
+
 def test_one_row_of_position_ids_serves_all_rows() -> None:
     data = {"input_ids": IDS, "labels": IDS.clone(), "position_ids": torch.arange(5)[None]}
     assert batch.read_batch(data).document_starts is None

@@ -498,8 +498,10 @@ def test_the_proofs_add_forwards_of_a_few_rows_once() -> None:
         scorer.refresh()
         quiet_score(scorer, CASE.batch)
     whole = [(4, 90), (2, 6), (2, 6)]  # both validation batches, and the one that is valued
-    # Causality by each kind of arguments, that of the padded batch first, and then coverage.
-    assert calls == [(2, 6), (ROWS, LENGTH), (ROWS, LENGTH), *whole, *whole]
+    # Causality by each kind of arguments, that of the padded batch first, whose padding on the left
+    # is looked at; and then coverage.
+    padding = [(1, 6), (1, 4)]
+    assert calls == [(2, 6), *padding, (ROWS, LENGTH), (ROWS, LENGTH), *whole, *whole]
     assert scorer.coverage.relative_error is not None
 
 

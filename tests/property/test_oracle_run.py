@@ -296,6 +296,25 @@ def test_tokens_off_the_response_have_none_and_frozen_weights_stay() -> None:
     assert not model.embedding.weight.requires_grad
 
 
+def test_one_batch_serves_for_a_list_of_one() -> None:
+    """As validation and as a step; and an iterator is read once."""
+    model, batch, held = CASE.model(), dict(CASE.batch), dict(CASE.validation[0])
+    forward, run = forward_of(model), Run([[batch], [batch, held]], [0.1, 0.2], "sgd")
+    short = Run([batch, [batch, held]], [0.1, 0.2], "sgd")
+    end = run_end(model, forward, run)
+    for name, weight in run_end(model, forward, short).items():
+        assert torch.equal(weight, end[name])
+    assert run_loss(model, forward, end, held) == run_loss(model, forward, end, [held])
+    for values in (run_values, ledger_values):
+        expected = flat(values(model, forward, run, [held]))
+        for one in (held, iter([held])):
+            assert torch.equal(flat(values(model, forward, short, one)), expected)
+
+
+def flat(values: Values) -> Tensor:
+    return torch.cat([one.flatten() for step in values for one in step])
+
+
 def test_runs_that_say_nothing_are_refused() -> None:
     model, batch = CASE.model(), dict(CASE.batch)
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}

@@ -369,10 +369,10 @@ def test_a_pass_leaves_nothing_to_the_next(seed: int) -> None:
 def test_masks_of_flags_hide_labels(seed: int) -> None:
     """A boolean mask hides the labels after padding as the same mask in numbers does."""
     batch = make_batch(("..pprr", "pprr..", ".rrrrr"), vocabulary=11, seed=seed)
-    labels = batch["input_ids"]
     numbers = batch["attention_mask"]
-    hidden = read_batch({"input_ids": labels, "labels": labels, "attention_mask": numbers})
-    flags = read_batch({"input_ids": labels, "labels": labels, "attention_mask": numbers.bool()})
+    batch["labels"] = batch["input_ids"].masked_fill(numbers == 0, -100)
+    hidden = read_batch(batch)
+    flags = read_batch({**batch, "attention_mask": numbers.bool()})
     assert not hidden.mask[0, :3].any()
     assert torch.equal(flags.mask, hidden.mask)
     assert torch.equal(flags.labels, hidden.labels)

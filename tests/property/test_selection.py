@@ -124,6 +124,16 @@ def test_response_values(case: SelectionCase, percent: int) -> None:
         assert bool(keep[b][places[:count]].all())
 
 
+def test_means_of_responses_are_summed_wider_than_their_values() -> None:
+    """Values that cancel, in float32: their mean is what is left, to the last digit."""
+    values = torch.tensor([[1e8, 1.0, -1e8, 7.0], [3e38, 3e38, 3e38, 0.0]])
+    mask = torch.tensor([[True, True, True, False], [True, True, True, False]])
+    found = selection.response_values(values, mask)
+    assert found.dtype == torch.float32
+    expected = torch.tensor([[1 / 3] * 3 + [0.0], [3e38] * 3 + [0.0]])
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=0)
+
+
 @given(selection_cases(), PERCENT)
 def test_padding_never_ranks(case: SelectionCase, percent: int) -> None:
     """Whatever stands outside the mask, NaN included, changes nothing."""

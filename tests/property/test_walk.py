@@ -484,8 +484,8 @@ def test_weights_come_back_after_an_exception() -> None:
 
 
 def test_a_walk_that_climbs_is_said() -> None:
-    """A rate so high that the validation loss rises; not one that lowers it."""
-    for rate, said in ((5.0, 1), (1e-3, 0)):
+    """A rate so high that the validation loss rises, by half or far; not one that lowers it."""
+    for rate, said in ((1.0, 1), (5.0, 1), (1e-3, 0)):
         scorer = Scorer(ONE.model(), ONE.validation, config=config(walk_learning_rate=rate))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", AlphaTokenWarning)

@@ -28,6 +28,7 @@ from alphatoken.model.batch import (
     IGNORE,
     PreferenceBatch,
     label_mask,
+    labels_of_all,
     predicted_labels,
 )
 from alphatoken.model.modes import evaluation_mode
@@ -293,8 +294,10 @@ def row_inputs(
     tensors = {
         name: tensor.to(device) for name, tensor in batch.items() if isinstance(tensor, Tensor)
     }
-    labels = tensors.pop("labels", tensors["input_ids"])
-    return tensors, predicted_labels(labels, tensors.get("attention_mask"))
+    attention = tensors.get("attention_mask")
+    if "labels" not in tensors:
+        return tensors, labels_of_all(tensors["input_ids"], attention)
+    return tensors, predicted_labels(tensors.pop("labels"), attention)
 
 
 def _stacked(pairs: PreferenceBatch) -> dict[str, Tensor]:
