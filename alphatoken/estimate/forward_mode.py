@@ -27,12 +27,12 @@ from alphatoken.errors import AlphaTokenWarning, NumericalError, UnsupportedErro
 from alphatoken.estimate.token_values import require_finite_numbers
 from alphatoken.model.attention import forward_mode_attention
 from alphatoken.model.batch import LabelledBatch, require_finite
-from alphatoken.model.experts import mixtures_of
 from alphatoken.model.head import HeadUse
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.partial_forward import Start, can_start_at, start_at
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.model.response_losses import response_losses
+from alphatoken.model.scope import mixtures_of
 from alphatoken.support.precision import wide
 
 __all__ = ["label_values"]

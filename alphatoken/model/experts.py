@@ -20,9 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from alphatoken.model.protocol import DecoderAdapter
-
-__all__ = ["PARAMETERS", "ExpertsListener", "mixtures_of", "routed_experts", "rows_by_expert"]
+__all__ = ["PARAMETERS", "ExpertsListener", "routed_experts", "rows_by_expert"]
 
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that transformers' interface for experts gives their tensors, in forward order."""
@@ -33,12 +31,6 @@ ExpertsListener = Callable[[nn.Module, str, Tensor, Tensor, Tensor], Tensor]
 (module, parameter, inputs (n, c, d_in), outputs (n, c, d_out), experts (n, c)) -> outputs to go on
 with. Token n, in the order of the flattened batch, was sent to c experts.
 """
-
-
-def mixtures_of(adapter: DecoderAdapter, layers: Sequence[int]) -> tuple[nn.Module, ...]:
-    """The mixtures of experts of these layers; an adapter need not know of any."""
-    find: Any = getattr(adapter, "mixtures", None)
-    return () if find is None else tuple(find(layers))
 
 
 def rows_by_expert(experts: Int[Tensor, "..."], count: int) -> Iterator[tuple[int, Tensor]]:

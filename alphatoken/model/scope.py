@@ -17,6 +17,7 @@ __all__ = [
     "find_scope",
     "lowest_use",
     "mixers_without_rule",
+    "mixtures_of",
     "resolve_layers",
     "used_outside",
 ]
@@ -111,6 +112,12 @@ def mixers_without_rule(adapter: DecoderAdapter, layers: Sequence[int]) -> dict[
 def delta_nets_of(adapter: DecoderAdapter, layer: int) -> tuple[nn.Module, ...]:
     """The gated delta nets of a layer; an adapter need not know of any."""
     return adapter.delta_nets(layer) if isinstance(adapter, DeltaNets) else ()
+
+
+def mixtures_of(adapter: DecoderAdapter, layers: Sequence[int]) -> tuple[nn.Module, ...]:
+    """The mixtures of experts of these layers; an adapter need not know of any."""
+    find: Any = getattr(adapter, "mixtures", None)
+    return () if find is None else tuple(find(layers))
 
 
 def _scored_experts(

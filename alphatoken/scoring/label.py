@@ -21,10 +21,10 @@ from alphatoken.estimate.differences import (
 )
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import LabelledBatch
-from alphatoken.model.experts import mixtures_of
 from alphatoken.model.modes import draws
 from alphatoken.model.partial_forward import Start
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.scope import mixtures_of
 from alphatoken.scoring.passes import Pass
 
 __all__ = ["LabelDerivative", "Taken"]

@@ -53,8 +53,8 @@ def differences(model: Any, draw: Draw) -> Shares:
     for form in FORMS:
         taken = Differences(adapter)
         found = [taken.values(batch, along, form) for batch in batches]
-        columns[form] = [v[batch.mask] for batch, (v, _) in zip(batches, found, strict=True)]
-        facts[form] = max(error for _, error in found)
+        columns[form] = [one.values[b.mask] for b, one in zip(batches, found, strict=True)]
+        facts[form] = max(one.error for one in found)
     shift = Shift(model, along)
     norm = shift.length()
     with torch.no_grad(), evaluation_mode(model), shift.open():
