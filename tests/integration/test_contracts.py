@@ -295,6 +295,23 @@ MAPPINGS = "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS"
 EXPERTS = "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS"
 
 
+def _hooks_of_steps() -> bool:
+    made = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    kinds, hooks = ("pre", "post"), list[bool]()
+    for kind in kinds:
+        registered = getattr(made, f"_optimizer_step_{kind}_hooks")
+        handle = getattr(made, f"register_step_{kind}_hook")(lambda *_: None)
+        hooks.append(len(registered) == 1)
+        handle.remove()
+        everywhere = at(f"torch.optim.optimizer:_global_optimizer_{kind}_hooks")
+        register = at(f"torch.optim.optimizer:register_optimizer_step_{kind}_hook")
+        before = len(everywhere)
+        handle = register(lambda *_: None)
+        hooks.append(len(everywhere) == before + 1)
+        handle.remove()
+    return all(hooks)
+
+
 def _inside_a_backward() -> bool:
     x, numbers = torch.ones(1, requires_grad=True), list[int]()
     x.register_hook(lambda g: numbers.append(torch._C._current_graph_task_id()))
@@ -436,6 +453,13 @@ OTHERS: dict[str, tuple[str, Check]] = {
     "torch: Tensor._version, ._base": ("model/fingerprint.py, estimate/shift.py", _counts_writes),
     "torch: _C._current_graph_task_id": (
         "model/capture.py", lambda: torch._C._current_graph_task_id() == -1 and _inside_a_backward()
+    ),
+    "torch: Optimizer._optimizer_step_pre_hooks, ._optimizer_step_post_hooks, "
+    "_global_optimizer_pre_hooks, _global_optimizer_post_hooks": (
+        "direction/optimizers.py", _hooks_of_steps,
+    ),
+    "torch: Module._buffers": (
+        "model/modes.py", lambda: "running_mean" in nn.BatchNorm1d(1)._buffers
     ),
     "torch: Node._input_metadata": ("estimate/derivatives.py", _of_a_graph),
     "torch: Module._forward_hooks, ._forward_pre_hooks, ._backward_hooks, ._backward_pre_hooks": (

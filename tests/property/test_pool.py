@@ -151,7 +151,7 @@ def test_retention_rows_are_drawn_apart_from_validation_rows() -> None:
     }  # fmt: skip
     rows = [{"input_ids": [i]} for i in range(8)]
     trainer: Any = SimpleNamespace(
-        args=replace(AlphaOptions(), **options),
+        args=SimpleNamespace(**vars(replace(AlphaOptions(), **options)), disable_tqdm=True),
         rows=RunRows(validation=rows, retention=rows),
         accelerator=None,
     )
