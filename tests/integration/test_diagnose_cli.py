@@ -391,6 +391,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
     assert "the earlier run cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_was_scored_is_diagnosed_in_the_same_folder(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,6 +450,7 @@ def test_bad_models_and_rows_are_one_line(
         assert not (tmp_path / "out" / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_models_beside_the_one_before_are_laid_out_with_it(world: World, tmp_path: Path) -> None:
     words = [*world.retention, "--probes", "8", "--beside", f"other={world / 'model'}"]
     assert world.run("drift", tmp_path / "out", *words, beside=f"same={world / 'model'}") == 0
@@ -495,6 +497,7 @@ def test_sizes_that_are_given_are_told_from_defaults() -> None:
     assert request.given == frozenset()
 
 
+@pytest.mark.slow
 def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) -> None:
     """Of almost nothing: the least is read all the same. Without one: everything."""
     out = tmp_path / "out"

@@ -99,6 +99,7 @@ def _raised(path: Path) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_message_is_missing_from_the_page() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     shown = set(MESSAGES.MARK.findall(page))
@@ -125,6 +126,7 @@ def test_an_error_names_its_heading() -> None:
             assert f"\n## {kind}\n" in page
 
 
+@pytest.mark.slow
 def test_each_class_has_its_messages_with_reason_and_remedy() -> None:
     text = MESSAGES.listed("DataError")
     assert "### DataError: Rows and their files" in text

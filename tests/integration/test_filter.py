@@ -65,6 +65,7 @@ def values_by_hand(world: World) -> list[tuple[float, float, int]]:
     return list(zip(whole.tolist(), errors.tolist(), tokens, strict=True))
 
 
+@pytest.mark.slow
 def test_values_errors_and_verdicts(world: World, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert judged(world, out, confidence=0.7) == 0
@@ -80,6 +81,7 @@ def test_values_errors_and_verdicts(world: World, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_the_best_of_a_budget(world: World, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert judged(world, out, ratio=0.4) == 0

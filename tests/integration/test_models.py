@@ -131,6 +131,7 @@ def test_parts_are_joined_in_order_and_documents_stay_beside(
     assert left(tmp_path) == ["joined"]
 
 
+@pytest.mark.slow
 def test_without_a_registry_it_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

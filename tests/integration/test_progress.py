@@ -99,6 +99,7 @@ def test_what_is_inside_speaks_for_what_it_is_a_part_of(log: Log) -> None:
     assert log.counts()[-1] == "Scoring: 2/2"
 
 
+@pytest.mark.slow
 def test_what_ends_within_the_delay_or_with_an_error_says_no_more(log: Log) -> None:
     with Tracker("Walk", 2, True, delay=1.0) as tracker:
         tracker.report(1)

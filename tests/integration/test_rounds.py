@@ -63,6 +63,7 @@ def within(
     return told, begun
 
 
+@pytest.mark.slow
 def test_a_budget_of_almost_nothing_gives_the_least_and_says_so() -> None:
     told, begun = within(1e-3, Clock(), 1.0)
     assert len(begun) == 1

@@ -34,6 +34,7 @@ def same(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_rows_are_drawn_up_to_a_number_of_tokens() -> None:
     found = subject(tokens=150)
     drawn = found.sample()

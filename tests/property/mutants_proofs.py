@@ -304,7 +304,10 @@ PROOFS = (
         "what forward mode disproves is left to differences",
         ("scoring.label.LabelDerivative.prove", "agreed.require_none()", "pass"),
         claim(
-            test_proof_limits.test_a_detached_branch_is_refused_whatever_its_numbers, 0, examples=1
+            test_proof_limits.test_a_detached_branch_is_refused_whatever_its_numbers,
+            0,
+            "auto",
+            examples=1,
         ),
         of_proofs=True,
     ),

@@ -53,6 +53,7 @@ def made(folder: Path, policy: Any, kind: Any = AlphaSFTTrainer, **more: Any) ->
     return tiny.made(kind, folder, policy=policy, **{**own, **OPTIONS, **more})
 
 
+@pytest.mark.slow
 def test_validation_rows_come_first(tmp_path: Path) -> None:
     """The run is TRL's on the validation rows, and then TRL's on the training rows."""
     first = reference_by_hand(tmp_path)
