@@ -136,6 +136,10 @@ def _documents(ids: Ints, marked: Flags, real: Flags, starts: Flags | None) -> l
     return [_document(tokens[a:b], response[a:b], places[a:b]) for a, b in pairwise(bounds)]
 
 
+_OWN = ("attention_mask", "position_ids")
+"""Columns of a row that say, as in a batch, what is padding and where documents start."""
+
+
 def row_documents(
     row: Mapping[str, Any], *, max_length: int | None = None, truncation_mode: str = "keep_start"
 ) -> Iterator[tuple[bytes, int]]:
@@ -143,7 +147,8 @@ def row_documents(
 
     Args:
         row: ``input_ids`` with ``labels`` (missing: all tokens) and ``seq_lengths`` where rows
-            are packed; or ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
+            are packed, or its own ``attention_mask`` and ``position_ids``; or ``prompt_ids``,
+            ``chosen_ids`` and ``rejected_ids``.
         max_length: of a pair's sequences; TRL cuts them when it makes the batch.
         truncation_mode: "keep_start" or "keep_end", TRL's.
     """
@@ -162,6 +167,11 @@ def row_documents(
     ids = np.asarray(row["input_ids"], np.int64)
     labels, lengths = row.get("labels"), row.get("seq_lengths")
     marks = np.ones(len(ids), dtype=bool) if labels is None else np.asarray(labels) != IGNORE
+    own = {name: torch.as_tensor(row[name])[None] for name in _OWN if row.get(name) is not None}
+    if own and lengths is None:
+        batch = {"input_ids": torch.from_numpy(ids)[None], **own}
+        yield from ((one.key, 0) for one in split_batch(batch, torch.from_numpy(marks)[None]))
+        return
     bounds = np.cumsum([0, *(lengths if lengths is not None else [len(ids)])]).tolist()
     for a, b in pairwise(bounds):
         one = _document(ids[a:b], marks[a:b], np.arange(b - a))

@@ -151,6 +151,8 @@ class AlphaTrainerMixin(_Base):
     """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
     """Our configuration of that trainer."""
+    BESIDE: ClassVar[tuple[str, ...]] = ()
+    """Columns of a row that its collator hands to the model beside tokens and labels."""
 
     _checkpoints: RunCheckpoints | None = None
     """Of the current call of ``train``, or of the last one; None before the first."""

@@ -41,13 +41,15 @@ _ROW = ("input_ids", "labels", "seq_lengths")
 class TrainingRows(Sequence[Mapping[str, Any]]):
     """The rows of a prepared training set, one mapping each, with only what a policy reads.
 
-    ``input_ids`` and ``labels`` (and ``seq_lengths`` of packed rows), or ``prompt_ids``,
-    ``chosen_ids`` and ``rejected_ids`` cut to ``max_length`` as TRL's collator cuts them.
+    ``input_ids`` and ``labels`` (``seq_lengths`` of packed rows, and what the trainer's collator
+    hands to the model beside them), or ``prompt_ids``, ``chosen_ids`` and ``rejected_ids`` cut to
+    ``max_length`` as TRL's collator cuts them.
 
     Args:
         dataset: a ``datasets.Dataset`` or any sequence of such rows.
         max_length: of a pair's sequences; None cuts nothing.
         truncation_mode: TRL's.
+        beside: columns of a tokenised row that reach the model beside its tokens and labels.
         whole: whether a row has its other columns too, which a collator of one's own may read.
 
     Raises:
@@ -60,6 +62,7 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
         max_length: int | None = None,
         truncation_mode: str = "keep_start",
         *,
+        beside: tuple[str, ...] = (),
         whole: bool = False,
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -70,7 +73,8 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
                 remedy="give a data set that is held on disk or in memory",
             )
         self._dataset = plain_rows(dataset)
-        self._length, self._mode, self._whole = max_length, truncation_mode, whole
+        self._length, self._mode = max_length, truncation_mode
+        self._whole, self._names = whole, (*_ROW, *beside)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -85,7 +89,7 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
         row = self._dataset[index]
         if _PAIR[0] in row:
             return self._pair(row, index)
-        names = row if self._whole else _ROW
+        names = row if self._whole else self._names
         present = {name: row[name] for name in names if row.get(name) is not None}
         return {"labels": row["input_ids"], **present}
 
@@ -135,6 +139,7 @@ def make_stage(trainer: Any, policy: TokenPolicy, validation: Any) -> PolicyStag
         rows=TrainingRows(
             trainer.train_dataset,
             **trainer.export_arguments(),
+            beside=trainer.BESIDE,
             whole=trainer.own_collator is not None,
         ),
         validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),

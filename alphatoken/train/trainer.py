@@ -22,9 +22,6 @@ from alphatoken.train.sft import LabelledRows, refuse_losses
 
 __all__ = ["AlphaConfig", "AlphaTrainer"]
 
-_BESIDE = ("attention_mask", "position_ids")
-"""Columns that transformers' collators hand to the model beside tokens and labels."""
-
 
 @dataclass
 class AlphaConfig(AlphaOptions, TrainingArguments):
@@ -53,6 +50,7 @@ class AlphaTrainer(LabelledRows, Trainer):
     """
 
     BASE, CONFIG = Trainer, AlphaConfig
+    BESIDE = ("attention_mask", "position_ids")
     _loss_seen = False
     """True once the model's own loss has agreed with the one that is built here."""
 
@@ -69,14 +67,14 @@ class AlphaTrainer(LabelledRows, Trainer):
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
         if hasattr(seen, "__getitem__") and len(seen) and given.get("data_collator") is None:
-            require_tokens(rows, name, {"input_ids", "labels", *_BESIDE}, given)
+            require_tokens(rows, name, {"input_ids", "labels", *AlphaTrainer.BESIDE}, given)
         return rows
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
         """One padded batch, as transformers' collator makes it: the rows' own masks are in it."""
         batch = super().row_batch(rows)
         if self.own_collator is None:
-            for name in _BESIDE:
+            for name in self.BESIDE:
                 if name in rows[0]:
                     own = [torch.as_tensor(row[name]) for row in rows]
                     batch[name] = pad_sequence(own, batch_first=True).to(self.args.device)
@@ -153,6 +151,6 @@ class AlphaTrainer(LabelledRows, Trainer):
         rows = [dict(row) for row in plain_rows(dataset)]
         if self.own_collator is None:
             rows = [{"labels": row["input_ids"], **row} for row in rows]
-            read = ("input_ids", "labels", *_BESIDE)
+            read = ("input_ids", "labels", *self.BESIDE)
             rows = [{k: row[k] for k in read if k in row} for row in rows]
         return self.with_responses(rows, name)

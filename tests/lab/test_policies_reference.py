@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from alphatoken.errors import ConfigError
-from alphatoken.train import AlphaSFTTrainer
+from alphatoken.train import AlphaSFTTrainer, AlphaTrainer
 from alphatoken_lab.methods.rho_1 import Rho1
 from tests.integration import tiny_training as tiny
 from tests.property import test_policies_validation_first as validation_first
@@ -74,3 +75,40 @@ def test_a_reference_is_trained_once(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path, policy: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         run(tmp_path / "run", policy())
+
+
+# --- rows that come padded ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_reference_reads_no_padding_of_the_rows(tmp_path: Path, left: bool) -> None:
+    """Rows with masks of their own have the losses, and the run, of the same rows without padding.
+
+    The pad token is one that the model is trained on, and embeds as any other.
+    """
+    plain = [dict(row) for row in tiny.tokenised(12)]
+    width = max(len(row["input_ids"]) for row in plain)
+
+    def padded(values: list[int], fill: int) -> list[int]:
+        more = [fill] * (width - len(values))
+        return more + values if left else values + more
+
+    masked = [
+        {
+            "input_ids": padded(row["input_ids"], 7),
+            "labels": padded(row["labels"], -100),
+            "attention_mask": padded([1] * len(row["input_ids"]), 0),
+        }
+        for row in plain
+    ]
+    ends = []
+    for name, rows in (("plain", plain), ("masked", masked)):
+        trainer = tiny.made(
+            AlphaTrainer, tmp_path / name, train_dataset=Dataset.from_list(rows), optim="sgd",
+            policy=Rho1(reference=tiny.model(seed=5)), per_device_train_batch_size=1,
+            remove_unused_columns=False,
+        )  # fmt: skip
+        trainer.train()
+        ends.append((trainer.model, trainer.state.log_history[0]["alpha/kept_share"]))
+    assert ends[0][1] == ends[1][1]
+    assert furthest(*(tiny.weights(model) for model, _ in ends)) < 1e-6

@@ -37,7 +37,7 @@ import jaxtyping
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.errors import CoverageError, InputError, ModelError, UnsupportedError
 from alphatoken.estimate import proofs
 from alphatoken.estimate.derivatives import Disagreement
 from alphatoken.scoring import label
@@ -439,7 +439,7 @@ def _refusal(mutant: Mutant, claim: Claim, arguments: tuple[Any, ...]) -> str | 
     with applied(mutant), without_shapes():
         try:
             claim.check(*arguments)
-        except (CoverageError, ModelError, UnsupportedError) as error:
+        except (CoverageError, InputError, ModelError, UnsupportedError) as error:
             return type(error).__name__
         except AssertionError:
             pass

@@ -131,13 +131,14 @@ def test_a_forward_with_dropout_is_run_again() -> None:
     model.add_module("drop", nn.Dropout(0.5))
     # A dropped pass has other losses.
     model.register_forward_hook(lambda m, args, z: 1.1 * z if m.training else z)
-    model.train()
     scorer = Scorer(model, ONE.validation, config=config())
-    with quiet(), scorer.observe() as observed:
-        logits = model(**ONE.inputs)
-        values = observed.values(logits, ONE.batch["labels"])
-    close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="dropout")
-    assert model.training
+    for training in (False, True):  # the losses of the first pass are compared with the model's
+        model.train(training)
+        with quiet(), scorer.observe() as observed:
+            logits = model(**ONE.inputs)
+            values = observed.values(logits, ONE.batch["labels"])
+        close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="dropout")
+        assert model.training is training
 
 
 def test_scores_that_are_not_the_forwards_are_refused() -> None:
