@@ -151,7 +151,7 @@ def refuse_unknown(
         kind: of name: "option" or "argument".
         names: as they were written.
         known: all that there are.
-        renamed: names of earlier versions, by what they are called today.
+        renamed: names of earlier versions, by what they are called today, if this owner has that.
 
     Raises:
         ConfigError: names it, and those that it may stand for.
@@ -160,14 +160,15 @@ def refuse_unknown(
     for name in names:
         if name in there:
             continue
-        close = get_close_matches(name, there, n=3)
-        today = (renamed or {}).get(name)
+        renamed = renamed or {}
+        today = renamed.get(name)
+        close = [] if today else get_close_matches(name, there, n=3)
         raise ConfigError(
             f"{owner} has no such {kind}",
             got=name,
             why="nothing would read it",
             remedy=f"{today}, as it is called today"
-            if today
+            if today in there
             else f"did you mean {' or '.join(close)}?"
             if close
             else f"leave it out; help({owner}) lists those that there are",

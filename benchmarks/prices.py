@@ -53,7 +53,7 @@ WAYS = {
         beside=True,
     ),
     "exact_forward_mode": Priced(
-        "the same by forward mode, as in 16 bits, by themselves",
+        "the same by forward mode, which 16 bits need, by themselves",
         "label, all parameters",
         ("label_all", "label, all"),
     ),

@@ -122,7 +122,9 @@ def _refuse_foreign(path: Path, head: bytes) -> None:
         raise DataError(
             f"the data file is {code}, and not UTF-8",
             got=str(path),
-            remedy=f"iconv -f {code} -t UTF-8 {path} > utf8{suffix_of(path)}",
+            remedy="{1}iconv -f {2} -t UTF-8 {0} > utf8{3}".format(
+                *unpacked(path), code, suffix_of(path)
+            ),
         )
 
 
@@ -151,6 +153,15 @@ _OPENERS: dict[bytes, Callable[[Path], Any]] = {
 
 def _opener(head: bytes) -> Callable[[Path], Any] | None:
     return next((open_ for mark, open_ in _OPENERS.items() if head.startswith(mark)), None)
+
+
+def unpacked(path: Path) -> tuple[Path, str]:
+    """The file that a remedy is for, and what comes before it: a compressed one is unpacked."""
+    with path.open("rb") as file:
+        if _opener(file.read(8)) is None:
+            return path, ""
+    name = path.with_suffix("") if path.name.lower().endswith(_PACKED) else path
+    return name, f"unpack it as {name}; then "
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alphatoken.data.file_kinds import open_bytes
+from alphatoken.data.file_kinds import open_bytes, unpacked
 from alphatoken.data.rows import CHATS, PROMPTS, RESPONSES
 from alphatoken.errors import DataError
 
@@ -94,24 +94,26 @@ def _require_row(document: Mapping[str, Any], path: Path) -> None:
         for name, value in document.items()
         if isinstance(value, list) and value and all(_is_row(item) for item in value)
     }
+    file, first = unpacked(path)
     if lists and not _is_row(document):
-        name, other = next(iter(lists)), path.with_name(f"rows-{path.stem}.json")
+        name, other = next(iter(lists)), path.with_name(f"rows-{file.stem}.json")
         raise DataError(
             "the JSON file is one object around its rows, and no list of rows",
             got=f"{path.name}: "
             + ", ".join(f"{key!r} holds {len(value)} rows" for key, value in lists.items()),
-            remedy='write one of the lists: python -c "import json; from pathlib import Path; '
-            f"Path('{other}').write_text(json.dumps(json.loads(Path('{path}').read_text())"
-            f"['{name}']))\"",
+            remedy=f'{first}write one of the lists: python -c "import json; '
+            f"from pathlib import Path; text = Path('{file}').read_text('utf-8-sig'); "
+            f"Path('{other}').write_text(json.dumps(json.loads(text)['{name}']))\"",
         )
     by_column = _by_column(document)
     if by_column:
         how = ", orient='split'" if by_column == "split" else ""
-        other = path.with_name(f"rows-{path.stem}.jsonl")
+        other = path.with_name(f"rows-{file.stem}.jsonl")
         raise DataError(
             "the JSON file is a table written by columns, and not by rows",
             got=f"{path.name} has {', '.join(map(repr, list(document)[:6]))}",
-            remedy=f"python -c \"import pandas; pandas.read_json('{path}'{how}).to_json('{other}', "
+            remedy=f"{first}python -c \"import pandas; pandas.read_json('{file}', "
+            f"encoding='utf-8-sig'{how}).to_json('{other}', "
             "orient='records', lines=True)\"",
         )
 

@@ -6,6 +6,7 @@ mark refuses its row, so that nothing is learned against it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -122,13 +123,13 @@ def require_learned(columns: Columns, *, document: bool = False) -> None:
                 f"evaluate and merge); if {name!r} says something else, leave it aside: "
                 f"--unread_columns {name} (in Python Fields(unread=({name!r},)))",
             )
-        if name in (*_RIGHT, *_REWARDS) and _is_zero(value):
+        if name in (*_RIGHT, *_REWARDS) and _is_zero(_scalar(value)):
             columns.notes.append(f"{name} is {value!r}, and the row counts as the others do")
 
 
 def _verdict(name: str, value: Any, document: bool) -> str:
     """What a column says against a row, or ""."""
-    against = "the row is marked as one that is not to be learned"
+    against, value = "the row is marked as one that is not to be learned", _scalar(value)
     if name in _WEIGHTS:
         weights = value if isinstance(value, list) else [value]
         if not all(_is_number(one) or isinstance(one, bool) for one in weights):
@@ -151,7 +152,7 @@ def _verdict(name: str, value: Any, document: bool) -> str:
 
 def require_order(columns: Columns) -> None:
     """Refuse a pair whose scores say that the rejected response is the better one."""
-    left = columns.left
+    left = {name: _scalar(value) for name, value in columns.left.items()}
     for name, value in left.items():
         other = name.replace("chosen", "rejected")
         against = "margin" in name and _is_number(value) and value < 0
@@ -171,6 +172,22 @@ def require_order(columns: Columns) -> None:
                 f"in evaluate); if {name!r} says something else, leave it aside: --unread_columns "
                 f"{name} (in Python Fields(unread=({name!r},)))",
             )
+
+
+def _scalar(value: Any) -> Any:
+    """What a text says that is a truth value, a number or a list, as all cells of a table are."""
+    if not isinstance(value, str) or len(value) > _LONGEST:
+        return value
+    try:
+        said = json.loads(value.strip().lower() if value.strip() in _TRUTHS else value)
+    except (ValueError, RecursionError):
+        return value
+    return said if isinstance(said, (bool, int, float, list)) else value
+
+
+_TRUTHS = ("True", "False", "TRUE", "FALSE")
+_LONGEST = 1 << 16
+"""Characters of the longest text that is looked at: a mask of some thousand tokens."""
 
 
 def _is_number(value: Any) -> bool:

@@ -456,10 +456,10 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
     """Last line and record of each row of a CSV or TSV file; all cells are texts.
 
     Raises:
-        DataError: not UTF-8, or quotes that do not close.
+        DataError: not UTF-8, quotes that do not close, or two columns of one name.
     """
-    csv.field_size_limit(_LONGEST)
     with open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+        before = csv.field_size_limit(_LONGEST)
         try:
             first = file.readline()
             marks = "\t" if suffix_of(path) == ".tsv" else ",;\t"
@@ -467,6 +467,7 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
                 chain([first], file), delimiter=max(marks, key=first.count), strict=True
             )
             header = next(table, [])
+            _require_one_of_each(path, header)
             for cells in filter(None, table):
                 record: dict[str, str] | DataError = dict(zip(header, cells, strict=False))
                 if len(cells) != len(header):
@@ -489,6 +490,19 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
                 got=f"{path.name}, line {table.line_num}: {error}",
                 remedy='close each quote, and double those inside a text ("a ""b"" c")',
             ) from None
+        finally:
+            csv.field_size_limit(before)
+
+
+def _require_one_of_each(path: Path, header: Sequence[str]) -> None:
+    """Refuse a table with two columns of one name, of which one would be lost."""
+    if twice := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
+        raise DataError(
+            "two columns of the table have one name",
+            got=f"{path.name}: {', '.join(map(repr, twice))}",
+            why="the rows would lose what stands in the first of them",
+            remedy="rename or drop one of them in the table's first line",
+        )
 
 
 def _read_table(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:

@@ -106,7 +106,7 @@ def walk(
         start = moved.parts()
         weights = {n: part.to(wide(part.dtype), copy=True) for n, part in start.items()}
         stepper = optimizer(weights.values())
-        with Tracker("Walk", steps, None, delay=1.0) as tracker:  # some take no longer
+        with Tracker("Walk", steps, None, delay=1.0) as tracker:  # many walks are shorter
             for number in range(steps):
                 found = gradient(number)
                 for name, weight in weights.items():

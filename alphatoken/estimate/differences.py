@@ -114,7 +114,7 @@ class Step:
     def is_due(self, size: float) -> bool:
         """True if a batch with values of this size is to be looked at."""
         least, most = self.sizes
-        return self.left == 0 or not least / _UNLIKE <= size <= most * _UNLIKE
+        return self.left <= 0 or not least / _UNLIKE <= size <= most * _UNLIKE
 
     def error(self, size: float, truncation: float | None = None) -> float:
         """Estimated relative error of a batch with values of this size.
@@ -137,13 +137,13 @@ class Step:
     def looked(self, size: float, truncation: float) -> Step:
         """This step after a look at a batch; the next one comes after twice as many batches."""
         least, most = self.sizes
-        every = min(2 * self.every or 1, CHECKED_EVERY) if self.left == 0 else self.every
+        every = min(2 * self.every or 1, CHECKED_EVERY) if self.left <= 0 else self.every
         return replace(
             self,
             truncation=max(self.truncation, truncation),
             sizes=(min(least, size), max(most, size)),
             every=every,
-            left=every if self.left == 0 else self.left,
+            left=every if self.left <= 0 else self.left,
             age=0,
         )
 

@@ -128,7 +128,7 @@ _OBJECTS = 10_000
 def _read(
     modules: Mapping[str, nn.Module], written: Collection[str] = ()
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Place to value of what the plain attributes and the foreign hooks lead to: and tensors."""
+    """Place to value of what plain attributes and foreign hooks lead to, and the tensors there."""
     plain: dict[str, object] = {}
     tensors: dict[str, Tensor] = {}
     # Modules are gone through here, and their parameters and buffers are read apart.

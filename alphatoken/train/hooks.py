@@ -101,7 +101,7 @@ def require_names(module: str) -> None:
         code = SourceFileLoader(module, str(path)).get_code(module)
         names = set() if code is None else set(_names(code))
     if missing := set(MODULES[module]) - names:
-        raise without_names(module, (library,), missing, library)
+        raise without_names("ZeRO-3", (library,), missing, library)
 
 
 def without_names(
@@ -110,11 +110,12 @@ def without_names(
     """Error for names that a release of other libraries does not have."""
     releases = ", ".join(f"{name} {version(name)}" for name in libraries)
     return UnsupportedError(
-        f"{what} is hooked into what these libraries do not have",
+        f"{what} needs what these releases do not have",
         got=f"{releases}, without {', '.join(sorted(missing))}",
         why="an override that nothing calls would do nothing, and what is read under a former name "
         "would be lost, and neither would say so",
-        remedy=f"pip install --upgrade {upgrade}, which takes versions that have it",
+        remedy=f"pip install --upgrade {upgrade} if they are old; if they are newer than "
+        "alphatoken, upgrade that, or take earlier releases",
     )
 
 

@@ -89,6 +89,7 @@ def find_parts(name: str | Path, adapter: str | Path | None = None) -> ModelPart
 
 def _base_of(adapter: str | Path) -> str:
     """The model that an adapter says it belongs to."""
+    require_adapter_folder(adapter)
     file = Path(adapter).expanduser() / "adapter_config.json"
     base = str((read_json(file) or {}).get("base_model_name_or_path") or "")
     if not base or not (Path(base).expanduser().is_dir() or _has_file(base, "config.json")):
@@ -313,7 +314,7 @@ def _with_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
                 "the adapter is of another model",
                 got=f"{adapter} {kind} {len(names)} weights of the modules that the model "
                 f"{'has' if kind == 'lacks' else 'lacks'}, such as {sorted(names)[0]}",
-                why="it would take part in the values only in part",
+                why="only some of its weights would be loaded",
                 remedy="the base that it was trained on: base_model_name_or_path in its "
                 "adapter_config.json, or --model_name_or_path",
             )

@@ -232,12 +232,9 @@ def _without_config(folder: Path) -> ModelError:
 def _require_kind(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse models that are made for another task than the next token."""
     architecture = str((config.get("architectures") or [""])[0])
-    task = re.search(
-        r"For(.*Classification|MaskedLM|QuestionAnswering|MultipleChoice)$", architecture
-    )
-    if task is not None:
+    if re.search(_OTHER_TASKS, architecture):
         raise ModelError(
-            "the model is none of the next token",
+            "the model was not made to predict the next token",
             got=f"{folder}: {architecture}",
             why="it has no head that predicts the next token, by whose loss tokens are valued",
             remedy="a causal language model, such as the family's ...ForCausalLM",

@@ -182,7 +182,7 @@ def _checked(
     reading, form = Reading(f"{name} rows"), ", ".join(sorted(read))
     reading.unread |= dict.fromkeys(unread)
     problems: dict[str, list[int]] = {}
-    changes_some = False
+    changes_some = not whole  # of a stream some rows are not looked at
 
     @cache
     def tokenizer() -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.loading import has_tokenizer, limits_of, load_tokenizer, model_name
+from alphatoken.train.model_folder import is_adapter
 from alphatoken.train.python_rows import tokenizer_of
 
 __all__ = ["check_reference", "check_tokens"]
@@ -56,12 +58,14 @@ def _check_follows(given: Mapping[str, Any]) -> None:
     args: Any = given.get("args")
     model = given.get("model")
     adapted = given.get("peft_config") is not None or hasattr(model, "peft_config")
+    if isinstance(model, (str, Path)):  # which is loaded later
+        adapted = adapted or is_adapter(model)
     if not getattr(args, "sync_ref_model", False):
         return
     if adapted or args.precompute_ref_log_probs:
         raise ConfigError(
             "sync_ref_model moves a reference model, and there is none",
-            got="adapters (peft_config), which are switched off for the reference"
+            got="adapters, which are switched off for the reference"
             if adapted
             else "precompute_ref_log_probs=True",
             why="the run would be measured against one that stands still",

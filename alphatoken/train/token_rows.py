@@ -42,6 +42,9 @@ def lost_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
     """Fault of a tokenised row: what the trainer would not read, or what is wrong; or ""."""
     length = len(row["input_ids"])
     own = _by_token(row)
+    for name in _BY_TOKEN:  # an empty list is no list of numbers
+        if row.get(name) is not None:
+            own.setdefault(name, row[name])
     for name, numbers in own.items():
         if (name in _BY_TOKEN or _WEIGHS.search(name)) and len(numbers) != length:
             return f"{name!r} has {len(numbers)} entries, 'input_ids' {length}"

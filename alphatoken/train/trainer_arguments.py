@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from alphatoken.errors import ConfigError, InputError, refuse_unknown
 from alphatoken.model.transformers import require_head
 from alphatoken.train.loading import find_parts, load_for_training, load_or_refuse, text_tokenizer
 from alphatoken.train.model_folder import is_adapter, require_tokenizer_files
+from alphatoken.train.options import RENAMED
 
 __all__ = ["bind_arguments", "load_model_and_tokenizer", "require_rows"]
 
 _RENAMED = {
     "tokenizer": "processing_class",
     "dataset": "train_dataset",
-    "max_seq_length": "max_length of the configuration",
 }
 """Arguments of earlier versions of TRL and transformers, by what they are called today."""
 
@@ -39,7 +40,17 @@ def bind_arguments(
         ConfigError: a name that no argument has. InputError: no model, or no training rows.
     """
     name, signature = trainer.__name__, inspect.signature(trainer.BASE)
-    refuse_unknown(name, "argument", kwargs, [*signature.parameters, *own], _RENAMED)
+    known = [*signature.parameters, *own]
+    options = {one.name for one in fields(trainer.CONFIG)}
+    for written in kwargs.keys() - set(known):
+        if (option := RENAMED.get(written, written)) in options:
+            raise ConfigError(
+                f"{name} has no such argument",
+                got=written,
+                why="it is an option of the configuration",
+                remedy=f"args={trainer.CONFIG.__name__}({option}=...)",
+            )
+    refuse_unknown(name, "argument", kwargs, known, _RENAMED)
     given = dict(signature.bind_partial(*args, **kwargs).arguments)
     if not _takes_names(trainer.BASE):
         if isinstance(given.get("model"), str):

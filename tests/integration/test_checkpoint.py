@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -294,7 +295,13 @@ def test_a_reference_that_nothing_can_move_is_refused_at_once(tmp_path: Path, mo
     given = {"ref_model": tiny.model(), **SYNCED, **more}
     with pytest.raises(ConfigError, match="sync_ref_model") as caught:
         tiny.dpo(tmp_path, **given)
-    assert next(iter(more)) in str(caught.value)
+    assert ("precompute_ref_log_probs" if len(more) == 1 else "adapters") in str(caught.value)
+
+
+def test_a_reference_beside_the_folder_of_an_adapter_cannot_move(tmp_path: Path) -> None:
+    get_peft_model(tiny.model(), tiny.lora()).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="sync_ref_model moves a reference.*Got: adapters"):
+        tiny.dpo(tmp_path / "run", model=str(tmp_path / "adapter"), **SYNCED)
 
 
 class _Holds(TrainerCallback):

@@ -118,6 +118,11 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "a text": ("rows.txt", b"One line.\n", "unknown kind of data file.*on each line"),
     "a description": ("dataset_infos.json", b'{"default": {}}', "describes a data set"),
     "a row with a cell too much": ("rows.csv", b"prompt,response\na,b,c\n", "line 2: 3 cells, 2 c"),
+    "two columns of one name": ("rows.csv", b"a,to,to\n1,2,3\n", "have one name.*'to'"),
+    "UTF-16, compressed": (
+        "rows.jsonl.gz", gzip.compress(LINES.decode().encode("utf-16")),
+        r"unpack it as \S*rows\.jsonl; then iconv -f UTF-16 -t UTF-8 \S*rows\.jsonl > utf8\.jsonl",
+    ),
     "a quote that stays open": ("rows.csv", b'prompt,response\na,"b\nc,d\n', "close each quote"),
     "a broken object with indentation": ("rows.json", b'{\n "prompt": "a",\n "resp', "broken JSON"),
 }  # fmt: skip
@@ -148,15 +153,20 @@ AROUND: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize(("indent", "packed"), [(None, True), (2, False)])
 @pytest.mark.parametrize("kind", AROUND)
 def test_an_object_around_the_rows_is_refused_and_the_remedy_writes_them(
-    kind: str, indent: int | None, tmp_path: Path
+    kind: str, indent: int | None, packed: bool, tmp_path: Path
 ) -> None:
     document, message = AROUND[kind]
-    (tmp_path / "all.json").write_text(json.dumps(document, indent=indent))
+    written = json.dumps(document, indent=indent).encode("utf-8-sig")
+    name = "all.json.gz" if packed else "all.json"
+    (tmp_path / name).write_bytes(gzip.compress(written) if packed else written)
     with pytest.raises(DataError, match=message) as error:
-        read_rows(tmp_path / "all.json")
+        read_rows(tmp_path / name)
+    assert error.value.remedy.startswith("unpack it as") == packed
+    (tmp_path / name).unlink()
+    (tmp_path / "all.json").write_bytes(written)
     program = re.search('python -c "(.*)"', error.value.remedy)
     assert program is not None
     exec(program.group(1), {})

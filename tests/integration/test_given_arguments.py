@@ -186,7 +186,17 @@ def test_misspelt_options_are_named(kind: Any) -> None:
     if kind is AlphaSFTConfig:
         with pytest.raises(ConfigError, match="max_length, as it is called today"):
             kind(max_seq_length=8)
+    if kind is AlphaConfig:  # which has no option by that other name either
+        with pytest.raises(ConfigError, match=r"leave it out; help\(AlphaConfig\)"):
+            kind(max_seq_length=8)
     assert copy.copy(ScorerConfig("label")) == pickle.loads(pickle.dumps(ScorerConfig("label")))
+
+
+@pytest.mark.parametrize("written", ["max_length", "max_seq_length"])
+def test_options_of_the_configuration_are_no_arguments(written: str) -> None:
+    remedy = r"option of the configuration.*args=AlphaSFTConfig\(max_length=\.\.\.\)"
+    with pytest.raises(ConfigError, match=remedy):
+        AlphaSFTTrainer("model", train_dataset=[], **{written: 8})  # type: ignore[arg-type]
 
 
 def test_scorers_say_what_they_take() -> None:

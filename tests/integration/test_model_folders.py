@@ -164,7 +164,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a checkpoint of FSDP": (fsdp, "accelerate merge-weights {f}/pytorch_model_fsdp_0 {f}"),
     "GGUF": (gguf, r"GGUF.*gguf_file='model\.gguf'"),
     "an encoder-decoder": (encoder, "encoder-decoder models are not covered"),
-    "a classifier": (classifier, "none of the next token.*LlamaForSequenceClassification"),
+    "a classifier": (classifier, "not made to predict the next.*LlamaForSequenceClassification"),
     "a folder of a folder": (
         lambda f: shutil.move(shutil.copytree(f, f.parent / "x"), f / "inner") and without(f, "."),
         "holds no model.*--model_name_or_path {f}/inner",
@@ -368,6 +368,13 @@ def test_an_adapter_whose_base_is_gone_is_refused_and_the_remedy_works(
     assert any("lora" in name for name, _ in options.model().named_parameters())
     change(adapter, file.name, base_model_name_or_path=str(plain / "model"))
     ModelOptions(model_name_or_path=str(adapter), device="cpu").model()
+    for content, message in (
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "git lfs pull"),
+        ('{"base_model_name_or_path": ', "adapter_config.json of the folder is broken"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ModelError, match=message):
+            ModelOptions(model_name_or_path=str(adapter)).tokenizer()
 
 
 @pytest.mark.parametrize("layers", [2, 4])

@@ -236,6 +236,10 @@ def test_a_row_that_speaks_against_itself_is_refused_or_left_out(
     record = {**ASKED, name: value}
     with pytest.raises(DataError, match=rf"{said}.*'{name}' is .*--on_bad_rows skip"):
         row_of(record, 0, "here")
+    # All cells of a table are texts.
+    for cell in {str(value), value if isinstance(value, str) else json.dumps(value)}:
+        with pytest.raises(DataError, match=said):
+            row_of({**ASKED, name: cell}, 0, "here")
     assert row_of(record, 0, "here", Fields(unread=(name,))).response == "cherry"
     assert row_of(record, 0, "here", Fields(prompt_only=True)).prompt  # no response is read of it
     logging.getLogger("alphatoken.data").propagate = True
@@ -254,7 +258,8 @@ def test_a_row_that_speaks_against_itself_is_refused_or_left_out(
     [("label", True), ("label", 1), ("label", "bad"), ("weight", 1), ("weight", 1.0),
      ("weight", float("nan")), ("weight", "72 kg"), ("loss_weights", [1.0, 1]), ("reward", 0.2),
      ("train", "train"), ("loss", 0.7), ("mask", "User"), ("mask", False), ("keep", True),
-     ("verdict", "keep"), ("loss", 0.0)],
+     ("verdict", "keep"), ("loss", 0.0), ("weight", "1.0"), ("label", "True"), ("label", "no"),
+     ("mask", "[x]"), ("reward", "0.2")],
 )  # fmt: skip
 def test_what_speaks_not_against_a_row_is_named_only(name: str, value: Any) -> None:
     reading = Reading("a.jsonl")
@@ -296,8 +301,9 @@ PAIR = {"prompt": "Name it.", "chosen": "cherry", "rejected": "plum"}
     ],
 )
 def test_a_pair_that_speaks_against_its_order_is_refused(more: dict[str, Any], aside: str) -> None:
-    with pytest.raises(DataError, match=rf"'{aside}' is .*--unread_columns {aside} "):
-        pair_of({**PAIR, **more}, 0, "here")
+    for own in (more, {name: str(value) for name, value in more.items()}):
+        with pytest.raises(DataError, match=rf"'{aside}' is .*--unread_columns {aside} "):
+            pair_of({**PAIR, **own}, 0, "here")
     assert pair_of({**PAIR, **more}, 0, "here", Fields(unread=(aside,))).chosen[0].text == "cherry"
 
 

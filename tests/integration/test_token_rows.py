@@ -128,6 +128,7 @@ LOST = {
     "padding on the left": ({**LABELLED, "attention_mask": [0] * 3 + [1] * 7}, "before the last"),
     "padding that is learned": ({"input_ids": TEN, "attention_mask": [1] * 8 + [0] * 2}, "before"),
     "longer labels": ({**LABELLED, "labels": [*kept(TEN, HALF), 2]}, "'labels' has 11 entries"),
+    "no labels at all": ({**LABELLED, "labels": []}, "'labels' has 0 entries"),
     "a shorter mask": ({"input_ids": TEN, "assistant_masks": [1] * 9}, "'assistant_masks' has 9"),
 }
 

@@ -174,6 +174,22 @@ def test_rows_that_m_hardly_reaches_are_taken_by_forward_mode_and_no_others() ->
     assert stated.error > 0.5 * noise / few_exact
 
 
+def test_a_batch_without_values_puts_no_look_off() -> None:
+    """A look that is due on a batch that M does not reach is taken on the next."""
+    model = llama()
+    rows = [torch.arange(2, 12)[None], torch.arange(30, 40)[None]]
+    batches = [{"input_ids": ids, "labels": ids} for ids in rows]
+    embedding = replace(config("central"), parameters="model.embed_tokens.weight")
+    scorer = Scorer(model, batches[:1], config=embedding)
+    turns = torch.randint(0, 2, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+    ages = []
+    for turn in turns:
+        values = scorer.score(batches[turn])
+        assert bool(values.total.any()) == (turn == 0)
+        ages += [values.error_age] if turn == 0 else []
+    assert max(ages) <= 2 * differences.CHECKED_EVERY
+
+
 def test_few_tokens_may_agree_by_chance() -> None:
     """A single token's quotients at h and at 2 h do; the stated error bounds the true one still.
 

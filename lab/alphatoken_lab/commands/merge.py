@@ -231,7 +231,7 @@ def _require_rows_between(before: Any, merged: Any, alpha: float) -> None:
         raise ConfigError(
             "the adapter's embedding is not of the base's size",
             got=f"{rows[1]} rows, {rows[0]} in the base, alpha {alpha:g}",
-            why="a row that only one of them has lies between nothing",
+            why="a row that only one of them has cannot be interpolated",
             remedy="--alpha 1 alone",
         )
 

@@ -135,7 +135,7 @@ def interpolate(
         raise InputError(
             "weights of one name have different shapes",
             got=", ".join(map(str, shapes)),
-            why="a number that only one of them has lies between nothing",
+            why="a number that only one of them has cannot be interpolated",
             remedy="two models of one architecture and size",
         )
     if not after.is_floating_point() or alpha == 1:
@@ -219,7 +219,7 @@ def _require_same(before: set[str], after: set[str]) -> None:
     raise InputError(
         "the two models do not have the same weights",
         got=", ".join(said),
-        why="a weight that only one of them has lies between nothing",
+        why="a weight that only one of them has cannot be interpolated",
         remedy="merge a LoRA adapter with --adapter; otherwise give the model that training "
         "started from",
     )
@@ -339,14 +339,14 @@ def check_folders(before: str | Path, after: str | Path) -> tuple[WeightFolder, 
             raise InputError(
                 "the two models have vocabularies of different sizes",
                 got=f"{name}: {first[0]} rows before training, {second[0]} after it",
-                why="a token that only one of them has lies between nothing",
+                why="a token that only one of them has cannot be interpolated",
                 remedy=f"give both {rows} rows: model.resize_token_embeddings({rows}) of the model "
                 f"in {small.path}, and save_pretrained to another folder",
             )
         raise InputError(
             "the two models are of different sizes",
             got=f"{name}: {first} before training, {second} after it",
-            why="a number that only one of them has lies between nothing",
+            why="a number that only one of them has cannot be interpolated",
             remedy="the model that training started from",
         )
     _require_same(left.names, right.names)
