@@ -34,7 +34,13 @@ from alphatoken.estimate.estimators import SPLIT, WALK
 from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
 from alphatoken.model.batch import PreferenceBatch, as_batches
 from alphatoken.model.capture import record
-from alphatoken.model.fingerprint import settings_of, stamps_of, trained_of
+from alphatoken.model.fingerprint import (
+    Written,
+    settings_of,
+    stamps_of,
+    trained_of,
+    written_between,
+)
 from alphatoken.model.head import watch_head
 from alphatoken.model.modes import is_compiled, is_wrapper
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -194,7 +200,7 @@ class Scorer:
         self._settings: object = None
         # Attributes before the first forward of a build; and those that forwards write to.
         self._stamps: dict[str, object] | None = None
-        self._written: frozenset[str] = frozenset()
+        self._written: Written = {}
         self._observing = False
         self._build()
 
@@ -261,7 +267,7 @@ class Scorer:
         if before is None or self.builder.pinned is not None:
             return
         after = stamps_of(self.adapter.model)
-        self._written |= {at for at, one in before.items() if at in after and after[at] != one}
+        self._written = {**written_between(before, after), **self._written}
         self._settings = settings_of(self.adapter.model, self._written)
 
     def _lock(self) -> Any:

@@ -176,15 +176,17 @@ def same_settings(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> No
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """The library's own warnings as sentences for the report, each once; others pass on."""
+    """The library's own warnings as sentences, each once and as it comes; others pass on."""
     messages: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Any, category: Any, *more: Any, **named: Any) -> None:
+            if not issubclass(category, AlphaTokenWarning):
+                shown(message, category, *more, **named)
+            elif str(message) not in messages:
+                messages.append(str(message))
+
         warnings.simplefilter("always", AlphaTokenWarning)
+        warnings.showwarning = show
         yield messages
-    for warning in caught:
-        if not issubclass(warning.category, AlphaTokenWarning):
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
-        elif str(warning.message) not in messages:
-            messages.append(str(warning.message))

@@ -147,7 +147,7 @@ class Ingredients:
                     f"preconditioner={kind!r} needs the optimizer",
                     remedy="Scorer(..., optimizer=optimizer)",
                 )
-            _optimizers().check_optimizer(self.optimizer)
+            _optimizers().check_optimizer(self.optimizer, self.scored.parameters)
         if isinstance(kind, Mapping):
             shapes = self.scored.shapes()
             for name, p in kind.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -29,20 +30,26 @@ __all__ = [
 ]
 
 
-def check_optimizer(optimizer: Any) -> None:
+_NO_PARAMETERS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor] = _NO_PARAMETERS) -> None:
     """Raise unless P can be read from this optimizer's kind of state; reads no state.
 
     Args:
         optimizer: what trains the model, wrapped or not.
+        parameters: that P is for, by name.
 
     Raises:
         UnsupportedError: a class without a rule, which names those that have one; a step that is
-            not the class's, or hooks around it.
+            not the class's, hooks around it, or hooks on the gradients that it takes.
         ConfigError: DeepSpeed's partitions, or ``maximize``.
     """
     inner = _opened(optimizer)
     _rule(inner)
     _require_own_step(inner)
+    for name, parameter in parameters.items():
+        _require_gradient_as_it_is(name, parameter)
     if any(group.get("maximize") for group in inner.param_groups):
         raise ConfigError(
             "the optimizer maximises its objective",
@@ -148,7 +155,7 @@ def _by_parameter(
     One update is read at a time: an update holds several tensors of its parameter's size, and all
     of them together would be several models.
     """
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, parameters)
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if gradients is not None and name not in gradients:
@@ -223,6 +230,25 @@ def _require_own_step(optimizer: Any) -> None:
             f"a hook runs with the steps of the optimizer ({type(optimizer).__qualname__})",
             got=", ".join(hooks),
             why="it may change gradients or weights, and P would be the derivative of another step",
+            remedy="remove() of the hook's handle, and do its work beside the step (what scales "
+            "gradients belongs into step_weights); preconditioner=None; or a mapping of your own",
+        )
+
+
+def _require_gradient_as_it_is(name: str, parameter: Tensor) -> None:
+    """Raise where a hook may change a parameter's gradient between the backward and the step."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    foreign = [
+        ".".join(written)
+        for hook in hooks.values()
+        # Those of libraries that spread weights collect gradients.
+        if not (written := _written(hook))[0].startswith(("torch.", "accelerate.", "deepspeed."))
+    ]
+    if foreign:
+        raise UnsupportedError(
+            "a hook runs on the accumulated gradient of a scored parameter",
+            got=f"{name}: {', '.join(foreign)}",
+            why="it may change the gradient, and P would be the derivative of another step",
             remedy="remove() of the hook's handle, and do its work beside the step (what scales "
             "gradients belongs into step_weights); preconditioner=None; or a mapping of your own",
         )

@@ -39,9 +39,12 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _CHOOSING and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            self.choices.made = True
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _CHOOSING:
+            numbers = args[0] if args else kwargs.get("input")
+            if isinstance(numbers, Tensor) and numbers.is_floating_point():
+                self.choices.made = True
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -468,7 +469,11 @@ class CaptureCheck:
         self._documents: set[frozenset[str]] = set()  # kinds of packed batches that were proved
         self._causal: set[frozenset[str]] = set()  # and kinds of arguments
         self._padding_seen = False  # whether one on the left was, which is warned of once
-        self.pending = estimator in CAPTURED or (estimator != WALK and sharding is None)
+        self._direction: ref[object] | None = None
+        self._directions = 0
+        self.pending = self._to_prove = estimator in CAPTURED or (
+            estimator != WALK and sharding is None
+        )
         self.report = CoverageReport(
             tuple(linear.name for linear in scope.linears),
             tuple(parameters),
@@ -496,6 +501,25 @@ class CaptureCheck:
                 derivatives=report.derivatives,
             )
             self.pending = False
+
+    def see_direction(self, direction: object) -> None:
+        """Ask for all proofs again at the 2nd, 4th, 8th, ... direction.
+
+        They are of the weights as they were: a branch behind a gate that opens in training, or
+        behind matrices that begin at 0, had no part in the predictions that were looked at.
+
+        Args:
+            direction: in use from now on; M is built anew as the weights move.
+        """
+        if self._direction is not None and self._direction() is direction:
+            return
+        self._direction = ref(direction)
+        self._directions += 1
+        if self._directions > 1 and self._directions.bit_count() == 1:
+            self.pending = self._to_prove
+            self._documents.clear()
+            self._causal.clear()
+            self.report = replace(self.report, isolated=None)
 
     def recording(self) -> AbstractContextManager[Recorder]:
         """Record a forward with all that the estimator needs."""
@@ -537,14 +561,15 @@ class CaptureCheck:
             self.report = replace(self.report, relative_error=error)
         self.pending = False
 
-    def derivatives_agree(self, relative: float) -> None:
+    def derivatives_agree(self, relative: float, *, pending: bool = False) -> None:
         """Note that the derivative that is taken was shown to agree with autograd.
 
         Args:
             relative: by how much the two differ.
+            pending: there was no M to look along, and the proof is to be taken again.
         """
         self.report = replace(self.report, derivatives=relative)
-        self.pending = False
+        self.pending = pending
 
     def see_arguments(self, batch: LabelledBatch, *, observed: bool = False) -> None:
         """Refuse a batch of which a prediction sees later tokens, or another document.

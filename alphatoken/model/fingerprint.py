@@ -11,9 +11,12 @@ configurations, objects, functions.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from functools import cache, partial
 from hashlib import blake2b
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
@@ -25,7 +28,15 @@ from torch import Tensor, nn
 
 from alphatoken.errors import AlphaTokenWarning, warn_caller
 
-__all__ = ["foreign_hooks", "numbers_of", "settings_of", "stamps_of", "trained_of"]
+__all__ = [
+    "Written",
+    "foreign_hooks",
+    "numbers_of",
+    "settings_of",
+    "stamps_of",
+    "trained_of",
+    "written_between",
+]
 
 _PASSING = frozenset(
     (*vars(nn.Module()), "gradient_checkpointing", "_output_capturing_hooks_installed")
@@ -89,13 +100,18 @@ def _joined(words: Iterable[Tensor], most: int) -> Iterator[Tensor]:
     yield torch.cat(some) if len(some) > 1 else some[0]
 
 
-def settings_of(model: nn.Module, written: Collection[str] = ()) -> tuple[object, ...]:
+Written = Mapping[str, frozenset[str]]
+"""Places that forwards of a model write to, and those below them that were there before."""
+_NONE: Written = MappingProxyType({})
+
+
+def settings_of(model: nn.Module, written: Written = _NONE) -> tuple[object, ...]:
     """Plain attributes of all modules, whatever they hold, and hooks of others than us.
 
     Args:
         model: whose.
-        written: places that are not read, nor what they hold, since forwards of the model write to
-            them; of ``stamps_of``.
+        written: places that are not read, of ``written_between``; of what a forward adds to, such
+            as a dict, the rest is.
     """
     modules = dict(model.named_modules())
     plain, tensors = _read(modules, written)
@@ -115,9 +131,15 @@ def stamps_of(model: nn.Module) -> dict[str, object]:
     return plain | {place: (id(one), _version(one)) for place, one in tensors.items()}
 
 
+def written_between(before: Mapping[str, object], after: Mapping[str, object]) -> Written:
+    """Places whose value differs in two of ``stamps_of``, with forwards of the model between."""
+    changed = [place for place, one in before.items() if place in after and after[place] != one]
+    return {at: frozenset(p for p in before if p.startswith(f"{at}.")) for at in changed}
+
+
 _PLAIN = (
-    bool, int, float, complex, str, bytes, np.generic, range, slice, Enum,
-    torch.dtype, torch.device, torch.Size,
+    bool, int, float, complex, str, bytes, bytearray, array, Decimal, Fraction, np.generic, range,
+    slice, Enum, torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
 _MANY = 256
 """Entries from which a collection of plain values is one place."""
@@ -126,7 +148,7 @@ _OBJECTS = 10_000
 
 
 def _read(
-    modules: Mapping[str, nn.Module], written: Collection[str] = ()
+    modules: Mapping[str, nn.Module], written: Written = _NONE
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
     """Place to value of what plain attributes and foreign hooks lead to, and the tensors there."""
     plain: dict[str, object] = {}
@@ -142,21 +164,21 @@ def _read(
         todo = list(_parts_of(name, _attributes(module) | hooks))
         while todo:
             place, value = todo.pop()
-            if place in written:
+            if value is None or id(value) in known or id(value) in opened:
                 continue
-            if isinstance(value, _PLAIN):
-                plain[place] = repr(value)  # a NaN equals itself as text
-            elif value is None or id(value) in known or id(value) in opened:
-                continue
-            elif isinstance(value, Tensor):
-                tensors[place] = value
-            elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-                content = blake2b(value.tobytes(), digest_size=16).digest()
-                plain[place] = value.shape, str(value.dtype), content
+            own = _content(value)
+            if isinstance(value, Tensor):
+                tensors |= {} if place in written else {place: value}
+            elif own is not None:
+                plain |= {} if place in written else {place: own}
             else:
                 opened[id(value)] = value
-                plain[place] = _kind(value)
-                todo += _parts_of(place, value)
+                parts = _parts_of(place, value)
+                if place in written:
+                    todo += [part for part in parts if part[0] in written[place]]
+                else:
+                    plain[place] = _kind(value)
+                    todo += parts
             if len(opened) > most:
                 warn_caller(
                     f"the attribute '{place}' leads to more than {most} objects, and their numbers "
@@ -165,6 +187,16 @@ def _read(
                 )
                 return plain, tensors
     return plain, tensors
+
+
+def _content(value: object) -> object:
+    """All that a plain value or an array of numbers says; None of an object with parts."""
+    if isinstance(value, _PLAIN):
+        return repr(value)  # a NaN equals itself as text
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest = blake2b(value.tobytes(), digest_size=16).digest()
+        return value.shape, str(value.dtype), digest
+    return None
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
@@ -205,6 +237,8 @@ def _parts_of(place: str, value: Any) -> Iterable[tuple[str, Any]]:
         slots = (s for c in type(value).__mro__ for s in _listed(vars(c).get("__slots__", ())))
         parts = {s: getattr(value, s) for s in slots if hasattr(value, s)}
         parts = parts | getattr(value, "__dict__", {})
+    if isinstance(value, (dict, Set, list, tuple, deque)) and hasattr(value, "__dict__"):
+        parts = {**parts, **{f" {name}": one for name, one in vars(value).items()}}
     if len(parts) > _MANY and all(isinstance(one, _PLAIN) for one in parts.values()):
         return [(f"{place}.*", repr(parts))]
     return [(f"{place}.{key}", one) for key, one in parts.items()]
@@ -219,6 +253,7 @@ def _of_function(function: FunctionType) -> dict[str, object]:
     names = function.__code__.co_freevars
     cells = dict(zip(names, function.__closure__ or (), strict=False))
     defaults = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
+    defaults |= {f" {name}": one for name, one in vars(function).items() if name != "__wrapped__"}
     return defaults | {name: cell.cell_contents for name, cell in cells.items() if _filled(cell)}
 
 

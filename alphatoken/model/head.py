@@ -89,7 +89,11 @@ class _Predictions:
             assert self.rows is not None
             return self.logits[:, columns][self.rows].to(self.dtype)
         bias = None if self.bias is None else self.bias[columns]
-        return F.linear(self.hidden, self.weight[columns], bias).to(self.dtype)
+        hidden, weight = self.hidden, self.weight[columns]
+        if hidden.dtype != weight.dtype:  # a head that computes wider than its input
+            hidden, weight = hidden.to(self.dtype), weight.to(self.dtype)
+            bias = None if bias is None else bias.to(self.dtype)
+        return F.linear(hidden, weight, bias).to(self.dtype)
 
     def target_in(self, columns: slice) -> tuple[Tensor, Tensor]:
         """(predictions whose target lies in these columns, its place among them)."""

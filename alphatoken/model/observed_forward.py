@@ -76,6 +76,22 @@ def _positional(module: nn.Module) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class _Output:
+    """Scores that a call returned: a reference, and version, node, shape and dtype as they were."""
+
+    tensor: ref[Tensor]
+    version: int
+    node: Any
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def is_written(self) -> bool:
+        """True if the scores live and were written to; of others it is not known."""
+        tensor = self.tensor()
+        return tensor is not None and tensor._version != self.version
+
+
 @dataclass(eq=False)
 class ObservedForward:
     """Arguments and output of one call of the model, and where its scored part began.
@@ -98,7 +114,7 @@ class ObservedForward:
     attended: set[int] = field(default_factory=set)
     cached: bool = False
     returned: bool = False
-    _outputs: list[tuple[ref[Tensor], int, Any]] = field(default_factory=list)
+    _outputs: list[_Output] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Note the version of each tensor among the arguments."""
@@ -133,14 +149,16 @@ class ObservedForward:
     def leave(self, scores: Iterable[Tensor]) -> None:
         """Keep which scores the call returned; nothing holds them alive but their user."""
         self.returned = True
-        self._outputs = [(ref(one), one._version, one.grad_fn) for one in scores]
+        self._outputs = [
+            _Output(ref(one), one._version, one.grad_fn, one.shape, one.dtype) for one in scores
+        ]
 
     @property
     def outputs(self) -> Iterator[Tensor]:
         """Scores that the call returned, those that still live and were not written to."""
-        for reference, version, _ in self._outputs:
-            tensor = reference()
-            if tensor is not None and tensor._version == version:
+        for output in self._outputs:
+            tensor = output.tensor()
+            if tensor is not None and tensor._version == output.version:
                 yield tensor
 
     def gave(self, scores: Tensor) -> bool:
@@ -153,23 +171,56 @@ class ObservedForward:
                 return True
             source, own, before = _SOURCES.get(scores, (None, 0, 0))
             if source is None or scores._version != own or source._version != before:
-                return self._follows(scores.grad_fn)
+                return self._follows(scores)
             scores = source
 
-    def _follows(self, node: Any) -> bool:
-        """True if nothing between an output and this node of the graph changes a number."""
-        ends = [node for _, _, node in self._outputs if node is not None]
+    def is_coarser(self, scores: Tensor) -> bool:
+        """True if these scores are rounded to fewer digits than any that the call returned."""
+        digits = [torch.finfo(one.dtype).eps for one in self._outputs]
+        return bool(digits) and torch.finfo(scores.dtype).eps > max(digits)
+
+    def _follows(self, scores: Tensor) -> bool:
+        """True if nothing that the graph shows between an output and scores changes a number.
+
+        A write that autograd does not see shows in the version of what was written to.
+        """
+        if _base(scores)._version not in self._versions_of(scores):
+            return False
+        output = self._above(scores.grad_fn)
+        # A part of the vocabulary has another normaliser.
+        return output is not None and (
+            len(output.shape) != 3 or scores.shape[-1] == output.shape[-1]
+        )
+
+    def _versions_of(self, scores: Tensor) -> set[int]:
+        """Versions that the memory of scores has if it is as it was made."""
+        living = [(one, one.tensor()) for one in self._outputs]
+        base = _base(scores)
+        own = {
+            one.version for one, tensor in living if tensor is not None and _base(tensor) is base
+        }
+        return own or {0}
+
+    def _above(self, node: Any) -> _Output | None:
+        """The output whose numbers a node of the graph hands on; None if it changes them."""
         while node is not None:
-            if any(node is end for end in ends):
-                return True
+            for output in self._outputs:
+                if node is output.node:
+                    return None if output.is_written() else output
             if node.name().partition("Backward")[0] not in _SAME_NUMBERS:
-                return False
+                return None
             above = [parent for parent, _ in node.next_functions if parent is not None]
             # DistributedDataParallel clones all outputs in one node.
             if len(above) > 1:
-                return any(parent is end for parent in above for end in ends)
+                ends = [o for o in self._outputs for parent in above if parent is o.node]
+                return ends[0] if ends and not any(o.is_written() for o in ends) else None
             node = above[0] if above else None
-        return False
+        return None
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """The tensor whose memory, and version, a view shares; or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def scores_in(output: Any) -> list[Tensor]:

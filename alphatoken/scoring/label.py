@@ -175,7 +175,9 @@ class LabelDerivative:
         if agreed is not None and ways[0] == "forward_mode":
             return agreed.relative
         try:
-            moved = proof.compare(self._differences_of(batch), only="M" if agreed else "")
+            # Where M is 0, as V is before the first step, nothing can be compared along it.
+            along = "M" if agreed and any(bool(x.any()) for x in m.values()) else ""
+            moved = proof.compare(self._differences_of(batch), only=along)
             moved.require_none()
         except UnsupportedError as error:
             if agreed is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from alphatoken.direction.current import Frame
 from alphatoken.direction.objective import forward_losses
 from alphatoken.errors import ModelError, UnsupportedError
+from alphatoken.estimate.estimators import WALK
 from alphatoken.model.backward import graph_nodes
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder
@@ -108,7 +109,10 @@ class Observed:
             ):
                 raise foreign_scores("the graph of another forward")
             products = recorder.products | {logits_or_log_probs.dtype}
-            seen = Pass(batch, weights, losses, recorder, head=head, products=products)
+            known: Tensor | None = losses
+            if valuer.config.estimator == WALK and self._forward.is_coarser(logits_or_log_probs):
+                known = None  # what a walk changes is a difference of losses, and may be as small
+            seen = Pass(batch, weights, known, recorder, head=head, products=products)
             seen = valuer.with_kept_errors(seen)
             values = valuer.values(self._frame, seen, components=components)
             self._valued = True
@@ -152,11 +156,12 @@ class Observed:
             recorder.require_graph()
         inputs = self._forward.inputs
         self._require_constant(inputs)
+        ids = inputs.get("input_ids")
         batch = read_batch(
-            {**inputs, "input_ids": inputs.get("input_ids", labels), "labels": labels},
+            {**inputs, "input_ids": labels if ids is None else ids, "labels": labels},
             max_length=self._valuer.adapter.max_positions(),
         )
-        if "input_ids" not in inputs:  # a model that was called on embeddings
+        if ids is None:  # a model that was called on embeddings
             del batch.inputs["input_ids"]
         return batch
 

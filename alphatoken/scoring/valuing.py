@@ -106,8 +106,9 @@ class Valuer:
         if self.capture_check.pending and self.config.captured and shown is not None:
             self.prove(self._slice(shown))
         frame = self.builder.prepare()
-        if self.capture_check.pending and not self.config.captured and shown is not None:
-            self.prove(self._slice(shown), _sides(frame))
+        self.capture_check.see_direction(frame.direction)
+        if self.capture_check.pending and shown is not None:
+            self.prove(self._slice(shown), () if self.config.captured else _sides(frame))
         return frame
 
     def _slice(self, batch: LabelledBatch) -> LabelledBatch:
@@ -148,7 +149,8 @@ class Valuer:
             losses = forward_losses(self.adapter, batch, "batch")
         with float16_named(self.adapter.model, (UnsupportedError, NumericalError)):
             relative = self._derivative.prove(batch, losses, m, chooses=choices.made)
-        self.capture_check.derivatives_agree(relative)
+        # Differences are proved along M: where it is 0 yet, the next forward is looked at too.
+        self.capture_check.derivatives_agree(relative, pending=not m)
 
     @contextmanager
     def forward(self, batch: LabelledBatch, weights: Weights) -> Iterator[Pass]:

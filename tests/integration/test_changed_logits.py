@@ -123,10 +123,19 @@ def forbidding(logits: Tensor) -> Tensor:
     return logits.index_fill(-1, torch.tensor([unused]), -torch.inf)
 
 
+def scaled_without_gradients(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        return logits.mul_(0.97)
+
+
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a temperature": lambda z: z / 2.0,
     "hardly scaled": lambda z: z * (1 + 1e-5),
     "scaled in place": lambda z: z.mul_(0.97),
+    "scaled without gradients": scaled_without_gradients,
+    "scaled through another name": lambda z: (z.detach().mul_(0.97), z)[1],
+    "a cast, scaled without gradients": lambda z: scaled_without_gradients(z.float()),
+    "a view, whose base is scaled": lambda z: (z[:, :], scaled_without_gradients(z))[0],
     "one word forbidden": forbidding,
     "log-probabilities at a temperature": lambda z: log_probs_of(z * 0.97),
 }
@@ -156,6 +165,30 @@ def test_scores_are_those_that_the_model_returned_or_refused(name: str) -> None:
             values = observed.values(same(logits), BATCH["labels"])
         away = (values.total - expected.total).norm() / expected.total.norm()
         assert float(away) <= 3 * (values.error + expected.error) + 1e-4
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_scores_of_fewer_words_are_refused(name: str) -> None:
+    """Their normaliser is another one, though each number is the model's."""
+    model = model_of().eval()
+    scorer = scorer_for(model, **EVERY[name])
+    labels = BATCH["labels"].masked_fill(BATCH["labels"] == VOCABULARY - 1, -100)
+    with scorer.observe() as observed:
+        logits = model(**inputs(BATCH)).logits
+        with pytest.raises(InputError, match="do not belong to the observed forward"):
+            observed.values(logits[..., :-1], labels)
+
+
+def test_a_walk_is_no_difference_of_rounded_losses() -> None:
+    """Scores that the user rounds are seen to be the forward's, and its losses are taken anew."""
+    model = model_of().eval()
+    scorer = scorer_for(model, "walk", layers="all", walk_steps=1)
+    expected = scorer.score(BATCH).total
+    for narrow in (torch.float32, torch.bfloat16):
+        with scorer.observe() as observed:
+            logits = model(**inputs(BATCH)).logits
+            found = observed.values(logits.to(narrow), BATCH["labels"]).total
+        assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
 def test_scores_whose_output_is_gone_are_compared_with_another_forward() -> None:

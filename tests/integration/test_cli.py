@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -162,6 +163,21 @@ def test_differences_say_their_error_wherever_their_values_are(
     assert world.score(tmp_path / "paper", limit=4) == 0
     assert "response tokens valued, " in capsys.readouterr().out
     assert {(e.derivative, e.error) for e in load(tmp_path / "paper")} == {(None, 0.0)}
+
+
+def test_warnings_are_in_the_notes_the_summary_and_the_page(world: World, tmp_path: Path) -> None:
+    """Such as of weights that have no place in a model of fewer layers."""
+    model = tmp_path / "model"
+    shutil.copytree(world / "moved", model)
+    config = json.loads((model / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    config.pop("layer_types", None)
+    (model / "config.json").write_text(json.dumps(config))
+    assert world.score(tmp_path / "out", model=model, limit=4, layers=1) == 0
+    said = "weights in the files of .* have no place in the model and are not loaded"
+    notes = json.loads((tmp_path / "out" / "summary.json").read_text())["notes"]
+    assert [note for note in notes if re.search(said, note)]
+    assert re.search(said, (tmp_path / "out" / "report.html").read_text())
 
 
 def test_values_that_do_not_agree_end_in_an_error(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +173,14 @@ def test_every_setting_shows(change: str) -> None:
     assert settings_of(model) != before
 
 
+class Mapped(dict[str, float]):
+    """A mapping with a number beside its entries."""
+
+    def __init__(self) -> None:
+        super().__init__(a=1.0)
+        self.scale = 1.0
+
+
 ODD: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "a sparse tensor": (torch.eye(3).to_sparse(), lambda t: t._values().mul_(2)),
     "a rest of complex numbers": (
@@ -185,6 +195,22 @@ ODD: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "a class": ([nn.ReLU], lambda x: x.__setitem__(0, nn.GELU)),
     "a function of torch": ([F.gelu], lambda x: x.__setitem__(0, torch.tanh)),
     "a method": (partial(Holder(1.0).scaled, 2), lambda p: setattr(p.func.__self__, "scale", 3.0)),
+    "keywords of a partial": (
+        partial(F.gelu, scale=[1.0]),
+        lambda p: p.keywords["scale"].append(2.0),
+    ),
+    "a default by keyword": (
+        [lambda x, *, scale=[1.0]: x],
+        lambda x: x[0].__kwdefaults__["scale"].append(2.0),
+    ),
+    "an attribute of a function": (
+        [lambda x: x],
+        lambda x: setattr(x[0], "scale", len(vars(x[0]))),
+    ),
+    "bytes that change": (bytearray(b"ab"), lambda b: b.__setitem__(0, 7)),
+    "an array of numbers": (array("d", [1.0]), lambda a: a.__setitem__(0, 2.0)),
+    "a decimal number": ([Decimal("1.0")], lambda x: x.__setitem__(0, Decimal("2.0"))),
+    "an attribute of a mapping": (Mapped(), lambda m: setattr(m, "scale", 2.0)),
     "a default": ([lambda x, scale=[1.0]: x], lambda x: x[0].__defaults__[0].append(2.0)),
 }
 

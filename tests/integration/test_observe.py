@@ -177,6 +177,34 @@ def test_arguments_by_position_are_those_of_the_observed_forward(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_positional_argument_that_is_written_to_is_refused(name: str) -> None:
+    model = BY_NAME["llama"].build(5)
+    scorer = tiny_scorer.scorer_for(model, **ESTIMATORS[name])
+    mask = PADDED["attention_mask"].clone()
+    with scorer.observe() as observed:
+        logits = model(PADDED["input_ids"], mask).logits
+        mask[0, :3] = 1
+        with pytest.raises(ModelError, match=r"written to since it ran. Got: attention_mask"):
+            observed.values(logits, PADDED["labels"])
+
+
+@pytest.mark.parametrize("name", ["path", "label over all parameters"])
+def test_embeddings_beside_no_token_ids(name: str) -> None:
+    """``input_ids=None`` says as much as leaving it out."""
+    model = BY_NAME["llama"].build(5)
+    scorer = tiny_scorer.scorer_for(model, **ESTIMATORS[name])
+    embeddings = torch.randn(*PADDED["labels"].shape, 16, dtype=torch.float64)
+    found = []
+    for ids in ({}, {"input_ids": None}):
+        with scorer.observe() as observed:
+            mask = PADDED["attention_mask"]
+            logits = model(**ids, inputs_embeds=embeddings, attention_mask=mask).logits
+            found.append(observed.values(logits, PADDED["labels"]).total)
+    assert torch.equal(*found)
+    assert bool(found[0].any())
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_argument_that_is_written_to_after_the_forward_is_refused(name: str) -> None:
     model = BY_NAME["llama"].build(5)
     scorer = tiny_scorer.scorer_for(model, **ESTIMATORS[name])

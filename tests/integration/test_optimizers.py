@@ -223,6 +223,25 @@ def test_hooks_on_the_step_are_refused(form: str, register: Any) -> None:
     assert torch.equal(scorer.score(BATCH).total, before)
 
 
+@pytest.mark.parametrize("form", ["frozen", "full"])
+def test_hooks_on_accumulated_gradients_are_refused(form: str) -> None:
+    """They run after the backward, which values take, and before the step."""
+    model, optimizer = trained(torch.optim.AdamW, 1)
+    options = {"preconditioner": form, "precondition_after": 1, "optimizer": optimizer}
+    scorer = scorer_for(model, "path", layers=1, **options)
+    before = scorer.score(BATCH).total
+    name, weight = next(iter(scorer.parameters.items()))
+
+    def clamped(parameter: Any) -> None:
+        parameter.grad.clamp_(-1e-3, 1e-3)
+
+    handle = weight.register_post_accumulate_grad_hook(clamped)
+    with pytest.raises(UnsupportedError, match=rf"accumulated gradient.*{name}: .*clamped.*handle"):
+        scorer.score(BATCH)
+    handle.remove()
+    assert torch.equal(scorer.score(BATCH).total, before)
+
+
 class Named(torch.optim.AdamW):
     """A subclass that keeps the step, and says more about itself."""
 

@@ -105,6 +105,17 @@ def test_an_observed_pass_is_named_too_and_once() -> None:
         observed_values(scorer, LEFT)
 
 
+def test_a_row_without_a_response_says_nothing_of_the_others() -> None:
+    """The first that is padded may have no token with a value."""
+    batch = {name: tensor.clone() for name, tensor in LEFT.items()}
+    first = {name: tensor[:1] for name, tensor in batch.items()}
+    first["labels"] = torch.full_like(first["labels"], -100)
+    both = {name: torch.cat([first[name], tensor]) for name, tensor in batch.items()}
+    scorer = Scorer(model_of("gpt2"), VALIDATION, config=ScorerConfig("label", layers=2))
+    with pytest.warns(AlphaTokenWarning, match="GPT2LMHeadModel reads the padding on the left"):
+        scorer.score(both)
+
+
 # --- rows beyond the length before a scaling ------------------------------------------------------
 
 

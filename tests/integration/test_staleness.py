@@ -298,6 +298,32 @@ def test_what_a_forward_writes_is_no_change_of_settings() -> None:
     assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
 
 
+class Counting(nn.Module):
+    """An MLP with a mapping of settings to which each forward adds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.options: dict[str, Any] = {"scale": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.options["calls"] = self.options.get("calls", 0) + 1
+        self.options[f"seen at {self.options['calls']}"] = True
+        return self.inner(x) * self.options["scale"]
+
+
+def test_settings_beside_what_a_forward_adds_are_read() -> None:
+    model = plain()
+    mlp = model.model.layers[-1].mlp = Counting(model.model.layers[-1].mlp)
+    scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
+    before = [values_of(scorer) for _ in range(3)][-1]
+    held = scorer.builder.prepare()
+    assert text(values_of(scorer)) == text(before)
+    assert scorer.builder.prepare() is held, "M is built at each pass"
+    mlp.options["scale"] = 2.0
+    assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
+
+
 def test_a_step_that_rounding_lets_arrive_at_one_weight_is_noticed() -> None:
     """A sample of 16-bit weights would hardly hold the one that moved."""
     model = plain(torch.bfloat16)

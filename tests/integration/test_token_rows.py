@@ -16,6 +16,7 @@ from alphatoken.errors import InputError
 from alphatoken.model.batch import read_batch
 from alphatoken.train import AlphaTrainer
 from alphatoken.train.python_rows import read_rows
+from alphatoken.train.token_rows import lost_of_tokens
 from tests.integration import tiny_training as tiny
 from tests.integration.test_given_rows import READ
 
@@ -125,15 +126,23 @@ LOST = {
     "positions that start later": ({**LABELLED, "position_ids": list(range(1, 11))}, "from 0"),
     "packed documents": ({**LABELLED, "seq_lengths": [5, 5]}, "'seq_lengths' packs 2 documents"),
     "a hole": ({**LABELLED, "attention_mask": [1, 1, 0, *[1] * 7]}, "0 before the last label"),
+    "a hole behind the labels": (
+        {**LABELLED, "labels": [*TEN[:5], *[-100] * 5], "attention_mask": [*[1] * 7, 0, 1, 1]},
+        "'attention_mask' is 0",
+    ),
     "padding on the left": ({**LABELLED, "attention_mask": [0] * 3 + [1] * 7}, "before the last"),
     "padding that is learned": ({"input_ids": TEN, "attention_mask": [1] * 8 + [0] * 2}, "before"),
     "longer labels": ({**LABELLED, "labels": [*kept(TEN, HALF), 2]}, "'labels' has 11 entries"),
-    "no labels at all": ({**LABELLED, "labels": []}, "'labels' has 0 entries"),
     "a shorter mask": ({"input_ids": TEN, "assistant_masks": [1] * 9}, "'assistant_masks' has 9"),
 }
 
 
 SFT = SimpleNamespace(**READ, completion_only_loss=None, padding_free=False, packing=False)
+
+
+def test_an_empty_list_of_labels_is_no_list_of_labels() -> None:
+    said = lost_of_tokens({**LABELLED, "labels": []}, {"input_ids", "labels"})
+    assert said == "'labels' has 0 entries, 'input_ids' 10"
 
 
 @pytest.mark.parametrize("kind", LOST)

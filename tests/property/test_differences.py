@@ -17,7 +17,7 @@ from hypothesis.strategies import sampled_from
 from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
-from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.estimate import differences
 from alphatoken.estimate import shift as shift_module
 from alphatoken.estimate.differences import Differences, Quotient, drowned
@@ -188,6 +188,74 @@ def test_a_batch_without_values_puts_no_look_off() -> None:
         assert bool(values.total.any()) == (turn == 0)
         ages += [values.error_age] if turn == 0 else []
     assert max(ages) <= 2 * differences.CHECKED_EVERY
+
+
+def test_a_batch_of_another_size_is_looked_at() -> None:
+    """Smaller values as well as larger ones, before a look is due."""
+    model = llama()
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(5))
+    rows = read_batch({"input_ids": ids, "labels": ids})
+    m = dict(Scorer(model, [{"input_ids": ids, "labels": ids}]).direction.adaptation)
+    taken = Differences(find_adapter(model))
+    for _ in range(8):
+        values = taken.values(rows, m, "central").values
+    assert taken.values(rows, m, "central").age > 0
+    size = values[rows.mask].square().mean().sqrt()
+    sizes = values.abs().where(rows.mask, size)
+    place = sizes.argmin()
+    assert float(sizes.flatten()[place]) < size / 3
+    labels = torch.full_like(ids, -100).flatten()
+    labels[place] = ids.flatten()[place]
+    one = read_batch({"input_ids": ids, "labels": labels.view_as(ids)})
+    with mock.patch.object(differences, "TOLERANCE", 10.0):
+        assert taken.values(one, m, "central").age == 0
+
+
+def test_a_truncation_grows_with_values_that_were_not_looked_at() -> None:
+    """It is taken to be as large, relative to the values, on larger ones, and no smaller."""
+    step = differences.Step(1e-3, 1.0, 0.0, 0.0, truncation=1e-3, sizes=(0.5, 1.0))
+    errors = [step.error(size) for size in (0.5, 1.0, 2.0, 100.0)]
+    assert errors == pytest.approx([2e-3, 1e-3, 1e-3, 1e-3])
+
+
+def quotients(ahead: list[float], twice: list[float]) -> differences._Quotients:
+    """Of losses whose central quotients at h = 1 and at 2 are these."""
+    sides = {1.0: ahead, -1.0: [-x for x in ahead], 2.0: [2 * x for x in twice]}
+    sides[-2.0] = [-x for x in sides[2.0]]
+    known = {h: torch.tensor([losses]).double() for h, losses in sides.items()}
+    mask = torch.ones(1, len(ahead), dtype=torch.bool)
+    return differences._Quotients(known.__getitem__, mask, "central", None, list)
+
+
+def test_curvature_of_one_large_token_is_no_jump() -> None:
+    """A token counts beside its own value; a small one beside those of the batch."""
+    few = [1.0] * 63
+    assert not quotients([100.0, *few], [103.0, *few]).jumps(1.0)
+    assert quotients([100.0, *few], [160.0, *few]).jumps(1.0)
+    assert quotients([1.0, *few], [1.2, *few]).jumps(1.0)
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_an_infinite_loss_on_either_side_is_named(side: int) -> None:
+    model = llama()
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(5))
+    rows = read_batch({"input_ids": ids, "labels": ids})
+    m = dict(Scorer(model, [{"input_ids": ids, "labels": ids}]).direction.adaptation)
+    taken = Differences(find_adapter(model))
+    taken.values(rows, m, "central")
+    (step,) = taken._steps.values()
+    true = differences._Quotients.at
+
+    def at(self: Any, length: float) -> Tensor:
+        losses = true(self, length)
+        return losses.index_fill(1, torch.tensor([3]), torch.inf) if length * side > 0 else losses
+
+    assert step.length > 0
+    with (
+        mock.patch.object(differences._Quotients, "at", at),
+        pytest.raises(NumericalError, match="loss of a token"),
+    ):
+        taken.values(rows, m, "central")
 
 
 def test_few_tokens_may_agree_by_chance() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from alphatoken import Scorer, ScorerConfig
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
 from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.estimate import proofs
@@ -22,8 +22,10 @@ from alphatoken.estimate.differences import Differences
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.modes import draws
+from alphatoken.model.protocol import find_adapter
+from alphatoken.oracle import gradients
 from alphatoken.scoring.label import LabelDerivative
-from tests.property.architectures import BY_NAME
+from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.setups import refusal
 from tests.property.strategies import Case, make_batch, make_case
@@ -200,6 +202,74 @@ def test_a_detached_branch_is_refused_whatever_its_numbers(seed: int, way: str) 
             error = refusal(partial(Scorer(model, batch, config=config).score, batch))
         assert isinstance(error, UnsupportedError), options
         assert "backward is not the derivative" in str(error)
+
+
+def test_differences_are_proved_where_m_begins_as_zero() -> None:
+    """V is 0 at the reference; what autograd contradicts is not taken once weights have moved.
+
+    A norm that is detached, as DoRA's: forward mode takes it for a constant, differences do not.
+    """
+    model = BY_NAME["llama"].build(1, dtype=torch.float32)
+    up = model.model.layers[1].mlp.up_proj
+    up.forward = lambda x: nn.functional.linear(x, 4.0 * up.weight / up.weight.norm().detach())
+    ids = torch.randint(3, 23, (2, 10), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    weights = dict(model.named_parameters())
+    drift = FisherDrift(
+        {name: torch.ones_like(p) for name, p in weights.items()},
+        {name: p.detach().clone() for name, p in weights.items()},
+    )
+    config = ScorerConfig("label", objective="stability", parameters="all", stability_weight=1.0)
+    scorer = Scorer(model, retention=drift, config=config)
+    assert not scorer.score(batch).total.any()
+    with torch.no_grad():
+        for parameter in weights.values():
+            parameter.add_(0.02 * torch.randn(parameter.shape))
+    with pytest.warns(AlphaTokenWarning, match="taken by forward mode"):
+        values = scorer.score(batch)
+    assert values.derivative == "forward_mode"
+    moved = {name: p.detach() - drift.reference[name] for name, p in weights.items()}
+    exact = gradients.label_values(model, plain_forward(model), batch, moved)
+    assert float((values.total - exact).norm()) < 1e-3 * float(exact.norm())
+
+
+def gated(mlp: Any, branched: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The branch of ``detached`` times a gate, through which alone something is sent back."""
+    with torch.no_grad():
+        side = mlp.side(x)
+    return branched(x) + (mlp.gate - 1.0) * side
+
+
+def test_a_branch_behind_a_gate_that_opens_is_refused() -> None:
+    """The proofs are taken again as M is: a gate that begins at 0 hides what is behind it."""
+    for options in ({"layers": 2}, {"parameters": "all"}):
+        model, batch = detached(0, torch.float32, 0.2)
+        mlp = model.model.layers[1].mlp
+        mlp.gate = nn.Parameter(torch.zeros(1))
+        mlp.forward = partial(gated, mlp, mlp.forward)
+        scorer = Scorer(model, batch, config=ScorerConfig("label", **options))
+        assert scorer.score(batch).total.any()
+        mlp.gate.data.fill_(1.0)
+        error = refusal(partial(scorer.score, batch))
+        assert isinstance(error, UnsupportedError), options
+
+
+def test_a_sum_that_cancels_is_measured_by_the_others() -> None:
+    """Two equal rows, whose gradients cancel where their signs differ."""
+    model = BY_NAME["llama"].build(1, dtype=torch.float32)
+    adapter = find_adapter(model)
+    one = make_batch(("pppr",), vocabulary=23, seed=1)
+    batch = read_batch({name: torch.cat([row, row]) for name, row in one.items()})
+    parameters = dict(model.named_parameters())
+    losses = token_losses(adapter.forward(batch.inputs), batch.labels)
+    proof = DerivativeProof(losses, parameters, {})
+    signs = [float(s[batch.mask].sum()) for s in proof._signs]
+    assert 0.0 in signs, "no sum cancels: another seed"
+
+    def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        return label_values(adapter, batch, direction), 0.0
+
+    _compare(proof, derivative)
 
 
 def test_probabilities_near_one_are_rounded_and_no_fault() -> None:
