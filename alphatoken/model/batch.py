@@ -10,6 +10,8 @@ index ``i``. A label on padding itself is refused: transformers would train on i
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,8 +44,13 @@ __all__ = [
 
 IGNORE = -100
 """Label of a position that is not learned; transformers' convention."""
-_LOSS_MASKS = ("loss_mask", "loss_weights", "completion_mask", "assistant_masks")
-"""What other libraries call a mask or weights of the loss, beside labels."""
+_WEIGHS = re.compile("(^|_)(loss|masks?|weights?)(_|$)")
+_NO_WEIGHT = re.compile("(^|_)(attention|special_tokens|image|pixel|mm)_mask$")
+
+
+def weighs_tokens(name: str) -> bool:
+    """True for a column that other libraries have for a mask or for weights of the loss."""
+    return _WEIGHS.search(name) is not None and _NO_WEIGHT.search(name) is None
 
 
 def label_mask(labels: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
@@ -311,7 +318,7 @@ def read_batch(
     if model is not None:
         require_rows(input_ids, model, f"the {role}")
     _require_mask(batch.get("attention_mask"), role)
-    _require_no_other_labels(batch, role)
+    _require_no_other_labels(batch, role, model)
     labels = predicted_labels(labels.long(), batch.get("attention_mask"), role)
     mask = label_mask(labels)
     if not bool(mask.any()):
@@ -348,22 +355,31 @@ def _require_mask(mask: Any, role: str) -> None:
         )
 
 
-def _require_no_other_labels(batch: Mapping[str, Any], role: str) -> None:
+def _require_no_other_labels(batch: Mapping[str, Any], role: str, model: Any) -> None:
     """Refuse a mask or weights of the loss that say something else than the labels."""
-    weighs = batch["labels"][:, 1:] != IGNORE
-    for name in _LOSS_MASKS:
-        own = batch.get(name)
-        if not isinstance(own, Tensor) or own.shape != batch["labels"].shape:
+    labels = batch["labels"]
+    read = () if model is None else inspect.signature(model.forward).parameters
+    for name in filter(weighs_tokens, sorted(batch.keys() - set(read))):
+        own = batch[name]
+        if not isinstance(own, Tensor):
             continue
-        other = own[:, 1:].to(weighs.device) != weighs
+        if own.shape == labels[:, 0].shape:
+            other, said = own != 1, "a row, whose tokens all count alike"
+        elif own.shape in (labels.shape, labels[:, 1:].shape):
+            own = own[:, own.shape[1] - labels.shape[1] + 1 :]
+            other = own != (labels[:, 1:] != IGNORE).to(own.device)
+            said = "a token, which by its label counts as 1 or 0"
+        else:
+            continue
         if bool(other.any()):
-            row, index = other.nonzero()[0].tolist()
+            place = other.nonzero()[0].tolist()
             raise InputError(
                 f"'{name}' of the {role} says something else than its labels",
-                got=f"{own[row, index + 1].item():g} at row {row}, token {index + 1}, whose label "
-                f"is {int(batch['labels'][row, index + 1])}",
+                got=f"{float(own[tuple(place)]):g} for {said} (row {place[0]}"
+                + (f", token {place[1] + 1})" if place[1:] else ")"),
                 why="labels are taken as they are, and no forward reads it",
-                remedy="write -100 into labels where nothing is valued, and leave it out",
+                remedy="write -100 into labels where nothing is valued, and leave it out; weights "
+                "of token losses are token_weights= of score()",
             )
 
 

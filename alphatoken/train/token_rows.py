@@ -7,20 +7,16 @@ mask, weight or position would change what is learned, and the row is refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from alphatoken.model.batch import IGNORE
+from alphatoken.model.batch import IGNORE, weighs_tokens
 
 __all__ = ["labels_of_tokens", "lost_of_tokens", "says_of_tokens"]
 
 _MASKS = ("completion_mask", "assistant_masks")
 """Columns that TRL makes labels of where a row has none; beside labels they say nothing."""
 _BY_TOKEN = ("labels", "attention_mask", "position_ids", "token_type_ids", *_MASKS)
-_WEIGHS = re.compile("(^|_)(loss|masks?|weights?)(_|$)")
-"""Names of columns with a weight for each token."""
-_WEIGHS_NOTHING = {"attention_mask", "special_tokens_mask", *_MASKS}
 
 
 def labels_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> Sequence[int]:
@@ -46,7 +42,7 @@ def lost_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
         if row.get(name) is not None:
             own.setdefault(name, row[name])
     for name, numbers in own.items():
-        if (name in _BY_TOKEN or _WEIGHS.search(name)) and len(numbers) != length:
+        if (name in _BY_TOKEN or weighs_tokens(name)) and len(numbers) != length:
             return f"{name!r} has {len(numbers)} entries, 'input_ids' {length}"
     for name, numbers in own.items():
         if name not in read and (lost := _lost_of_column(name, numbers, row, read)):
@@ -65,7 +61,7 @@ def _lost_of_column(
     if name == "seq_lengths" and len(numbers) > 1:
         return f"'seq_lengths' packs {len(numbers)} documents, which would see each other"
     padding = name == "attention_mask" and 0 in numbers
-    if not (padding or (_WEIGHS.search(name) and name not in _WEIGHS_NOTHING)):
+    if not (padding or (weighs_tokens(name) and name not in _MASKS)):
         return ""
     weighs = [label != IGNORE for label in labels_of_tokens(row, read)]
     weighs[:1] = numbers[:1]  # nothing predicts the first token

@@ -252,7 +252,7 @@ def test_a_mask_of_the_loss_is_refused_by_the_plain_trainer(tmp_path: Path) -> N
 # --- batches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["loss_mask", "loss_weights", "completion_mask"])
+@pytest.mark.parametrize("name", ["loss_mask", "weights", "response_mask", "completion_mask"])
 def test_a_batch_whose_mask_contradicts_its_labels_is_refused(name: str) -> None:
     tokens, labels = torch.tensor([TEN]), torch.tensor([LABELLED["labels"]])
     batch = {"input_ids": tokens, "labels": labels}
@@ -260,5 +260,9 @@ def test_a_batch_whose_mask_contradicts_its_labels_is_refused(name: str) -> None
     assert read_batch({**batch, name: agrees}).response_tokens == 5
     with pytest.raises(InputError, match=f"'{name}' of the batch says something else than its lab"):
         read_batch({**batch, name: agrees * 0.5})
-    with pytest.raises(InputError, match=r"Got: 1 at row 0, token 1, whose label is -100"):
+    with pytest.raises(InputError, match=r"Got: 1 for a token, .*\(row 0, token 1\)"):
         read_batch({**batch, name: torch.ones_like(tokens)})
+    assert read_batch({**batch, name: torch.tensor([HALF[1:]])}).response_tokens == 5
+    assert read_batch({**batch, name: torch.ones(1)}).response_tokens == 5
+    with pytest.raises(InputError, match=r"Got: 0.5 for a row, .*\(row 0\).*token_weights="):
+        read_batch({**batch, name: torch.tensor([0.5])})
