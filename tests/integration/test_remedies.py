@@ -200,6 +200,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:label values are taken by forward mode")  # DoRA's norm
 @pytest.mark.parametrize(("kind", "given", "remedies"), REFUSALS)
 def test_every_remedy_works(
     tmp_path: Path, kind: str, given: dict[str, Any], remedies: dict[str, dict[str, Any]]
