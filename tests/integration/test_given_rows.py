@@ -298,6 +298,33 @@ def test_a_text_beside_messages_is_a_message() -> None:
     assert found == [{"prompt": TURNS[:1], **said}]
 
 
+ROLES = {
+    "ShareGPT": ("conversations", "from", "value", "human", "gpt"),
+    "roles in conversations": ("conversations", "role", "content", "user", "model"),
+    "ShareGPT in messages": ("messages", "from", "value", "human", "bot"),
+    "messages": ("messages", "role", "content", "user", "model"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [*((kind, "Dataset") for kind in ROLES), ("ShareGPT", "list"), ("ShareGPT", "stream")],
+)
+def test_roles_are_those_of_the_commands(kind: str, form: str, tmp_path: Path) -> None:
+    """TRL would write the names as they are, or end in a bare error."""
+    column, role, content, user, assistant = ROLES[kind]
+    said = [{role: user, content: "1+1"}, {role: assistant, content: "2"}]
+    rows, own = [{column: said}] * 4, {"template": CHAT, "policy": "random"}
+    given: Any = rows if form == "list" else Dataset.from_list(rows)
+    given = given.to_iterable_dataset() if form == "stream" else given
+    found = sft(tmp_path, given, None, **own).train_dataset
+    expected = sft(tmp_path, [with_more()] * 4, None, **own).train_dataset
+    assert same(list(found), expected)
+    asked = {"messages": [_said("developer", "1"), *TURNS[:2]]}
+    roles = [one["role"] for one in read_rows([asked], "training", GIVEN).to_list()[0]["messages"]]
+    assert roles == ["system", "user", "assistant"]
+
+
 def test_another_prompt_beside_whole_conversations_is_refused() -> None:
     pair = {k: [*TURNS, _said("assistant", k)] for k in ("chosen", "rejected")}
     rows = [{"prompt": "and 3?", **pair}, {"prompt": "2+2", **pair}]
