@@ -6,6 +6,7 @@ after this file knows one shape only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -214,7 +215,20 @@ def _with_thought(columns: Columns, turn: Turn) -> Turn:
     if name is None or turn.message or not columns.peek(name):
         return turn
     thought = columns.text(name, "thought")
-    return turn if thought.strip() in turn.text else replace(turn, thought=thought)
+    return turn if _begins_with(thought, turn.text) else replace(turn, thought=thought)
+
+
+_TAG = r"[<\[◁](?i:[^<>\[\]◁▷\s]*(?:think|thought|reason)[^<>\[\]◁▷\s]*)[>\]▷]"
+"""Pattern of what opens a thought within a text."""
+
+
+def _begins_with(thought: str, text: str) -> bool:
+    """True if the text holds this thought already: at its head, or in the tags of a thought.
+
+    A short thought, such as a number, may stand anywhere in an answer, and is none there.
+    """
+    pattern = rf"(?:\A|{_TAG})\s*{re.escape(thought.strip())}(?!\w)"
+    return re.search(pattern, text) is not None
 
 
 def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:

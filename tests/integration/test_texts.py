@@ -516,6 +516,23 @@ def test_a_thought_in_a_column_of_its_own_is_served_or_refused(name: str) -> Non
     assert [(turn.text, turn.thought) for turn in read_as_answer.turns[1:]] == [(THOUGHT, "")]
 
 
+@pytest.mark.parametrize(
+    ("answer", "thought"),
+    [
+        ("The answer is 42.", "42"),
+        ("420 is too much.", "42"),
+        ("It is <b>42</b>.", "42"),
+        ("42\n\nIs the answer.", ""),
+        ("<think>\n42\n</think>\n\nThe answer.", ""),
+        ("Well. [THINK]42[/THINK] The answer.", ""),
+        ("<|begin_of_thought|> 42 <|end_of_thought|> The answer.", ""),
+    ],
+)
+def test_a_thought_is_in_a_text_at_its_head_or_in_tags_only(answer: str, thought: str) -> None:
+    row = row_of({"question": "2+2?", "thinking": " 42\n", "answer": answer}, 0, "here")
+    assert row.turns[-1].thought.strip() == thought
+
+
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_a_thought_beside_texts_is_no_row_of_a_trainer(name: str, tmp_path: Path) -> None:
     """TRL reads no such column, and writes texts without a template."""
