@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from alphatoken.data import pair_of
 from alphatoken.data.marks import mark_of
+from alphatoken.data.plain import common_length
 from alphatoken.data.rows import CHANGING, CHATS, ROLES, TEXTS
 from alphatoken.data.template import messages_of
 from alphatoken.errors import DataError, InputError
@@ -209,9 +210,14 @@ def messages_in(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def has_several_turns(row: Mapping[str, Any]) -> bool:
-    """True if a response holds a turn of the user, which TRL learns as it learns the rest."""
-    responses = {column: row.get(column) for column in _RESPONSES}
-    return any(not is_answer([message]) for message in messages_in(responses))
+    """True if a response holds a turn of the user, which TRL learns as it learns the rest.
+
+    Two conversations without a prompt begin with it, and it is no part of the responses.
+    """
+    responses = [row[column] for column in _RESPONSES if are_messages(row.get(column))]
+    if row.get("prompt") is None and len(responses) > 1:
+        responses = [one[common_length(*responses) :] for one in responses]
+    return any(not is_answer([message]) for message in chain.from_iterable(responses))
 
 
 def fields_of_parts(row: Mapping[str, Any]) -> Iterator[str]:

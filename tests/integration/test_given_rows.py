@@ -340,6 +340,8 @@ def test_a_response_of_several_turns_is_learned_whole_and_that_is_said(
     with caplog.at_level("WARNING", logger="alphatoken.data"):
         read_pairs([pair, {**pair, "chosen": TURNS[1:2]}], "training", GIVEN)
         read_rows([{"prompt": TURNS[:1], "completion": TURNS[1:]}], "training", GIVEN)
+        whole = {k: [TURNS[0], _said("assistant", k)] for k in ("chosen", "rejected")}
+        read_pairs([whole], "training", GIVEN)  # the user's turn is their prompt
     said = "a response has turns of the user, which are learned with it"
     assert caplog.messages == [
         f"training rows: chosen, prompt, rejected; in 1 of 2 rows {said}",
