@@ -93,6 +93,12 @@ LOST = {
         [{"prompt": [_said("user", "1+1")], "completion": [_said("user", "2+2"), ANSWER]}],
         "begins with another turn than the assistant's",
     ),
+    "tools": ([{**CHATS[0], "tools": [{"name": "add"}]}], "'tools', which the chat template does"),
+    "tools beside texts": ([{**SUMS[0], "tools": [{"name": "add"}]}], "column 'tools', which"),
+    "words for the template": (
+        [{**CHATS[0], "chat_template_kwargs": {"brief": True}}],
+        "'chat_template_kwargs', which the chat template does not write",
+    ),
     "roles": ([{"messages": [_said("User", "1+1"), _said("Assistant", "2")]}], "roles Assistant"),
 }
 
@@ -200,6 +206,48 @@ def test_contents_of_text_parts_are_texts(form: str, tmp_path: Path) -> None:
     given = given.to_iterable_dataset() if form == "stream" else given
     found = sft(tmp_path, given, None, template=CHAT, policy="random").train_dataset
     assert same(list(found), expected)
+
+
+def test_columns_that_the_template_knows_are_served(tmp_path: Path) -> None:
+    more = {"tools": [{"name": "add"}], "chat_template_kwargs": {"brief": True}}
+    knows = "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}{% if brief %}be {% endif %}"
+    rows = [{**row, **more} for row in CHATS]
+    found = sft(tmp_path, rows, None, template=knows + CHAT, policy="random").train_dataset
+    assert tiny.tokenizer().decode(found[0]["input_ids"]).startswith("addbe user?")
+
+
+def test_turns_that_the_template_leaves_out_are_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("alphatoken.data").propagate = True
+    skips = CHAT.replace("{% for m in messages %}", "{% for m in messages[1:] %}")
+    system = [{"messages": [_said("system", "be brief"), *row["messages"]]} for row in CHATS]
+    early = [{"prompt": [_said("user", "2+2"), *TURNS[:1]], "completion": [ANSWER]}]
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        for rows in (system, early):
+            sft(tmp_path, rows, None, template=skips, policy="random")
+    said = "rows text of turns that are not learned is left out"
+    assert [m for m in caplog.messages if m.startswith("training")] == [
+        f"training rows: messages; in 24 of 24 {said}",
+        f"training rows: completion, prompt; in 1 of 1 {said}",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["a marked turn", "tokens"])
+def test_late_rows_of_a_stream_are_checked_as_they_are_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alphatoken.train.python_rows._LOOKED_AT", 4)
+    tokens = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "loss_mask": [0, 1, 1]}
+    rows = [tokens] * 5 + [{**tokens, "loss_mask": [0, 0, 1]}]
+    if kind == "a marked turn":
+        rows = [*CHATS[:5], {"messages": [*MARKED]}]
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    given = {"args": SimpleNamespace(**READ, completion_only_loss=None)}
+    found = read_rows(stream, "training", given)
+    assert len(list(found.take(4))) == 4  # it reads one row ahead
+    with pytest.raises(InputError, match="row 5: "):
+        list(found)
 
 
 def test_rows_of_several_forms_are_refused() -> None:
