@@ -20,14 +20,15 @@ __all__ = ["Fields", "Row", "Turn", "row_of"]
 
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "output", "answer", "completion")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
 CHATS = ("messages", "conversations")
 _ADDED = ("input", "context")
 _SYSTEMS = ("system", "system_prompt", "system_message")
 CHANGING = (
     *_ADDED, *_SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
-    "functions", "function_call", "tool_calls", "image", "images", "image_url", "audio", "audios",
-    "video", "videos", "files", "attachments",
+    "functions", "function_call", "tool_calls", "tool_results", "document", "image", "images",
+    "image_url", "image_urls", "image_path", "img", "audio", "audios", "audio_path", "video",
+    "videos", "video_path", "files", "attachments",
 )  # fmt: skip
 """Columns, and fields of messages, that change the conversation: read, or the row is refused."""
 
@@ -413,7 +414,7 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
     thought = next(iter(thoughts.values()), "")
     for key in (key for key, other in thoughts.items() if other == thought):
         fields.take(key, "thought")
-    learned = is_learned(fields)
+    learned = is_learned(fields, rejected=name == "rejected")
     if ROLES[role] != "assistant" and learned and "mark" in fields.form:
         columns.notes.append("a turn of the user or the system is marked as learned, and is not")
     require_read(fields, "a message's field")
@@ -436,7 +437,7 @@ def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:
         if not isinstance(text, str):
             raise _not_text(content, columns)
         fields.take_first(("type",), "type")
-        marks.add(is_learned(fields))
+        marks.add(is_learned(fields, rejected=name == "rejected"))
         require_read(fields, "a field of a message's content")
         columns.leave(f"{name}.content", fields)
         texts.append(text)

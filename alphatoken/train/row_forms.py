@@ -233,11 +233,12 @@ def fields_of_parts(row: Mapping[str, Any]) -> Iterator[str]:
 def lost_of_messages(row: Mapping[str, Any]) -> str:
     """Field of a row's messages that TRL would ignore, or write as what it is not; or ""."""
     pictures = bool(row.keys() & {"image", "images"})  # such rows are refused as a whole
-    for message in messages_in(row):
-        if mark := mark_of(message):
-            return f"a turn that is marked as not to be trained on: {mark}"
-        if isinstance(message.get("content", message.get("value")), list) and not pictures:
-            return "a content that is no text"
+    for column in CHAT_COLUMNS:
+        for message in messages_in({column: row.get(column)}):
+            if mark := mark_of(message, rejected=column == "rejected"):
+                return f"a turn that is marked as not to be trained on: {mark}"
+            if isinstance(message.get("content", message.get("value")), list) and not pictures:
+                return "a content that is no text"
     return ""
 
 

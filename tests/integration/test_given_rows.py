@@ -132,6 +132,14 @@ def test_rows_that_speak_against_themselves_are_refused(family: str, kind: str) 
     read([row, {**row, **more}], "training", {**GIVEN, "data_collator": list})
 
 
+def test_a_rejected_response_may_be_marked_as_a_bad_one() -> None:
+    pair = {"prompt": TURNS[:1], "chosen": [ANSWER],
+            "rejected": [{**_said("assistant", "3"), "is_correct": False}]}  # fmt: skip
+    assert len(read_pairs([pair], "training", GIVEN)) == 1
+    with pytest.raises(InputError, match="turn that is marked.*'is_correct' is False"):
+        read_pairs([{**pair, "chosen": pair["rejected"]}], "training", GIVEN)
+
+
 def test_pairs_whose_scores_contradict_their_order_are_refused() -> None:
     pair = {"prompt": "1+1", "chosen": "2", "rejected": "3", "score_chosen": 8, "score_rejected": 2}
     read_pairs([pair, {**pair, "score_chosen": 2}], "training", GIVEN)
