@@ -69,6 +69,14 @@ class Turn:
     message: bool = field(default=False, compare=False)
 
 
+UNLEARNED = "no turn is to be learned by its marks"
+"""Why a row without labels is left out, where its responses are not empty."""
+KEEP_MARKS = (
+    "mend the marks of the messages, or leave them aside: --unread_columns with their names, such "
+    "as train,weight (in Python Fields(unread=...))"
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a data file.
@@ -91,6 +99,11 @@ class Row:
     def response(self) -> str:
         """Text of all assistant turns, joined by line breaks."""
         return "\n".join(turn.text for turn in self.turns if turn.role == "assistant")
+
+    @property
+    def is_learned(self) -> bool:
+        """False if the data mark every response as one not to be trained on."""
+        return any(turn.learned for turn in self.turns if turn.role == "assistant")
 
 
 @dataclass(frozen=True)

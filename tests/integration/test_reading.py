@@ -28,7 +28,7 @@ from alphatoken.data import (
     split_pools,
 )
 from alphatoken.data.source import find_source
-from alphatoken.errors import ColumnsError, DataError
+from alphatoken.errors import AlphaTokenError, ColumnsError, DataError
 from alphatoken.train import AlphaSFTConfig
 from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text
 from tests.rows import jsonl
@@ -593,6 +593,36 @@ def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> No
     arguments = read_arguments("sft", words, AlphaSFTConfig)
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
         RowReader(arguments, byte_tokenizer()).training_rows()
+
+
+def test_rows_without_a_turn_to_be_learned_are_left_out_as_such(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("alphatoken.data").propagate = True
+    marked = {"messages": [SAID[0], {**SAID[1], "train": False}]}
+    path = jsonl(tmp_path / "a.jsonl", [marked, {"messages": SAID}])
+    alone = jsonl(tmp_path / "b.jsonl", [marked])
+    how, said = EncodeOptions(on_empty="skip"), "no turn is to be learned by its marks"
+
+    def trained(file: Path, *words: str) -> list[Any]:
+        more = ["--output_dir", str(tmp_path / "out"), "--use_cpu", *words]
+        arguments = read_arguments("sft", ["--train_file", str(file), *more], AlphaSFTConfig)
+        return RowReader(arguments, byte_tokenizer(CHATML)).training_rows()
+
+    def survey(file: Path, how: EncodeOptions) -> None:
+        Corpus(find_source(file), Fields(), byte_tokenizer(CHATML), how).survey()
+
+    with caplog.at_level(logging.WARNING, logger="alphatoken.data"):
+        survey(path, how)
+        assert len(trained(path, "--on_empty", "skip")) == 1
+    assert [f"1 rows left out: {said} (a.jsonl, line 1)" in m for m in caplog.messages] == [1, 1]
+    stops = (lambda: survey(path, EncodeOptions()), lambda: trained(path, "--on_empty", "error"))
+    for refused in stops:
+        with pytest.raises(AlphaTokenError, match=f"{said}.*line 1.*--on_empty skip"):
+            refused()
+    for refused in (lambda: survey(alone, how), lambda: trained(alone)):
+        with pytest.raises(AlphaTokenError, match="no training row is left.*--unread_columns with"):
+            refused()
 
 
 # --- rows that share their prompt -----------------------------------------------------------------
