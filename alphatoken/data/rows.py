@@ -23,9 +23,9 @@ RESPONSES = ("response", "output", "answer", "completion")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
 CHATS = ("messages", "conversations")
 _ADDED = ("input", "context")
-_SYSTEMS = ("system", "system_prompt", "system_message")
+SYSTEMS = ("system", "system_prompt", "system_message")
 CHANGING = (
-    *_ADDED, *_SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
+    *_ADDED, *SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
     "functions", "function_call", "tool_calls", "tool_results", "document", "image", "images",
     "image_url", "image_urls", "image_path", "img", "audio", "audios", "audio_path", "video",
     "videos", "video_path", "files", "attachments",
@@ -317,7 +317,7 @@ def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
 
 def with_system(columns: Columns, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """The turns with the record's system text before them, unless they have another one."""
-    name = columns.first(_SYSTEMS)
+    name = columns.first(SYSTEMS)
     if name is None or not (text := columns.text(name, "system")):
         return turns
     system = Turn("system", text)

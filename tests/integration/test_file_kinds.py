@@ -124,6 +124,9 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
         r"unpack it as \S*rows\.jsonl; then iconv -f UTF-16 -t UTF-8 \S*rows\.jsonl > utf8\.jsonl",
     ),
     "a quote that stays open": ("rows.csv", b'prompt,response\na,"b\nc,d\n', "close each quote"),
+    "a table as JSON": ("rows.jsonl", b"prompt,response\na,b\n", "like a table.*to rows.csv"),
+    "a table by tabs": ("a.json.gz", gzip.compress(b'a\t"b"\n1\t2\n'), "table.*to a.tsv.gz"),
+    "gzip in gzip": ("rows.jsonl.gz", gzip.compress(gzip.compress(LINES)), "is compressed twice"),
     "a broken object with indentation": ("rows.json", b'{\n "prompt": "a",\n "resp', "broken JSON"),
 }  # fmt: skip
 
@@ -171,6 +174,7 @@ def test_an_object_around_the_rows_is_refused_and_the_remedy_writes_them(
     assert program is not None
     exec(program.group(1), {})
     (made,) = (path for path in tmp_path.iterdir() if path.name != "all.json")
+    assert f"move {name} out of the folder" in error.value.remedy
     assert [record for _, record in read_records(made)] == ROWS[:3]
 
 

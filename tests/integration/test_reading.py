@@ -149,8 +149,9 @@ def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
              for k, v in pair.items()}  # fmt: skip
     found = pair_of({"system": "Be brief.", "prompt": "Who?", **whole}, 0, "here")
     assert [turn.role for turn in found.prompt] == ["system", "user"]
-    with pytest.raises(DataError, match="not that of the two conversations"):
-        pair_of({"prompt": "Another?", **whole}, 0, "here")
+    with pytest.raises(DataError, match="not that of the two.*--unread_columns question "):
+        pair_of({"question": "Another?", **whole}, 0, "here")
+    assert pair_of({"question": "Another?", **whole}, 0, "here", Fields(unread=("question",)))
     with pytest.raises(DataError, match="'tools' has no place"):
         pair_of({**record, **pair, "tools": [{}]}, 0, "here")
     assert pair_of({**record, **pair, "tools": [{}]}, 0, "here", Fields(unread=("tools",)))

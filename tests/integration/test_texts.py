@@ -260,12 +260,14 @@ def test_an_end_token_alone_is_an_empty_response() -> None:
             encode_rows([chat(USER + HEAD, end)], tokenizer)
 
 
-def test_a_system_text_beside_a_filled_template_is_refused() -> None:
-    record = {"system": "Be brief.", "prompt": USER + HEAD, "response": "A wren."}
+@pytest.mark.parametrize("name", ["system", "system_prompt", "system_message"])
+def test_a_system_text_beside_a_filled_template_is_refused(name: str) -> None:
+    record = {name: "Be brief.", "prompt": USER + HEAD, "response": "A wren."}
     tokenizer = byte_tokenizer(CHATML)
-    with pytest.raises(DataError, match="here: 'Be brief.' beside.*--unread_columns system"):
+    with pytest.raises(DataError, match="here: 'Be brief.' beside") as error:
         encode_row(row_of(record, 0, "here"), tokenizer)
-    row = row_of(record, 0, "here", Fields(unread=("system",)))
+    aside = error.value.remedy.partition("--unread_columns ")[2].split()[0].split(",")
+    row = row_of(record, 0, "here", Fields(unread=tuple(aside)))
     assert tokenizer.decode(encode_row(row, tokenizer)[0]) == f"{USER}{HEAD}A wren.</s>"
 
 
