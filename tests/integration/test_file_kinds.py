@@ -187,6 +187,23 @@ def test_a_chat_alone_is_a_row_whatever_its_column_is_called(tmp_path: Path) -> 
     assert row.response == "Ho"
 
 
+@pytest.mark.parametrize(
+    ("train", "held"),
+    [("train.jsonl", "test.jsonl"), ("train-0-of-1.jsonl", "validation-0-of-1.jsonl"),
+     ("sums_train.jsonl", "sums_dev.jsonl")],
+)  # fmt: skip
+def test_splits_beside_each_other_are_refused(train: str, held: str, tmp_path: Path) -> None:
+    for name in (train, held):
+        (tmp_path / name).write_bytes(LINES)
+    with pytest.raises(DataError, match=f"several splits.*{held} beside {train}") as error:
+        read_rows(tmp_path)
+    assert f"name the file: {tmp_path / train};" in error.value.remedy
+    (tmp_path / "inner").mkdir()
+    (tmp_path / held).rename(tmp_path / "inner" / held)
+    (tmp_path / "latest-trained.jsonl").write_bytes(LINES)  # words, and no parts of words
+    assert len(read_rows(tmp_path)) == 2 * len(ROWS)
+
+
 def test_of_a_folder_every_file_is_read_or_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
