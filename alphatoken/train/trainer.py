@@ -68,6 +68,8 @@ class AlphaTrainer(LabelledRows, Trainer):
             )
         if hasattr(seen, "__getitem__") and len(seen) and given.get("data_collator") is None:
             require_tokens(rows, name, {"input_ids", "labels", *AlphaTrainer.BESIDE}, given)
+            if name == "training":
+                _require_batches(seen, given["args"].train_batch_size)
         return rows
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
@@ -154,3 +156,35 @@ class AlphaTrainer(LabelledRows, Trainer):
             read = ("input_ids", "labels", *self.BESIDE)
             rows = [{k: row[k] for k in read if k in row} for row in rows]
         return self.with_responses(rows, name)
+
+
+def _require_batches(rows: Any, size: int) -> None:
+    """Refuse training rows of which transformers' own collator makes no batch.
+
+    Args:
+        rows: as mappings of lists.
+        size: of a batch.
+
+    Raises:
+        InputError: rows without labels, or of several lengths.
+    """
+    lengths = dict[int, int]()
+    for number, row in enumerate(rows):
+        if row.get("labels") is None:
+            raise InputError(
+                "training rows have no labels",
+                got=f"row {number}: {', '.join(row)}",
+                why="transformers' own collator makes none of tokens",
+                remedy="dataset.map(lambda row: {'labels': row['input_ids']}), where every token "
+                "is to be learned; or a data_collator that makes them",
+            )
+        lengths.setdefault(len(row["input_ids"]), number)
+    if size > 1 and len(lengths) > 1:
+        (one, first), (other, second), *_ = lengths.items()
+        raise InputError(
+            "training rows are of several lengths, and nothing pads them",
+            got=f"row {first} has {one} tokens, row {second} has {other}",
+            why="transformers' own collator makes batches of rows of one length",
+            remedy="data_collator=transformers.DataCollatorForSeq2Seq(tokenizer), which pads "
+            "labels too",
+        )

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils.data import TensorDataset
 
 from alphatoken import AlphaTokenWarning, InputError
 from alphatoken.data import encode_row, pair_of, row_of
@@ -302,6 +303,7 @@ def test_lists_of_records_and_of_texts_are_data_sets(tmp_path: Path) -> None:
         ("rows.jsonl", "no set of rows. Got: str: 'rows.jsonl'.*load_dataset"),
         ({"prompt": ["a"], "completion": ["b"]}, "no set of rows. Got: dict"),
         ([["a", "b"]], "no set of rows. Got: list"),
+        (TensorDataset(torch.zeros(4, 3)), "row of a data set has no columns. Got: row 0 of a Ten"),
         ([{"title": "a", "body": "b"}], "validation data set has none of the columns"),
         ([{"prompt": "a", "completion": " "}], "1 of 1 validation rows cannot be trained on"),
     ],

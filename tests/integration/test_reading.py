@@ -185,6 +185,13 @@ def test_one_line_says_what_was_read_and_what_not(
     ]  # fmt: skip
 
 
+def test_a_column_without_a_name_is_named_as_such() -> None:
+    """Such as pandas' index in a table."""
+    reading = Reading("a.csv")
+    row_of({"": "0", **ASKED}, 0, "here", reading=reading)
+    assert str(reading).endswith("; not read: the unnamed column")
+
+
 def test_the_line_is_of_all_rows_and_counts_forms_beyond_four() -> None:
     reading = Reading("a.jsonl")
     for number, prompt in enumerate(("prompt", "instruction", "question", "query", "query")):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.errors import InputError
 from alphatoken.model.batch import read_batch
@@ -238,6 +239,26 @@ def test_a_mask_of_the_loss_is_refused_by_the_plain_trainer(tmp_path: Path) -> N
     rows = [{"input_ids": x, "labels": x, "loss_mask": second(x)} for x in ids(8)]
     with pytest.raises(InputError, match="training row would be learned .*'loss_mask' says somet"):
         tiny.made(AlphaTrainer, tmp_path, train_dataset=rows, policy="random", retention="none")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"input_ids": x} for x in ids(8)], "have no labels.*'labels': row.'input_ids'."),
+        (
+            [{"input_ids": x, "labels": x} for x in ids(8)],
+            "several lengths.*DataCollatorForSeq2Seq",
+        ),
+    ],
+)
+def test_rows_that_make_no_batch_are_refused_by_the_plain_trainer(
+    rows: list[Row], said: str, tmp_path: Path
+) -> None:
+    more = {"policy": "random", "retention": "none", "processing_class": None}
+    with pytest.raises(InputError, match=said):
+        tiny.made(AlphaTrainer, tmp_path, train_dataset=rows, **more)
+    more["data_collator"] = DataCollatorForSeq2Seq(tiny.tokenizer())
+    tiny.made(AlphaTrainer, tmp_path, train_dataset=rows, **more)
 
 
 # --- batches --------------------------------------------------------------------------------------
