@@ -317,7 +317,7 @@ def require_tokens(
         if not any(label != IGNORE for label in labels_of_tokens(row, read)[1:]):
             empty.append(number)
     _say(check.reading, given["args"])
-    if alone and not hasattr(rows, "__len__"):
+    if alone and not hasattr(rows, "__len__") and hasattr(dataset, "map"):
         dataset = dataset.map(check, with_indices=True)
     return dataset, empty
 

@@ -56,9 +56,16 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     @staticmethod
     def read(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Refuse rows that are not tokenised, or of which something would be lost; of no stream."""
+        """Refuse rows that are not tokenised, or of which something would be lost.
+
+        Those of a stream of ``datasets`` as they are read; of any other stream, none.
+        """
         seen = plain_rows(rows)
-        first = seen[0] if hasattr(seen, "__getitem__") and len(seen) else {"input_ids": ()}
+        whole = hasattr(seen, "__len__") and len(seen) > 0
+        streamed = hasattr(rows, "map") and not hasattr(rows, "__len__")
+        first: Any = {"input_ids": ()}
+        if whole or streamed:
+            first = next(iter(seen), first)
         if not isinstance(first, Mapping) or "input_ids" not in first:
             raise InputError(
                 f"rows of the {name} data set are not tokenised",
@@ -66,10 +73,13 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
-        if hasattr(seen, "__getitem__") and len(seen) and given.get("data_collator") is None:
-            require_tokens(rows, name, {"input_ids", "labels", *AlphaTrainer.BESIDE}, given)
-            if name == "training":
-                _require_batches(seen, given["args"].train_batch_size)
+        if given.get("data_collator") is not None:
+            return rows
+        if whole or streamed:
+            read = {"input_ids", "labels", *AlphaTrainer.BESIDE}
+            rows, _ = require_tokens(rows, name, read, given)
+        if whole and name == "training":
+            _require_batches(seen, given["args"].train_batch_size)
         return rows
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:

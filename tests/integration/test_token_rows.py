@@ -15,7 +15,7 @@ from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.errors import InputError
 from alphatoken.model.batch import read_batch
-from alphatoken.train import AlphaTrainer
+from alphatoken.train import AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.python_rows import read_rows
 from tests.integration import tiny_training as tiny
 from tests.integration.test_given_rows import READ
@@ -259,6 +259,21 @@ def test_rows_that_make_no_batch_are_refused_by_the_plain_trainer(
         tiny.made(AlphaTrainer, tmp_path, train_dataset=rows, **more)
     more["data_collator"] = DataCollatorForSeq2Seq(tiny.tokenizer())
     tiny.made(AlphaTrainer, tmp_path, train_dataset=rows, **more)
+
+
+@pytest.mark.parametrize("kind", [AlphaTrainer, AlphaSFTTrainer])
+def test_a_stream_of_tokens_is_trained_on_up_to_a_row_that_is_refused(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alphatoken.train.python_rows._LOOKED_AT", 2)
+    row = {**LABELLED, "loss_mask": HALF}
+    rows = [row] * 8 + [{**row, "loss_mask": [1] * len(TEN)}]
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    more = {"policy": "random", "retention": "none", "per_device_train_batch_size": 1,
+            "export_values": False, "processing_class": tiny.tokenizer()}  # fmt: skip
+    tiny.made(kind, tmp_path / "a", train_dataset=stream, max_steps=2, **more).train()
+    with pytest.raises(InputError, match="row 8: 'loss_mask' says something else"):
+        tiny.made(kind, tmp_path / "b", train_dataset=stream, max_steps=20, **more).train()
 
 
 # --- batches --------------------------------------------------------------------------------------
