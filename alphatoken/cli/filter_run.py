@@ -101,6 +101,13 @@ def _check(options: FilterOptions, out: Path) -> None:
     """Check all that can be checked before a model is loaded."""
     if options.ratio is not None:
         keep_count(options.ratio, 1, name="--keep_ratio")
+    if options.estimator == "walk":
+        raise ConfigError(
+            "filter does not value rows along a walk",
+            got="--estimator walk",
+            why="a verdict needs the errors of values, and those of a walk are not known",
+            remedy="leave --estimator out, or --estimator label; alphatoken score takes the walk",
+        )
     if not 0.5 <= options.confidence < 1:
         raise ConfigError("--confidence must lie in [0.5, 1)", got=repr(options.confidence))
     if out.suffix.lower() in (".parquet", ".pq", ".arrow", ".csv"):

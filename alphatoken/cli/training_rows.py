@@ -15,6 +15,7 @@ from alphatoken.data import EncodeOptions, Example, Pair, Reading, pair_of, row_
 from alphatoken.data.encode import encode_noted
 from alphatoken.data.learned import LEFT_OUT
 from alphatoken.data.markers import is_filled, require_one_form
+from alphatoken.data.rows import KEEP_MARKS, UNLEARNED
 from alphatoken.data.source import Found, each_row, find_source
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.train.datasets import is_longer, pair_problem, preference_record
@@ -153,7 +154,9 @@ class RowReader:
             raise first or InputError(
                 f"no {name} row is left",
                 got=str(reading),
-                remedy="look at the columns, max_length and max_prompt_length",
+                remedy=KEEP_MARKS
+                if UNLEARNED in reading.left
+                else "look at the columns, max_length and max_prompt_length",
             )
         return items
 
@@ -212,7 +215,7 @@ class RowReader:
         args = self.arguments.training
         if isinstance(item, Example):
             if not item.response_tokens:
-                return "the response is empty"
+                return "the response is empty" if item.row.is_learned else UNLEARNED
             limit = args.max_length if args.truncation_mode == "keep_start" else None
             if limit is not None and not replace(item, labels=item.labels[:limit]).response_tokens:
                 return f"the prompt is longer than {limit - 1} tokens"

@@ -15,7 +15,7 @@ from typing import Any
 from alphatoken.data import EncodeOptions, EncodeReport, Example, encode_rows
 from alphatoken.data.encode import encode_silently
 from alphatoken.data.reading import Reading
-from alphatoken.data.rows import Fields, Row, row_of
+from alphatoken.data.rows import UNLEARNED, Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row
 from alphatoken.data.split import check_draw, none_left, repeated_in
 from alphatoken.errors import DataError
@@ -47,7 +47,7 @@ class CorpusRow:
         index: its number in the source.
         place: how a person finds it.
         outcome: one of :data:`OUTCOMES`.
-        reason: what is wrong with a bad row.
+        reason: what is wrong with a bad row, or why one without response has none.
         example: its tokens, where it is valued.
         encoded: what was cut or dropped, where it could be written as tokens.
     """
@@ -141,7 +141,8 @@ class Corpus:
             return CorpusRow(row.index, row.place, "bad_rows", reason)
         if examples:
             return CorpusRow(row.index, row.place, "train", "", examples[0], report)
-        return CorpusRow(row.index, row.place, "without_response", encoded=report)
+        reason = "" if row.is_learned else UNLEARNED
+        return CorpusRow(row.index, row.place, "without_response", reason, encoded=report)
 
     def survey(self, report: Callable[[int], None] = lambda _: None) -> Survey:
         """Go through all rows once, before any work; one line says what was read and left out.
@@ -172,7 +173,7 @@ class Corpus:
         counts = {name: count for name, count in seen.items() if count or name in always}
         counts = {"rows": self.source.rows, **counts}
         if not seen["train"]:
-            raise none_left(counts)
+            raise none_left(counts, marked=UNLEARNED in reading.left)
         return Survey(counts, encoded, outcomes, bad)
 
 

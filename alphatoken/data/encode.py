@@ -28,7 +28,7 @@ from alphatoken.data.markers import (
 )
 from alphatoken.data.plain import PLAIN_FORMAT, bare_ids, open_text, text_pieces, whole_text
 from alphatoken.data.reading import short
-from alphatoken.data.rows import THOUGHTS, Row, Turn
+from alphatoken.data.rows import KEEP_MARKS, THOUGHTS, UNLEARNED, Row, Turn
 from alphatoken.data.template import Encoded, encode_chat, render
 from alphatoken.errors import ConfigError, DataError, require_choice
 
@@ -193,7 +193,14 @@ def encode_silently(
 
 
 def _no_response(example: Example, length: int, limit: int | None) -> DataError:
-    """There was no response, or the prompt has left no room for it."""
+    """There was no response to be learned, or the prompt has left no room for it."""
+    if not example.row.is_learned:
+        return DataError(
+            UNLEARNED,
+            got=example.row.place,
+            why="there is no token to value",
+            remedy=f"drop such rows with --on_empty skip (on_empty='skip'); or {KEEP_MARKS}",
+        )
     if example.tokens_cut:
         return DataError(
             "the prompt of a row leaves no room for its response",

@@ -10,6 +10,7 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,6 +84,13 @@ def kind_of(path: Path) -> str:
     if packed:
         with open_bytes(path) as file:
             head = file.read(_HEAD)
+        if _opener(head) is not None:
+            raise DataError(
+                "the data file is compressed twice",
+                got=str(path),
+                why="what is unpacked once is a compressed file again, and holds no rows",
+                remedy=f"{_UNPACK}; what comes out is read as it is",
+            )
     _refuse_foreign(path, head)
     if head.startswith(b"PAR1"):
         if packed:
@@ -90,6 +98,7 @@ def kind_of(path: Path) -> str:
         return "parquet"
     suffix = suffix_of(path)
     if suffix in _JSON:
+        _refuse_table(path, head)
         return "json"
     if suffix in _TABLES:
         return "table"
@@ -101,6 +110,25 @@ def kind_of(path: Path) -> str:
         remedy='write {"prompt": ..., "response": ...} on each line of a .jsonl file; read are '
         f"{READ}, and folders of them",
     )
+
+
+_HEADER = re.compile(r'("?)[A-Za-z_][\w .-]*\1(?:[,;\t]("?)[\w .-]+\2)+')
+"""Pattern of the first line of a table: names of columns."""
+
+
+def _refuse_table(path: Path, head: bytes) -> None:
+    """Raise for a table that is named as JSON."""
+    first = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
+    line = first.decode(errors="replace").strip()
+    if _HEADER.fullmatch(line):
+        kind = ".tsv" if "\t" in line else ".csv"
+        new = re.sub(rf"\{suffix_of(path)}(?=\.|$)", kind, path.name, flags=re.IGNORECASE)
+        raise DataError(
+            "the data file looks like a table, and is named as JSON",
+            got=f"{path}: {line[:60]}",
+            why="its lines are no JSON objects",
+            remedy=f"rename it to {new}",
+        )
 
 
 def _refuse_foreign(path: Path, head: bytes) -> None:

@@ -103,7 +103,7 @@ def _require_row(document: Mapping[str, Any], path: Path) -> None:
             + ", ".join(f"{key!r} holds {len(value)} rows" for key, value in lists.items()),
             remedy=f'{first}write one of the lists: python -c "import json; '
             f"from pathlib import Path; text = Path('{file}').read_text('utf-8-sig'); "
-            f"Path('{other}').write_text(json.dumps(json.loads(text)['{name}']))\"",
+            f"Path('{other}').write_text(json.dumps(json.loads(text)['{name}']))\"{_aside(path)}",
         )
     by_column = _by_column(document)
     if by_column:
@@ -114,8 +114,13 @@ def _require_row(document: Mapping[str, Any], path: Path) -> None:
             got=f"{path.name} has {', '.join(map(repr, list(document)[:6]))}",
             remedy=f"{first}python -c \"import pandas; pandas.read_json('{file}', "
             f"encoding='utf-8-sig'{how}).to_json('{other}', "
-            "orient='records', lines=True)\"",
+            f"orient='records', lines=True)\"{_aside(path)}",
         )
+
+
+def _aside(path: Path) -> str:
+    """What is to be done besides where a folder is read, in which the new file will lie too."""
+    return f"; then name that file, or move {path.name} out of the folder, where that is named"
 
 
 def _is_row(item: Any) -> bool:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from alphatoken.data.reading import short
-from alphatoken.data.rows import THOUGHTS, Row
+from alphatoken.data.rows import SYSTEMS, THOUGHTS, Row
 from alphatoken.errors import DataError
 
 __all__ = [
@@ -109,7 +109,8 @@ def is_filled(row: Row, tokenizer: Any) -> bool:
             "a system text stands beside a prompt that holds the template's own markers",
             got=f"{row.place}: {short(row.turns[0].text, 40)!r} beside {short(prompt, 40)!r}",
             why="such a prompt is taken as it is, and the system text would be lost",
-            remedy="write it into the prompt, or leave it aside: --unread_columns system",
+            remedy="write it into the prompt, or leave it aside: --unread_columns "
+            f"{','.join(SYSTEMS)} (in Python Fields(unread={SYSTEMS!r}))",
         )
     return True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,8 @@ _MASKED = ("mask", "masked")
 _WORDS = {"learn", "learned", "loss", "mask", "masked", "masks", "train", "trainable", "trained",
           "training", "weight", "weights"}  # fmt: skip
 """Words in the names of marks whose meaning is not known here."""
+_SWITCHES = {"learnable", "supervise", "supervised", "ignore", "ignored", "masked", "unmasked"}
+"""Words in the names of such marks where they are a truth value."""
 
 _WEIGHTS = ("weight", "weights", "loss_weight", "loss_weights", "loss_scale", "loss_mask",
             "sample_weight", "example_weight")  # fmt: skip
@@ -38,8 +40,33 @@ _WRONG = ("mask", "masked", "rejected", "bad", "is_bad", "wrong", "incorrect", "
 """Columns that are true where a row is not to be learned."""
 _REWARDS = ("reward", "score", "rating", "advantage")
 """Columns that are negative where the response is a bad one."""
-_SCORED = re.compile("score|rating|reward|grade|quality")
+_JUDGES = (*_RIGHT, *_REWARDS, "rejected", "bad", "is_bad", "wrong", "incorrect")
+"""Columns that judge the response, and that may speak against a rejected one."""
+
+_WEIGHS = re.compile(
+    "(row|sample|example|instance|token|loss|train|training)_(weights?|multipliers?|scales?)"
+)
+"""Other names of columns with a weight."""
+_USES = re.compile(
+    "((is|to|be|for|should|use|used|in)_)*(train|trained|training|trainable|learn|learned|"
+    "learnable|keep|kept|supervised?|unmasked)"
+)
+"""Other names of columns that are false where a row is not to be learned."""
+_LEAVES = re.compile(
+    "((is|to|be|should)_)*(mask|masked|reject|rejected|discard|discarded|exclude|excluded|ignored?)"
+    "|(no|not|dont|skip)_(loss|train|training|learn)"
+)
+"""Other names of columns that are true where a row is not to be learned."""
+_YES, _NO = ("yes", "y", "on"), ("no", "n", "off")
+
+_SCORED = re.compile(
+    "score|rating|reward|grade|quality|helpful|harmless|honest|truthful|correctness|preference"
+)
 """Names of columns that judge the two responses of a pair."""
+_RANKED = re.compile("rank|position|index")
+"""Words for scores of which the smaller one is the better."""
+_MARGINS = re.compile("margin|(score|rating|reward|grade|quality)s?_?(diff|delta|gap)")
+"""Names of columns that say by how much the chosen response is the better one."""
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -53,28 +80,32 @@ def _meaning(name: str, value: Any) -> bool | str | None:
         if value in (0, 1):
             return bool(value)
         return "a turn is marked as trained in part, or by a weight of its own"
-    if _verdict(name, value, False):
-        return "a turn is marked as a bad one"
-    if value in ("", [], {}) or not _sounds_like_a_mark(name):
-        return None
-    return "a turn has a mark whose meaning is not certain"
+    switches = isinstance(value, bool) and not _SWITCHES.isdisjoint(_words(name))
+    if value not in ("", [], {}) and (switches or not _WORDS.isdisjoint(_words(name))):
+        return "a turn has a mark whose meaning is not certain"
+    return "a turn is marked as a bad one" if _verdict(name, value, False) else None
 
 
 @lru_cache(maxsize=1024)
-def _sounds_like_a_mark(name: str) -> bool:
-    words = re.split(r"[^a-z]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower())
-    return not _WORDS.isdisjoint(words)
+def _words(name: str) -> tuple[str, ...]:
+    """The words of a name, in lower case."""
+    parts = re.split(r"[^a-z]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return tuple(filter(None, parts))
 
 
-def is_learned(message: Columns) -> bool:
+def is_learned(message: Columns, *, rejected: bool = False) -> bool:
     """True if a message, or a part of one, is to be learned by all of its marks, which are read.
+
+    Args:
+        message: its fields that were not read.
+        rejected: it is of a pair's rejected response, which may be marked as a bad one.
 
     Raises:
         DataError: a mark that is neither yes nor no.
     """
     learned = True
     for name, value in message.left.items():
-        meaning = _meaning(name, value)
+        meaning = None if rejected and _plain(name) in _JUDGES else _meaning(name, value)
         if isinstance(meaning, str):
             raise DataError(
                 meaning,
@@ -89,13 +120,18 @@ def is_learned(message: Columns) -> bool:
     return learned
 
 
-def mark_of(message: Mapping[str, Any]) -> str:
-    """The field by which a message, or a part of its content, is not to be learned whole; or ""."""
+def mark_of(message: Mapping[str, Any], *, rejected: bool = False) -> str:
+    """The field by which a message, or a part of its content, is not to be learned whole; or "".
+
+    Arguments are those of :func:`is_learned`.
+    """
     content = message.get("content", message.get("value"))
     parts = content if isinstance(content, list) else []
     for one in (message, *(part for part in parts if isinstance(part, Mapping))):
         for name, value in one.items():
-            if value is not None and _meaning(name, value) not in (None, True):
+            if value is None or (rejected and _plain(name) in _JUDGES):
+                continue
+            if _meaning(name, value) not in (None, True):
                 return f"{name!r} is {short(repr(value), 40)}"
     return ""
 
@@ -123,23 +159,34 @@ def require_learned(columns: Columns, *, document: bool = False) -> None:
                 f"evaluate and merge); if {name!r} says something else, leave it aside: "
                 f"--unread_columns {name} (in Python Fields(unread=({name!r},)))",
             )
-        if name in (*_RIGHT, *_REWARDS) and _is_zero(_scalar(value)):
+        if _plain(name) in (*_RIGHT, *_REWARDS) and _is_zero(_scalar(value)):
             columns.notes.append(f"{name} is {value!r}, and the row counts as the others do")
+
+
+def _plain(name: str) -> str:
+    """A name in lower case, its words with ``_`` between them."""
+    return "_".join(_words(name))
 
 
 def _verdict(name: str, value: Any, document: bool) -> str:
     """What a column says against a row, or ""."""
-    against, value = "the row is marked as one that is not to be learned", _scalar(value)
-    if name in _WEIGHTS:
-        weights = value if isinstance(value, list) else [value]
-        if not all(_is_number(one) or isinstance(one, bool) for one in weights):
-            return ""
-        if not any(weights):
-            return against if weights else ""
-        return "" if all(one == 1 for one in weights) else "the row has a weight of its own"
-    if name in _USED and _is_zero(value):
+    against, value, name = (
+        "the row is marked as one that is not to be learned",
+        _scalar(value),
+        _plain(name),
+    )
+    word = value.strip().lower() if isinstance(value, str) else None
+    if name in _WEIGHTS or _WEIGHS.fullmatch(name):
+        return _of_weights(value if isinstance(value, list) else [value], against)
+    if name in _USED and (_is_zero(value) or word in _NO):
         return against
-    if (name in _WRONG and value is True) or (name == "verdict" and value == "drop"):
+    if _USES.fullmatch(name) and (value is False or word in _NO):
+        return against
+    if name in _WRONG and name != "mask" and _is_number(value) and value == 1:
+        return against
+    if (name in _WRONG or _LEAVES.fullmatch(name)) and (value is True or word in _YES):
+        return against
+    if name == "verdict" and word == "drop":
         return against
     if name in ("mask", "masks") and isinstance(value, list) and value:
         return "the row has a mask whose meaning is not certain"
@@ -150,15 +197,26 @@ def _verdict(name: str, value: Any, document: bool) -> str:
     return ""
 
 
+def _of_weights(weights: Sequence[Any], against: str) -> str:
+    """What a column with a weight, or one for each token, says against a row, or ""."""
+    if not all(_is_number(one) or isinstance(one, bool) for one in weights):
+        return ""
+    if not any(weights):
+        return against if weights else ""
+    return "" if all(one == 1 for one in weights) else "the row has a weight of its own"
+
+
 def require_order(columns: Columns) -> None:
     """Refuse a pair whose scores say that the rejected response is the better one."""
     left = {name: _scalar(value) for name, value in columns.left.items()}
+    plain = {_plain(name): name for name in left}
     for name, value in left.items():
-        other = name.replace("chosen", "rejected")
-        against = "margin" in name and _is_number(value) and value < 0
+        own = _plain(name)
+        other = plain.get(own.replace("chosen", "rejected"), name)
+        against = _MARGINS.search(own) and _is_number(value) and value < 0
         said = f"{name!r} is {value!r}"
-        if other != name and _SCORED.search(name) and _is_number(value):
-            worse = left.get(other)
+        if other != name and _is_score(own) and _is_number(value):
+            worse = left[other]
             against = _is_number(worse) and value < worse
             said += f", {other!r} is {worse!r}"
             if value == worse:
@@ -172,6 +230,11 @@ def require_order(columns: Columns) -> None:
                 f"in evaluate); if {name!r} says something else, leave it aside: --unread_columns "
                 f"{name} (in Python Fields(unread=({name!r},)))",
             )
+
+
+def _is_score(name: str) -> bool:
+    """True for the name of a column whose larger value is the better one."""
+    return _SCORED.search(name) is not None and _RANKED.search(name) is None
 
 
 def _scalar(value: Any) -> Any:

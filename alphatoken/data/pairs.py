@@ -97,7 +97,7 @@ def pair_of(
     notes = list(columns.notes)
     good = value_turns(chosen, "assistant", "chosen", columns)
     bad = value_turns(rejected, "assistant", "rejected", columns)
-    asked, *said = _of_messages(prompt, good, bad, place)
+    asked, *said = _of_messages(prompt, good, bad, place, name)
     if prompt is None:
         asked = with_system(columns, asked)
     # A pair is learned whole, whoever says it: what is noted of a user's turn is untrue here.
@@ -144,8 +144,10 @@ def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) 
     return name
 
 
-def _of_messages(prompt: Turns | None, chosen: Turns, rejected: Turns, place: str) -> Parts:
-    """Responses, after a prompt of their own or with it at their head."""
+def _of_messages(
+    prompt: Turns | None, chosen: Turns, rejected: Turns, place: str, name: str | None
+) -> Parts:
+    """Responses, after a prompt of their own (the column ``name``) or with it at their head."""
     if prompt is None:
         return _split(chosen, rejected, place)
     if chosen[0].role == rejected[0].role == "assistant":
@@ -159,7 +161,8 @@ def _of_messages(prompt: Turns | None, chosen: Turns, rejected: Turns, place: st
             "the prompt is not that of the two conversations",
             got=f"{place}: {short(prompt[-1].text, 40)!r} and {short(head[-1].text, 40)!r}",
             why="one of them would be lost",
-            remedy="mend the row, or leave the prompt's column aside: --unread_columns NAME",
+            remedy=f"mend the row, or leave the prompt's column aside: --unread_columns {name} "
+            f"(in Python Fields(unread=({name!r},)))",
         )
     return (*system, *head), said[0], said[1]
 

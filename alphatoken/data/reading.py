@@ -163,7 +163,8 @@ class Reading:
         if len(self.forms) > _FORMS:
             said.append(f"{len(self.forms) - _FORMS} more forms")
         if self.unread:
-            said.append(f"not read: {', '.join(self.unread)}")
+            names = (name if name.strip() else "the unnamed column" for name in self.unread)
+            said.append(f"not read: {', '.join(names)}")
         total = self.forms.total()
         said += [f"in {count} of {total} rows {note}" for note, count in self.notes.items()]
         said += [

@@ -6,6 +6,7 @@ after this file knows one shape only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -19,14 +20,15 @@ __all__ = ["Fields", "Row", "Turn", "row_of"]
 
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "output", "answer", "completion")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
 CHATS = ("messages", "conversations")
 _ADDED = ("input", "context")
-_SYSTEMS = ("system", "system_prompt", "system_message")
+SYSTEMS = ("system", "system_prompt", "system_message")
 CHANGING = (
-    *_ADDED, *_SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
-    "functions", "function_call", "tool_calls", "image", "images", "image_url", "audio", "audios",
-    "video", "videos", "files", "attachments",
+    *_ADDED, *SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
+    "functions", "function_call", "tool_calls", "tool_results", "document", "image", "images",
+    "image_url", "image_urls", "image_path", "img", "audio", "audios", "audio_path", "video",
+    "videos", "video_path", "files", "attachments",
 )  # fmt: skip
 """Columns, and fields of messages, that change the conversation: read, or the row is refused."""
 
@@ -67,6 +69,14 @@ class Turn:
     message: bool = field(default=False, compare=False)
 
 
+UNLEARNED = "no turn is to be learned by its marks"
+"""Why a row without labels is left out, where its responses are not empty."""
+KEEP_MARKS = (
+    "mend the marks of the messages, or leave them aside: --unread_columns with their names, such "
+    "as train,weight (in Python Fields(unread=...))"
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a data file.
@@ -89,6 +99,11 @@ class Row:
     def response(self) -> str:
         """Text of all assistant turns, joined by line breaks."""
         return "\n".join(turn.text for turn in self.turns if turn.role == "assistant")
+
+    @property
+    def is_learned(self) -> bool:
+        """False if the data mark every response as one not to be trained on."""
+        return any(turn.learned for turn in self.turns if turn.role == "assistant")
 
 
 @dataclass(frozen=True)
@@ -214,7 +229,20 @@ def _with_thought(columns: Columns, turn: Turn) -> Turn:
     if name is None or turn.message or not columns.peek(name):
         return turn
     thought = columns.text(name, "thought")
-    return turn if thought.strip() in turn.text else replace(turn, thought=thought)
+    return turn if _begins_with(thought, turn.text) else replace(turn, thought=thought)
+
+
+_TAG = r"[<\[◁](?i:[^<>\[\]◁▷\s]*(?:think|thought|reason)[^<>\[\]◁▷\s]*)[>\]▷]"
+"""Pattern of what opens a thought within a text."""
+
+
+def _begins_with(thought: str, text: str) -> bool:
+    """True if the text holds this thought already: at its head, or in the tags of a thought.
+
+    A short thought, such as a number, may stand anywhere in an answer, and is none there.
+    """
+    pattern = rf"(?:\A|{_TAG})\s*{re.escape(thought.strip())}(?!\w)"
+    return re.search(pattern, text) is not None
 
 
 def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
@@ -289,7 +317,7 @@ def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
 
 def with_system(columns: Columns, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """The turns with the record's system text before them, unless they have another one."""
-    name = columns.first(_SYSTEMS)
+    name = columns.first(SYSTEMS)
     if name is None or not (text := columns.text(name, "system")):
         return turns
     system = Turn("system", text)
@@ -399,7 +427,7 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
     thought = next(iter(thoughts.values()), "")
     for key in (key for key, other in thoughts.items() if other == thought):
         fields.take(key, "thought")
-    learned = is_learned(fields)
+    learned = is_learned(fields, rejected=name == "rejected")
     if ROLES[role] != "assistant" and learned and "mark" in fields.form:
         columns.notes.append("a turn of the user or the system is marked as learned, and is not")
     require_read(fields, "a message's field")
@@ -422,7 +450,7 @@ def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:
         if not isinstance(text, str):
             raise _not_text(content, columns)
         fields.take_first(("type",), "type")
-        marks.add(is_learned(fields))
+        marks.add(is_learned(fields, rejected=name == "rejected"))
         require_read(fields, "a field of a message's content")
         columns.leave(f"{name}.content", fields)
         texts.append(text)

@@ -13,6 +13,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -284,6 +285,7 @@ def _folder(path: Path) -> RowSource:
             remedy="load_from_disk(FOLDER).to_parquet('rows.parquet'), of one split",
         )
     files, unread = _files_of(path)
+    _require_one_split(path, files)
     found = [_file(file) for file in files]
     unread += [(Path(part.path).name, "no rows in it") for part in found if not part.rows]
     parts = tuple(part for part in found if part.rows)
@@ -301,6 +303,25 @@ def _folder(path: Path) -> RowSource:
     return RowSource(
         "folder", str(path), rows, digest, _stamp(path), parts=parts, unread=tuple(unread)
     )
+
+
+_HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
+"""Words in the names of files whose rows are not to be trained on."""
+
+
+def _require_one_split(folder: Path, files: Sequence[Path]) -> None:
+    """Refuse a folder in which held-out rows lie beside training rows: all are read as one."""
+    words = {file: set(re.split("[^a-z]+", file.name.lower())) for file in files}
+    train = [file for file, own in words.items() if own & {"train", "training"}]
+    held = [file for file, own in words.items() if own & _HELD_OUT and file not in train]
+    if train and held:
+        raise DataError(
+            "the folder holds several splits of a data set",
+            got=f"{folder}: {', '.join(file.name for file in held)} beside {train[0].name}",
+            why="all of its files are read as one, and held-out rows would be trained on",
+            remedy=f"name the file: {train[0]}; or move the others into a folder inside, which is "
+            "not read",
+        )
 
 
 _DEEPER = "in a folder inside"

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from alphatoken.data.rows import Row
+from alphatoken.data.rows import KEEP_MARKS, Row
 from alphatoken.errors import ConfigError, DataError
 
 __all__ = ["Pools", "check_draw", "leak_keys", "split_pools"]
@@ -126,11 +126,17 @@ def split_pools(
     return Pools(train, held, prompts_kept, counts)
 
 
-def none_left(counts: Mapping[str, int]) -> DataError:
-    """Error that no training row is left, with a remedy by the fate of the rows."""
+def none_left(counts: Mapping[str, int], *, marked: bool = False) -> DataError:
+    """Error that no training row is left, with a remedy by the fate of the rows.
+
+    Args:
+        counts: of rows, by what becomes of them.
+        marked: by their marks there is nothing to be learned of rows without response.
+    """
     remedy = "hold out fewer rows"
     if counts.get("without_response") == counts.get("rows"):
         remedy = "look at the column of responses, or name it: --response_column NAME"
+        remedy = KEEP_MARKS if marked else remedy
     elif any(counts.get(f"removed_same_as_{pool}") for pool in ("validation", "fisher")):
         remedy = "where rows share their prompt, compare whole conversations: --leak_key "
         remedy += "conversation (leak_key='conversation'); else give other held-out rows"

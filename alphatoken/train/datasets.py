@@ -44,7 +44,16 @@ class _PlainRows:
         if not 0 <= index < len(self):
             raise IndexError(index)  # a data set of one's own may have another end
         row = self._dataset[index]
-        return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in dict(row).items()}
+        try:
+            columns = dict(row)
+        except (TypeError, ValueError):
+            raise InputError(
+                "a row of a data set has no columns",
+                got=f"row {index} of a {type(self._dataset).__name__}: {type(row).__name__}",
+                why="rows are read by the names of their columns",
+                remedy="rows as dictionaries, such as {'input_ids': ..., 'labels': ...}",
+            ) from None
+        return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in columns.items()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))

@@ -66,8 +66,9 @@ def require_model_folder(name: str | Path) -> None:
             "the folder holds a model and an adapter",
             got=f"{folder}: {_CONFIG} and {_ADAPTER}",
             why="transformers would load the adapter onto its own base, and not this model",
-            remedy="a folder for each: name that of the adapter alone, or both as "
-            "--model_name_or_path BASE --adapter FOLDER",
+            remedy=f"move {_ADAPTER} and the adapter's weights to a folder of their own; "
+            "--model_name_or_path with the one folder is the model, and with the other the adapter "
+            "on the base that it names",
         )
     config = _json(folder / _CONFIG)
     if config.get("is_encoder_decoder"):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -37,7 +38,13 @@ from alphatoken.train.loading import (
     rows_tokenizer,
     text_tokenizer,
 )
-from alphatoken.train.python_texts import notes_of_texts, template_of, unwritten_text
+from alphatoken.train.python_texts import (
+    notes_of_texts,
+    template_of,
+    turns_left_out,
+    unwritten_column,
+    unwritten_text,
+)
 from alphatoken.train.row_forms import (
     CHAT_COLUMNS,
     are_messages,
@@ -60,7 +67,7 @@ _TRLS_ROLES = {"tool", "function"}
 _READ = {"role", "content", "from", "value"}
 """Fields of a message that every chat template writes."""
 _LOOKED_AT = 1024
-"""Rows of a stream that are looked at."""
+"""Rows of a stream that are looked at before any work; each is looked at as it is read."""
 
 
 def form_of(columns: Collection[str], text_field: str) -> tuple[str, ...]:
@@ -179,29 +186,61 @@ def _checked(
     columns, whole = columns_of(rows, name), hasattr(rows, "__len__")
     unread = sorted(columns - read - _TRLS) if _reads_no_more(given) else []
     beside = sorted((columns - read) & (other - _TRLS))
-    reading, form = Reading(f"{name} rows"), ", ".join(sorted(read))
-    reading.unread |= dict.fromkeys(unread)
+    tokenizer = rows_tokenizer(args, tokenizer_of(given))
+    check = _RowCheck(
+        name, read, unread, beside, tokenizer, template_of(args, tokenizer), _reading(rows, name)
+    )
     problems: dict[str, list[int]] = {}
-    changes_some = not whole  # of a stream some rows are not looked at
-
-    @cache
-    def tokenizer() -> Any:
-        return rows_tokenizer(args, tokenizer_of(given))
-
-    @cache
-    def template() -> str | None:
-        return template_of(args, tokenizer())
-
+    changes_some = False
     for number, own in enumerate(islice(rows, None if whole else _LOOKED_AT)):
-        row = {**own, **(changes := trls_form(own, name, number))}
+        changes = check(own, number)
         changes_some = changes_some or bool(changes)
-        if lost := _lost(row, read, beside):
+        if whole and name != "Fisher" and (what := problem({**own, **changes})):
+            problems.setdefault(what, []).append(number)
+    check.reading.unread = dict.fromkeys([*unread, *check.reading.unread])
+    _say(check.reading, args)
+    if not whole:
+        dataset = dataset.map(check, with_indices=True)
+    elif changes_some:
+        change = partial(trls_form, name=name)
+        dataset = dataset.map(lambda row, number: change(row, number=number), with_indices=True)
+    return usable_rows(problems, dataset, name, args.on_empty)
+
+
+@dataclass(frozen=True)
+class _RowCheck:
+    """Refuses a row of which TRL would lose something; also a stream's, as it is read.
+
+    Attributes:
+        name: of the data set.
+        read: columns that TRL reads.
+        unread: columns that nothing reads.
+        beside: those that change what a row says.
+        tokenizer: of the trainer.
+        template: the one that TRL puts in the tokenizer's place.
+        reading: is told what the line about the rows says.
+    """
+
+    name: str
+    read: set[str]
+    unread: Sequence[str]
+    beside: Sequence[str]
+    tokenizer: Any
+    template: str | None
+    reading: Reading
+
+    def __call__(self, own: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """Columns of the row in TRL's form, where it has another one."""
+        name, read, reading = self.name, self.read, self.reading
+        row = {**own, **(changes := trls_form(own, name, number))}
+        if lost := _lost(row, read, self.beside):
             raise other_meaning(lost, row, name, number)
         texts = {column: row[column] for column in read}
         reading.unread |= dict.fromkeys(fields_of_parts({column: own[column] for column in read}))
-        if lost := _unwritten(texts, tokenizer, reading):
+        lost = _unwritten(texts, self.tokenizer, reading)
+        if lost := lost or unwritten_column(row, self.tokenizer, self.template):
             raise other_meaning(lost, row, name, number)
-        if lost := unwritten_text(row, tokenizer(), template()):
+        if lost := unwritten_text(row, self.tokenizer, self.template):
             raise InputError(
                 f"the text of a {name} response would be lost",
                 got=f"row {number}: {lost}",
@@ -209,21 +248,27 @@ def _checked(
                 remedy="a processing_class whose chat template writes it; or texts in place of the "
                 "messages, with the template's markers in them, which TRL takes as they are",
             )
-        rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
+        rest = Columns({column: row.get(column) for column in self.unread}, f"row {number}")
         if name != "Fisher":  # of which prompts are read
             _require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
         if has_several_turns(texts):
             rest.notes.append(WHOLE)
-        reading.notes.update({*rest.notes, *notes_of_texts(row, read, tokenizer())})
-        reading.forms[form] += 1
-        if whole and name != "Fisher" and (what := problem(row)):
-            problems.setdefault(what, []).append(number)
+        rest.notes += turns_left_out(row, self.tokenizer, self.template)
+        reading.notes.update({*rest.notes, *notes_of_texts(row, read, self.tokenizer)})
+        reading.forms[", ".join(sorted(read))] += 1
+        return changes
+
+
+def _reading(rows: Any, name: str) -> Reading:
+    """An empty record of how the rows are read; the line about a stream is of its first rows."""
+    stream = not hasattr(rows, "__len__")
+    return Reading(f"{name} rows" + f" (of a stream the first {_LOOKED_AT})" * stream)
+
+
+def _say(reading: Reading, args: Any) -> None:
+    """Log the line about the rows where it says of something that is lost, or noted."""
     if args.process_index == 0 and (reading.unread or reading.notes):
         reading.say()
-    if changes_some:
-        change = partial(trls_form, name=name)
-        dataset = dataset.map(lambda row, number: change(row, number=number), with_indices=True)
-    return usable_rows(problems, dataset, name, args.on_empty)
 
 
 def _checked_tokens(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
@@ -235,7 +280,7 @@ def _checked_tokens(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
         read |= {"completion_mask"} & columns if _completions_only(given) else set()
     if name == "training" and getattr(args, "padding_free", False) and not args.packing:
         read |= {"seq_lengths"} & columns
-    empty = require_tokens(dataset, name, read, given)
+    dataset, empty = require_tokens(dataset, name, read, given)
     judges = name != "Fisher" and hasattr(plain_rows(dataset), "__len__")
     problems = {"the response is empty": empty} if judges and empty else {}
     return usable_rows(problems, dataset, name, args.on_empty)
@@ -243,7 +288,7 @@ def _checked_tokens(dataset: Any, name: str, given: Mapping[str, Any]) -> Any:
 
 def require_tokens(
     dataset: Any, name: str, read: Collection[str], given: Mapping[str, Any]
-) -> list[int]:
+) -> tuple[Any, list[int]]:
     """Refuse tokenised rows of which something would be lost, and name the columns nothing reads.
 
     Args:
@@ -253,38 +298,57 @@ def require_tokens(
         given: its arguments; where its collator is the caller's own, that reads what it likes.
 
     Returns:
-        Numbers of the rows that have no label.
+        The rows, of which those of a stream are looked at as they are read too; and the numbers of
+        those that have no label.
 
     Raises:
         InputError: names the first row of which something would be lost.
     """
     rows, alone = plain_rows(dataset), _reads_no_more(given)
     unread = sorted(columns_of(rows, name) - {*read, "attention_mask"}) if alone else []
-    reading, form = Reading(f"{name} rows"), ", ".join(sorted(read))
-    reading.unread |= dict.fromkeys(unread)
+    check = _TokenCheck(name, read, unread, _reading(rows, name))
+    check.reading.unread |= dict.fromkeys(unread)
     empty = []
     for number, row in enumerate(islice(rows, None if hasattr(rows, "__len__") else _LOOKED_AT)):
+        if alone:
+            check(row, number)
+        if row.get("labels") == []:  # a collator of the caller's own makes them
+            continue
         if not any(label != IGNORE for label in labels_of_tokens(row, read)[1:]):
             empty.append(number)
-        if not alone:
-            continue
-        if lost := lost_of_tokens(row, read):
+    _say(check.reading, given["args"])
+    if alone and not hasattr(rows, "__len__") and hasattr(dataset, "map"):
+        dataset = dataset.map(check, with_indices=True)
+    return dataset, empty
+
+
+@dataclass(frozen=True)
+class _TokenCheck:
+    """Refuses a tokenised row of which something would be lost; attributes as of the other one."""
+
+    name: str
+    read: Collection[str]
+    unread: Sequence[str]
+    reading: Reading
+
+    def __call__(self, row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """Nothing that the row is to be changed in."""
+        if lost := lost_of_tokens(row, self.read):
             raise InputError(
-                f"a {name} row would be learned otherwise than it says",
+                f"a {self.name} row would be learned otherwise than it says",
                 got=f"row {number}: {lost}",
                 why="given labels are taken as they are, and positions count from 0",
                 remedy="write -100 into 'labels' where nothing is to be learned; give one document "
                 "a row, without padding; drop columns that say something else",
             )
-        of_row = {c: row.get(c) for c in unread if not isinstance(row.get(c), list)}
+        of_row = {c: row.get(c) for c in self.unread if not isinstance(row.get(c), list)}
         rest = Columns(of_row, f"row {number}")
-        if name != "Fisher":
-            _require_unmarked(rest, name)
-        reading.notes.update({*rest.notes, *filter(None, [says_of_tokens(row, read)])})
-        reading.forms[form] += 1
-    if given["args"].process_index == 0 and (reading.unread or reading.notes):
-        reading.say()
-    return empty
+        if self.name != "Fisher":
+            _require_unmarked(rest, self.name)
+        notes = {*rest.notes, *filter(None, [says_of_tokens(row, self.read)])}
+        self.reading.notes.update(notes)
+        self.reading.forms[", ".join(sorted(self.read))] += 1
+        return {}
 
 
 def _reads_no_more(given: Mapping[str, Any]) -> bool:
@@ -339,7 +403,7 @@ def _lost(row: Mapping[str, Any], read: set[str], beside: Sequence[str]) -> str:
     return ""
 
 
-def _unwritten(row: Mapping[str, Any], tokenizer: Callable[[], Any], reading: Reading) -> str:
+def _unwritten(row: Mapping[str, Any], tokenizer: Any, reading: Reading) -> str:
     """What messages say beside their texts and the chat template does not write, or "".
 
     A field that changes the conversation is such; others are named in the reading.
@@ -348,12 +412,12 @@ def _unwritten(row: Mapping[str, Any], tokenizer: Callable[[], Any], reading: Re
         extra = {k for one in chat for k, v in one.items() if v not in (None, "", [], {})} - _READ
         if not extra:
             continue
-        if extra & {*THOUGHTS} and not _writes(chat, extra & {*THOUGHTS}, tokenizer()):
+        if extra & {*THOUGHTS} and not _writes(chat, extra & {*THOUGHTS}, tokenizer):
             return "a thought, which the chat template does not write"
         for field in sorted((extra & {*CHANGING}) - {*THOUGHTS}):
-            if not _writes(chat, {field}, tokenizer()):
+            if not _writes(chat, {field}, tokenizer):
                 return f"{field!r} of a message, which the chat template does not write"
-        template = str(getattr(tokenizer(), "chat_template", ""))
+        template = str(getattr(tokenizer, "chat_template", ""))
         reading.unread |= {
             f"{column}.{field}": None
             for field in sorted(extra - {*THOUGHTS, *CHANGING})

@@ -12,11 +12,18 @@ from contextlib import suppress
 from typing import Any
 
 from alphatoken.data import Row, Turn
+from alphatoken.data.learned import LEFT_OUT
 from alphatoken.data.markers import bare, control_notes, is_filled, verbatim_note
 from alphatoken.data.reading import short
 from alphatoken.data.rows import ROLES, THOUGHTS
 
-__all__ = ["notes_of_texts", "template_of", "unwritten_text"]
+__all__ = [
+    "notes_of_texts",
+    "template_of",
+    "turns_left_out",
+    "unwritten_column",
+    "unwritten_text",
+]
 
 _CHATS = ("messages", "conversations", "completion", "chosen", "rejected")
 _RESPONSES = ("completion", "chosen", "rejected")
@@ -42,11 +49,7 @@ def unwritten_text(row: Mapping[str, Any], tokenizer: Any, template: str | None 
         tokenizer: with the chat template.
         template: another one that TRL writes with.
     """
-    for column in _CHATS:
-        chat, before = row.get(column), row.get("prompt")
-        if not isinstance(chat, list) or not all(isinstance(one, Mapping) for one in chat):
-            continue
-        head = before if isinstance(before, list) and column in _RESPONSES else []
+    for column, head, chat in _conversations(row):
         parts = [part for one in chat if _is_answer(one) for part in _parts(one) if part.strip()]
         text = _written([*head, *chat], row, tokenizer, template) if parts else None
         if text is not None:
@@ -55,6 +58,57 @@ def unwritten_text(row: Mapping[str, Any], tokenizer: Any, template: str | None 
             if lost is not None:
                 return f"{short(lost, 60)!r} of {column!r} is not in {short(text, 120)!r}"
     return ""
+
+
+def turns_left_out(row: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> set[str]:
+    """A note where the chat template leaves out what is said beside the responses, as a command's.
+
+    Arguments are those of :func:`unwritten_text`.
+    """
+    for _, head, chat in _conversations(row):
+        others = [*head, *(one for one in chat if not _is_answer(one))]
+        text = _written([*head, *chat], row, tokenizer, template) if others else None
+        packed = bare(text or "")
+        if text is not None and any(bare(p) not in packed for one in others for p in _parts(one)):
+            return {LEFT_OUT}
+    return set()
+
+
+def unwritten_column(row: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> str:
+    """Column for the chat template that it makes nothing of, in words; or "".
+
+    Arguments are those of :func:`unwritten_text`.
+    """
+    source = str(template or getattr(tokenizer, "chat_template", None) or "")
+    for column in ("tools", "chat_template_kwargs"):
+        value = row.get(column)
+        if value in (None, "", "[]", [], {}):
+            continue
+        if isinstance(value, Mapping):  # one that a template knows may change other rows only
+            names = [name for name, own in value.items() if own is not None]
+            known = [re.search(rf"\b{re.escape(str(name))}\b", source) for name in names]
+            if not names or any(known):
+                continue
+        chats = [[*head, *chat] for _, head, chat in _conversations(row)]
+        without = {**row, column: None}
+        texts = (
+            {_written(chat, own, tokenizer, template) for own in (row, without)} for chat in chats
+        )
+        if all(len(written) == 1 and None not in written for written in texts):
+            return f"column {column!r}, which the chat template does not write"
+    return ""
+
+
+def _conversations(
+    row: Mapping[str, Any],
+) -> Iterator[tuple[str, list[Mapping[str, Any]], list[Mapping[str, Any]]]]:
+    """Columns with messages: the name, the messages of the prompt before them, and themselves."""
+    before = row.get("prompt")
+    for column in _CHATS:
+        chat = row.get(column)
+        if isinstance(chat, list) and all(isinstance(one, Mapping) for one in chat):
+            head = before if isinstance(before, list) and column in _RESPONSES else []
+            yield column, head, chat
 
 
 def notes_of_texts(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from alphatoken.data import pair_of
 from alphatoken.data.marks import mark_of
+from alphatoken.data.plain import common_length
 from alphatoken.data.rows import CHANGING, CHATS, ROLES, TEXTS
 from alphatoken.data.template import messages_of
 from alphatoken.errors import DataError, InputError
@@ -32,6 +33,8 @@ __all__ = [
 _RESPONSES = ("completion", "chosen", "rejected")
 CHAT_COLUMNS = ("prompt", *_RESPONSES, *CHATS)
 """Columns that may hold messages."""
+_SHARED = {"role": "from", "content": "value"}
+"""Names of a message's fields in ShareGPT's form."""
 
 
 def as_dataset(rows: Any, name: str) -> Any:
@@ -94,13 +97,19 @@ def _of_columns(columns: Mapping[str, list[Any]], name: str, rows: Sequence[Any]
 def trls_form(row: Mapping[str, Any], name: str, number: int) -> dict[str, Any]:
     """Columns of a row in TRL's form, where it has another one that means the same.
 
-    A content of text parts is one text. A text beside messages is a message. A prompt beside two
-    conversations that hold it stands before what follows it in each of them, as in the commands.
+    Roles have the names that the commands know them by, and a content of text parts is one text. A
+    text beside messages is a message. A prompt beside two conversations that hold it stands before
+    what follows it in each of them, as in the commands.
     """
     changes = dict[str, Any]()
     for column in CHAT_COLUMNS:
         value = row.get(column)
-        if are_messages(value) and value != (messages := list(map(_with_one_text, value))):
+        if not are_messages(value):
+            continue
+        messages = list(map(_trls_message, value))
+        if column == "conversations":  # which TRL reads by these names alone
+            messages = [{_SHARED.get(k, k): v for k, v in one.items()} for one in messages]
+        if messages != value:
             changes[column] = messages
     row = {**row, **changes}
     responses = [column for column in _RESPONSES if column in row]
@@ -123,23 +132,24 @@ def _as_messages(value: Any, role: str) -> list[Any]:
     """A text, a message or a list of messages as a list, by the names that TRL reads."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    messages = []
-    for message in [value] if isinstance(value, Mapping) else value:
-        if message.get("from") is not None:
-            more = {k: v for k, v in message.items() if k not in ("from", "value")}
-            own_role = ROLES.get(message["from"], message["from"])
-            message = {**more, "role": own_role, "content": message.get("value")}
-        messages.append(message)
-    return messages
+    return [_trls_message(one) for one in ([value] if isinstance(value, Mapping) else value)]
 
 
-def _with_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message, whose content of text parts is one text."""
-    key = "content" if "content" in message else "value"
-    parts = message.get(key)
-    if not isinstance(parts, list) or not all(map(_is_text, parts)):
-        return message
-    return {**message, key: "".join(part["text"] for part in parts)}
+def _trls_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message by the names that TRL reads; a content of text parts is one text.
+
+    TRL takes ``from`` for the role also where that is null, so that none is left.
+    """
+    own = {k: v for k, v in message.items() if k not in _SHARED.values()}
+    for name, other in _SHARED.items():
+        if own.get(name) is None and message.get(other) is not None:
+            own[name] = message[other]
+    if isinstance(own.get("role"), str):
+        own["role"] = ROLES.get(own["role"], own["role"])
+    parts = own.get("content")
+    if isinstance(parts, list) and all(map(_is_text, parts)):
+        own["content"] = "".join(part["text"] for part in parts)
+    return own
 
 
 def _is_text(part: Any) -> bool:
@@ -200,9 +210,14 @@ def messages_in(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def has_several_turns(row: Mapping[str, Any]) -> bool:
-    """True if a response holds a turn of the user, which TRL learns as it learns the rest."""
-    responses = {column: row.get(column) for column in _RESPONSES}
-    return any(not is_answer([message]) for message in messages_in(responses))
+    """True if a response holds a turn of the user, which TRL learns as it learns the rest.
+
+    Two conversations without a prompt begin with it, and it is no part of the responses.
+    """
+    responses = [row[column] for column in _RESPONSES if are_messages(row.get(column))]
+    if row.get("prompt") is None and len(responses) > 1:
+        responses = [one[common_length(*responses) :] for one in responses]
+    return any(not is_answer([message]) for message in chain.from_iterable(responses))
 
 
 def fields_of_parts(row: Mapping[str, Any]) -> Iterator[str]:
@@ -218,11 +233,12 @@ def fields_of_parts(row: Mapping[str, Any]) -> Iterator[str]:
 def lost_of_messages(row: Mapping[str, Any]) -> str:
     """Field of a row's messages that TRL would ignore, or write as what it is not; or ""."""
     pictures = bool(row.keys() & {"image", "images"})  # such rows are refused as a whole
-    for message in messages_in(row):
-        if mark := mark_of(message):
-            return f"a turn that is marked as not to be trained on: {mark}"
-        if isinstance(message.get("content", message.get("value")), list) and not pictures:
-            return "a content that is no text"
+    for column in CHAT_COLUMNS:
+        for message in messages_in({column: row.get(column)}):
+            if mark := mark_of(message, rejected=column == "rejected"):
+                return f"a turn that is marked as not to be trained on: {mark}"
+            if isinstance(message.get("content", message.get("value")), list) and not pictures:
+                return "a content that is no text"
     return ""
 
 

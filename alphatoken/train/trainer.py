@@ -56,9 +56,16 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     @staticmethod
     def read(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Refuse rows that are not tokenised, or of which something would be lost; of no stream."""
+        """Refuse rows that are not tokenised, or of which something would be lost.
+
+        Those of a stream of ``datasets`` as they are read; of any other stream, none.
+        """
         seen = plain_rows(rows)
-        first = seen[0] if hasattr(seen, "__getitem__") and len(seen) else {"input_ids": ()}
+        whole = hasattr(seen, "__len__") and len(seen) > 0
+        streamed = hasattr(rows, "map") and not hasattr(rows, "__len__")
+        first: Any = {"input_ids": ()}
+        if whole or streamed:
+            first = next(iter(seen), first)
         if not isinstance(first, Mapping) or "input_ids" not in first:
             raise InputError(
                 f"rows of the {name} data set are not tokenised",
@@ -66,8 +73,13 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
-        if hasattr(seen, "__getitem__") and len(seen) and given.get("data_collator") is None:
-            require_tokens(rows, name, {"input_ids", "labels", *AlphaTrainer.BESIDE}, given)
+        if given.get("data_collator") is not None:
+            return rows
+        if whole or streamed:
+            read = {"input_ids", "labels", *AlphaTrainer.BESIDE}
+            rows, _ = require_tokens(rows, name, read, given)
+        if whole and name == "training":
+            _require_batches(seen, given["args"].train_batch_size)
         return rows
 
     def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
@@ -154,3 +166,35 @@ class AlphaTrainer(LabelledRows, Trainer):
             read = ("input_ids", "labels", *self.BESIDE)
             rows = [{k: row[k] for k in read if k in row} for row in rows]
         return self.with_responses(rows, name)
+
+
+def _require_batches(rows: Any, size: int) -> None:
+    """Refuse training rows of which transformers' own collator makes no batch.
+
+    Args:
+        rows: as mappings of lists.
+        size: of a batch.
+
+    Raises:
+        InputError: rows without labels, or of several lengths.
+    """
+    lengths = dict[int, int]()
+    for number, row in enumerate(rows):
+        if row.get("labels") is None:
+            raise InputError(
+                "training rows have no labels",
+                got=f"row {number}: {', '.join(row)}",
+                why="transformers' own collator makes none of tokens",
+                remedy="dataset.map(lambda row: {'labels': row['input_ids']}), where every token "
+                "is to be learned; or a data_collator that makes them",
+            )
+        lengths.setdefault(len(row["input_ids"]), number)
+    if size > 1 and len(lengths) > 1:
+        (one, first), (other, second), *_ = lengths.items()
+        raise InputError(
+            "training rows are of several lengths, and nothing pads them",
+            got=f"row {first} has {one} tokens, row {second} has {other}",
+            why="transformers' own collator makes batches of rows of one length",
+            remedy="data_collator=transformers.DataCollatorForSeq2Seq(tokenizer), which pads "
+            "labels too",
+        )

@@ -76,7 +76,7 @@ def test_every_known_field_is_named() -> None:
 
     page = (DOCS / "data-formats.md").read_text(encoding="utf-8")
     known = (*rows.PROMPTS, *rows.RESPONSES, *rows.CHATS, *pairs.CHOSEN, *pairs.REJECTED)
-    known = (*known, *rows._ADDED, *rows._SYSTEMS, *rows.THOUGHTS, *marks._TRAINED, *marks._MASKED)
+    known = (*known, *rows._ADDED, *rows.SYSTEMS, *rows.THOUGHTS, *marks._TRAINED, *marks._MASKED)
     known = (*known, *marks._WEIGHTS, *marks._USED, *marks._RIGHT, *marks._WRONG, *marks._REWARDS)
     for name in (*known, *rows.ROLES):
         assert f"`{name}`" in page or f'"{name}"' in page or f"the {name}" in page, name

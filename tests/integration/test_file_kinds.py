@@ -124,6 +124,9 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
         r"unpack it as \S*rows\.jsonl; then iconv -f UTF-16 -t UTF-8 \S*rows\.jsonl > utf8\.jsonl",
     ),
     "a quote that stays open": ("rows.csv", b'prompt,response\na,"b\nc,d\n', "close each quote"),
+    "a table as JSON": ("rows.jsonl", b"prompt,response\na,b\n", "like a table.*to rows.csv"),
+    "a table by tabs": ("a.json.gz", gzip.compress(b'a\t"b"\n1\t2\n'), "table.*to a.tsv.gz"),
+    "gzip in gzip": ("rows.jsonl.gz", gzip.compress(gzip.compress(LINES)), "is compressed twice"),
     "a broken object with indentation": ("rows.json", b'{\n "prompt": "a",\n "resp', "broken JSON"),
 }  # fmt: skip
 
@@ -171,6 +174,7 @@ def test_an_object_around_the_rows_is_refused_and_the_remedy_writes_them(
     assert program is not None
     exec(program.group(1), {})
     (made,) = (path for path in tmp_path.iterdir() if path.name != "all.json")
+    assert f"move {name} out of the folder" in error.value.remedy
     assert [record for _, record in read_records(made)] == ROWS[:3]
 
 
@@ -181,6 +185,23 @@ def test_a_chat_alone_is_a_row_whatever_its_column_is_called(tmp_path: Path) -> 
         read_rows(tmp_path / "one.json")
     (row,) = read_rows(tmp_path / "one.json", fields=Fields(messages="dialogue"))
     assert row.response == "Ho"
+
+
+@pytest.mark.parametrize(
+    ("train", "held"),
+    [("train.jsonl", "test.jsonl"), ("train-0-of-1.jsonl", "validation-0-of-1.jsonl"),
+     ("sums_train.jsonl", "sums_dev.jsonl")],
+)  # fmt: skip
+def test_splits_beside_each_other_are_refused(train: str, held: str, tmp_path: Path) -> None:
+    for name in (train, held):
+        (tmp_path / name).write_bytes(LINES)
+    with pytest.raises(DataError, match=f"several splits.*{held} beside {train}") as error:
+        read_rows(tmp_path)
+    assert f"name the file: {tmp_path / train};" in error.value.remedy
+    (tmp_path / "inner").mkdir()
+    (tmp_path / held).rename(tmp_path / "inner" / held)
+    (tmp_path / "latest-trained.jsonl").write_bytes(LINES)  # words, and no parts of words
+    assert len(read_rows(tmp_path)) == 2 * len(ROWS)
 
 
 def test_of_a_folder_every_file_is_read_or_named(

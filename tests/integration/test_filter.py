@@ -161,6 +161,7 @@ def test_an_interrupted_run_goes_on_to_the_same(
     [
         ({"confidence": 0.3}, "--confidence"),
         ({"ratio": 1.5}, "ratio"),
+        ({"model_name_or_path": "nowhere", "estimator": Path("walk")}, "or --estimator label"),
         ({"output_file": "NOWHERE/out.jsonl"}, "folder"),
         ({"output_file": "out.parquet"}, "filter can only write JSONL"),
         ({"validation_batches": 1}, "validation_batches"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
@@ -175,6 +176,7 @@ def trainer(kind: str, folder: Path, **more: Any) -> Any:
         "validation_dataset": ROWS[kind](8, seed=5),
         "fisher_dataset": more.pop("rows", None),
         **({"ref_model": tiny.model()} if kind == "dpo" else {}),
+        **({"data_collator": DataCollatorForSeq2Seq(tiny.tokenizer())} if kind == "plain" else {}),
     }
     return tiny.made(KINDS[kind], folder / "out", **{**tiny.ALPHA, **given, **more})
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils.data import TensorDataset
 
 from alphatoken import AlphaTokenWarning, InputError
 from alphatoken.data import encode_row, pair_of, row_of
@@ -93,6 +94,12 @@ LOST = {
         [{"prompt": [_said("user", "1+1")], "completion": [_said("user", "2+2"), ANSWER]}],
         "begins with another turn than the assistant's",
     ),
+    "tools": ([{**CHATS[0], "tools": [{"name": "add"}]}], "'tools', which the chat template does"),
+    "tools beside texts": ([{**SUMS[0], "tools": [{"name": "add"}]}], "column 'tools', which"),
+    "words for the template": (
+        [{**CHATS[0], "chat_template_kwargs": {"brief": True}}],
+        "'chat_template_kwargs', which the chat template does not write",
+    ),
     "roles": ([{"messages": [_said("User", "1+1"), _said("Assistant", "2")]}], "roles Assistant"),
 }
 
@@ -124,6 +131,14 @@ def test_rows_that_speak_against_themselves_are_refused(family: str, kind: str) 
     assert found.to_list()[0] == {**row, **dict.fromkeys(more)}
     # A collator of the caller's own may read the column.
     read([row, {**row, **more}], "training", {**GIVEN, "data_collator": list})
+
+
+def test_a_rejected_response_may_be_marked_as_a_bad_one() -> None:
+    pair = {"prompt": TURNS[:1], "chosen": [ANSWER],
+            "rejected": [{**_said("assistant", "3"), "is_correct": False}]}  # fmt: skip
+    assert len(read_pairs([pair], "training", GIVEN)) == 1
+    with pytest.raises(InputError, match="turn that is marked.*'is_correct' is False"):
+        read_pairs([{**pair, "chosen": pair["rejected"]}], "training", GIVEN)
 
 
 def test_pairs_whose_scores_contradict_their_order_are_refused() -> None:
@@ -202,6 +217,48 @@ def test_contents_of_text_parts_are_texts(form: str, tmp_path: Path) -> None:
     assert same(list(found), expected)
 
 
+def test_columns_that_the_template_knows_are_served(tmp_path: Path) -> None:
+    more = {"tools": [{"name": "add"}], "chat_template_kwargs": {"brief": True}}
+    knows = "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}{% if brief %}be {% endif %}"
+    rows = [{**row, **more} for row in CHATS]
+    found = sft(tmp_path, rows, None, template=knows + CHAT, policy="random").train_dataset
+    assert tiny.tokenizer().decode(found[0]["input_ids"]).startswith("addbe user?")
+
+
+def test_turns_that_the_template_leaves_out_are_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("alphatoken.data").propagate = True
+    skips = CHAT.replace("{% for m in messages %}", "{% for m in messages[1:] %}")
+    system = [{"messages": [_said("system", "be brief"), *row["messages"]]} for row in CHATS]
+    early = [{"prompt": [_said("user", "2+2"), *TURNS[:1]], "completion": [ANSWER]}]
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        for rows in (system, early):
+            sft(tmp_path, rows, None, template=skips, policy="random")
+    said = "rows text of turns that are not learned is left out"
+    assert [m for m in caplog.messages if m.startswith("training")] == [
+        f"training rows: messages; in 24 of 24 {said}",
+        f"training rows: completion, prompt; in 1 of 1 {said}",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["a marked turn", "tokens"])
+def test_late_rows_of_a_stream_are_checked_as_they_are_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alphatoken.train.python_rows._LOOKED_AT", 4)
+    tokens = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "loss_mask": [0, 1, 1]}
+    rows = [tokens] * 5 + [{**tokens, "loss_mask": [0, 0, 1]}]
+    if kind == "a marked turn":
+        rows = [*CHATS[:5], {"messages": [*MARKED]}]
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    given = {"args": SimpleNamespace(**READ, completion_only_loss=None)}
+    found = read_rows(stream, "training", given)
+    assert len(list(found.take(4))) == 4  # it reads one row ahead
+    with pytest.raises(InputError, match="row 5: "):
+        list(found)
+
+
 def test_rows_of_several_forms_are_refused() -> None:
     rows = [SUMS[0], {"prompt": [_said("user", "1+1")], "completion": [ANSWER]}]
     with pytest.raises(InputError, match="several forms. Got: 'prompt' holds list and str; 'comp"):
@@ -246,6 +303,7 @@ def test_lists_of_records_and_of_texts_are_data_sets(tmp_path: Path) -> None:
         ("rows.jsonl", "no set of rows. Got: str: 'rows.jsonl'.*load_dataset"),
         ({"prompt": ["a"], "completion": ["b"]}, "no set of rows. Got: dict"),
         ([["a", "b"]], "no set of rows. Got: list"),
+        (TensorDataset(torch.zeros(4, 3)), "row of a data set has no columns. Got: row 0 of a Ten"),
         ([{"title": "a", "body": "b"}], "validation data set has none of the columns"),
         ([{"prompt": "a", "completion": " "}], "1 of 1 validation rows cannot be trained on"),
     ],
@@ -298,6 +356,33 @@ def test_a_text_beside_messages_is_a_message() -> None:
     assert found == [{"prompt": TURNS[:1], **said}]
 
 
+ROLES = {
+    "ShareGPT": ("conversations", "from", "value", "human", "gpt"),
+    "roles in conversations": ("conversations", "role", "content", "user", "model"),
+    "ShareGPT in messages": ("messages", "from", "value", "human", "bot"),
+    "messages": ("messages", "role", "content", "user", "model"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [*((kind, "Dataset") for kind in ROLES), ("ShareGPT", "list"), ("ShareGPT", "stream")],
+)
+def test_roles_are_those_of_the_commands(kind: str, form: str, tmp_path: Path) -> None:
+    """TRL would write the names as they are, or end in a bare error."""
+    column, role, content, user, assistant = ROLES[kind]
+    said = [{role: user, content: "1+1"}, {role: assistant, content: "2"}]
+    rows, own = [{column: said}] * 4, {"template": CHAT, "policy": "random"}
+    given: Any = rows if form == "list" else Dataset.from_list(rows)
+    given = given.to_iterable_dataset() if form == "stream" else given
+    found = sft(tmp_path, given, None, **own).train_dataset
+    expected = sft(tmp_path, [with_more()] * 4, None, **own).train_dataset
+    assert same(list(found), expected)
+    asked = {"messages": [_said("developer", "1"), *TURNS[:2]]}
+    roles = [one["role"] for one in read_rows([asked], "training", GIVEN).to_list()[0]["messages"]]
+    assert roles == ["system", "user", "assistant"]
+
+
 def test_another_prompt_beside_whole_conversations_is_refused() -> None:
     pair = {k: [*TURNS, _said("assistant", k)] for k in ("chosen", "rejected")}
     rows = [{"prompt": "and 3?", **pair}, {"prompt": "2+2", **pair}]
@@ -313,6 +398,8 @@ def test_a_response_of_several_turns_is_learned_whole_and_that_is_said(
     with caplog.at_level("WARNING", logger="alphatoken.data"):
         read_pairs([pair, {**pair, "chosen": TURNS[1:2]}], "training", GIVEN)
         read_rows([{"prompt": TURNS[:1], "completion": TURNS[1:]}], "training", GIVEN)
+        whole = {k: [TURNS[0], _said("assistant", k)] for k in ("chosen", "rejected")}
+        read_pairs([whole], "training", GIVEN)  # the user's turn is their prompt
     said = "a response has turns of the user, which are learned with it"
     assert caplog.messages == [
         f"training rows: chosen, prompt, rejected; in 1 of 2 rows {said}",

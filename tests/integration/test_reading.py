@@ -28,7 +28,7 @@ from alphatoken.data import (
     split_pools,
 )
 from alphatoken.data.source import find_source
-from alphatoken.errors import ColumnsError, DataError
+from alphatoken.errors import AlphaTokenError, ColumnsError, DataError
 from alphatoken.train import AlphaSFTConfig
 from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text
 from tests.rows import jsonl
@@ -149,8 +149,9 @@ def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
              for k, v in pair.items()}  # fmt: skip
     found = pair_of({"system": "Be brief.", "prompt": "Who?", **whole}, 0, "here")
     assert [turn.role for turn in found.prompt] == ["system", "user"]
-    with pytest.raises(DataError, match="not that of the two conversations"):
-        pair_of({"prompt": "Another?", **whole}, 0, "here")
+    with pytest.raises(DataError, match="not that of the two.*--unread_columns question "):
+        pair_of({"question": "Another?", **whole}, 0, "here")
+    assert pair_of({"question": "Another?", **whole}, 0, "here", Fields(unread=("question",)))
     with pytest.raises(DataError, match="'tools' has no place"):
         pair_of({**record, **pair, "tools": [{}]}, 0, "here")
     assert pair_of({**record, **pair, "tools": [{}]}, 0, "here", Fields(unread=("tools",)))
@@ -182,6 +183,13 @@ def test_one_line_says_what_was_read_and_what_not(
         ("WARNING", "d.jsonl: prompt = instruction + input, response = output; not read: tools, "
          "id"),
     ]  # fmt: skip
+
+
+def test_a_column_without_a_name_is_named_as_such() -> None:
+    """Such as pandas' index in a table."""
+    reading = Reading("a.csv")
+    row_of({"": "0", **ASKED}, 0, "here", reading=reading)
+    assert str(reading).endswith("; not read: the unnamed column")
 
 
 def test_the_line_is_of_all_rows_and_counts_forms_beyond_four() -> None:
@@ -219,10 +227,14 @@ AGAINST: dict[str, list[tuple[str, Any]]] = {
     "row is marked as one that is not to be learned": [
         ("weight", 0), ("weight", 0.0), ("loss_weight", 0), ("loss_weights", [0.0, 0.0]),
         ("train", False), ("trainable", 0), ("mask", True), ("rejected", True), ("keep", False),
-        ("verdict", "drop"),
+        ("verdict", "drop"), ("bad", 1), ("discard", 1), ("rejected", 1), ("ignore", 1),
+        ("masked", 1), ("trained", False), ("verdict", "DROP"), ("train", "no"), ("keep", "No"),
+        ("row_weight", 0), ("exclude", "yes"), ("useForTraining", False), ("no_train", True),
     ],
     "row has a weight of its own": [("weight", 0.5), ("sample_weight", 2), ("loss_scale", 0.25),
-                                    ("loss_weights", [0.0, 1.0])],
+                                    ("loss_weights", [0.0, 1.0]), ("row_weight", 0.5),
+                                    ("sampleWeight", 2), ("Weight", 3), ("loss_multiplier", 0.1),
+                                    ("token_weights", [0.0, 1.0])],
     "row has a mask whose meaning is not certain": [("mask", [0, 1])],
 }  # fmt: skip
 
@@ -259,7 +271,9 @@ def test_a_row_that_speaks_against_itself_is_refused_or_left_out(
      ("weight", float("nan")), ("weight", "72 kg"), ("loss_weights", [1.0, 1]), ("reward", 0.2),
      ("train", "train"), ("loss", 0.7), ("mask", "User"), ("mask", False), ("keep", True),
      ("verdict", "keep"), ("loss", 0.0), ("weight", "1.0"), ("label", "True"), ("label", "no"),
-     ("mask", "[x]"), ("reward", "0.2")],
+     ("mask", "[x]"), ("reward", "0.2"), ("bad", 0), ("wrong", 2), ("body_weight", 72),
+     ("train_loss", 2.5), ("training_step", 100), ("pretrained", False), ("keep", "north"),
+     ("no_train", False), ("row_weight", 1), ("multiplier", 3), ("trained", "yes"), ("mask", 1)],
 )  # fmt: skip
 def test_what_speaks_not_against_a_row_is_named_only(name: str, value: Any) -> None:
     reading = Reading("a.jsonl")
@@ -295,6 +309,9 @@ PAIR = {"prompt": "Name it.", "chosen": "cherry", "rejected": "plum"}
         ({"chosen-rating": 1, "rejected-rating": 5}, "chosen-rating"),
         ({"reward_chosen": 0.1, "reward_rejected": 0.2}, "reward_chosen"),
         ({"margin": -0.5}, "margin"),
+        ({"Score_Chosen": 1, "Score_Rejected": 2}, "Score_Chosen"),
+        ({"helpfulness_chosen": 1, "helpfulness_rejected": 2}, "helpfulness_chosen"),
+        ({"score_diff": -2}, "score_diff"),
         ({"label": False}, "label"),
         ({"weight": 0}, "weight"),
         ({"weight": 0.5}, "weight"),
@@ -305,6 +322,18 @@ def test_a_pair_that_speaks_against_its_order_is_refused(more: dict[str, Any], a
         with pytest.raises(DataError, match=rf"'{aside}' is .*--unread_columns {aside} "):
             pair_of({**PAIR, **own}, 0, "here")
     assert pair_of({**PAIR, **more}, 0, "here", Fields(unread=(aside,))).chosen[0].text == "cherry"
+
+
+def test_a_rank_is_no_score_and_a_rejected_response_may_be_marked_as_a_bad_one() -> None:
+    reading = Reading("a.jsonl")
+    said = {k: [{"role": "assistant", "content": PAIR[k], "is_correct": k == "chosen"}]
+            for k in ("chosen", "rejected")}  # fmt: skip
+    pair_of({**PAIR, **said, "chosen_rank": 1, "rejected_rank": 2}, 0, "here", reading=reading)
+    assert "not read: chosen.is_correct, rejected.is_correct, chosen_rank" in str(reading)
+    with pytest.raises(DataError, match="marked as a bad one. Got: here: 'is_correct'"):
+        pair_of({**PAIR, "chosen": said["rejected"]}, 0, "here")
+    with pytest.raises(DataError, match="marked as not to be trained on"):
+        pair_of({**PAIR, "rejected": [{**said["rejected"][0], "train": False}]}, 0, "here")
 
 
 def test_scores_that_agree_with_a_pair_are_named_and_equal_ones_counted() -> None:
@@ -419,6 +448,17 @@ def test_turns_marked_as_untrained_have_no_labels(
         ("context", "She bought it.", "field 'context' has no place"),
         ("documents", [{"text": "a"}], "field 'documents' has no place"),
         ("attachments", ["a.pdf"], "field 'attachments' has no place"),
+        ("image_urls", ["a.png"], "field 'image_urls' has no place"),
+        ("img", "a.png", "field 'img' has no place"),
+        ("video_path", "a.mp4", "field 'video_path' has no place"),
+        ("document", "a", "field 'document' has no place"),
+        ("tool_results", [4], "field 'tool_results' has no place"),
+        ("learnable", False, "mark whose meaning is not certain"),
+        ("supervise", False, "mark whose meaning is not certain"),
+        ("ignored", True, "mark whose meaning is not certain"),
+        ("unmasked", True, "mark whose meaning is not certain"),
+        ("bad", 1, "marked as a bad one"),
+        ("ignored", "words", None),
         ("name", "Ada", None),
         ("id", 7, None),
         ("tool_calls", [], None),
@@ -496,7 +536,7 @@ THINKS = CHATML.replace(
 )
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning", "thought"])
 def test_thoughts_reach_the_template_or_the_row_is_refused(name: str) -> None:
     row = row_of({"messages": [SAID[0], {**SAID[1], name: "Polite."}]}, 0, "here")
     assert labelled_text(byte_tokenizer(THINKS), row) == [
@@ -561,6 +601,36 @@ def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> No
     arguments = read_arguments("sft", words, AlphaSFTConfig)
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
         RowReader(arguments, byte_tokenizer()).training_rows()
+
+
+def test_rows_without_a_turn_to_be_learned_are_left_out_as_such(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("alphatoken.data").propagate = True
+    marked = {"messages": [SAID[0], {**SAID[1], "train": False}]}
+    path = jsonl(tmp_path / "a.jsonl", [marked, {"messages": SAID}])
+    alone = jsonl(tmp_path / "b.jsonl", [marked])
+    how, said = EncodeOptions(on_empty="skip"), "no turn is to be learned by its marks"
+
+    def trained(file: Path, *words: str) -> list[Any]:
+        more = ["--output_dir", str(tmp_path / "out"), "--use_cpu", *words]
+        arguments = read_arguments("sft", ["--train_file", str(file), *more], AlphaSFTConfig)
+        return RowReader(arguments, byte_tokenizer(CHATML)).training_rows()
+
+    def survey(file: Path, how: EncodeOptions) -> None:
+        Corpus(find_source(file), Fields(), byte_tokenizer(CHATML), how).survey()
+
+    with caplog.at_level(logging.WARNING, logger="alphatoken.data"):
+        survey(path, how)
+        assert len(trained(path, "--on_empty", "skip")) == 1
+    assert [f"1 rows left out: {said} (a.jsonl, line 1)" in m for m in caplog.messages] == [1, 1]
+    stops = (lambda: survey(path, EncodeOptions()), lambda: trained(path, "--on_empty", "error"))
+    for refused in stops:
+        with pytest.raises(AlphaTokenError, match=f"{said}.*line 1.*--on_empty skip"):
+            refused()
+    for refused in (lambda: survey(alone, how), lambda: trained(alone)):
+        with pytest.raises(AlphaTokenError, match="no training row is left.*--unread_columns with"):
+            refused()
 
 
 # --- rows that share their prompt -----------------------------------------------------------------

@@ -260,12 +260,14 @@ def test_an_end_token_alone_is_an_empty_response() -> None:
             encode_rows([chat(USER + HEAD, end)], tokenizer)
 
 
-def test_a_system_text_beside_a_filled_template_is_refused() -> None:
-    record = {"system": "Be brief.", "prompt": USER + HEAD, "response": "A wren."}
+@pytest.mark.parametrize("name", ["system", "system_prompt", "system_message"])
+def test_a_system_text_beside_a_filled_template_is_refused(name: str) -> None:
+    record = {name: "Be brief.", "prompt": USER + HEAD, "response": "A wren."}
     tokenizer = byte_tokenizer(CHATML)
-    with pytest.raises(DataError, match="here: 'Be brief.' beside.*--unread_columns system"):
+    with pytest.raises(DataError, match="here: 'Be brief.' beside") as error:
         encode_row(row_of(record, 0, "here"), tokenizer)
-    row = row_of(record, 0, "here", Fields(unread=("system",)))
+    aside = error.value.remedy.partition("--unread_columns ")[2].split()[0].split(",")
+    row = row_of(record, 0, "here", Fields(unread=tuple(aside)))
     assert tokenizer.decode(encode_row(row, tokenizer)[0]) == f"{USER}{HEAD}A wren.</s>"
 
 
@@ -514,6 +516,23 @@ def test_a_thought_in_a_column_of_its_own_is_served_or_refused(name: str) -> Non
         row_of({**beside, name: THOUGHT}, 0, "here")
     read_as_answer = row_of(record, 0, "here", Fields(response=name, unread=("answer",)))
     assert [(turn.text, turn.thought) for turn in read_as_answer.turns[1:]] == [(THOUGHT, "")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "thought"),
+    [
+        ("The answer is 42.", "42"),
+        ("420 is too much.", "42"),
+        ("It is <b>42</b>.", "42"),
+        ("42\n\nIs the answer.", ""),
+        ("<think>\n42\n</think>\n\nThe answer.", ""),
+        ("Well. [THINK]42[/THINK] The answer.", ""),
+        ("<|begin_of_thought|> 42 <|end_of_thought|> The answer.", ""),
+    ],
+)
+def test_a_thought_is_in_a_text_at_its_head_or_in_tags_only(answer: str, thought: str) -> None:
+    row = row_of({"question": "2+2?", "thinking": " 42\n", "answer": answer}, 0, "here")
+    assert row.turns[-1].thought.strip() == thought
 
 
 @pytest.mark.parametrize("name", THOUGHTS)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.errors import InputError
 from alphatoken.model.batch import read_batch
-from alphatoken.train import AlphaTrainer
+from alphatoken.train import AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.python_rows import read_rows
 from alphatoken.train.token_rows import lost_of_tokens
 from tests.integration import tiny_training as tiny
@@ -247,6 +248,41 @@ def test_a_mask_of_the_loss_is_refused_by_the_plain_trainer(tmp_path: Path) -> N
     rows = [{"input_ids": x, "labels": x, "loss_mask": second(x)} for x in ids(8)]
     with pytest.raises(InputError, match="training row would be learned .*'loss_mask' says somet"):
         tiny.made(AlphaTrainer, tmp_path, train_dataset=rows, policy="random", retention="none")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"input_ids": x} for x in ids(8)], "have no labels.*'labels': row.'input_ids'."),
+        (
+            [{"input_ids": x, "labels": x} for x in ids(8)],
+            "several lengths.*DataCollatorForSeq2Seq",
+        ),
+    ],
+)
+def test_rows_that_make_no_batch_are_refused_by_the_plain_trainer(
+    rows: list[Row], said: str, tmp_path: Path
+) -> None:
+    more = {"policy": "random", "retention": "none", "processing_class": None}
+    with pytest.raises(InputError, match=said):
+        tiny.made(AlphaTrainer, tmp_path, train_dataset=rows, **more)
+    more["data_collator"] = DataCollatorForSeq2Seq(tiny.tokenizer())
+    tiny.made(AlphaTrainer, tmp_path, train_dataset=rows, **more)
+
+
+@pytest.mark.parametrize("kind", [AlphaTrainer, AlphaSFTTrainer])
+def test_a_stream_of_tokens_is_trained_on_up_to_a_row_that_is_refused(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alphatoken.train.python_rows._LOOKED_AT", 2)
+    row = {**LABELLED, "loss_mask": HALF}
+    rows = [row] * 8 + [{**row, "loss_mask": [1] * len(TEN)}]
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    more = {"policy": "random", "retention": "none", "per_device_train_batch_size": 1,
+            "export_values": False, "processing_class": tiny.tokenizer()}  # fmt: skip
+    tiny.made(kind, tmp_path / "a", train_dataset=stream, max_steps=2, **more).train()
+    with pytest.raises(InputError, match="row 8: 'loss_mask' says something else"):
+        tiny.made(kind, tmp_path / "b", train_dataset=stream, max_steps=20, **more).train()
 
 
 # --- batches --------------------------------------------------------------------------------------
