@@ -431,6 +431,12 @@ def _other_optimizers() -> bool:
     return isinstance(made._rectify, bool) and isinstance(made._weight_decouple, bool)
 
 
+def _hooks_of_gradients() -> bool:
+    weight = nn.Parameter(torch.ones(1))
+    weight.register_post_accumulate_grad_hook(print)
+    return list(weight._post_accumulate_grad_hooks.values()) == [print]
+
+
 def _delta_nets() -> bool:
     from alphatoken.model.delta_dispatch import is_delta_net
 
@@ -454,6 +460,9 @@ OTHERS: dict[str, tuple[str, Check]] = {
     "torch: Optimizer._optimizer_step_pre_hooks, ._optimizer_step_post_hooks, "
     "_global_optimizer_pre_hooks, _global_optimizer_post_hooks": (
         "direction/optimizers.py", _hooks_of_steps,
+    ),
+    "torch: Tensor._post_accumulate_grad_hooks": (
+        "direction/optimizers.py", _hooks_of_gradients,
     ),
     "torch: Module._buffers": (
         "model/modes.py", lambda: "running_mean" in nn.BatchNorm1d(1)._buffers

@@ -402,6 +402,7 @@ def test_more_keys_than_queries_have_no_self_only_backward(
     """A cache that the model holds by itself: no argument shows it, the attention call does."""
     model = model_of()
     scorer = scorer_for(model, "direct")
+    scorer.pin("as it is")  # or the proofs would run anew, since a forward is replaced
     scorer.score(BATCH)
     with torch.no_grad():
         cache = model(BATCH["input_ids"][:, :3], use_cache=True)[CACHE]
@@ -412,7 +413,6 @@ def test_more_keys_than_queries_have_no_self_only_backward(
         lambda *args, **more: inner(*args, **more | {CACHE: cache}),
     )
     rest, labels = BATCH["input_ids"][:, 3:], BATCH["labels"][:, 3:]
-    scorer.pin("as it is")  # or the proofs would run anew, since a forward was replaced
     with scorer.observe() as observed:
         logits = model(rest, use_cache=True).logits
         with pytest.raises(UnsupportedError, match="more keys than queries"):

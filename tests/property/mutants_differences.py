@@ -262,6 +262,45 @@ MUTANTS = (
         JUMPS,
     ),
     mutant(
+        "looks-put-off-for-good",
+        "a look that falls due on a batch without values is never made up",
+        ("estimate.differences.Step.is_due", "self.left <= 0", "self.left == 0"),
+        claim(moved.test_a_batch_without_values_puts_no_look_off, examples=1),
+    ),
+    mutant(
+        "smaller-values-not-looked-at",
+        "a batch with far smaller values has the truncation of the others",
+        ("estimate.differences.Step.is_due", "not least / _UNLIKE <= size <=", "not size <="),
+        claim(moved.test_a_batch_of_another_size_is_looked_at, examples=1),
+    ),
+    mutant(
+        "truncation-of-larger-values-kept",
+        "larger values that were not looked at are cut off by no more",
+        ("estimate.differences.Step.error", "* (max(1.0, size / most) if most else 1.0)", "* 1.0"),
+        claim(moved.test_a_truncation_grows_with_values_that_were_not_looked_at,
+              examples=1),
+    ),
+    mutant(
+        "jumps-beside-the-batch-alone",
+        "a large token's curvature counts beside the values of the batch",
+        (
+            "estimate.differences._Quotients.jumps",
+            "torch.maximum(values.abs(), values.new_tensor(self.size(length)))",
+            "values.new_tensor(self.size(length))",
+        ),
+        claim(moved.test_curvature_of_one_large_token_is_no_jump, examples=1),
+    ),
+    mutant(
+        "one-side-checked",
+        "only the losses ahead are looked at for infinity",
+        (
+            "estimate.differences.Differences._taken",
+            "in quotients.sides(step.length):",
+            "in quotients.sides(step.length)[:1]:",
+        ),
+        claim(moved.test_an_infinite_loss_on_either_side_is_named, -1, examples=1),
+    ),
+    mutant(
         "error-of-the-first-side-alone",
         "the stated error is that of the adaptation side",
         ("scoring.valuing.Valuer.values", "max(taken, key=lambda one: one.error)", "taken[0]"),

@@ -488,20 +488,21 @@ def test_full_without_an_optimizer() -> None:
         Scorer(CASE.model(), CASE.validation, None, ScorerConfig(preconditioner="full"))
 
 
-def test_the_proofs_add_forwards_of_a_few_rows_once() -> None:
+def test_the_proofs_add_forwards_of_a_few_rows_at_the_first_two_directions() -> None:
     model = CASE.model()
     calls: list[tuple[int, ...]] = []
     model.register_forward_hook(lambda _m, _a, output: calls.append(tuple(output.shape[:2])))
     long = make_batch(("p" * 60 + "r" * 30,) * 4, vocabulary=11, seed=1)
     scorer = Scorer(model, [long, CASE.batch], None, ScorerConfig("alphatoken", layers=2))
-    for _ in range(2):
+    for _ in range(3):
         scorer.refresh()
         quiet_score(scorer, CASE.batch)
-    whole = [(4, 90), (2, 6), (2, 6)]  # both validation batches, and the one that is valued
     # Causality by each kind of arguments, that of the padded batch first, whose padding on the left
-    # is looked at; and then coverage.
-    padding = [(1, 6), (1, 4)]
-    assert calls == [(2, 6), *padding, (ROWS, LENGTH), (ROWS, LENGTH), *whole, *whole]
+    # is looked at; and then coverage. A batch's own kind is looked at before M is built.
+    kind, padding, few = (2, 6), [(1, 6), (1, 4)], [(ROWS, LENGTH), (ROWS, LENGTH)]
+    built, valued = [(4, 90), (2, 6)], (2, 6)
+    first, second = [kind, *padding, *few, *built, valued], [*built, *few, valued]
+    assert calls == [*first, *second, kind, *built, valued]
     assert scorer.coverage.relative_error is not None
 
 
