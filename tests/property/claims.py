@@ -149,6 +149,11 @@ test_the_stated_error_is_that_of_the_worse_side | | (errors that were stated) | 
 test_values_of_a_mixture_are_derivatives | | label_values | exact
 test_differences_of_a_mixture_are_looked_at_token_by_token | | label_values | approximate
 test_one_small_jump_among_many_tokens_is_seen | | (a jump that was put there) | exact
+test_curvature_of_one_large_token_is_no_jump | | (quotients by hand) | exact
+test_a_batch_without_values_puts_no_look_off | | (ages that were stated) | exact
+test_a_batch_of_another_size_is_looked_at | | (ages that were stated) | exact
+test_a_truncation_grows_with_values_that_were_not_looked_at | | (errors by hand) | exact
+test_an_infinite_loss_on_either_side_is_named | | (a loss that was put there) | exact
 test_auto_takes_forward_mode_through_a_mixture_of_experts | | (which way is taken) | exact
 test_in_float32_the_stated_error_bounds_the_true_one | | (forward mode in float64) | approximate
 test_more_curved_rows_are_seen_in_the_stated_error | | (forward mode) | approximate
@@ -343,6 +348,9 @@ test_a_trap_is_refused | | (traps) | exact
 test_three_times_the_stated_error_is_allowed_and_no_more | | (derivatives that are off by so much) | exact
 test_errors_of_two_signs_are_seen | | (derivatives that are off by so much) | exact
 test_a_detached_branch_is_refused_whatever_its_numbers | | (a branch without gradients) | exact
+test_differences_are_proved_where_m_begins_as_zero | | label_values | exact
+test_a_branch_behind_a_gate_that_opens_is_refused | | (a branch without gradients) | exact
+test_a_sum_that_cancels_is_measured_by_the_others | | (forward mode) | exact
 test_probabilities_near_one_are_rounded_and_no_fault | | (forward mode in float64) | approximate
 test_a_backward_of_its_own_is_refused | | (hooks, clipped errors, a branch without gradients) | exact
 test_a_backward_that_is_followed | | label_values, validation_gradient | exact

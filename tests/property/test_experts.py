@@ -26,6 +26,7 @@ from alphatoken.model.experts import routed_experts
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
 from alphatoken.oracle.experts import expert_influence
+from tests.places import tiered
 from tests.property.architectures import BY_NAME, MIXTURES, SHARED, VOCABULARY, plain_forward
 from tests.property.profiles import budget
 from tests.property.setups import at_tokens, random_drift
@@ -235,7 +236,7 @@ IDLE = MixtureCase("mixtral", ("pprr",), ("prr",), experts=8, chosen=1, seed=6)
 # --- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", tiered(ESTIMATORS, ("direct", "label")))
 @given(case=mixture_cases())
 @example(case=ALL)
 @example(case=ONE)
