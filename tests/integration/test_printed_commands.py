@@ -181,9 +181,12 @@ def to_run() -> list[Any]:
         elsewhere = one.place in ELSEWHERE or one.words[0] == "make"
         if one.whole and not elsewhere and not one.text.startswith(tuple(NOT_RUN)):
             lines.setdefault(one.text.partition(" # ")[0], one.place)
+    late = [text for text in lines if "less" in text]  # as long as a third of the others together
+    for long in ("alphatoken diagnose all", "alphatoken-lab compare"):
+        late += [text for text in lines if text.startswith(long)][1:]
     return [
-        pytest.param(text, id=f"{place}: {text[:60]}", marks=nightly if "less" in text else ())
-        for text, place in lines.items()  # LESS alone takes as long as a third of the others
+        pytest.param(text, id=f"{place}: {text[:60]}", marks=nightly if text in late else ())
+        for text, place in lines.items()
     ]
 
 
