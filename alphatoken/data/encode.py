@@ -26,7 +26,7 @@ from alphatoken.data.markers import (
     is_filled,
     verbatim_note,
 )
-from alphatoken.data.plain import PLAIN_FORMAT, bare_ids, open_text, text_pieces, whole_text
+from alphatoken.data.plain import IGNORE, PLAIN_FORMAT, bare_ids, open_text, text_pieces, whole_text
 from alphatoken.data.reading import short
 from alphatoken.data.rows import KEEP_MARKS, THOUGHTS, UNLEARNED, Row, Turn
 from alphatoken.data.template import Encoded, encode_chat, render
@@ -44,7 +44,6 @@ __all__ = [
     "prompt_noted",
 ]
 
-IGNORE = -100
 _log = logging.getLogger("alphatoken.data")
 
 _SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate and merge)"

@@ -11,11 +11,10 @@ from typing import Any
 
 from alphatoken.data.markers import bare
 from alphatoken.data.pieces import decode
-from alphatoken.data.plain import bare_ids
+from alphatoken.data.plain import IGNORE, bare_ids
 
 __all__ = ["LEFT_OUT", "lost_text"]
 
-IGNORE = -100
 LEFT_OUT = "text of turns that are not learned is left out"
 _LEAD = 64
 """Tokens before what is learned in which a response may begin, where the template opens it."""

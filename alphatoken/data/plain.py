@@ -8,9 +8,18 @@ from typing import Any
 
 from alphatoken.data.rows import Turn
 
-__all__ = ["PLAIN_FORMAT", "bare_ids", "common_length", "open_text", "text_pieces", "whole_text"]
+__all__ = [
+    "IGNORE",
+    "PLAIN_FORMAT",
+    "bare_ids",
+    "common_length",
+    "open_text",
+    "text_pieces",
+    "whole_text",
+]
 
 IGNORE = -100
+"""Label of a token that is not learned; here too, since texts are read without torch."""
 
 PLAIN_FORMAT = (
     "the tokenizer's start token (if it uses one); then, turn by turn, the text of a turn that is "

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from alphatoken.data.markers import find_markers, in_tags
-from alphatoken.data.plain import common_length
+from alphatoken.data.plain import IGNORE, common_length
 from alphatoken.data.rows import THOUGHTS, Row, Turn
 from alphatoken.errors import DataError
 
 __all__ = ["Encoded", "encode_chat", "messages_of", "render"]
 
-IGNORE = -100
 _OTHERWISE = (
     "the template opens an answer otherwise than it writes one: learned from where the two part"
 )

@@ -201,6 +201,12 @@ def _written(function: Any) -> tuple[str, str]:
         function = function.__wrapped__
 
 
+_WITHOUT_HOOK = (
+    "remove() of the hook's handle, and do its work beside the step (what scales gradients belongs "
+    "into step_weights); preconditioner=None; or a mapping of your own"
+)
+
+
 def _require_own_step(optimizer: Any) -> None:
     """Raise unless the optimizer steps as the class of its rule does, and nothing is beside it."""
     cls = class_of(optimizer)
@@ -230,8 +236,7 @@ def _require_own_step(optimizer: Any) -> None:
             f"a hook runs with the steps of the optimizer ({type(optimizer).__qualname__})",
             got=", ".join(hooks),
             why="it may change gradients or weights, and P would be the derivative of another step",
-            remedy="remove() of the hook's handle, and do its work beside the step (what scales "
-            "gradients belongs into step_weights); preconditioner=None; or a mapping of your own",
+            remedy=_WITHOUT_HOOK,
         )
 
 
@@ -249,8 +254,7 @@ def _require_gradient_as_it_is(name: str, parameter: Tensor) -> None:
             "a hook runs on the accumulated gradient of a scored parameter",
             got=f"{name}: {', '.join(foreign)}",
             why="it may change the gradient, and P would be the derivative of another step",
-            remedy="remove() of the hook's handle, and do its work beside the step (what scales "
-            "gradients belongs into step_weights); preconditioner=None; or a mapping of your own",
+            remedy=_WITHOUT_HOOK,
         )
 
 

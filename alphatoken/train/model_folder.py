@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from alphatoken.data.file_kinds import LFS
 from alphatoken.errors import AlphaTokenWarning, ModelError, UnsupportedError, warn_caller
 
 __all__ = [
@@ -29,7 +30,6 @@ _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _TOKENIZER = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model",
               "vocab.json", "vocab.txt", "sentencepiece.bpe.model")  # fmt: skip
 _OTHER_TASKS = r"For(.*Classification|MaskedLM|QuestionAnswering|MultipleChoice)$"
-_LFS = b"version https://git-lfs"
 _AGAIN = "`git lfs pull` in the folder, or download the file itself"
 _QUANTISED = {"gptq": ".qweight", "awq": ".qweight", "fp8": "F8_", "fbgemm_fp8": "F8_"}
 """Ending of a name, or beginning of a dtype, by which weights are seen to be of a quantisation."""
@@ -353,7 +353,7 @@ def _without_weights(folder: Path, names: Sequence[str]) -> ModelError:
 
 def _refuse_pointer(path: Path) -> None:
     with path.open("rb") as file:
-        if file.read(len(_LFS)) == _LFS:
+        if file.read(len(LFS)) == LFS:
             raise ModelError(
                 f"{path.name} is a pointer of Git LFS, in place of the file itself",
                 got=str(path),

@@ -16,6 +16,7 @@ from alphatoken.data.learned import LEFT_OUT
 from alphatoken.data.markers import bare, control_notes, is_filled, verbatim_note
 from alphatoken.data.reading import short
 from alphatoken.data.rows import ROLES, THOUGHTS
+from alphatoken.train.row_forms import are_messages
 
 __all__ = [
     "notes_of_texts",
@@ -106,7 +107,7 @@ def _conversations(
     before = row.get("prompt")
     for column in _CHATS:
         chat = row.get(column)
-        if isinstance(chat, list) and all(isinstance(one, Mapping) for one in chat):
+        if are_messages(chat):
             head = before if isinstance(before, list) and column in _RESPONSES else []
             yield column, head, chat
 

@@ -23,6 +23,7 @@ from tests import page_numbers
 from tests.both_programs import main
 from tests.page_numbers import MARK, PAGES, differences, filled, value_of, written
 from tests.places import nightly
+from tests.printed_commands import prose
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -139,15 +140,6 @@ def test_each_class_has_its_messages_with_reason_and_remedy() -> None:
 
 BY_EACH_BUILD = {"claims", "files", "kill-matrix", "log", "options"}
 """Pages that nobody finds in the repository."""
-
-
-def prose(path: Path) -> str:
-    """A page's text; of a notebook that of its cells in Markdown."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".ipynb":
-        return text
-    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
-    return "\n\n".join("".join(cell["source"]) for cell in cells)
 
 
 LINKING = [
