@@ -41,7 +41,6 @@ from alphatoken.train.loading import (
 from alphatoken.train.python_texts import (
     notes_of_texts,
     template_of,
-    turns_left_out,
     unwritten_column,
     unwritten_text,
 )
@@ -240,7 +239,8 @@ class _RowCheck:
         lost = _unwritten(texts, self.tokenizer, reading)
         if lost := lost or unwritten_column(row, self.tokenizer, self.template):
             raise other_meaning(lost, row, name, number)
-        if lost := unwritten_text(row, self.tokenizer, self.template):
+        lost, left_out = unwritten_text(row, self.tokenizer, self.template)
+        if lost:
             raise InputError(
                 f"the text of a {name} response would be lost",
                 got=f"row {number}: {lost}",
@@ -253,7 +253,7 @@ class _RowCheck:
             _require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
         if has_several_turns(texts):
             rest.notes.append(WHOLE)
-        rest.notes += turns_left_out(row, self.tokenizer, self.template)
+        rest.notes += left_out
         reading.notes.update({*rest.notes, *notes_of_texts(row, read, self.tokenizer)})
         reading.forms[", ".join(sorted(read))] += 1
         return changes

@@ -21,7 +21,6 @@ from alphatoken.train.row_forms import are_messages
 __all__ = [
     "notes_of_texts",
     "template_of",
-    "turns_left_out",
     "unwritten_column",
     "unwritten_text",
 ]
@@ -42,37 +41,34 @@ def template_of(args: Any, tokenizer: Any) -> str | None:
     return None
 
 
-def unwritten_text(row: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> str:
-    """Text or thought of a response that the chat template does not write, or "".
+def unwritten_text(
+    row: Mapping[str, Any], tokenizer: Any, template: str | None = None
+) -> tuple[str, set[str]]:
+    """What the chat template does not write of a row's conversations.
 
     Args:
         row: in one of TRL's forms.
         tokenizer: with the chat template.
         template: another one that TRL writes with.
+
+    Returns:
+        Text or thought of a response that is lost, or ""; and a note where something beside the
+        responses is left out, as a command's.
     """
+    notes = set[str]()
     for column, head, chat in _conversations(row):
-        parts = [part for one in chat if _is_answer(one) for part in _parts(one) if part.strip()]
-        text = _written([*head, *chat], row, tokenizer, template) if parts else None
-        if text is not None:
-            packed = bare(text)
-            lost = next((part for part in parts if bare(part) not in packed), None)
-            if lost is not None:
-                return f"{short(lost, 60)!r} of {column!r} is not in {short(text, 120)!r}"
-    return ""
-
-
-def turns_left_out(row: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> set[str]:
-    """A note where the chat template leaves out what is said beside the responses, as a command's.
-
-    Arguments are those of :func:`unwritten_text`.
-    """
-    for _, head, chat in _conversations(row):
+        text = _written([*head, *chat], row, tokenizer, template)
+        if text is None:
+            continue
+        packed = bare(text)
+        answers = [one for one in chat if _is_answer(one)]
+        for part in (part for one in answers for part in _parts(one) if part.strip()):
+            if bare(part) not in packed:
+                return f"{short(part, 60)!r} of {column!r} is not in {short(text, 120)!r}", notes
         others = [*head, *(one for one in chat if not _is_answer(one))]
-        text = _written([*head, *chat], row, tokenizer, template) if others else None
-        packed = bare(text or "")
-        if text is not None and any(bare(p) not in packed for one in others for p in _parts(one)):
-            return {LEFT_OUT}
-    return set()
+        if any(bare(part) not in packed for one in others for part in _parts(one)):
+            notes.add(LEFT_OUT)
+    return "", notes
 
 
 def unwritten_column(row: Mapping[str, Any], tokenizer: Any, template: str | None = None) -> str:
