@@ -357,9 +357,11 @@ def _require_mask(mask: Any, role: str) -> None:
 
 def _require_no_other_labels(batch: Mapping[str, Any], role: str, model: Any) -> None:
     """Refuse a mask or weights of the loss that say something else than the labels."""
+    names = {name for name in batch if weighs_tokens(name)}
+    if names and model is not None:  # what a forward reads by such a name is its own
+        names -= inspect.signature(model.forward).parameters.keys()
     labels = batch["labels"]
-    read = () if model is None else inspect.signature(model.forward).parameters
-    for name in filter(weighs_tokens, sorted(batch.keys() - set(read))):
+    for name in sorted(names):
         own = batch[name]
         if not isinstance(own, Tensor):
             continue

@@ -44,7 +44,7 @@ def template_of(args: Any, tokenizer: Any) -> str | None:
 def unwritten_text(
     row: Mapping[str, Any], tokenizer: Any, template: str | None = None
 ) -> tuple[str, set[str]]:
-    """What the chat template does not write of a row's conversations.
+    """Find text of a row that the chat template does not write.
 
     Args:
         row: in one of TRL's forms.
