@@ -178,7 +178,7 @@ def certify(
     """
     if tokens < 1:
         raise InputError("tokens must be at least 1", got=repr(tokens))
-    if not scorer.given.whole:
+    if not scorer.arguments.one_process:
         raise UnsupportedError(
             "a certificate needs whole weights and gradients in one process",
             got="a scorer with sharding=... or reduce=...",
@@ -195,7 +195,7 @@ def certify(
         )
     start = time.monotonic()
     weights = {"token_weights": token_weights, "step_weights": step_weights}
-    found, given = _ways(scorer, batch, weights), scorer.given
+    found, given = _ways(scorer, batch, weights), scorer.arguments
     if fisher_file is not None:
         given = replace(given, retention=read_drift(fisher_file))
     oracle = Oracle(given, batch, **weights)
@@ -217,7 +217,7 @@ def certify(
             inside = values_by_parameter(scorer, batch, **weights)
             checks = [one if one.passed else _named(one, inside, expected) for one in checks]
     return Certificate(
-        estimator=scorer.given.config.estimator,
+        estimator=scorer.arguments.config.estimator,
         checks=tuple(checks),
         tokens=count,
         compared=int(expected.seen.sum()),

@@ -22,7 +22,7 @@ from alphatoken.oracle import composite, evaluate, readouts, scope
 from alphatoken.support.progress import Tracker
 
 if TYPE_CHECKING:
-    from alphatoken.scorer import HandedOver
+    from alphatoken.direction.inputs import ScorerArguments
 
 __all__ = ["SIDES", "Entry", "Expected", "Oracle"]
 
@@ -129,7 +129,7 @@ class Oracle:
         step_weights: (b, t) derivative of the step's loss by each token loss, or None.
     """
 
-    given: HandedOver
+    given: ScorerArguments
     batch: Mapping[str, Any]
     token_weights: Tensor | None
     step_weights: Tensor | None

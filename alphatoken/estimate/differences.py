@@ -35,7 +35,7 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["CURVATURE", "FORMS", "TOLERANCE", "Differences", "Quotient", "drowned"]
+__all__ = ["CURVATURE", "FORMS", "TOLERANCE", "Differences", "DirectionalDerivative", "drowned"]
 
 FORMS = ("central", "one_sided")
 
@@ -153,26 +153,28 @@ _UNLIKE = 3.0
 
 
 @dataclass(frozen=True)
-class Quotient:
-    """Differences of one batch.
+class DirectionalDerivative:
+    """Derivatives of the token losses of one batch along one side of M.
 
     Attributes:
         values: (b, t), 0 off the response.
-        error: estimated, relative to the norm of the values.
-        age: batches since the truncation in it was measured; 0: on this one.
+        way: "forward_mode", "central" or "one_sided" (or "curvature", of second derivatives).
+        error: estimated, relative to the norm of ``values``; 0 where it is rounding alone.
+        age: batches since the truncation in ``error`` was measured; 0: on this one.
         doubt: why they are not exact enough; None if they are.
         negligible: the error is small beside the values of other batches, as of rows that M hardly
             reaches.
     """
 
     values: Float[Tensor, "b t"]
-    error: float
+    way: str
+    error: float = 0.0
     age: int = 0
     doubt: UnsupportedError | None = None
     negligible: bool = False
 
-    def require_exact(self) -> Quotient:
-        """Return these differences, where they are exact enough.
+    def require_exact(self) -> DirectionalDerivative:
+        """Return these derivatives, where they are exact enough.
 
         Raises:
             UnsupportedError: they are not exact enough.
@@ -206,7 +208,7 @@ class Differences:
         side: int = 0,
         shown: Callable[[], LabelledBatch | None] | None = None,
         see: Callable[[Tensor], None] | None = None,
-    ) -> Quotient:
+    ) -> DirectionalDerivative:
         """``<grad l_k, M>`` for every response token k, and the estimated relative error.
 
         Args:
@@ -239,7 +241,8 @@ class Differences:
         """
         shift = Shift(self._adapter.model, direction, self._sharding)
         norm = self._length(shift, direction)
-        nothing = Quotient(torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0)
+        zeros = torch.zeros(batch.labels.shape, device=batch.labels.device)
+        nothing = DirectionalDerivative(zeros, form)
         if norm == 0.0:  # M = 0, as V is before the first step: every value is 0
             return nothing
         if not math.isfinite(norm):
@@ -251,7 +254,9 @@ class Differences:
                 return nothing
             if step.relative > _tolerance(form):
                 raise _inexact(form, step.relative, "model")
-            return self._taken(self._quotients(batch, shift, form, base), step, batch, side, see)
+            return self._derivative(
+                self._quotients(batch, shift, form, base), step, batch, side, see
+            )
 
     def _step_for(
         self,
@@ -273,14 +278,14 @@ class Differences:
             batch, shift, form, weights, norm
         )
 
-    def _taken(
+    def _derivative(
         self,
         quotients: _Quotients,
         step: Step,
         batch: LabelledBatch,
         side: int,
         see: Callable[[Tensor], None] | None,
-    ) -> Quotient:
+    ) -> DirectionalDerivative:
         """Values at a step, their stated error, and the step's record for the next batch."""
         form = quotients.form
         values = quotients.values(step.length)
@@ -293,25 +298,26 @@ class Differences:
             step = step.looked(size, truncation)
         self._steps[form, side] = replace(step, left=step.left - 1, age=step.age + 1)
         error = step.error(size, truncation)
-        taken = Quotient(values.masked_fill(~batch.mask, 0.0), error, step.age)
+        own = values.masked_fill(~batch.mask, 0.0)
+        derivative = DirectionalDerivative(own, form, error, step.age)
         jumps = self._chooses and quotients.jumps(step.length)
         if error > _tolerance(form) or jumps:
             small = not jumps and error * size <= _tolerance(form) * step.sizes[1]
             doubt = _inexact(form, error, "batch")
-            return replace(taken, doubt=doubt, negligible=small)
+            return replace(derivative, doubt=doubt, negligible=small)
         here = quotients.here(step.length)
         if see is not None and here is not None:
             see(here)
-        return taken
+        return derivative
 
     def _length(self, shift: Shift, direction: Mapping[str, Tensor]) -> float:
         """Norm of M, which is read once and not for each batch."""
         first = next(iter(direction.values()))
         stamp = [(name, id(m), m._version) for name, m in direction.items()]
-        known = self._lengths.get(first)
-        if known is None or known[0] != stamp:
-            known = self._lengths[first] = stamp, shift.length()
-        return float(known[1])
+        cached = self._lengths.get(first)
+        if cached is None or cached[0] != stamp:
+            cached = self._lengths[first] = stamp, shift.length()
+        return float(cached[1])
 
     def _find(
         self, rows: LabelledBatch, shift: Shift, form: str, weights: float, norm: float
@@ -359,14 +365,14 @@ class _Quotients:
         self._losses, self._mask, self.form, self._summed = losses, mask, form, summed
         self._power = 2 if form == CURVATURE else 1  # of h, which roundings are divided by
         self._based = base is not None
-        self._known: dict[float, Tensor] = {} if base is None else {0.0: base.detach()}
+        self._cached: dict[float, Tensor] = {} if base is None else {0.0: base.detach()}
         self._rounding = 0.0  # of a loss, where it was measured
 
     def at(self, step: float) -> Tensor:
         """Losses (b, t) at a step."""
-        if step not in self._known:
-            self._known[step] = self._losses(step)
-        return self._known[step]
+        if step not in self._cached:
+            self._cached[step] = self._losses(step)
+        return self._cached[step]
 
     def sides(self, length: float) -> tuple[Tensor, Tensor]:
         """Losses (b, t) whose difference is taken: ahead, or where the weights are; and behind."""
@@ -383,7 +389,7 @@ class _Quotients:
             return (ahead + behind) / 2
         if not self._based:
             return self.at(0.0)
-        farther = self._known.get(-2 * length)
+        farther = self._cached.get(-2 * length)
         return None if farther is None else 2 * self.at(-length) - farther
 
     def values(self, length: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from alphatoken.support.finite import refuse_first
 from alphatoken.values import TokenValues
 
 __all__ = [
+    "DirectCausal",
     "assign_columns",
     "combine",
     "finite",
@@ -24,15 +25,27 @@ __all__ = [
 ]
 
 
-def undivided(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values by token as (direct, causal, unassigned), without a split or a foreign column."""
-    return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
+class DirectCausal(NamedTuple):
+    """Values along one side of M by token.
+
+    Attributes:
+        direct: (b, t) direct part; the whole value of an estimator that has no split.
+        causal: (b, t) causal part.
+        unassigned: (b,) sum of what belongs to no response token, both parts.
+    """
+
+    direct: Tensor
+    causal: Tensor
+    unassigned: Tensor
 
 
-def assign_columns(
-    columns: Columns, mask: Tensor, causal_position: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns by position to values by token: (direct, causal, unassigned).
+def undivided(values: Tensor) -> DirectCausal:
+    """Values (b, t) of an estimator that has neither a split nor columns of prompt positions."""
+    return DirectCausal(values, torch.zeros_like(values), torch.zeros_like(values[:, 0]))
+
+
+def assign_columns(columns: Columns, mask: Tensor, causal_position: str) -> DirectCausal:
+    """Columns by position to values by token.
 
     The direct column of token i is position i - 1, where it is predicted. The causal one is the
     same position ("label") or position i, where the token is read ("context"). What belongs to no
@@ -45,12 +58,12 @@ def assign_columns(
     # dropped, so that values and ``unassigned`` together are <grad L, M> for the path estimator.
     everything = columns.direct.sum(-1) + columns.causal.sum(-1)
     unassigned = everything - direct.sum(-1) - causal.sum(-1)
-    return direct, causal, unassigned
+    return DirectCausal(direct, causal, unassigned)
 
 
 def combine(
-    adaptation: tuple[Tensor, Tensor, Tensor] | None,
-    stability: tuple[Tensor, Tensor, Tensor] | None,
+    adaptation: DirectCausal | None,
+    stability: DirectCausal | None,
     *,
     mask: Tensor,
     estimator: str,
@@ -58,10 +71,10 @@ def combine(
     stability_weight: float = 0.0,
     balance: dict[str, float] | None = None,
 ) -> TokenValues:
-    """TokenValues from (direct, causal, unassigned) of both sides; a side that is None is zero."""
-    given = adaptation or stability
-    assert given is not None
-    zeros = tuple(torch.zeros_like(part) for part in given)
+    """TokenValues from the values along both sides of M; a side that is None is zero."""
+    either = adaptation or stability
+    assert either is not None
+    zeros = DirectCausal(*(torch.zeros_like(part) for part in either))
     g_direct, g_causal, g_rest = adaptation or zeros
     v_direct, v_causal, v_rest = stability or zeros
     g, v = g_direct + g_causal, v_direct + v_causal

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from alphatoken.data import Example
 from alphatoken.direction.objective import forward_losses, scoring_forward
-from alphatoken.estimate.columns import Side, contract_columns
+from alphatoken.estimate.columns import contract_columns
 from alphatoken.estimate.estimators import TokenErrors, token_errors
 from alphatoken.fidelity.intervals import bootstrap
 from alphatoken.fidelity.subject import Subject, gathered
@@ -90,7 +90,7 @@ def causal_columns(
             "value": errors("alphatoken", "causal").causal,
         }
         found: dict[int, dict[str, Tensor]] = {}
-        sides, names = [Side(direction)], scorer.scored.names
+        sides, names = [direction], scorer.scored.names
         for layer in sorted({use.linear.layer for use in recorder.linears}):
             here = [use.linear.layer == layer for use in recorder.linears]
             kept = {

@@ -188,7 +188,7 @@ def selection(scope: str) -> Claim:
 
 # --- the mutants that were demanded --------------------------------------------------------------
 
-_build = partial(mutant, room="direction.build.")
+_build = partial(mutant, room="direction.inputs.")
 _preconditioner = partial(mutant, room="direction.preconditioner.")
 _estimators = partial(mutant, room="estimate.estimators.")
 _forward_mode = partial(mutant, room="estimate.forward_mode.")
@@ -310,7 +310,7 @@ _DEMANDED = (
     mutant(
         "mean-for-sum-of-the-losses",
         "mean for sum",
-        ("scoring.passes.Pass.summed_loss", ").sum()", ").mean()"),
+        ("scoring.recording.Recording.summed_loss", ").sum()", ").mean()"),
         PATH,
     ),
     mutant(
@@ -788,7 +788,7 @@ OWN = (
         "token-weights-ignored",
         "observed values of unweighted losses",
         (
-            "scoring.passes.Pass.summed_loss",
+            "scoring.recording.Recording.summed_loss",
             "losses if weights is None else losses * weights.to(losses)",
             "losses",
         ),
@@ -885,7 +885,7 @@ OWN = (
     _build(
         "stability-in-spite-of-the-objective",
         'objective="adaptation" builds and sums the retention term as well',
-        ("Ingredients.retains", 'self.config.objective != "adaptation" and', ""),
+        ("DirectionInputs.retains", 'self.config.objective != "adaptation" and', ""),
         SPLIT_IN_PARTS["adaptation", "both"],
     ),
     mutant(
@@ -915,7 +915,7 @@ OWN = (
     _build(
         "gradient-missing-from-the-full-preconditioner",
         "the step is taken to see no gradient",
-        ("Ingredients.at_step", " gradient,", " {n: 0 * g for n, g in gradient.items()},"),
+        ("DirectionInputs.at_step", " gradient,", " {n: 0 * g for n, g in gradient.items()},"),
         FULL,
     ),
     _build(
@@ -928,14 +928,14 @@ OWN = (
         "old-validation-set",
         "set_validation leaves G as it was",
         [
-            ("direction.current.DirectionBuilder.set_validation", "self.invalidate()", "pass"),
-            ("direction.current.DirectionBuilder.set_retention", "self.invalidate()", "pass"),
+            ("direction.cache.DirectionCache.set_validation", "self.invalidate()", "pass"),
+            ("direction.cache.DirectionCache.set_retention", "self.invalidate()", "pass"),
             (
                 "direction.age.age_of",
-                "numbers_of(_tensors_in((made_of.validation, made_of.retention))),",
+                "numbers_of(_tensors_in((inputs.validation, inputs.arguments.retention))),",
                 "",
             ),
-            ("direction.age.age_of", "_identity(made_of.retention),", ""),
+            ("direction.age.age_of", "_identity(inputs.arguments.retention),", ""),
         ],
         REPLACED,
     ),
@@ -943,7 +943,7 @@ OWN = (
         "pin-ignored",
         "a pinned direction follows the weights",
         (
-            "direction.current.DirectionBuilder._current_age",
+            "direction.cache.DirectionCache._current_age",
             "if self.pinned is None else",
             "if True else",
         ),
@@ -1053,7 +1053,7 @@ OWN = (
         "part-divided-by-its-own-tokens",
         "with standard errors, G is the sum of the batches' means",
         (
-            "Ingredients._parts",
+            "DirectionInputs._parts",
             'self._mean("validation", sums, whole)',
             'self._mean("validation", sums, count)',
         ),
@@ -1215,7 +1215,7 @@ OWN = (
         "losses-of-another-forward",
         "label values take losses that are not the model's",
         (
-            "scoring.passes.Pass.require_losses",
+            "scoring.recording.Recording.require_losses",
             "if not float((own",
             "if False and not float((own",
         ),
@@ -1257,7 +1257,7 @@ OWN = (
     mutant(
         "losses-compared-by-the-last-forward",
         "their tolerance is of the forward that they are compared with",
-        ("scoring.passes.Pass.require_losses", "*self.products", "*self.recorded[0].products"),
+        ("scoring.recording.Recording.require_losses", "*self.products", "*self.recorded[0].products"),
         _rounded("autocast", "linears", graph=False),
     ),
     _forward_mode(

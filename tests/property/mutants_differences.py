@@ -170,7 +170,7 @@ MUTANTS = (
         "the observed losses are a side of the difference, whatever drew in them, and none looks",
         [
             (
-                "scoring.label.LabelDerivative._based",
+                "scoring.label.Label._based",
                 "self._comparable(seen)",
                 "seen.losses is not None",
             ),
@@ -186,7 +186,7 @@ MUTANTS = (
         "base-in-16-bits",
         "losses that 16 bits rounded, or a cast of the scores, are a side of the difference",
         (
-            "scoring.label.LabelDerivative._based",
+            "scoring.label.Label._based",
             "_digit(seen.products) <= _digit(weights)",
             "True",
         ),
@@ -198,7 +198,7 @@ MUTANTS = (
         "products-of-our-own-forward",
         "what is read of the observed pass is read of a forward of ours along M's other side",
         (
-            "scoring.label.LabelDerivative._based",
+            "scoring.label.Label._based",
             "seen.products",
             "getattr(seen.recorder, 'products', ())",
         ),
@@ -310,7 +310,7 @@ MUTANTS = (
         "one-batch-decides-for-all",
         "what is not exact enough on one batch is never tried again",
         (
-            "scoring.label.LabelDerivative._take",
+            "scoring.label.Label._take",
             "if doubtful is None:",
             "if True:",
         ),
@@ -320,7 +320,7 @@ MUTANTS = (
         "router-followed-by-differences",
         "a mixture of experts is valued by moving its weights",
         (
-            "scoring.label.LabelDerivative._ways",
+            "scoring.label.Label._ways",
             "self._first is None and not self._chooses",
             "self._first is None",
         ),
@@ -342,7 +342,7 @@ MUTANTS = (
         "steps-survive-a-refresh",
         "values after a checkpoint are not those of the run that is resumed from it",
         (
-            "scoring.label.LabelDerivative.forget",
+            "scoring.label.Label.forget",
             "self._differences = Differences(self._adapter, self._sharding)",
             "pass",
         ),

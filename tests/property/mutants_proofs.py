@@ -316,7 +316,7 @@ PROOFS = (
     mutant(
         "differences-after-a-disproof",
         "what forward mode disproves is left to differences",
-        ("scoring.label.LabelDerivative.prove", "agreed.require_none()", "pass"),
+        ("scoring.label.Label.prove", "agreed.require_none()", "pass"),
         claim(
             test_proof_limits.test_a_detached_branch_is_refused_whatever_its_numbers,
             0,

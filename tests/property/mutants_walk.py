@@ -30,7 +30,7 @@ MUTANTS = (
         "walk-value-of-the-other-sign",
         "what the loss rises by",
         (
-            "scoring.along_walk.along_walk",
+            "scoring.walk.along_walk",
             "here.to(dtype) - there.to(dtype)",
             "there.to(dtype) - here.to(dtype)",
         ),
@@ -39,19 +39,19 @@ MUTANTS = (
     mutant(
         "walk-value-of-a-dropped-pass",
         "the observed losses count, whatever drew in them",
-        ("scoring.along_walk._losses", "or draws(adapter.model)", ""),
+        ("scoring.walk._losses", "or draws(adapter.model)", ""),
         DROPPED,
     ),
     mutant(
         "walk-value-without-its-weight",
         "token weights are left out",
-        ("scoring.along_walk.along_walk", "values = values * seen", "_ = values * seen"),
+        ("scoring.walk.along_walk", "values = values * seen", "_ = values * seen"),
         WEIGHED,
     ),
     mutant(
         "walk-on-the-first-batch-alone",
         "every step sees one batch",
-        ("direction.build.Ingredients.gradient_of_step", "number % max", "0 * max"),
+        ("direction.inputs.DirectionInputs.gradient_of_step", "number % max", "0 * max"),
         COPY,
     ),
     _error(

@@ -423,7 +423,7 @@ def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
             total = observed.values(logits, ids).total
     assert off(total, exact) < 1e-2
     # It was not tried as one either, after which no later forward would be.
-    assert found.valuer._derivative._bases
+    assert found.estimator._bases
 
 
 def test_losses_of_another_forward_are_refused() -> None:
@@ -888,7 +888,7 @@ def test_one_small_jump_among_many_tokens_is_seen() -> None:
     model.model.norm.register_forward_hook(choose)
     scorer = Scorer(model, [batch], config=config("central"))
     values = scorer.score(batch)
-    (step,) = scorer.valuer._derivative._differences._steps.values()
+    (step,) = scorer.estimator._differences._steps.values()
     mean = float(values.total[values.mask].square().mean().sqrt())
     jump[0] = 0.5 * mean * step.length  # half a mean value: one percent of the batch's norm
     error = refusal(lambda: scorer.score(batch))

@@ -173,7 +173,7 @@ def test_one_short_step_is_the_label_value(setup: Setup) -> None:
     eta = 1e-6 / max(1.0, float(sum(m.square().sum() for m in g.values())) ** 0.5)
     scorer = Scorer(model, validation, config=config())
     sgd = partial(torch.optim.SGD, lr=eta)
-    made_of = scorer.builder.made_of
+    made_of = scorer.estimator.inputs
     end = walk(model, made_of.scored.parameters, made_of.gradient_of_step, 1, sgd)
     walk_of(scorer).keep(end)
     values = quiet_score(scorer, setup.case.batch)
@@ -271,7 +271,7 @@ def test_a_walk_of_many_seconds_shows_its_progress(
     assert "Walk" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
     now = lambda *given, delay: Tracker(*given, delay=0.0 * delay)  # noqa: E731
     monkeypatch.setattr("alphatoken.direction.walk.Tracker", now)
-    monkeypatch.setattr("alphatoken.direction.build.Tracker", now)
+    monkeypatch.setattr("alphatoken.direction.inputs.Tracker", now)
     Scorer(ONE.model(), ONE.validation, config=config()).score(ONE.batch)
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert (f"Walk: 0/{STEPS} (0%)" in shown) == (rank == "0")
