@@ -86,8 +86,6 @@ class ScorerConfig:
             ``observe`` without dropout, else central; forward mode for the last layers alone,
             which it runs from their input on. Where one of the two cannot be had, the other is
             taken, said once. ``TokenValues`` say which it was, and the estimated error.
-        curvature: label values by "central" or "one_sided" come with ``<M, H_k M>`` of each token
-            (``TokenValues.curvature``), along the whole M: three forwards more.
         walk_steps: n, the steps of a walk, each on the next of the validation batches.
         walk_learning_rate: of its AdamW, constant, without weight decay; None takes 5e-5, and in a
             trainer the run's.
@@ -114,7 +112,6 @@ class ScorerConfig:
     max_relative_drift: float | None = 1.0
     standard_errors: bool = False
     derivative: str = "auto"
-    curvature: bool = False
     walk_steps: int = 24
     walk_learning_rate: float | None = None
     walk_refresh: int = 0
@@ -224,13 +221,6 @@ class ScorerConfig:
                 got=f"derivative={self.derivative!r}, estimator={self.estimator!r}",
                 why="the others contract errors of a backward with M",
                 remedy="estimator='label', or derivative='auto'",
-            )
-        if self.curvature and self.derivative not in FORMS:
-            raise ConfigError(
-                "curvature=True is for label values by differences alone",
-                got=f"estimator={self.estimator!r}, derivative={self.derivative!r}",
-                why="it is a second difference of losses at moved weights",
-                remedy="estimator='label', derivative='central'",
             )
         if self.part != "both" and self.estimator not in SPLIT:
             raise ConfigError(

@@ -21,7 +21,7 @@ OF_SCORER = {"layers": "score_layers", "parameters": "value_parameters"}
 """Fields of ``ScorerConfig`` that trainers call otherwise."""
 
 ALONE = (
-    "standard_errors", "head_reduction", "causal_position", "derivative", "curvature", "damping",
+    "standard_errors", "head_reduction", "causal_position", "derivative", "damping",
 )  # fmt: skip
 """Fields of ``ScorerConfig`` that trainers leave at their defaults."""
 

@@ -88,13 +88,10 @@ def require_finite_values(values: TokenValues) -> TokenValues:
         NumericalError: one is not; names the first one's row and token.
     """
     # What is not finite in a component is not finite in the sum of all, ``total``.
-    sums = [x for x in (values.total, values.curvature, values.unassigned) if x is not None]
-    if all(bool(torch.isfinite(x).all()) for x in sums):
+    if all(bool(torch.isfinite(x).all()) for x in (values.total, values.unassigned)):
         return values
-    for kind in (*values.components(), "total", "curvature"):
-        numbers = getattr(values, kind)
-        if numbers is not None:
-            require_finite_numbers(numbers, f"the {kind.replace('_', ' ')} of a token")
+    for kind in (*values.components(), "total"):
+        require_finite_numbers(getattr(values, kind), f"the {kind.replace('_', ' ')} of a token")
     require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
     return values
 

@@ -59,7 +59,7 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
     """
     if estimator == WALK:
         return ScorerConfig(WALK, **{name: getattr(config, name) for name in WALK_OPTIONS})
-    changes: dict[str, Any] = {"estimator": estimator, "curvature": False}
+    changes: dict[str, Any] = {"estimator": estimator}
     changes |= {name: getattr(ScorerConfig, name) for name in WALK_OPTIONS}
     if estimator != "label":
         changes["derivative"] = "auto"
@@ -225,7 +225,6 @@ class Setting:
             base,
             estimator=self.estimator,
             derivative=base.derivative if self.estimator == "label" else "auto",
-            curvature=False,
             layers=list(self.layers),
             window=self.window,
             parameters="all" if self.everything else "linears",

@@ -13,12 +13,7 @@ from torch import Tensor
 from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
 from alphatoken.estimate.derivatives import Derivative, DerivativeProof, Disagreement
-from alphatoken.estimate.differences import (
-    CURVATURE,
-    FORMS,
-    Differences,
-    drowned,
-)
+from alphatoken.estimate.differences import FORMS, Differences, drowned
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.modes import draws
@@ -233,17 +228,6 @@ class LabelDerivative:
             "differences": partial(self._by_differences, seen, direction, side, shown),
         }
         return self._take(take)
-
-    def curvature(
-        self,
-        seen: Pass,
-        direction: Mapping[str, Tensor],
-        shown: Callable[[], LabelledBatch | None] | None = None,
-    ) -> Taken:
-        """``<M, H_k M>`` by three forwards, whose step is larger than that of a derivative."""
-        taken = self._differences.values(seen.batch, direction, CURVATURE, shown=shown)
-        taken.require_exact()
-        return Taken(taken.values, CURVATURE, taken.error, taken.age)
 
     def _by_forward_mode(self, seen: Pass, direction: Mapping[str, Tensor]) -> Taken:
         start = self._start(seen)

@@ -194,12 +194,6 @@ class Valuer:
             values = replace(
                 values, derivative=taken[0].way, error=worst.error, error_age=worst.age
             )
-        if self.config.curvature:
-            curved = self._derivative.curvature(
-                seen, direction.total(), self.builder.made_of.first_batch
-            )
-            curved = _weighted(curved, seen)
-            values = replace(values, curvature=curved.values, curvature_error=curved.error)
         if parts:
             by_batch = torch.stack(
                 [direct + causal for direct, causal, _ in found[: len(parts)]], -1

@@ -297,7 +297,6 @@ def test_a_direction_that_is_not_finite() -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ({"curvature": torch.tensor([[0.0, torch.nan]])}, "curvature of a token.*row 0, token 1"),
         ({"unassigned": torch.tensor([torch.inf])}, "sum over a prompt.*inf at row 0"),
         ({"total": torch.tensor([[0.0, torch.nan]])}, "total of a token.*row 0, token 1"),
     ],

@@ -55,65 +55,16 @@ WAITS = claim(
 )
 FRESH = claim(moved.test_a_refreshed_scorer_is_a_new_one, examples=1)
 
-SECOND = claim(moved.test_second_differences_are_the_curvatures, setup=small(), form="central")
-TODAY = claim(moved.test_curvature_is_along_the_whole_of_todays_m, examples=1)
-
 SHARDED = claim(sharded.test_sharded_label_values_are_the_oracles, setup=small(), parameters="all")
 
 _error = partial(mutant, room="estimate.differences.")
 _moved = partial(mutant, room="estimate.shift.")
-_BELIEVED = (
-    "estimate.differences._tolerance",
-    "return CURVATURE_TOLERANCE",
-    "return math.inf",
-)
-"""No step makes these agree with themselves: the estimated error would refuse them first."""
-
 MUTANTS = (
     _error(
         "step-not-doubled-in-the-central-form",
         "both sides move by h, and their difference is divided by h",
         ("_Quotients.values", "2 * length if self.form", "length if self.form"),
         CENTRAL,
-    ),
-    mutant(
-        "curvature-without-the-middle",
-        "the losses at both sides are summed, and those between them are not subtracted",
-        [
-            (
-                "estimate.differences._Quotients.values",
-                "(ahead - here) + (behind - here)",
-                "ahead + behind",
-            ),
-            _BELIEVED,
-        ],
-        SECOND,
-    ),
-    mutant(
-        "curvature-divided-by-h",
-        "a second difference is divided by h where it is h^2",
-        [("estimate.differences._Quotients.values", "/ length**2", "/ length"), _BELIEVED],
-        SECOND,
-    ),
-    _error(
-        "curvature-of-the-other-sign",
-        "what the loss lies above its chord is taken for what it lies below",
-        (
-            "_Quotients.values",
-            "(ahead - here) + (behind - here)",
-            "(here - ahead) + (here - behind)",
-        ),
-        SECOND,
-    ),
-    mutant(
-        "curvature-of-the-step-before",
-        "it is taken along the M that the first batch was valued with",
-        (
-            "scoring.valuing.Valuer.values",
-            "direction.total()",
-            "self.__dict__.setdefault('first', direction.total())",
-        ),
-        TODAY,
     ),
     _moved(
         "shift-to-the-other-side",
