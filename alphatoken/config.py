@@ -24,8 +24,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "estimator": (*ESTIMATORS, WALK),
     "objective": ("both", "adaptation", "stability"),
     "part": ("both", "direct", "causal"),
-    "head_reduction": ("per_head", "mean"),
-    "causal_position": ("label", "context"),
     "uncovered": ("error", "skip"),
     "derivative": ("auto", "forward_mode", *FORMS),
 }
@@ -50,9 +48,6 @@ class ScorerConfig:
         window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
         stability_weight: lambda. It has no natural unit: compare ``||lambda V||`` with ``||G||``
             (``Direction.balance``) before choosing it.
-        head_reduction: "per_head" attention weights, or "mean" (the paper's scalar alpha).
-        causal_position: the causal column of token i is taken where the token is predicted
-            ("label", position i - 1) or where it is read ("context", position i).
         preconditioner: None; "frozen" or "full", from the optimizer handed to the scorer;
             "kronecker", which is (K + mu)^-1 by the influence factors handed to it (of weights of
             linears, ``alphatoken.direction.influence``); or a mapping from parameter name to P.
@@ -102,8 +97,6 @@ class ScorerConfig:
     layers: int | str | Sequence[int] = DEFAULT_LAYERS
     window: int | None = 32
     stability_weight: float = 1.5
-    head_reduction: str = "per_head"
-    causal_position: str = "label"
     preconditioner: str | Mapping[str, Tensor] | None = None
     precondition_after: int = 30
     damping: float = 0.1

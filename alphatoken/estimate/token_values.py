@@ -29,18 +29,16 @@ def undivided(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
 
 
-def assign_columns(
-    columns: Columns, mask: Tensor, causal_position: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def assign_columns(columns: Columns, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Columns by position to values by token: (direct, causal, unassigned).
 
-    The direct column of token i is position i - 1, where it is predicted. The causal one is the
-    same position ("label") or position i, where the token is read ("context"). What belongs to no
+    Both columns of token i are those of position i - 1, where it is predicted. What belongs to no
     response token is summed per row into ``unassigned``.
     """
-    shifted = columns.causal if causal_position == "context" else to_token_index(columns.causal)
-    direct = to_token_index(columns.direct).masked_fill(~mask, 0.0)
-    causal = shifted.masked_fill(~mask, 0.0)
+    direct, causal = (
+        to_token_index(column).masked_fill(~mask, 0.0)
+        for column in (columns.direct, columns.causal)
+    )
     # Causal columns of prompt positions belong to no response token. They are reported and not
     # dropped, so that values and ``unassigned`` together are <grad L, M> for the path estimator.
     everything = columns.direct.sum(-1) + columns.causal.sum(-1)

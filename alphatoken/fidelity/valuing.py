@@ -153,8 +153,7 @@ def _along(
     with scorer.valuer.forward(batch, Weights(None, None)) as seen:
         errors, sides = scorer.valuer.errors(seen), [Side(m) for m in directions]
         columns = contract_columns(seen.recorded[0], errors, sides, scorer.scored.names)
-    position = scorer.config.causal_position
-    parts = [assign_columns(column, batch.mask, position) for column in columns]
+    parts = [assign_columns(column, batch.mask) for column in columns]
     return [direct + causal for direct, causal, _ in parts]
 
 

@@ -227,7 +227,6 @@ class Valuer:
             seen.summed_loss(),
             self.config.estimator,
             window=self.config.window,
-            head_reduction=self.config.head_reduction,
             part=self.config.part,
             consume=consume,
         )
@@ -261,8 +260,7 @@ class Valuer:
         else:
             gather = None if scored.sharding is None else scored.sharding.gather
             columns = contract_columns(recorder, seen.kept_errors, sides, scored.names, gather)
-        mask, position = seen.batch.mask, self.config.causal_position
-        return [assign_columns(one, mask, position) for one in columns]
+        return [assign_columns(one, seen.batch.mask) for one in columns]
 
     def _label(self, frame: Frame, seen: Pass, sides: Sequence[Side]) -> list[Taken]:
         """Label values along each side."""

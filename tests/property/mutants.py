@@ -102,20 +102,15 @@ def _rounded(kind: str, parameters: str, *, graph: bool) -> Claim:
     return claim(check, kind, parameters, graph, examples=1, needs=("transformers",))
 
 
-def alphatoken(
-    cases: st.SearchStrategy[Setup],
-    window: int | None = None,
-    reduction: str = "per_head",
-    position: str = "label",
-) -> Claim:
+def alphatoken(cases: st.SearchStrategy[Setup], window: int | None = None) -> Claim:
     """The paper's estimator against the oracle's loops."""
     check = test_value_propagation.test_alphatoken_is_direct_plus_propagation
-    return claim(check, cases, window, reduction, position)
+    return claim(check, cases, window)
 
 
 def propagation(window: int | None, **pins: Any) -> Claim:
     """Value-Propagation of one call against the whole of alpha."""
-    return claim(test_value_propagation.test_value_propagation, calls(**pins), window, "per_head")
+    return claim(test_value_propagation.test_value_propagation, calls(**pins), window, False)
 
 
 HOP = claim(test_estimators.test_same_layer_hop_is_one_hop_within_the_layer, SINGLE)
@@ -125,7 +120,7 @@ WINDOW = alphatoken(small(), 2)
 ALL = frozenset({"query", "key", "value", "sinks"})
 JVP = claim(test_attention.test_forward_mode_is_the_jvp, calls(), ALL)
 LOSSES = claim(test_losses.test_token_losses, test_losses.loss_cases())
-TOTAL_ALONE = claim(test_options.test_total_alone, small(), ("path", "given"), "label", examples=6)
+TOTAL_ALONE = claim(test_options.test_total_alone, small(), ("path", "given"), examples=6)
 SPLIT_IN_PARTS = {
     (objective, path): claim(
         test_options.test_objective_and_part, small(), ("alphatoken", objective, path), examples=6
@@ -332,7 +327,7 @@ _DEMANDED = (
     mutant(
         "head-mean-for-per-head",
         "head-mean for per-head",
-        ("model.attention.propagate_values", 'if head_reduction == "per_head":', "if False:"),
+        ("model.attention.propagate_values", "if head_mean:", "if True:"),
         PROPAGATION,
     ),
     mutant(
@@ -716,12 +711,6 @@ OWN = (
             ),
         ],
         claim(test_label.test_label_is_the_row_sums, TIED),
-    ),
-    _token_values(
-        "context-column-at-the-label-position",
-        'causal_position="context" takes the column at p instead of p + 1',
-        ("assign_columns", 'columns.causal if causal_position == "context" else', ""),
-        alphatoken(small(), position="context"),
     ),
     _token_values(
         "unassigned-dropped",

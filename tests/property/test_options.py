@@ -110,19 +110,15 @@ def adam_state(
     )
 
 
-def _two_sided(setup: Setup, estimator: str, kind: str, position: str) -> tuple[Scorer, nn.Module]:
+def _two_sided(setup: Setup, estimator: str, kind: str) -> tuple[Scorer, nn.Module]:
     if kind == "full":
         model, optimizer = stepped(setup, 2, "AdamW")
-        asked = {"causal_position": position}
-        return full_scorer(setup, model, optimizer, estimator, **asked), model
+        return full_scorer(setup, model, optimizer, estimator), model
     model = setup.case.model()
     parameters = parameters_of(setup, ReferenceAdapter(model))
     p = {n: x.square() for n, x in setup.case.directions(parameters, salt=5).items()}
     given = p if kind == "given" else None
-    scorer = make_scorer(
-        setup, estimator, model=model, causal_position=position, preconditioner=given
-    )
-    return scorer, model
+    return make_scorer(setup, estimator, model=model, preconditioner=given), model
 
 
 def _two_sided_size(setup: Setup, model: nn.Module, scorer: Scorer) -> float:
@@ -284,21 +280,17 @@ def test_full_needs_the_steps_weights_where_values_have_their_own() -> None:
 PRECONDITIONERS = ("none", "given", "full")
 
 
-@given(
-    setups(),
-    st.tuples(st.sampled_from(EVERY), st.sampled_from(PRECONDITIONERS)),
-    st.sampled_from(["label", "context"]),
-)
-@example(SETUP, ("alphatoken", "full"), "label")
-@example(PACKED, ("alphatoken", "given"), "context")
+@given(setups(), st.tuples(st.sampled_from(EVERY), st.sampled_from(PRECONDITIONERS)))
+@example(SETUP, ("alphatoken", "full"))
+@example(PACKED, ("alphatoken", "given"))
 @budget(0.6)
-def test_total_alone(setup: Setup, how: tuple[str, str], position: str) -> None:
+def test_total_alone(setup: Setup, how: tuple[str, str]) -> None:
     """One contraction with M gives the total of two.
 
     ``how``: estimator, and kind of preconditioner.
     """
     estimator, kind = how
-    scorer, model = _two_sided(setup, estimator, kind, position)
+    scorer, model = _two_sided(setup, estimator, kind)
     batch = setup.case.batch
     with quiet():
         scored = scorer.score(batch, components=False)
