@@ -53,11 +53,6 @@ class TokenValues:
             What rounding adds to it is this batch's own; what truncation adds is measured on some
             batches, and on any whose values are of another size.
         error_age: batches since the truncation in ``error`` was measured; 0 on this one.
-        curvature: (b, t) ``<M, H_k M>``, H_k the second derivatives of the token's loss; None
-            unless the scorer was asked for ``curvature``. A step of size s along -M changes the
-            loss by ``-s total + s^2 curvature / 2``: at ``s = |total / curvature|`` the first term
-            is off by half.
-        curvature_error: as ``error``, of the curvatures.
     """
 
     total: Tensor
@@ -77,8 +72,6 @@ class TokenValues:
     derivative: str | None = None
     error: float = 0.0
     error_age: int = 0
-    curvature: Tensor | None = field(default=None, repr=False)
-    curvature_error: float = 0.0
 
     def __repr__(self) -> str:
         """Sizes and shares in one line; the numbers are in the attributes.

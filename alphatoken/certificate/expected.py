@@ -348,8 +348,7 @@ class Oracle:
         direct = none if config.part == "causal" else direct
         causal = none if config.part == "direct" else causal
         one = {side: self._by_token(entry) for side, entry in direct.items()}
-        stays = config.causal_position == "context"
-        two = {side: self._by_token(entry, stays=stays) for side, entry in causal.items()}
+        two = {side: self._by_token(entry) for side, entry in causal.items()}
         rest = {}
         for side in by_id:
             columns, assigned = direct[side] + causal[side], one[side].value + two[side].value
@@ -366,12 +365,9 @@ class Oracle:
         if config.estimator == "same_layer_hop":
             errors = readouts.hop_errors(trace, heads)
         elif config.estimator != "direct":
-            mean = config.estimator == "paper_literal"
+            reduction = "mean" if config.estimator == "paper_literal" else "per_head"
             errors, spread = readouts.propagated_errors(
-                trace,
-                heads,
-                window=config.window,
-                head_reduction="mean" if mean else config.head_reduction,
+                trace, heads, window=config.window, head_reduction=reduction
             )
         found: Entries = read(trace, errors, spread)
         return found
@@ -440,12 +436,12 @@ class Oracle:
 
     # --- assembling ----------------------------------------------------------------------------
 
-    def _by_token(self, entry: Entry, *, stays: bool = False) -> Entry:
-        """Columns by position to values by token, the next one unless it ``stays``; 0 elsewhere."""
+    def _by_token(self, entry: Entry) -> Entry:
+        """Columns by position to values of the next token; 0 off the response."""
 
         def move(columns: Tensor) -> Tensor:
             moved = torch.zeros_like(columns)
-            moved[:, 1:] = columns[:, 1:] if stays else columns[:, :-1]
+            moved[:, 1:] = columns[:, :-1]
             return moved * self.mask.to(moved)
 
         return entry.map(move)

@@ -75,7 +75,6 @@ def token_errors(
     estimator: str,
     *,
     window: int | None,
-    head_reduction: str,
     part: str = "both",
     consume: Consume | None = None,
 ) -> TokenErrors:
@@ -86,7 +85,6 @@ def token_errors(
         loss: scalar, sum of (weighted) token losses of that forward.
         estimator: one of ``CAPTURED``.
         window: W of Value-Propagation; None for no limit.
-        head_reduction: "per_head" or "mean".
         part: the parts that are wanted; what is not asked for is neither computed nor returned.
             "direct" needs no attention errors, "causal" none at the linears.
         consume: gets each error as soon as it is there, and none is kept: the direct ones inside
@@ -118,8 +116,8 @@ def token_errors(
         if estimator == "same_layer_hop":
             carried = hop_errors(recorder, attention, error)
         else:
-            reduction = "mean" if estimator == "paper_literal" else head_reduction
-            carried = value_errors(recorder, attention, error, window, reduction)
+            head_mean = estimator == "paper_literal"
+            carried = value_errors(recorder, attention, error, window, head_mean=head_mean)
         for index, propagated in carried.items():
             if consume is None:
                 causal[index] = propagated
@@ -193,7 +191,8 @@ def value_errors(
     attention: AttentionUse | DeltaUse,
     error: Tensor,
     window: int | None,
-    head_reduction: str,
+    *,
+    head_mean: bool,
 ) -> dict[int, Tensor]:
     """Value-Propagation of head-output errors, carried back to the value projection's linears.
 
@@ -202,7 +201,7 @@ def value_errors(
     a fused projection, LoRA factors, a value norm. Of a delta net it is an error at the input of
     the convolution, which the value projection makes.
     """
-    start, propagated = attention.propagated(error, window, head_reduction)
+    start, propagated = attention.propagated(error, window, head_mean=head_mean)
     uses = _same_execution(recorder, attention)
     return _pull_back(recorder, attention, start, propagated, uses)
 

@@ -44,16 +44,16 @@ def undivided(values: Tensor) -> DirectCausal:
     return DirectCausal(values, torch.zeros_like(values), torch.zeros_like(values[:, 0]))
 
 
-def assign_columns(columns: Columns, mask: Tensor, causal_position: str) -> DirectCausal:
+def assign_columns(columns: Columns, mask: Tensor) -> DirectCausal:
     """Columns by position to values by token.
 
-    The direct column of token i is position i - 1, where it is predicted. The causal one is the
-    same position ("label") or position i, where the token is read ("context"). What belongs to no
+    Both columns of token i are those of position i - 1, where it is predicted. What belongs to no
     response token is summed per row into ``unassigned``.
     """
-    shifted = columns.causal if causal_position == "context" else to_token_index(columns.causal)
-    direct = to_token_index(columns.direct).masked_fill(~mask, 0.0)
-    causal = shifted.masked_fill(~mask, 0.0)
+    direct, causal = (
+        to_token_index(column).masked_fill(~mask, 0.0)
+        for column in (columns.direct, columns.causal)
+    )
     # Causal columns of prompt positions belong to no response token. They are reported and not
     # dropped, so that values and ``unassigned`` together are <grad L, M> for the path estimator.
     everything = columns.direct.sum(-1) + columns.causal.sum(-1)
@@ -101,13 +101,10 @@ def require_finite_values(values: TokenValues) -> TokenValues:
         NumericalError: one is not; names the first one's row and token.
     """
     # What is not finite in a component is not finite in the sum of all, ``total``.
-    sums = [x for x in (values.total, values.curvature, values.unassigned) if x is not None]
-    if all(bool(torch.isfinite(x).all()) for x in sums):
+    if all(bool(torch.isfinite(x).all()) for x in (values.total, values.unassigned)):
         return values
-    for kind in (*values.components(), "total", "curvature"):
-        numbers = getattr(values, kind)
-        if numbers is not None:
-            require_finite_numbers(numbers, f"the {kind.replace('_', ' ')} of a token")
+    for kind in (*values.components(), "total"):
+        require_finite_numbers(getattr(values, kind), f"the {kind.replace('_', ' ')} of a token")
     require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
     return values
 

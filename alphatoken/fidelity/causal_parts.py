@@ -75,9 +75,7 @@ def causal_columns(
             loss = losses.sum()
 
         def errors(estimator: str, part: str, limit: int | None = None) -> TokenErrors:
-            return token_errors(
-                recorder, loss, estimator, window=limit, head_reduction="per_head", part=part
-            )
+            return token_errors(recorder, loss, estimator, window=limit, part=part)
 
         own, every = errors("direct", "both").direct, errors("path", "both").direct
         columns = {

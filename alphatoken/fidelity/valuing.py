@@ -59,7 +59,7 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
     """
     if estimator == WALK:
         return ScorerConfig(WALK, **{name: getattr(config, name) for name in WALK_OPTIONS})
-    changes: dict[str, Any] = {"estimator": estimator, "curvature": False}
+    changes: dict[str, Any] = {"estimator": estimator}
     changes |= {name: getattr(ScorerConfig, name) for name in WALK_OPTIONS}
     if estimator != "label":
         changes["derivative"] = "auto"
@@ -154,8 +154,7 @@ def _along(
     with estimator.forward(batch) as recording:
         errors, (recorder, _) = estimator.errors(recording), recording.recorded
         columns = contract_columns(recorder, errors, directions, scorer.scored.names)
-    position = scorer.config.causal_position
-    parts = [assign_columns(column, batch.mask, position) for column in columns]
+    parts = [assign_columns(column, batch.mask) for column in columns]
     return [direct + causal for direct, causal, _ in parts]
 
 
@@ -226,7 +225,6 @@ class Setting:
             base,
             estimator=self.estimator,
             derivative=base.derivative if self.estimator == "label" else "auto",
-            curvature=False,
             layers=list(self.layers),
             window=self.window,
             parameters="all" if self.everything else "linears",

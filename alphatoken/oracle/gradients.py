@@ -267,7 +267,7 @@ def label_curvatures(
 
     Exactness: exact up to the model's own arithmetic; the contraction is in float64.
 
-    Source: ours. Oracle of: ``TokenValues.curvature``.
+    Source: ours. Oracle of: ``alphatoken.oracle.walk.curvature_along``.
     """
     parameters = directed_parameters(model, direction)
     along = {name: direction[name].to(parameter) for name, parameter in parameters.items()}

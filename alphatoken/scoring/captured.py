@@ -86,7 +86,6 @@ class Captured(Estimator[Direction]):
             recording.summed_loss(),
             self.config.estimator,
             window=self.config.window,
-            head_reduction=self.config.head_reduction,
             part=self.config.part,
             consume=consume,
         )
@@ -112,7 +111,7 @@ class Captured(Estimator[Direction]):
     ) -> list[DirectCausal]:
         """Values along each side."""
         scored, (recorder, losses) = self.scored, recording.recorded
-        mask, position = recording.batch.mask, self.config.causal_position
+        mask = recording.batch.mask
         if errors is None or scored.sharding is None:
             sums = ColumnSums(recorder, sides, scored.names)
             self.errors(recording, sums.add)
@@ -123,4 +122,4 @@ class Captured(Estimator[Direction]):
             columns = contract_columns(
                 recorder, errors, sides, scored.names, scored.sharding.gather
             )
-        return [assign_columns(one, mask, position) for one in columns]
+        return [assign_columns(one, mask) for one in columns]

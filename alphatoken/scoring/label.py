@@ -28,13 +28,7 @@ from alphatoken.errors import (
 )
 from alphatoken.estimate.choices import watching_choices
 from alphatoken.estimate.derivatives import Derivative, DerivativeProof, Disagreement
-from alphatoken.estimate.differences import (
-    CURVATURE,
-    FORMS,
-    Differences,
-    DirectionalDerivative,
-    drowned,
-)
+from alphatoken.estimate.differences import FORMS, Differences, DirectionalDerivative, drowned
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.token_values import DirectCausal, finite, undivided
 from alphatoken.model.batch import LabelledBatch
@@ -128,16 +122,9 @@ class Label(Estimator[Direction]):
 
         values = self.combined(recording, direction, along, components=components)
         worst = max(derivatives, key=lambda one: one.error)
-        values = replace(
+        return replace(
             values, derivative=derivatives[0].way, error=worst.error, error_age=worst.age
         )
-        if self.config.curvature:
-            curved = self._differences.values(
-                recording.batch, direction.total(), CURVATURE, shown=self.inputs.first_batch
-            ).require_exact()
-            curved = _weighted(curved, recording)
-            values = replace(values, curvature=curved.values, curvature_error=curved.error)
-        return values
 
     def derivative(
         self, recording: Recording, side: Side, number: int = 0

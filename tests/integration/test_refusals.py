@@ -297,7 +297,6 @@ def test_a_direction_that_is_not_finite() -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ({"curvature": torch.tensor([[0.0, torch.nan]])}, "curvature of a token.*row 0, token 1"),
         ({"unassigned": torch.tensor([torch.inf])}, "sum over a prompt.*inf at row 0"),
         ({"total": torch.tensor([[0.0, torch.nan]])}, "total of a token.*row 0, token 1"),
     ],
@@ -329,8 +328,6 @@ def test_layers_that_the_model_does_not_have(layers: Any) -> None:
         ({"estimator": "best"}, ("estimator must be one of", "'best'")),
         ({"window": -1}, ("window", "-1")),
         ({"stability_weight": float("nan")}, ("stability_weight", "nan")),
-        ({"head_reduction": "max"}, ("head_reduction", "per_head")),
-        ({"causal_position": "next"}, ("causal_position", "context")),
         ({"preconditioner": "adam"}, ("preconditioner", "frozen")),
         ({"uncovered": "ignore"}, ("uncovered", "skip")),
         ({"parameters": "all", "estimator": "direct"}, ("estimator='label'", "'direct'")),

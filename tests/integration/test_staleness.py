@@ -288,12 +288,12 @@ def test_what_a_forward_writes_is_no_change_of_settings() -> None:
     scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
     for _ in range(2):  # first times: what a forward makes, and what it writes again
         before = values_of(scorer)
-    valuer, held = scorer.valuer, scorer.estimator.cache.current()
+    estimator, m = scorer.estimator, scorer.estimator.cache.current()
     for _ in range(2):
         log.clear()
         assert torch.equal(values_of(scorer), before)  # type: ignore[arg-type]
-    assert scorer.valuer is valuer
-    assert scorer.estimator.cache.current() is held
+    assert scorer.estimator is estimator
+    assert scorer.estimator.cache.current() is m
     mlp.notes["scale"] = 2.0
     assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
 

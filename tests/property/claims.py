@@ -138,9 +138,6 @@ test_what_a_signal_raises_while_weights_come_back_waits_for_the_last | | (the we
 test_an_observed_forward_with_dropout_is_no_base | | (forward mode) | exact
 test_an_observed_forward_in_16_bits_is_no_base | | (forward mode in float64) | approximate
 test_differences_are_the_label_values | | label_values, validation_gradient, per_token_gradients, response_tokens | exact
-test_second_differences_are_the_curvatures | | label_curvatures, validation_gradient | exact
-test_curvature_is_along_the_whole_of_todays_m | | label_curvatures, validation_gradient | exact
-test_in_float32_curvatures_are_as_exact_as_they_say | | label_curvatures, validation_gradient | approximate
 test_an_observed_forward_whose_scores_were_cast_is_no_base | | label_values | approximate
 test_the_stated_error_is_that_of_its_batch | | (forward mode in float64) | approximate
 test_rows_that_m_hardly_reaches_are_taken_by_forward_mode_and_no_others | | (forward mode) | approximate

@@ -102,20 +102,15 @@ def _rounded(kind: str, parameters: str, *, graph: bool) -> Claim:
     return claim(check, kind, parameters, graph, examples=1, needs=("transformers",))
 
 
-def alphatoken(
-    cases: st.SearchStrategy[Setup],
-    window: int | None = None,
-    reduction: str = "per_head",
-    position: str = "label",
-) -> Claim:
+def alphatoken(cases: st.SearchStrategy[Setup], window: int | None = None) -> Claim:
     """The paper's estimator against the oracle's loops."""
     check = test_value_propagation.test_alphatoken_is_direct_plus_propagation
-    return claim(check, cases, window, reduction, position)
+    return claim(check, cases, window)
 
 
 def propagation(window: int | None, **pins: Any) -> Claim:
     """Value-Propagation of one call against the whole of alpha."""
-    return claim(test_value_propagation.test_value_propagation, calls(**pins), window, "per_head")
+    return claim(test_value_propagation.test_value_propagation, calls(**pins), window, False)
 
 
 HOP = claim(test_estimators.test_same_layer_hop_is_one_hop_within_the_layer, SINGLE)
@@ -125,7 +120,7 @@ WINDOW = alphatoken(small(), 2)
 ALL = frozenset({"query", "key", "value", "sinks"})
 JVP = claim(test_attention.test_forward_mode_is_the_jvp, calls(), ALL)
 LOSSES = claim(test_losses.test_token_losses, test_losses.loss_cases())
-TOTAL_ALONE = claim(test_options.test_total_alone, small(), ("path", "given"), "label", examples=6)
+TOTAL_ALONE = claim(test_options.test_total_alone, small(), ("path", "given"), examples=6)
 SPLIT_IN_PARTS = {
     (objective, path): claim(
         test_options.test_objective_and_part, small(), ("alphatoken", objective, path), examples=6
@@ -332,7 +327,7 @@ _DEMANDED = (
     mutant(
         "head-mean-for-per-head",
         "head-mean for per-head",
-        ("model.attention.propagate_values", 'if head_reduction == "per_head":', "if False:"),
+        ("model.attention.propagate_values", "if head_mean:", "if True:"),
         PROPAGATION,
     ),
     mutant(
@@ -718,12 +713,6 @@ OWN = (
         claim(test_label.test_label_is_the_row_sums, TIED),
     ),
     _token_values(
-        "context-column-at-the-label-position",
-        'causal_position="context" takes the column at p instead of p + 1',
-        ("assign_columns", 'columns.causal if causal_position == "context" else', ""),
-        alphatoken(small(), position="context"),
-    ),
-    _token_values(
         "unassigned-dropped",
         "columns of prompt positions are thrown away",
         (
@@ -873,13 +862,17 @@ OWN = (
     mutant(
         "summed-direction-without-lambda",
         "the total alone is contracted with G + V",
-        ("estimate.columns.Side.of", "matrix + self.weight * ", "matrix + "),
+        ("direction.algebra.SummedDirection.__getitem__", "self._weight * ", ""),
         TOTAL_ALONE,
     ),
     mutant(
         "summed-direction-without-stability",
         "the total alone is the adaptation",
-        ("estimate.columns.Side.of", "if self.others is None else", "if True else"),
+        (
+            "direction.algebra.SummedDirection.__getitem__",
+            "+ self._weight * stability[name]",
+            "",
+        ),
         TOTAL_ALONE,
     ),
     _build(
@@ -909,7 +902,11 @@ OWN = (
     mutant(
         "step-weights-ignored",
         "the full preconditioner's gradient is always that of the mean loss",
-        ("scoring.passes.Weights.of_step", "if self.step is not None:", "if False:"),
+        (
+            "scoring.recording.Recording.step_loss",
+            "weights, mask = self.step_weights,",
+            "weights, mask = None,",
+        ),
         FULL,
     ),
     _build(
@@ -1043,9 +1040,9 @@ OWN = (
         "validation-batches-taken-for-equal",
         "the standard error takes every validation batch for one of as many tokens",
         (
-            "scoring.valuing.Valuer.values",
-            "by_batch.new_tensor(direction.shares)",
-            "by_batch.new_tensor([1 / len(parts)] * len(parts))",
+            "scoring.estimator.Estimator.combined",
+            "stacked.new_tensor(direction.shares)",
+            "stacked.new_tensor([1 / len(parts)] * len(parts))",
         ),
         ERRORS,
     ),
@@ -1257,7 +1254,11 @@ OWN = (
     mutant(
         "losses-compared-by-the-last-forward",
         "their tolerance is of the forward that they are compared with",
-        ("scoring.recording.Recording.require_losses", "*self.products", "*self.recorded[0].products"),
+        (
+            "scoring.recording.Recording.require_losses",
+            "*self.products",
+            "*self.recorded[0].products",
+        ),
         _rounded("autocast", "linears", graph=False),
     ),
     _forward_mode(

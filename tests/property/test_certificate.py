@@ -18,7 +18,7 @@ from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.certificate.certify import Certificate
 from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.scoring.passes import Pass
+from alphatoken.scoring.recording import Recording
 from alphatoken.support.progress import Tracker
 from tests.places import tiered
 from tests.property.catalogue import BY_NAME
@@ -238,7 +238,7 @@ def without_a_fault(one: Trial) -> Certificate:
 def test_a_mutant_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the fault inside the certificate fails and names the component."""
     # The observed losses would refuse some before the certificate can.
-    monkeypatch.setattr(Pass, "require_losses", lambda *_: None)
+    monkeypatch.setattr(Recording, "require_losses", lambda *_: None)
     right = without_a_fault(SEEN[name])
     assert right.passed, str(right)
     assert "every component agrees" in str(right)
@@ -279,8 +279,6 @@ def test_the_linear_that_is_off_is_named() -> None:
     setup=setups(),
     estimator=st.sampled_from(ESTIMATORS),
     window=st.sampled_from([None, 0, 1, 3]),
-    position=st.sampled_from(["label", "context"]),
-    reduction=st.sampled_from(["per_head", "mean"]),
     objective=st.sampled_from(["both", "adaptation", "stability"]),
     part=st.sampled_from(["both", "direct", "causal"]),
 )
@@ -292,22 +290,17 @@ def test_the_linear_that_is_off_is_named() -> None:
         ),
         layers=(1,),
     ),
-    estimator="direct", window=None, position="label", reduction="per_head", objective="both",
-    part="both",
+    estimator="direct", window=None, objective="both", part="both",
 )  # fmt: skip
 @budget(0.3, least=8)
 def test_right_code_agrees(
-    setup: Setup, estimator: str, window: int | None, position: str, reduction: str,
-    objective: str, part: str,
-) -> None:  # fmt: skip
+    setup: Setup, estimator: str, window: int | None, objective: str, part: str
+) -> None:
     """Every structure and option."""
     if estimator in ("label", "path") or (estimator == "direct" and part == "causal"):
         part = "both"
     with quiet():
-        scorer = make_scorer(
-            setup, estimator, window=window, causal_position=position,
-            head_reduction=reduction, objective=objective, part=part,
-        )  # fmt: skip
+        scorer = make_scorer(setup, estimator, window=window, objective=objective, part=part)
         found = scorer.verify(setup.case.batch, tokens=2, progress=False)
     assert found.passed, str(found)
     close(found.error, 0.0, 1.0, found.tolerance, name="certificate of right code")

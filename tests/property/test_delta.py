@@ -296,7 +296,7 @@ def test_propagation_goes_through_the_taps(
         call, error, to_input, window=window, head_reduction=reduction
     )
     with chunks_of(case.chunk):
-        start, found = use.propagated(error, window, reduction)
+        start, found = use.propagated(error, window, head_mean=reduction == "mean")
     assert start is use.convolution.x
     scale = terms.abs().sum(0) + 1e-3 * largest(terms)
     close(found, terms.sum(0), scale, TOLERANCE, name="propagated")
