@@ -254,7 +254,11 @@ MUTANTS = (
     mutant(
         "error-of-the-first-side-alone",
         "the stated error is that of the adaptation side",
-        ("scoring.label.Label.values", "max(derivatives, key=lambda one: one.error)", "derivatives[0]"),
+        (
+            "scoring.label.Label.values",
+            "max(derivatives, key=lambda one: one.error)",
+            "derivatives[0]",
+        ),
         SIDES,
     ),
     mutant(

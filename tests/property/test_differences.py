@@ -21,7 +21,7 @@ from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.estimate import differences
 from alphatoken.estimate import shift as shift_module
-from alphatoken.estimate.differences import Differences, Quotient, drowned
+from alphatoken.estimate.differences import Differences, DirectionalDerivative, drowned
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, read_batch
@@ -294,7 +294,7 @@ def test_the_stated_error_is_that_of_the_worse_side() -> None:
     stated = []
     exact = Differences.values
 
-    def kept(*arguments: Any, **options: Any) -> Quotient:
+    def kept(*arguments: Any, **options: Any) -> DirectionalDerivative:
         taken = replace(exact(*arguments, **options), error=1e-3 * (1 + len(stated)), age=7)
         stated.append(taken.error)
         return taken
@@ -1001,7 +1001,7 @@ def test_the_certificate_allows_the_stated_error_and_no_more(
         assert certificate.derivative == form
         exact = Differences.values
 
-        def wrong(*arguments: Any, **options: Any) -> Quotient:
+        def wrong(*arguments: Any, **options: Any) -> DirectionalDerivative:
             taken = exact(*arguments, **options)
             return replace(taken, values=taken.values * 1.001)
 
