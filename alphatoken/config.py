@@ -34,8 +34,8 @@ class ScorerConfig:
     """Options of the values. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
 
     Attributes:
-        estimator: "alphatoken" (direct + Value-Propagation), "direct", "same_layer_hop", "path",
-            "label" or "paper_literal", see ``alphatoken.estimate.estimators``; or "walk", what a
+        estimator: "alphatoken" (direct + Value-Propagation), "direct", "path", "label" or
+            "paper_literal", see ``alphatoken.estimate.estimators``; or "walk", what a
             token's loss falls by along AdamW steps on the validation rows, all that trains moving.
             For "walk" ``layers`` and ``parameters`` play no part.
         objective: the sides of M that are built and summed: "both" (adaptation, and stability if
@@ -227,7 +227,7 @@ class ScorerConfig:
                 "estimator='direct' has no causal part",
                 got="part='causal'",
                 why="every value would be zero",
-                remedy="estimator='alphatoken' or 'same_layer_hop'",
+                remedy="estimator='alphatoken' or 'paper_literal'",
             )
         if self.standard_errors and self.objective == "stability":
             raise ConfigError(

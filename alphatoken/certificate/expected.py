@@ -29,7 +29,7 @@ __all__ = ["SIDES", "Entry", "Expected", "Oracle"]
 SIDES = ("adaptation", "stability")
 Matrices = dict[str, Tensor]
 """By parameter name."""
-_SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
+_SELF_ONLY = ("alphatoken", "direct")
 _SPLIT = (*_SELF_ONLY, "paper_literal")
 _NOT_INPUTS = frozenset(
     (
@@ -340,9 +340,6 @@ class Oracle:
 
             (direct, causal), (unsure, later) = both(weights), both(rounding)
             direct, causal = loosened(direct, unsure), loosened(causal, later)
-            if config.estimator == "same_layer_hop":
-                # The library takes its own k = t terms away from the kernel's backward.
-                causal = loosened(causal, direct)
             if split:
                 own_error = self._replace_sampled(direct, by_id, trace)
         direct = none if config.part == "causal" else direct
@@ -362,9 +359,7 @@ class Oracle:
         """Causal columns, as the estimator defines them, from errors at the heads' outputs."""
         config, spread = self.given.config, None
         errors: list[Tensor | None] = [None] * len(trace.linears)
-        if config.estimator == "same_layer_hop":
-            errors = readouts.hop_errors(trace, heads)
-        elif config.estimator != "direct":
+        if config.estimator != "direct":
             reduction = "mean" if config.estimator == "paper_literal" else "per_head"
             errors, spread = readouts.propagated_errors(
                 trace, heads, window=config.window, head_reduction=reduction

@@ -141,9 +141,7 @@ PARAMETERS = (
 )
 
 # Those of alphatoken.estimate.estimators, which imports torch.
-_Estimator = Literal[
-    "alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal", "walk"
-]
+_Estimator = Literal["alphatoken", "direct", "path", "label", "paper_literal", "walk"]
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,7 @@ attention in which every key and value off the diagonal is held constant,
     s_kt = c q_k . [k_t]  for t < k,    s_kk = c q_k . k_k
     o_k  = sum_{t < k} alpha_kt [v_t] + alpha_kk v_k
 
-where [x] is a constant of the value of x. The same with the diagonal (and the query) held constant
-and the rest free gives all hops within the layer. Nothing is written down of a backward formula.
+where [x] is a constant of the value of x. Nothing is written down of a backward formula.
 Gated delta nets likewise, by ``delta_net``: incoming states, and all taps but the last, held.
 """
 
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,7 +34,6 @@ __all__ = [
     "Parts",
     "Trace",
     "contract",
-    "hop_errors",
     "propagated_errors",
     "split_attention",
     "traced",
@@ -77,7 +74,6 @@ class AttentionUse:
         value: (b, g, t, d) in the graph.
         output: (b, h, t, d) in the graph.
         alpha: (b, h, k, t), no graph.
-        hop: (b, h, t, d): the output as a function of other positions' keys and values alone.
         error: largest difference of the output from the model's own kernel, relative to
             ``sum_t alpha_kt |v_t|``.
     """
@@ -85,7 +81,6 @@ class AttentionUse:
     value: Tensor
     output: Tensor
     alpha: Tensor
-    hop: Tensor
     error: float
     execution: int
 
@@ -198,7 +193,7 @@ class Trace:
         """Instead of one attention call."""
         with torch.no_grad():
             kernel = native(call.query, call.key, call.value)
-        self_only, hop, alpha = split_attention(call)
+        self_only, alpha = split_attention(call)
         values = _per_head(call.value, call.query).detach().to(alpha).abs()
         size = (alpha @ values).amax().clamp(min=1e-30)
         error = float((self_only.detach() - kernel).abs().amax() / size)
@@ -206,7 +201,7 @@ class Trace:
             output = kernel + (self_only - self_only.detach()).to(kernel.dtype)
         else:
             output = native(call.query, call.key, call.value)
-        self.attentions.append(AttentionUse(call.value, output, alpha, hop, error, self.execution))
+        self.attentions.append(AttentionUse(call.value, output, alpha, error, self.execution))
         return output
 
     def on_convolution(self, split: bool, call: Any, native: Callable[[Tensor], Tensor]) -> Tensor:
@@ -289,12 +284,12 @@ def _per_head(keys: Tensor, query: Tensor) -> Tensor:
     return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
 
 
-def split_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The head outputs as functions of own, and of others', keys and values; and alpha.
+def split_attention(call: Call) -> tuple[Tensor, Tensor]:
+    """The head outputs as functions of their own position's key and value alone; and alpha.
 
     Returns:
-        (self-only output (b, h, t, d), hop output (b, h, t, d), alpha (b, h, k, t) without
-        graph). Both outputs have the value of ordinary attention, in float32 or wider.
+        (self-only output (b, h, t, d), alpha (b, h, k, t) without graph). The output has the value
+        of ordinary attention, in float32 or wider.
     """
     wide = torch.promote_types(call.query.dtype, torch.float32)
     query = call.query.to(wide)
@@ -304,10 +299,7 @@ def split_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     alpha = _softmax(call, logits + torch.diag_embed(own))
     diagonal = torch.diagonal(alpha, dim1=-2, dim2=-1).unsqueeze(-1)
     self_only = alpha @ value.detach() + diagonal.detach() * (value - value.detach())
-    cross = call.scale * query.detach() @ key.mT - torch.diag_embed(own)
-    others = _softmax(call, cross)
-    hop = others @ value - diagonal.detach() * (value - value.detach())
-    return self_only, hop, alpha.detach()
+    return self_only, alpha.detach()
 
 
 def _softmax(call: Call, logits: Tensor) -> Tensor:
@@ -387,35 +379,6 @@ def _mixed_back(
         (alpha.mT @ e.to(alpha)).unflatten(1, (groups, -1)).sum(2) for e in (error, error.abs())
     )
     return summed, size
-
-
-def hop_errors(trace: Trace, errors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """All hops within each layer, score path included: errors at the linear uses."""
-    found: list[Tensor | None] = [None] * len(trace.linears)
-    for use, error in zip(trace.attentions, errors, strict=True):
-        if error is None:
-            continue
-        if isinstance(use, DeltaUse):
-            _send_delta_hops(trace, use, error, found)
-        else:
-            _send(trace, use, use.hop, error.to(use.hop.dtype), found)
-    return found
-
-
-def _send_delta_hops(
-    trace: Trace, use: DeltaUse, error: Tensor, found: list[Tensor | None]
-) -> None:
-    """Everything that a delta net passes on, less what stays at its position."""
-    names = ("query", "key", "value", "decay", "beta")
-    inputs = [getattr(use.rule, name) for name in names]
-    free = [x.detach().requires_grad_() for x in inputs]
-    call = SimpleNamespace(**dict(zip(names, free, strict=True)), normalised=use.rule.normalised)
-    output = delta_net.delta_rule(call)
-    parts = torch.autograd.grad(output, free, error.to(output.dtype))
-    (at_y,) = torch.autograd.grad(inputs[:3], use.y, list(parts[:3]), retain_graph=True)
-    ends = ((use.every, at_y), (inputs[3], parts[3]), (inputs[4], parts[4]), (use.output, -error))
-    for end, part in ends:
-        _send(trace, use, end, part.to(end.dtype), found)
 
 
 def _send(

@@ -257,9 +257,7 @@ def test_a_loss_that_is_not_finite_in_the_batch_alone() -> None:
         ("walk", "score"),
         *(
             pytest.param(estimator, how, marks=pytest.mark.slow)
-            for estimator, how in product(
-                ("direct", "path", "same_layer_hop"), ("score", "observe")
-            )
+            for estimator, how in product(("direct", "path", "paper_literal"), ("score", "observe"))
         ),
     ],
 )

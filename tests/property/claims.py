@@ -226,7 +226,7 @@ test_the_convolution_alone | | convolve | exact
 test_carried_errors_are_the_coefficients | | coefficients | exact
 test_propagation_goes_through_the_taps | | propagated_parts | approximate
 test_what_is_left_out_is_bounded | | net_jacobian, value_path, left_out_bound | exact
-test_direct_is_the_diagonal_of_a_hybrid | | exact_influence, diagonal | exact
+test_direct_is_the_diagonal_of_a_hybrid | | exact_influence, diagonal, column_sums | exact
 test_propagation_is_exact_for_the_value_rows | | exact_influence, causal | exact
 test_the_certificate_of_a_hybrid | | (every value from autograd alone) | exact
 test_one_forward_of_a_hybrid_serves_both | | (the plain model, bit by bit) | exact

@@ -598,10 +598,10 @@ OWN = (
         ("keep_count", "whole if abs(exact - whole) <= exact / 2**52 else ", ""),
         claim(test_selection.test_keep_count, st.tuples(st.integers(1, 6), st.just(6), st.just(6))),
     ),
-    _estimators(
+    mutant(
         "hops-keep-what-stays",
         "same-layer hops contain what stays at its position",
-        ("hop_errors", "e - own[i] if i in own else e", "e"),
+        ("fidelity.causal_parts._hop_errors_of", "e - own[i] if i in own else e", "e"),
         HOP,
     ),
     mutant(
@@ -1109,7 +1109,7 @@ OWN = (
         "hops-into-lower-layers",
         "same-layer hops and Value-Propagation go on into the layers below",
         (
-            "_same_execution",
+            "pull_back",
             "if use.execution == attention.execution",
             "if use.execution <= attention.execution",
         ),

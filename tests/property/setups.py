@@ -37,7 +37,7 @@ from tests.property.decoder import (
 from tests.property.strategies import Case, cases
 from tests.property.tolerance import allowed, close
 
-EVERY = ("alphatoken", "direct", "same_layer_hop", "path", "paper_literal", "label")
+EVERY = ("alphatoken", "direct", "path", "paper_literal", "label")
 
 
 def compare_path(

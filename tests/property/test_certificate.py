@@ -30,7 +30,7 @@ from tests.property.tolerance import close
 
 ROWS = ("pprrrr", "..prrr")
 VALIDATION = (("pprr", "prrr"), ("ppr",))
-ESTIMATORS = ("label", "direct", "alphatoken", "same_layer_hop", "path", "paper_literal")
+ESTIMATORS = ("label", "direct", "alphatoken", "path", "paper_literal")
 
 
 # --- cases that faults are tried on --------------------------------------------------------------
@@ -177,7 +177,6 @@ WINDOW = trial("adaptation_causal", window=2)
 G = trial("direction (adaptation)", "path")
 V = trial("direction (stability)", "path")
 FULL = trial("direction (adaptation)", "path", build=full)
-HOP = trial("adaptation_causal", "same_layer_hop")
 TOTAL = trial("total", "path")
 PADDED = trial("mask", "path", rows=("pprrrr", "..rrrr"))
 
@@ -194,7 +193,6 @@ SEEN = {
     "twice-called-module-overwritten": trial("adaptation", "path", repeated_linear=True),
     "stale-direction": trial("direction (adaptation)", "path", build=moved),
     "bfloat16-in-the-contraction": PATH,
-    "hops-keep-what-stays": HOP,
     "named-parameters-of-the-scored-layers-alone": trial(
         "scope", "label", parameters="linears,*norm*,head.weight", build=adaptation_only,
     ),

@@ -223,7 +223,7 @@ def test_a_model_with_another_mixer_keeps_what_is_exact_there() -> None:
     found = diagnostic.diagnose(subject, QUICK)
     named = {r["estimator"] for r in found.table("layers").records()}
     assert named == {"label", "path"}
-    assert sum("left out on this model" in note for note in found.notes) == 4
+    assert sum("left out on this model" in note for note in found.notes) == 3
     assert any("not defined on this model" in note for note in found.notes)
 
 

@@ -327,7 +327,7 @@ def test_errors_streamed_are_the_errors_kept(setup: Setup, cut: bool) -> None:
     """
     setup = replace(setup, layers="all") if cut else setup
     batch = read_batch(setup.case.batch)
-    for estimator in ("alphatoken", "direct", "path", "same_layer_hop", "paper_literal"):
+    for estimator in ("alphatoken", "direct", "path", "paper_literal"):
         model = setup.case.model()
         if cut:
             model.layers[-1].register_forward_pre_hook(

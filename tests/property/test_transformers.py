@@ -371,9 +371,6 @@ def value_of(setup: Setup, *args: Any, **config: Any) -> Any:
 def estimators_for(setup: Setup) -> tuple[str, ...]:
     """What has an exact rule or a definition here."""
     names = ["label", "path", "direct"]
-    # Every hop within one layer is a same-layer hop; `path` has it where it is a label.
-    last = setup.layers == (setup.architecture.depth - 1,)
-    names += ["same_layer_hop"] * last
     # A gate lies between its heads and what reads them; ``test_hybrids`` has the rest.
     if setup.name != "qwen3_5":
         names += ["alphatoken", "paper_literal"]
@@ -435,7 +432,6 @@ def expectations(
         "label": at_tokens(influence.row_sums(psi), labels),
         "path": path,
         "direct": at_tokens(influence.diagonal(psi), labels),
-        "same_layer_hop": path,
     }
     if "alphatoken" in names:
         causal = oracle.propagated(direction, aggregated=False, head_reduction="per_head")
@@ -463,10 +459,7 @@ def pinned(name: str, **options: Any) -> Setup:
 @given(data=st.data())
 @budget(0.1, least=1)
 def test_values_equal_per_token_autograd(name: str, data: st.DataObject) -> None:
-    """A drawn model (five in CI), two batches each, of any layout; both sides of M, all parts.
-
-    ``same_layer_hop`` takes part where the scope is the last layer, and equals ``path`` there.
-    """
+    """A drawn model (five in CI), two batches each, of any layout; both sides of M, all parts."""
     compare_captured(data.draw(setups(name)))
 
 
