@@ -57,7 +57,7 @@ class Seen:
 
         def values(observed: Observed, scores: Tensor, labels: Tensor, **more: Any) -> Any:
             found = plain(observed, scores, labels, **more)
-            adapter = observed._valuer.adapter
+            adapter = observed._estimator.adapter
             inputs = dict(observed._recorder.latest.inputs)  # type: ignore[union-attr]
             batch = {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
             model = _fresh(adapter.model)
