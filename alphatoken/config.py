@@ -181,11 +181,11 @@ class ScorerConfig:
     def _check_walk(self) -> None:
         """Raise for options that a walk has no use for, and for a walk's that nothing reads."""
         if self.estimator != WALK:
-            given = [n for n in WALK_OPTIONS if getattr(self, n) != getattr(ScorerConfig, n)]
-            if given:
+            changed = [n for n in WALK_OPTIONS if getattr(self, n) != getattr(ScorerConfig, n)]
+            if changed:
                 raise ConfigError(
-                    f"{given[0]} is an option of the estimator 'walk' alone",
-                    got=f"{given[0]}={getattr(self, given[0])!r}, estimator={self.estimator!r}",
+                    f"{changed[0]} is an option of the estimator 'walk' alone",
+                    got=f"{changed[0]}={getattr(self, changed[0])!r}, estimator={self.estimator!r}",
                     remedy="estimator='walk', or leave it out",
                 )
             return

@@ -102,11 +102,11 @@ class TokenValues:
 
         Empty where they were not asked for.
         """
-        held = {name: getattr(self, name) for name in (*_SPLIT, *_WHOLE)}
+        components = {name: getattr(self, name) for name in (*_SPLIT, *_WHOLE)}
         # Both sets sum to the total, so only one of them may be given: the finer where there is
         # one.
-        names = _WHOLE if all(held[name] is None for name in _SPLIT) else _SPLIT
-        parts = {name: held[name] for name in names if held[name] is not None}
+        names = _WHOLE if all(components[name] is None for name in _SPLIT) else _SPLIT
+        parts = {name: components[name] for name in names if components[name] is not None}
         weight = self.stability_weight
         return {k: v * weight if k.startswith("stability") else v for k, v in parts.items()}
 

@@ -78,13 +78,13 @@ def _covering(scope: Scope) -> list[str]:
     experts = [why for why in reasons if "linears,experts" in why]
     routed = any("router" in why for why in reasons)
     slow = " and model.set_experts_implementation('eager')" if experts or routed else ""
-    found = [f"estimator='label'{slow}"]
+    remedies = [f"estimator='label'{slow}"]
     if experts:
         rest = ", uncovered='skip' for the others" if len(experts) < len(reasons) else ""
-        found.append(f"parameters='linears,experts' (in a trainer value_parameters){rest}")
+        remedies.append(f"parameters='linears,experts' (in a trainer value_parameters){rest}")
     if scope.linears:
-        found.append("uncovered='skip' to leave them out and say so")
-    return found
+        remedies.append("uncovered='skip' to leave them out and say so")
+    return remedies
 
 
 def require_self_rule(recorder: Recorder, estimator: str) -> None:
@@ -286,12 +286,12 @@ def as_observed(adapter: DecoderAdapter) -> Iterator[Forward]:
 
     def forward(inputs: Mapping[str, Any]) -> Tensor:
         # Those of a loss are left out, and none is added, such as ``use_cache=False``.
-        given = {k: v for k, v in adapter.arguments(inputs).items() if k in inputs}
-        given |= {"use_cache": inputs["use_cache"]} if "use_cache" in inputs else {}
+        arguments = {k: v for k, v in adapter.arguments(inputs).items() if k in inputs}
+        arguments |= {"use_cache": inputs["use_cache"]} if "use_cache" in inputs else {}
         torch.set_rng_state(drawn)
         for device, state in by_device.items():
             torch.cuda.set_rng_state(state, device)
-        return adapter.logits_of(adapter.model(**given))
+        return adapter.logits_of(adapter.model(**arguments))
 
     devices = {p.device for p in adapter.model.parameters() if p.is_cuda}
     drawn, by_device = torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices}

@@ -131,7 +131,7 @@ def gradient(
 
     ``keep_graph`` makes the gradients themselves differentiable. No ``.grad`` is touched.
     """
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         loss,
         list(parameters.values()),
         create_graph=keep_graph,
@@ -139,7 +139,7 @@ def gradient(
         allow_unused=True,
         materialize_grads=True,
     )
-    return dict(zip(parameters, found, strict=True))
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def per_token_gradients(
@@ -179,18 +179,18 @@ def directed_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> di
     Raises:
         InputError: unknown name, other shape, or two directions for one parameter.
     """
-    known = dict(model.named_parameters(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False))
     kept: dict[str, Tensor] = {}
     first_name: dict[int, str] = {}
     for name, tensor in direction.items():
-        if name not in known:
+        if name not in named:
             raise InputError(
                 "the direction names no parameter of the model",
                 got=name,
                 why="its part of the inner product would be dropped",
                 remedy="use the keys of model.named_parameters()",
             )
-        parameter = known[name]
+        parameter = named[name]
         if tensor.shape != parameter.shape:
             raise InputError(
                 "a direction has another shape than its parameter",

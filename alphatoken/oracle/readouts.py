@@ -110,8 +110,8 @@ class DeltaUse:
         """An error at the values, brought to the convolution's input through every tap."""
         value = self.rule.value
         (at_y,) = torch.autograd.grad(value, self.y, at_values.to(value), retain_graph=True)
-        (found,) = torch.autograd.grad(self.every, self.front.x, at_y, retain_graph=True)
-        return found
+        (error,) = torch.autograd.grad(self.every, self.front.x, at_y, retain_graph=True)
+        return error
 
 
 @dataclass
@@ -206,8 +206,8 @@ class Trace:
 
     def on_convolution(self, split: bool, call: Any, native: Callable[[Tensor], Tensor]) -> Tensor:
         """Instead of the convolution of one delta net; its rule comes next."""
-        held = delta_net.convolve(call, held=True)
-        y, error = _replaced(split, held, partial(native, call.x))
+        own = delta_net.convolve(call, constant_past=True)
+        y, error = _replaced(split, own, partial(native, call.x))
         self.fronts[call.module] = (call, y, error)
         return y
 
@@ -215,8 +215,8 @@ class Trace:
         """Instead of one call of the gated delta rule."""
         front, y, before = self.fronts.pop(call.module)
         inputs = (call.query, call.key, call.value, call.decay, call.beta)
-        held = delta_net.delta_rule(call, held=True)
-        output, error = _replaced(split, held, partial(native, *inputs))
+        own = delta_net.delta_rule(call, constant_past=True)
+        output, error = _replaced(split, own, partial(native, *inputs))
         every = delta_net.convolve(front)
         self.attentions.append(
             DeltaUse(call, front, y, every, output, max(before, error), self.execution)
@@ -224,17 +224,17 @@ class Trace:
         return output
 
 
-def _replaced(split: bool, held: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, float]:
-    """The kernel's own numbers, with the held function's derivatives; and how far they differ."""
+def _replaced(split: bool, own: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """The kernel's own numbers, with the derivatives of ``own``; and how far they differ."""
     if not split:
         output = run()
         kernel = output.detach()
     else:
         with torch.no_grad():
             kernel = run()
-        output = kernel + (held - held.detach()).to(kernel.dtype)
+        output = kernel + (own - own.detach()).to(kernel.dtype)
     size = float(kernel.abs().amax().clamp(min=1e-30))
-    return output, float((held.detach() - kernel).abs().amax()) / size
+    return output, float((own.detach() - kernel).abs().amax()) / size
 
 
 @contextmanager
@@ -340,7 +340,7 @@ def propagated_errors(
 
     Source: eqs. app_causal_rank1, phi_tgt_causal.
     """
-    found: list[Tensor | None] = [None] * len(trace.linears)
+    at_uses: list[Tensor | None] = [None] * len(trace.linears)
     spread = [torch.ones(trace.shape, device=use.x.device) for use in trace.linears]
     for use, error in zip(trace.attentions, errors, strict=True):
         if error is None:
@@ -359,8 +359,8 @@ def propagated_errors(
             if linear.execution == use.execution:
                 spread[n] = ratio.clamp(1.0, 1e6)
         at_end = summed.mT if isinstance(use, DeltaUse) else summed
-        _send(trace, use, end, at_end.to(end.dtype), found)
-    return found, spread
+        _send(trace, use, end, at_end.to(end.dtype), at_uses)
+    return at_uses, spread
 
 
 def _mixed_back(
@@ -386,7 +386,7 @@ def _send(
     use: AttentionUse | DeltaUse,
     end: Tensor,
     error: Tensor,
-    found: list[Tensor | None],
+    errors: list[Tensor | None],
 ) -> None:
     """Send an error back from ``end`` to the uses of the same execution of a block."""
     places = [n for n, u in enumerate(trace.linears) if u.execution == use.execution]
@@ -396,8 +396,8 @@ def _send(
     parts = torch.autograd.grad(end, outputs, error, retain_graph=True, allow_unused=True)
     for n, part in zip(places, parts, strict=True):
         if part is not None:
-            before = found[n]
-            found[n] = part if before is None else before + part
+            before = errors[n]
+            errors[n] = part if before is None else before + part
 
 
 @dataclass

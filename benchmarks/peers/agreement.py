@@ -13,6 +13,7 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.certificate.metrics import spearman
 from alphatoken.estimate.columns import contract_columns
 from alphatoken.model.batch import label_mask, read_batch, to_token_index
+from alphatoken.scoring.captured import Captured
 from alphatoken.values import TokenValues
 from benchmarks.peers.peer import Peer, Work
 
@@ -42,8 +43,10 @@ def reference(work: Work, estimand: str) -> Tensor:
     if estimand == "path":
         path, batch = scorer(work, "path"), read_batch(work.batch)
         m, names = path.direction.total(), path.scored.names
-        with path.estimator.forward(batch) as recording:
-            recorder, errors = recording.recorder, path.estimator.errors(recording)
+        captured = path.estimator
+        assert isinstance(captured, Captured)
+        with captured.forward(batch) as recording:
+            recorder, errors = recording.recorder, captured.errors(recording)
             (columns,) = contract_columns(recorder, errors, [m], names)
         return columns.direct + columns.causal
     values = scorer(work, "label").score(work.batch).total

@@ -27,6 +27,7 @@ from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients
+from alphatoken.scoring.label import Label
 from tests.places import nightly
 from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
@@ -422,6 +423,7 @@ def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
             total = observed.values(logits, ids).total
     assert off(total, exact) < 1e-2
     # It was not tried as one either, after which no later forward would be.
+    assert isinstance(found.estimator, Label)
     assert found.estimator._bases
 
 
@@ -808,6 +810,7 @@ def test_one_small_jump_among_many_tokens_is_seen() -> None:
     model.model.norm.register_forward_hook(choose)
     scorer = Scorer(model, [batch], config=config("central"))
     values = scorer.score(batch)
+    assert isinstance(scorer.estimator, Label)
     (step,) = scorer.estimator._differences._steps.values()
     mean = float(values.total[values.mask].square().mean().sqrt())
     jump[0] = 0.5 * mean * step.length  # half a mean value: one percent of the batch's norm
