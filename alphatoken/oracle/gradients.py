@@ -25,7 +25,6 @@ __all__ = [
     "directed_parameters",
     "gradient",
     "known_labels",
-    "label_curvatures",
     "label_values",
     "per_token_gradients",
     "response_tokens",
@@ -246,49 +245,6 @@ def label_values(
         for name, part in gradient.items():
             values[b, i] += torch.sum(part.double() * direction[name].double()).to(values.device)
     return values
-
-
-def label_curvatures(
-    model: nn.Module, forward: Forward, batch: Batch, direction: Mapping[str, Tensor]
-) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """Curvature of each token's loss along M: <M, H M>, by the derivative of a derivative.
-
-    Formula: ``out[b, i] = sum_theta <M_theta, d <grad l_{b,i}, M> / d theta>``; 0 elsewhere.
-
-    Args:
-        model: as in :func:`label_values`.
-        forward: as in :func:`label_values`, through operators that autograd differentiates twice.
-        batch: with ``labels``.
-        direction: as in :func:`label_values`.
-
-    Returns:
-        Two (b, t) in float64: the curvatures, and the sums of the absolute values of their terms
-        ``M_j (H M)_j``.
-
-    Exactness: exact up to the model's own arithmetic; the contraction is in float64.
-
-    Source: ours. Oracle of: ``alphatoken.oracle.walk.curvature_along``.
-    """
-    parameters = directed_parameters(model, direction)
-    along = {name: direction[name].to(parameter) for name, parameter in parameters.items()}
-    shape, device = batch["labels"].shape, batch["labels"].device
-    curvatures = torch.zeros(shape, dtype=torch.float64, device=device)
-    terms = torch.zeros_like(curvatures)
-    for (b, i), loss in run_losses(forward, batch).items():
-        first = torch.autograd.grad(
-            loss, list(parameters.values()), create_graph=True, materialize_grads=True
-        )
-        slope = torch.stack(
-            [(g * m).sum() for g, m in zip(first, along.values(), strict=True)]
-        ).sum()
-        second = torch.autograd.grad(
-            slope, list(parameters.values()), retain_graph=True, materialize_grads=True
-        )
-        for m, hm in zip(along.values(), second, strict=True):
-            each = (m.double() * hm.double()).to(device)
-            curvatures[b, i] += each.sum()
-            terms[b, i] += each.abs().sum()
-    return curvatures, terms
 
 
 def validation_gradient(

@@ -347,9 +347,9 @@ _DEMANDED = (
             ("token_errors", "[attention.output for", "[attention.value for"),
             (
                 "token_errors",
-                "reduction =",
+                "start, at_start =",
                 "error = error.repeat_interleave(attention.output.shape[1] // error.shape[1], 1); "
-                "reduction =",
+                "start, at_start =",
             ),
         ],
         alphatoken(small()),

@@ -127,7 +127,7 @@ MUTANTS = (
             ),
             (
                 "estimate.differences.Differences._derivative",
-                "step.is_due(size) or step.error(size) > _tolerance(form) or self._chooses",
+                "step.is_due(size) or step.error(size) > TOLERANCE or self._chooses",
                 "False",
             ),
         ],
