@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,12 +52,9 @@ from alphatoken.scoring.passes import Pass
 from alphatoken.scoring.valuing import Valuer
 from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import ProgressSink
-from alphatoken.values import TokenValues
+from alphatoken.values import Certificate, TokenValues
 
-if TYPE_CHECKING:
-    from alphatoken.certificate.certify import Certificate
-
-__all__ = ["AlphaTokenWarning", "CoverageReport", "HandedOver", "Observed", "Scorer"]
+__all__ = ["AlphaTokenWarning", "CoverageReport", "Observed", "Scorer", "ScorerArguments"]
 
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -64,7 +62,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class HandedOver:
+class ScorerArguments:
     """The user's arguments to a :class:`Scorer`, unchanged: all that the certificate takes."""
 
     model: nn.Module
@@ -192,7 +190,7 @@ class Scorer:
         # G is rebuilt whenever the weights change; an iterator would be empty the second time.
         if isinstance(validation, Iterator):
             validation = list(validation)
-        self.given = HandedOver(
+        self.arguments = ScorerArguments(
             model, validation, retention, config, optimizer, adapter, reduce, sharding, masters,
             reference, influence,
         )  # fmt: skip
@@ -206,18 +204,20 @@ class Scorer:
 
     def _build(self) -> None:
         """Choose scope and parameters in the model as it is now; nothing is proved of it yet."""
-        given, config = self.given, self.given.config
-        self.adapter = given.adapter or find_adapter(given.model)
-        scored = choose_parameters(self.adapter, config, given.sharding)
+        arguments, config = self.arguments, self.arguments.config
+        self.adapter = arguments.adapter or find_adapter(arguments.model)
+        scored = choose_parameters(self.adapter, config, arguments.sharding)
         made_of = Ingredients(
-            self.adapter, scored, config, given.optimizer, given.reduce, given.masters,
-            to_reference=given.reference is not None, influence=given.influence,
+            self.adapter, scored, config, arguments.optimizer, arguments.reduce, arguments.masters,
+            to_reference=arguments.reference is not None, influence=arguments.influence,
         )  # fmt: skip
         made_of.check_preconditioner()
-        made_of = made_of.against(() if given.validation is None else as_batches(given.validation))
-        made_of = made_of.retaining(given.retention)
+        made_of = made_of.against(
+            () if arguments.validation is None else as_batches(arguments.validation)
+        )
+        made_of = made_of.retaining(arguments.retention)
         if config.estimator == WALK:
-            second = None if given.reference is None else find_adapter(given.reference)
+            second = None if arguments.reference is None else find_adapter(arguments.reference)
             self.builder: DirectionBuilder = WalkBuilder(made_of, second)
         else:
             self.builder = DirectionBuilder(made_of)
@@ -228,7 +228,7 @@ class Scorer:
             scored.names,
             config.estimator,
             skipped=scored.scope.uncovered if config.uncovered == "skip" else {},
-            sharding=given.sharding,
+            sharding=arguments.sharding,
         )
         self.valuer = Valuer(self.adapter, self.builder, capture_check)
         self._trained = trained_of(self.adapter.model)
@@ -276,19 +276,19 @@ class Scorer:
     def __repr__(self) -> str:
         """Model, layers, what values are taken against, and the options that were changed."""
         layers = ", ".join(map(str, self.scored.scope.layers))
-        retention = self.given.retention
+        retention = self.arguments.retention
         count = len(self.validation)
         against = f"{count} validation batch{'es' * (count != 1)}"
         if retention is not None:
             kind = repr(retention) if isinstance(retention, FisherDrift) else "retention rows"
             against += f", {kind}"
-        name = type(self.given.model).__name__
+        name = type(self.arguments.model).__name__
         return f"Scorer({name}, layers {layers}; {against}; {self.config!r})"
 
     @property
     def config(self) -> ScorerConfig:
         """The options of the scorer."""
-        return self.given.config
+        return self.arguments.config
 
     @property
     def scored(self) -> ScoredParameters:
@@ -355,7 +355,7 @@ class Scorer:
         if isinstance(validation, Iterator):
             validation = list(validation)
         self.builder.set_validation(as_batches(validation))
-        self.given = replace(self.given, validation=validation)
+        self.arguments = replace(self.arguments, validation=validation)
 
     def set_retention(
         self, retention: FisherDrift | Mapping[str, Any] | Sequence[Any] | None
@@ -364,7 +364,7 @@ class Scorer:
         self.builder.set_retention(retention)
         # Only now: a retention term that was refused must not be what the certificate compares
         # with.
-        self.given = replace(self.given, retention=retention)
+        self.arguments = replace(self.arguments, retention=retention)
 
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale: they are rebuilt when it changes.
@@ -454,7 +454,7 @@ class Scorer:
 
     def _require_uncompiled(self) -> None:
         """Raise where the user's forward is compiled code, which calls none of our hooks."""
-        wrapped = is_wrapper(self.given.model)
+        wrapped = is_wrapper(self.arguments.model)
         if wrapped or (self.config.captured and is_compiled(self.adapter.model)):
             raise UnsupportedError(
                 f"'{self.config.estimator}' cannot observe a compiled model",
@@ -492,7 +492,7 @@ class Scorer:
         fisher_file: str | os.PathLike[str] | None = None,
         progress: bool | ProgressSink | None = None,
     ) -> Certificate:
-        """Certify what ``score`` and ``observe`` return; see ``fidelity.certificate``.
+        """Certify what ``score`` and ``observe`` return; see ``alphatoken.certificate``.
 
         The oracle builds scope, labels, G, V, P and M anew from what was handed to this scorer,
         and compares every component of every sampled token by itself.
@@ -512,9 +512,9 @@ class Scorer:
             UnsupportedError: weights or gradients are spread over processes, or P comes from an
                 optimizer that the oracle does not know.
         """
-        from alphatoken.certificate.certify import certify  # with it come the oracles
-
-        return certify(
+        # By name: the certificate imports this file, and with it come the oracles.
+        certificate = importlib.import_module("alphatoken.certificate.certify")
+        certified: Certificate = certificate.certify(
             self,
             batch,
             tokens=tokens,
@@ -524,3 +524,4 @@ class Scorer:
             fisher_file=fisher_file,
             progress=progress,
         )
+        return certified

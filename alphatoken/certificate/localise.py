@@ -7,22 +7,20 @@ so that the certificate can name the place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alphatoken.estimate.columns import ColumnSums
 from alphatoken.estimate.forward_mode import label_values
-
-if TYPE_CHECKING:
-    from alphatoken.scorer import Scorer
+from alphatoken.scoring.valuing import Valuer
 
 __all__ = ["values_by_parameter"]
 
 
 def values_by_parameter(
-    scorer: Scorer,
+    valuer: Valuer,
     batch: Mapping[str, Any],
     token_weights: Tensor | None,
     step_weights: Tensor | None,
@@ -32,17 +30,17 @@ def values_by_parameter(
     Components are "adaptation_direct" and so on, lambda not applied; for label "adaptation" and
     "stability", by token.
     """
-    valuer, scored = scorer.valuer, scorer.scored
+    scored = valuer.scored
     checked, weights = valuer.read(batch, token_weights, step_weights)
     frame = valuer.prepare(checked)
     with valuer.forward(checked, weights) as seen:
         *sides, _ = valuer.at(frame, seen).sides(components=True)
         present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
-        if not scorer.config.captured:
+        if not valuer.config.captured:
             return {
                 name: {
                     parameter: label_values(
-                        scorer.adapter, checked, {parameter: m}, first=scored.first or 0
+                        valuer.adapter, checked, {parameter: m}, first=scored.first or 0
                     ).double().cpu()
                     for parameter, m in side.whole().items()
                 }

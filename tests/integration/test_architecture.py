@@ -50,6 +50,7 @@ def test_no_module_of_the_library_names_one_of_the_lab() -> None:
 
 REGISTRIES = {
     "alphatoken/model/protocol.py": "the adapter of a model",
+    "alphatoken/scorer.py": "the certificate, loaded when a scorer is verified",
     "alphatoken/train/policies/__init__.py": "a policy of any package",
     "alphatoken/__init__.py": "public names, loaded at first use",
     "alphatoken/train/__init__.py": "public names, loaded at first use",

@@ -140,7 +140,7 @@ def scorer() -> Scorer:
 @pytest.mark.parametrize("case", BAD_BATCHES)
 def test_a_batch_that_cannot_be_valued(scorer: Scorer, case: str) -> None:
     batch, parts = BAD_BATCHES[case]
-    refused(InputError, lambda: scorer.score(batch), *parts, model=scorer.given.model)
+    refused(InputError, lambda: scorer.score(batch), *parts, model=scorer.arguments.model)
     assert bool(torch.isfinite(scorer.score(BATCH).total).all())  # the scorer goes on
 
 

@@ -15,11 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
-from alphatoken.certificate.certify import Certificate
 from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.scoring.passes import Pass
 from alphatoken.support.progress import Tracker
+from alphatoken.values import Certificate
 from tests.places import tiered
 from tests.property.catalogue import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
@@ -161,7 +161,7 @@ def replaced(one: Trial) -> tuple[Scorer, dict[str, Any]]:
 def far(one: Trial) -> tuple[Scorer, dict[str, Any]]:
     """A retention term 2^60 times the adaptation: the dual forward runs along M / ||M||."""
     scorer = make_scorer(one.setup, one.estimator)
-    drift = scorer.given.retention
+    drift = scorer.arguments.retention
     scaled = {n: f * 2.0**60 for n, f in drift.fisher.items()}
     scorer.set_retention(FisherDrift(scaled, drift.reference))
     return scorer, {}
@@ -432,17 +432,17 @@ def test_what_a_file_says_is_compared_with_what_was_loaded(tmp_path: Path) -> No
         n: tuple(torch.eye(size, dtype=torch.float64) * 0.5 + 0.1 for size in w.shape)
         for n, w in weights.items()
     }
-    kronecker = FisherDrift({}, scorer.given.retention.reference, factors=factors)
-    for number, drift in enumerate((scorer.given.retention, kronecker)):
+    kronecker = FisherDrift({}, scorer.arguments.retention.reference, factors=factors)
+    for number, drift in enumerate((scorer.arguments.retention, kronecker)):
         path = tmp_path / f"{number}.safetensors"
         drift.save(path)
         with quiet():
             other = make_scorer(one.setup, "path", retention=False)
             other.set_retention(FisherDrift.load(path))
             assert other.verify(case.batch, tokens=1, fisher_file=path).passed
-    scaled = {n: 1.01 * r for n, r in scorer.given.retention.reference.items()}
+    scaled = {n: 1.01 * r for n, r in scorer.arguments.retention.reference.items()}
     with quiet():
-        other.set_retention(FisherDrift(scorer.given.retention.fisher, scaled))
+        other.set_retention(FisherDrift(scorer.arguments.retention.fisher, scaled))
         off = other.verify(case.batch, tokens=1, fisher_file=tmp_path / "0.safetensors")
     assert "direction (stability)" in {check.component for check in off.failures}
 
