@@ -112,6 +112,7 @@ class Scorer:
             every process.
 
     Attributes:
+        arguments: as they were handed over, with the rows that were set since.
         adapter: of the model.
         builder: M at the current parameters.
         valuer: what turns a pass into values.

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
@@ -34,6 +34,7 @@ from alphatoken.train.callback_state import (
     tensor_digests,
     warn_of_tensors,
 )
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.manifest import (
     Manifest,
     chosen_checkpoint,
@@ -42,9 +43,6 @@ from alphatoken.train.manifest import (
     rotate,
     write_manifest,
 )
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["STAGING", "RunCheckpoints"]
 
@@ -70,7 +68,7 @@ class RunCheckpoints(TrainerCallback):
             ``resuming``; it is loaded once an attempt.
     """
 
-    def __init__(self, trainer: AlphaTrainerMixin, facts: Mapping[str, Any] | None) -> None:
+    def __init__(self, trainer: TrainerInterface, facts: Mapping[str, Any] | None) -> None:
         self._trainer: Any = trainer
         self._facts = facts
         self._run = ""
