@@ -115,10 +115,16 @@ class RunCheckpoints(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Load own state; on every attempt of ``auto_find_batch_size``."""
         self.random_state_loaded = False
-        self._begun = tensor_digests(self._trainer)
+        self._begun = self._callback_tensors()
         if self.resuming is not None:
-            restore_states(self._trainer)
+            states = self._trainer.state.stateful_callbacks
+            restore_states(self._trainer.callback_handler.callbacks, states)
             self._load_own(self.resuming)
+
+    def _callback_tensors(self) -> Digests:
+        models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
+        callbacks = self._trainer.callback_handler.callbacks
+        return tensor_digests(callbacks, [model for model in models if model is not None])
 
     def _load_own(self, folder: Path) -> None:
         trainer = self._trainer
@@ -212,7 +218,7 @@ class RunCheckpoints(TrainerCallback):
             "tokens": getattr(trainer, "_total_train_tokens", None),
         }
         own = {f"alpha/{name}": tensor for name, tensor in tensors.items()}
-        digests = tensor_digests(trainer)
+        digests = self._callback_tensors()
         self._told = self._told or warn_of_tensors(self._begun, digests)
         callbacks = {name: digest for name, digest in digests.items() if digest is not None}
         parts = {"alpha": values, "since_log": since_log, "callbacks": callbacks}

@@ -1,4 +1,4 @@
-"""What the parts of a run may use of the trainer that they belong to: ``TrainerInterface``.
+"""The interface of a trainer to the parts of its run: ``TrainerInterface``.
 
 Weighers, records, checkpoints and the step guard are made by a trainer and reach back into it. They
 are typed against this file and not against the trainer, so that a part can be read, and tested with
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -20,24 +20,31 @@ class TrainerInterface(Protocol):
     """A transformers trainer with the hooks of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
 
     Attributes:
+        BESIDE: columns of a row that reach the model beside tokens and labels.
         args: configuration of the trainer, one of ours.
         model: as transformers holds it, wrapped once training has begun.
         accelerator: of the run; knows the process and its device.
-        optimizer: None before training begins, unless it was handed over.
+        optimizer: None before training begins, unless the caller made it.
+        optimizer_cls_and_kwargs: class and settings of an optimizer that the caller chose, or None.
         state: transformers' state of the run, with the step.
         processing_class: tokenizer or processor, or None.
+        own_collator: collator that the caller chose, or None.
         train_dataset: prepared training rows; a policy that chooses rows replaces it.
         current_gradient_accumulation_steps: micro-batches of the current step.
         records: ``RunRecords`` of the run.
         rows: ``RunRows`` of the run.
     """
 
+    BESIDE: ClassVar[tuple[str, ...]]
+
     args: Any
     model: Any
     accelerator: Any
     optimizer: Any
+    optimizer_cls_and_kwargs: Any
     state: Any
     processing_class: Any
+    own_collator: Any
     train_dataset: Any
     current_gradient_accumulation_steps: int
     # Any, as are micro-batches below: the files of their types import this one.
@@ -94,7 +101,7 @@ class TrainerInterface(Protocol):
         """Return the tokenised rows of a validation or retention dataset."""
         ...
 
-    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+    def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Return tokenised rows as one batch on the model's device."""
         ...
 
