@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,10 +54,7 @@ from alphatoken.scoring.recording import Recording, read_weights
 from alphatoken.scoring.walk import Walk
 from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import ProgressSink
-from alphatoken.values import TokenValues
-
-if TYPE_CHECKING:
-    from alphatoken.certificate.certify import Certificate
+from alphatoken.values import Certificate, TokenValues
 
 __all__ = ["AlphaTokenWarning", "CoverageReport", "Observed", "Scorer"]
 
@@ -95,6 +93,7 @@ class Scorer:
 
     Attributes:
         estimator: ``Captured``, ``Label`` or ``Walk``; its ``cache`` keeps M.
+        arguments: as they were handed over, with the rows that were set since.
 
     Own forwards run in evaluation mode (dropout off). Model, gradients, hooks, modes and RNG
     state are afterwards as before, also after an exception. G and V are rebuilt when anything has
@@ -170,7 +169,7 @@ class Scorer:
         # G is rebuilt whenever the weights change; an iterator would be empty the second time.
         if isinstance(validation, Iterator):
             validation = list(validation)
-        self._arguments = ScorerArguments(
+        self.arguments = ScorerArguments(
             model, validation, retention, config, optimizer, adapter, reduce, sharding, masters,
             reference, influence,
         )  # fmt: skip
@@ -185,7 +184,7 @@ class Scorer:
     def _built(self) -> Estimator[Any]:
         """The estimator of the model as it is now; nothing is proved of it yet."""
         estimator: Estimator[Any]
-        inputs = DirectionInputs.read(self._arguments)
+        inputs = DirectionInputs.read(self.arguments)
         if inputs.config.estimator == WALK:
             lasts = inputs.config.walk_refresh
             walks = DirectionCache(inputs, end_of_walk, age_of=walk_age, lasts=lasts)
@@ -247,14 +246,9 @@ class Scorer:
         return f"Scorer({name}, layers {layers}; {against}; {self.config!r})"
 
     @property
-    def arguments(self) -> ScorerArguments:
-        """The scorer's arguments; ``set_validation`` and ``set_retention`` replace theirs."""
-        return self._arguments
-
-    @property
     def config(self) -> ScorerConfig:
         """The options of the scorer."""
-        return self._arguments.config
+        return self.arguments.config
 
     @property
     def adapter(self) -> DecoderAdapter:
@@ -332,7 +326,7 @@ class Scorer:
         if isinstance(validation, Iterator):
             validation = list(validation)
         self.estimator.cache.set_validation(validation)
-        self._arguments = self.estimator.inputs.arguments
+        self.arguments = self.estimator.inputs.arguments
 
     def set_retention(
         self, retention: FisherDrift | Mapping[str, Any] | Sequence[Any] | None
@@ -341,7 +335,7 @@ class Scorer:
         self.estimator.cache.set_retention(retention)
         # Only now: a retention term that was refused must not be what the certificate compares
         # with.
-        self._arguments = self.estimator.inputs.arguments
+        self.arguments = self.estimator.inputs.arguments
 
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale: they are rebuilt when it changes.
@@ -479,7 +473,7 @@ class Scorer:
         fisher_file: str | os.PathLike[str] | None = None,
         progress: bool | ProgressSink | None = None,
     ) -> Certificate:
-        """Certify what ``score`` and ``observe`` return; see ``fidelity.certificate``.
+        """Certify what ``score`` and ``observe`` return; see ``alphatoken.certificate``.
 
         The oracle builds scope, labels, G, V, P and M anew from what was handed to this scorer,
         and compares every component of every sampled token by itself.
@@ -499,9 +493,9 @@ class Scorer:
             UnsupportedError: weights or gradients are spread over processes, or P comes from an
                 optimizer that the oracle does not know.
         """
-        from alphatoken.certificate.certify import certify  # with it come the oracles
-
-        return certify(
+        # By name: the certificate imports this file, and with it come the oracles.
+        certificate = importlib.import_module("alphatoken.certificate.certify")
+        certified: Certificate = certificate.certify(
             self,
             batch,
             tokens=tokens,
@@ -511,3 +505,4 @@ class Scorer:
             fisher_file=fisher_file,
             progress=progress,
         )
+        return certified

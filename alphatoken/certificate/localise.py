@@ -7,7 +7,7 @@ so that the certificate can name the place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from alphatoken.estimate.columns import ColumnSums
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import read_batch
 from alphatoken.scoring.captured import Captured
+from alphatoken.scoring.estimator import Estimator
 from alphatoken.scoring.recording import read_weights
-
-if TYPE_CHECKING:
-    from alphatoken.scorer import Scorer
 
 __all__ = ["values_by_parameter"]
 
 
 def values_by_parameter(
-    scorer: Scorer,
+    estimator: Estimator[Any],
     batch: Mapping[str, Any],
     token_weights: Tensor | None,
     step_weights: Tensor | None,
@@ -35,7 +33,7 @@ def values_by_parameter(
     Components are "adaptation_direct" and so on, lambda not applied; for label "adaptation" and
     "stability", by token.
     """
-    estimator, scored, adapter = scorer.estimator, scorer.scored, scorer.adapter
+    scored, adapter = estimator.scored, estimator.adapter
     checked = read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
     weights = (
         read_weights("token", token_weights, checked.mask),
@@ -49,7 +47,7 @@ def values_by_parameter(
             return {
                 name: {
                     parameter: label_values(
-                        scorer.adapter, checked, {parameter: m}, first=scored.first or 0
+                        adapter, checked, {parameter: m}, first=scored.first or 0
                     ).double().cpu()
                     for parameter, m in side.items()
                 }

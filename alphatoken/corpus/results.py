@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from alphatoken import Scorer
-from alphatoken.certificate.certify import Certificate
 from alphatoken.corpus.job import Job, on_device
 from alphatoken.corpus.notes import about_encoding, write_notes
 from alphatoken.corpus.queries import read_as
@@ -34,7 +33,7 @@ from alphatoken.report.files import value_files
 from alphatoken.report.queries import QueryRanks, ShownQuery, write_query_report
 from alphatoken.select.masks import top_mask
 from alphatoken.support.storage import write_json, write_jsonl
-from alphatoken.values import derivative_text
+from alphatoken.values import Certificate, derivative_text
 
 __all__ = ["keep_over_all", "write_results"]
 

@@ -8,7 +8,7 @@ the gradient of ``sum_k w_k c_k lp_k`` through the model's one graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from alphatoken.model.batch import IGNORE, token_losses
 from alphatoken.model.head import take_as_of, watched_head
 from alphatoken.model.observed_forward import register_source
 from alphatoken.train.fused_head import head_entropy, shared_log_probs, top_entropy
-
-if TYPE_CHECKING:
-    from alphatoken.train.micro_batch import MicroBatch
-    from alphatoken.train.mixin import AlphaTrainerMixin
+from alphatoken.train.interface import TrainerInterface
+from alphatoken.train.micro_batch import MicroBatch
 
 __all__ = ["GradientWeightedModel", "by_token", "gated_loss", "require_finite"]
 
@@ -164,9 +162,7 @@ def by_token(by_prediction: Tensor) -> Tensor:
     return F.pad(by_prediction, (1, 0))
 
 
-def gated_loss(
-    trainer: AlphaTrainerMixin, gate: GradientWeightedModel, batch: MicroBatch
-) -> Tensor:
+def gated_loss(trainer: TrainerInterface, gate: GradientWeightedModel, batch: MicroBatch) -> Tensor:
     """The trainer's own loss of one micro-batch, of the gate's log-probabilities.
 
     Raises:

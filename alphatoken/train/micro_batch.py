@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from alphatoken.support.seeds import seed_of
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.values import TokenValues
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = [
     "CARRIED",
@@ -127,7 +125,7 @@ def normalised(
     return weights * (batch.loss_mask.sum() / weights.sum().clamp(min=1e-12))
 
 
-def draw_seed(trainer: AlphaTrainerMixin, batch: MicroBatch) -> int:
+def draw_seed(trainer: TrainerInterface, batch: MicroBatch) -> int:
     """A seed that is a function of (run seed, step, micro-batch, rank)."""
     return seed_of(
         "micro-batch",

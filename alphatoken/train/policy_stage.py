@@ -21,6 +21,7 @@ from transformers import PrinterCallback
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.identity import run_options
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.layouts import layout
 from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.placement import cache_folder
@@ -120,7 +121,7 @@ def kept_random_state() -> Iterator[None]:
             np.random.set_state(numbers)  # noqa: NPY002
 
 
-def make_stage(trainer: Any, policy: TokenPolicy, validation: Any) -> PolicyStage:
+def make_stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> PolicyStage:
     """The stage of a run whose trainer is built and not yet wrapped.
 
     Args:
@@ -176,7 +177,7 @@ def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
 
 
 def _train_copy(
-    trainer: Any,
+    trainer: TrainerInterface,
     rows: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
     *,
@@ -237,7 +238,7 @@ def _train_copy(
 
 
 def _optimizer_of(
-    trainer: Any, options: Mapping[str, Any]
+    trainer: TrainerInterface, options: Mapping[str, Any]
 ) -> tuple[type[Any], dict[str, Any]] | None:
     """Class and settings of the optimizer that was handed over; None where the options name it.
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,14 +37,12 @@ from alphatoken.train.gradient_weights import (
     gated_loss,
     require_finite,
 )
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.micro_batch import Carried, MicroBatch, draw_seed, normalised
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
 from alphatoken.train.selecting import selecting
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["PolicyWeigher"]
 
@@ -62,7 +60,7 @@ class PolicyWeigher:
         InputError: an empty selection.
     """
 
-    def __init__(self, trainer: AlphaTrainerMixin, policy: TokenPolicy, validation: Any) -> None:
+    def __init__(self, trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> None:
         self._trainer, self.policy = trainer, policy
         self._columns: Columns | None = None
         trainer.args.check_policy(policy)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,12 @@ from alphatoken.train.checks import check_pool
 from alphatoken.train.distributed import Ranks, even_micro_batches
 from alphatoken.train.fused_head import errors_only
 from alphatoken.train.gradient_weights import GradientWeightedModel, by_token, gated_loss
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.layouts import sharding_of
 from alphatoken.train.masters import masters_of
 from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.selecting import selecting
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["Valuation"]
 
@@ -44,7 +42,7 @@ class Valuation:
         trainer: whose run it is; its rows are prepared.
     """
 
-    def __init__(self, trainer: AlphaTrainerMixin) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer, self._options = trainer, trainer.args
         rows, options = trainer.rows, trainer.args
         self.pool: ValidationPool | None = None

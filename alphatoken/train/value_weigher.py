@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,12 @@ from torch import Tensor
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import Ranks, global_selection
 from alphatoken.train.gradient_weights import GradientWeightedModel, gated_loss
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.layouts import needs_own_forward
 from alphatoken.train.micro_batch import Carried, MicroBatch, Scored, draw_seed, normalised
 from alphatoken.train.selecting import selecting
 from alphatoken.train.token_rules import Ranked
 from alphatoken.train.valuation import Valuation
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["ValueWeigher"]
 
@@ -45,7 +43,7 @@ class ValueWeigher:
         trainer: whose run it is.
     """
 
-    def __init__(self, trainer: AlphaTrainerMixin) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer, self.valuation = trainer, Valuation(trainer)
         self._rule = Ranked(trainer.args)
 

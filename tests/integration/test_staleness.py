@@ -58,10 +58,10 @@ def values_of(scorer: Scorer, how: str = "score") -> Tensor | str:
 
 def of_a_fresh(scorer: Scorer, how: str = "score") -> Tensor | str:
     """What a scorer finds that is made now, of the same model against the same rows."""
-    given = scorer.arguments
+    used = scorer.arguments
     try:
         made = Scorer(
-            given.model, given.validation, given.retention, given.config, optimizer=given.optimizer
+            used.model, used.validation, used.retention, used.config, optimizer=used.optimizer
         )
     except AlphaTokenError as error:
         return str(error)

@@ -15,11 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
-from alphatoken.certificate.certify import Certificate
 from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.scoring.recording import Recording
 from alphatoken.support.progress import Tracker
+from alphatoken.values import Certificate
 from tests.places import tiered
 from tests.property.catalogue import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
