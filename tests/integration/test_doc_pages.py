@@ -19,9 +19,7 @@ from alphatoken import errors
 from alphatoken.data import pair_of, row_of
 from benchmarks import prices
 from tests import architectures_page as table
-from tests import page_numbers
 from tests.both_programs import main
-from tests.page_numbers import MARK, PAGES, differences, filled, value_of, written
 from tests.places import nightly
 from tests.printed_commands import prose
 
@@ -231,32 +229,6 @@ def test_the_pages_policy_is_found_in_the_current_folder(
     assert sys.path == before
 
 
-# --- numbers in prose, which ``tests.page_numbers`` fills in --------------------------------------
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_marked_number_is_that_of_its_data(page: str) -> None:
-    assert differences(page) == []
-
-
-def test_pages_that_readers_meet_first_have_marked_numbers() -> None:
-    for name in ("should-i", "fidelity", "paper-gaps", "selection"):
-        assert MARK.search((DOCS / f"{name}.md").read_text()), name
-
-
-def test_a_number_that_was_edited_is_found_and_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = "-selection/grids/smollm2/tasks/clean/method=rho-1/against/target/standard/mean"
-    right = f"\nit loses {written(value_of(source), '-0.014')}<!-- = {source} --> there"
-    wrong = right.replace("loses -0.0", "loses -0.9")
-    assert wrong != right
-    (tmp_path / "page.md").write_text(wrong)
-    monkeypatch.setattr(page_numbers, "ROOT", tmp_path)
-    assert [line.split(":")[0] for line in differences("page.md")] == ["page.md, line 2"]
-    assert filled(wrong) == right
-
-
 # --- prices ---------------------------------------------------------------------------------------
 
 
@@ -264,18 +236,6 @@ def test_prices_are_those_of_their_measurements() -> None:
     assert json.loads(prices.FILE.read_text(encoding="utf-8")) == prices.prices()
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     assert prices.table_of_prices() in page
-
-
-@pytest.mark.parametrize("page", [name for name in PAGES if name != "docs/log.yaml"])
-def test_a_price_in_prose_is_one_of_the_table(page: str) -> None:
-    """Whatever a page says that values take of a training step is the table's; the log is past."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    text = re.sub(r"<!-- table:.*?<!-- end of table -->", "", text, flags=re.S)
-    said = r"(\d+\.\d+)(<!-- = [^>]+ -->)?( \[[^\]]*\])? of (?:a|the time of a|the FLOPs of a)"
-    for one in re.finditer(said + r" (?:training )?step", text):
-        assert str(one[2]).startswith("<!-- = prices/"), one[0]
-    for one in re.finditer(r"<!-- = ([^>]*/price\b[^>]*) -->", text):
-        raise AssertionError(f"{one[1]}: docs/prices.json has this number")
 
 
 # --- the table of architectures -------------------------------------------------------------------

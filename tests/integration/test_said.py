@@ -15,8 +15,8 @@ import yaml
 
 from benchmarks.standings.values import ONE_STEP
 from tests.both_programs import main
-from tests.page_numbers import ROOT
 
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
