@@ -63,10 +63,11 @@ def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def page_code() -> dict[str, Any]:
-    """What the page shows, run."""
+    """The classes and functions that the page defines."""
     names: dict[str, Any] = {}
-    for code in re.findall(r"<!-- tested: .*? -->\n```python\n(.*?)```", PAGE.read_text(), re.S):
-        exec(compile(code, str(PAGE), "exec"), names)
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+        if re.search(r"^class ", code, re.M):
+            exec(compile(code, str(PAGE), "exec"), names)
     return names
 
 

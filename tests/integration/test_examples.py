@@ -1,12 +1,16 @@
-"""The examples run as they stand."""
+"""Examples run as they stand: those of the folder, of README and docs, and of docstrings."""
 
 from __future__ import annotations
 
+import ast
+import doctest
 import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +69,6 @@ def test_real_model_by_hand(library_decoder: Path, tmp_path: Path) -> None:
 @pytest.mark.smollm2
 @pytest.mark.pictures
 def test_the_picture_and_its_values_are_made_by_the_example(smollm2: Path, tmp_path: Path) -> None:
-    """What README's caption says of these values is tested in ``test_said.py``."""
     load("value_an_answer.py")["main"](["--model", str(smollm2), "--out", str(tmp_path / "a.svg")])
     assert (tmp_path / "a.svg").stat().st_size > 40_000
     made, kept = (
@@ -114,6 +117,62 @@ def test_the_demo_prints_the_highest_and_lowest_tokens_and_writes_the_page(
     assert f"page: {tmp_path / 'values/report.html'}" in printed
 
 
+# --- code on pages --------------------------------------------------------------------------------
+
+FIRST_PAGES = ("README.md", "docs/quickstart.md")
+"""Pages whose blocks run one after the other; ``test_printed_commands.py`` runs other commands."""
+
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Language and text of each fenced block; a command has no language."""
+    return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+PAGES = [
+    str(path.relative_to(ROOT))
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+]
+WITH_PYTHON = {
+    page: texts
+    for page in PAGES
+    if (texts := [text for kind, text in blocks(page) if kind == "python"])
+}
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_on_a_page_compiles_and_imports_what_there_is(page: str) -> None:
+    """Most blocks name a reader's own model or rows, so only their imports of this package run."""
+    for text in WITH_PYTHON[page]:
+        for node in ast.walk(ast.parse(text, page)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("alphatoken"):
+                exec(compile(ast.Module([node], []), page, "exec"), {})
+
+
+@pytest.mark.parametrize("page", FIRST_PAGES)
+def test_a_bare_shell_has_what_the_lines_after_make_demo_call(page: str, tmp_path: Path) -> None:
+    """``make demo`` leaves .venv; the next line makes python and alphatoken those of it."""
+    commands = "".join(text for kind, text in blocks(page) if not kind)
+    lines = commands.replace("\\\n", " ").splitlines()
+    first, second, *others = filter(None, lines)
+    assert first.startswith("make demo")
+    assert second == "source .venv/bin/activate"
+    called = {line.split()[0] for line in others}
+    assert called <= {"python", "alphatoken", "alphatoken-lab"}
+    here = Path(sys.prefix)
+    if not (here / "bin/activate").is_file():
+        pytest.skip("these tests do not run in an environment with a script that enters it")
+    (tmp_path / ".venv").symlink_to(here)
+    script = f"{second}; command -v {' '.join(sorted(called))}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    places = {Path(line).name: Path(line).parent.resolve() for line in done.stdout.splitlines()}
+    assert places == dict.fromkeys(called, (here / "bin").resolve())
+
+
 def run_line(line: str, patch: pytest.MonkeyPatch) -> None:
     """A line for the shell, as it is printed; what installs is for the package matrix."""
     words = shlex.split(line, comments=True)
@@ -132,16 +191,16 @@ SMALL = "--budget 0.1s --oracle_tokens 8 --fisher_samples 8 --tuning_steps 4"
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of a user's session: fewer rows, libraries' own
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", FIRST_PAGES)
 def test_what_a_newcomer_pastes_runs_in_order(
     page: str, in_smollm2s_place: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the small decoder and fewer rows."""
     names: dict[str, Any] = {"__name__": "pasted"}
-    found = re.findall(r"^```(|python)\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
-    assert {kind for kind, _ in found} == {"", "python"}
-    assert "--train_limit 40 " in "".join(text for _, text in found)
-    for kind, text in found:
+    code = [(kind, text) for kind, text in blocks(page) if kind in ("", "python")]
+    assert {kind for kind, _ in code} == {"", "python"}
+    assert "--train_limit 40 " in "".join(text for _, text in code)
+    for kind, text in code:
         if kind:
             exec(compile(text, page, "exec"), names)
         else:
@@ -150,3 +209,65 @@ def test_what_a_newcomer_pastes_runs_in_order(
                 run_line(line.replace(" diagnose all ", f" diagnose all {SMALL} "), monkeypatch)
     assert names["values"].total.isfinite().all()
     assert [*Path().glob("*values/report.html")]
+
+
+def test_the_pages_policy_is_imported_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that the page says, in either program, whose folder is not that of the rows."""
+    (lines,) = (text for text in WITH_PYTHON["docs/policies.md"] if "class Surprising" in text)
+    (tmp_path / "my_policy.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != ""])
+    before = list(sys.path)
+    assert main(["policies", "my_policy:Surprising"]) == 0
+    assert "Unlikely tokens first." in capsys.readouterr().out
+    assert main(["sft", "--policy", "my_policy:Surprising", "--use_cpu"]) == 2
+    assert "no model is named" in capsys.readouterr().err  # the policy was read before
+    assert main(["sft", "--policy", "your_policy:Surprising", "--use_cpu"]) == 2
+    assert "module.py in the folder where the command is called" in capsys.readouterr().err
+    assert sys.path == before
+
+
+# --- recorded tutorials ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/tutorials").glob("*.ipynb")), ids=lambda path: path.name
+)
+def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 200_000
+    assert not re.search(r"/tmp/|/home/|/root/|/work/|site-packages|Warning", text)
+    book = json.loads(text)
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    if not book["metadata"].get("recorded", True):
+        assert all(not cell["outputs"] for cell in cells)
+        pytest.skip("not recorded yet: make tutorials")
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert len(cells) > 2
+    assert outputs
+    assert all(output["output_type"] != "error" for output in outputs)
+    assert all(output.get("name") != "stderr" for output in outputs)
+
+
+# --- examples in docstrings -----------------------------------------------------------------------
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(ROOT.glob("alphatoken/**/*.py"))
+    if ">>> " in path.read_text("utf-8")
+]
+
+
+def test_there_are_examples() -> None:
+    assert len(MODULES) > 10
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each runs, and prints what it shows."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    results = doctest.testmod(import_module(name), optionflags=flags)
+    assert results.attempted
+    assert not results.failed, capsys.readouterr().out
