@@ -28,7 +28,6 @@ __all__ = [
     "EarlierOptions",
     "EngineOptions",
     "LeftOutOptions",
-    "LogprobOptions",
     "ModelOptions",
     "ReadingOptions",
     "ResultOptions",
@@ -359,22 +358,3 @@ class ScoreOptions(
     def folder(self) -> Path:
         """Folder of the results."""
         return Path(self.output_dir)
-
-
-@dataclass(kw_only=True)
-class _Files:
-    """Options for log-probabilities that another engine wrote."""
-
-    logprobs: list[str] = option(help="two Parquet files: of the model before and after the walk")
-    model_name_or_path: str | None = option(
-        None, "model whose tokenizer made the tokens, for the report's texts"
-    )
-    estimator: Literal["walk"] = option("walk", "estimator of token values")
-    output_dir: str = option(help="folder for the results")
-    report: bool = option(True, "write an HTML report")
-    overwrite_output: bool = option(False, "replace existing output")
-
-
-@dataclass(kw_only=True)
-class LogprobOptions(_Files, BudgetOptions, _Scope, RunningOptions):
-    """Everything that ``alphatoken score --logprobs`` is told."""

@@ -36,7 +36,7 @@ from alphatoken.select.masks import top_mask
 from alphatoken.support.storage import write_json, write_jsonl
 from alphatoken.values import derivative_text
 
-__all__ = ["keep_over_all", "write_results"]
+__all__ = ["write_results"]
 
 
 def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float) -> None:
@@ -58,7 +58,7 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
         write_jsonl(folder / "bad_rows.jsonl", survey.bad)
     certificate = _certificate(scorer, job)
     if options.scope == "dataset":
-        keep_over_all(folder, options.ratio)
+        _keep_over_all(folder, options.ratio)
     dataset = _dataset(job)
     ranks, texts = QueryRanks(len(options.queries)), partial(token_texts, job.corpus.tokenizer)
     summary = summarise(ranks.through(_checked(job)), seed=options.seed, texts=texts)
@@ -116,7 +116,7 @@ def _checked(job: Job) -> Iterator[ScoredExample]:
 # --- selection ------------------------------------------------------------------------------------
 
 
-def keep_over_all(folder: Path, ratio: float) -> None:
+def _keep_over_all(folder: Path, ratio: float) -> None:
     """Rank all tokens of all files together and write the files again, each whole or not.
 
     The totals of all response tokens are in memory: 8 bytes a token, and as much again to rank.

@@ -16,7 +16,7 @@ from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.options import default_of, flag_of
 from alphatoken.cli.training import help_text
 from alphatoken.cli.training_options import RowArguments, RunArguments
-from alphatoken.corpus.options import LogprobOptions, ScoreOptions
+from alphatoken.corpus.options import ScoreOptions
 from alphatoken.errors import ConfigError
 from alphatoken.train.fields import AlphaFields, within_of
 from alphatoken.train.policies import find_policy
@@ -113,7 +113,6 @@ def test_lines_on_pages_name_options_as_they_are_called_now() -> None:
     for name, command, flag in found:
         if name not in ("CHANGELOG.md", "log.md") and (command, flag) != ("sft", "debug"):
             known = flags(OF_COMMAND[command]) | {"help"} if command in OF_COMMAND else {flag}
-            known |= flags(LogprobOptions) if command == "score" else set()
             assert {flag, flag.removeprefix("no_")} & known, (name, command, flag)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import test_corpus, test_logprobs, test_queries
+from tests.property import test_corpus, test_queries
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
 RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
@@ -52,19 +52,7 @@ MARKED = claim(
     examples=20,
 )
 
-DIFFERENCE = claim(
-    test_logprobs.test_a_value_is_the_difference_of_two_log_probabilities, examples=1
-)
 QUERIES = claim(test_queries.test_each_query_has_the_values_that_it_has_alone, examples=1)
-
-
-def _bad(case: str) -> Claim:
-    return claim(
-        test_logprobs.test_a_bad_pair_is_refused_by_its_place, side="after", case=case, examples=1
-    )
-
-
-_PAIR, _FILE_ROW = "corpus.logprobs.read_pair", "corpus.logprobs._row"
 
 _SOURCE = "data.source._read_lines"
 _ROW = "corpus.rows.Corpus"
@@ -81,36 +69,6 @@ MUTANTS = (
         "rows-that-say-the-same-are-left-out",
         "a training row that repeats a query is removed, as one that repeats a validation row is",
         "corpus.job.prepare_rows", "if not options.queries", "if True", QUERIES,
-    ),
-    _corpus(
-        "log-probabilities-the-other-way",
-        "before less after",
-        _PAIR, "np.where(first.response, change", "np.where(first.response, -change", DIFFERENCE,
-    ),
-    _corpus(
-        "prompts-have-values",
-        "log-probabilities of the prompt are subtracted too",
-        _PAIR, "np.where(first.response, change", "np.where(True, change", DIFFERENCE,
-    ),
-    _corpus(
-        "rows-in-another-order",
-        "the numbers of two rows are not compared",
-        _PAIR, "first.row != second.row", "False", _bad("another order"),
-    ),
-    _corpus(
-        "other-tokens-in-the-second-file",
-        "of two rows the labels alone are compared",
-        _PAIR, 'for name in ("ids", "labels"):', 'for name in ("labels",):', _bad("another token"),
-    ),
-    _corpus(
-        "missing-log-probabilities-read",
-        "a NaN at a response token becomes a value",
-        _FILE_ROW, "read & ~np.isfinite(logprobs)", "read & np.isinf(logprobs)", _bad("a NaN"),
-    ),
-    _corpus(
-        "losses-for-log-probabilities",
-        "numbers of the other sign are read",
-        _FILE_ROW, "logprobs > 1e-3", "logprobs > 1e9", _bad("a loss"),
     ),
     _corpus(
         "last-ties-of-all",
