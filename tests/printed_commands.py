@@ -25,7 +25,7 @@ PROGRAMS: dict[str, Callable[..., int]] = {
     "alphatoken-lab": alphatoken_lab.commands.main,
 }
 COMMANDS = {
-    "alphatoken": ("score", "filter", "fisher", "sft", "dpo", "diagnose"),
+    "alphatoken": ("score", "fisher", "sft", "dpo", "diagnose"),
     "alphatoken-lab": tuple(alphatoken_lab.commands.COMMANDS),
 }
 

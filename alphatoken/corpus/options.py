@@ -108,8 +108,12 @@ class ResultOptions:
     shard_size: int | None = option(
         None, "rows in each value file (default: 64 or more, for about 1,000 files)", least=1
     )
-    write_dataset: bool = option(
-        False, "write the rows as a data set too: labels, which any trainer reads, and loss_weights"
+    write_rows: Literal["tokens", "mean", "sum"] | None = option(
+        None,
+        "write rows.jsonl to train on: 'tokens' all rows with labels and loss_weights of the kept "
+        "tokens; 'mean' or 'sum' the best rows by their tokens' values, as they are, up to "
+        "--keep_ratio of the response tokens",
+        flag="rows",
     )
     verify: int | None = option(
         None,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from alphatoken.cli.diagnose_options import DiagnoseOptions
-from alphatoken.cli.filter import FilterOptions
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.cli.options import default_of, flag_of
 from alphatoken.cli.training import help_text
@@ -29,7 +28,7 @@ from tests.both_programs import main
 from tests.options_page import arguments, every_method, page
 
 KINDS = [
-    ScoreOptions, FilterOptions, FisherOptions, DiagnoseOptions, CompareOptions, MergeOptions,
+    ScoreOptions, FisherOptions, DiagnoseOptions, CompareOptions, MergeOptions,
     RowArguments, RunArguments, AlphaFields,
 ]  # fmt: skip
 
@@ -92,7 +91,7 @@ def test_every_option_of_the_trainers_has_one_too(command: str) -> None:
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("docs/**/*.ipynb")]
 OF_COMMAND = {
-    "score": ScoreOptions, "filter": FilterOptions, "fisher": FisherOptions,
+    "score": ScoreOptions, "fisher": FisherOptions,
     "compare": CompareOptions, "merge": MergeOptions, "evaluate": EvaluateOptions,
 }  # fmt: skip
 
@@ -121,15 +120,14 @@ def test_what_commands_share_has_one_name() -> None:
               "per_device_train_batch_size", "train_limit"}  # fmt: skip
     assert shared <= flags(ScoreOptions)
     assert shared <= flags(DiagnoseOptions)
-    assert shared <= flags(FilterOptions)
     assert shared - {"validation_file"} <= flags(FisherOptions)
     ours = flags(RowArguments) | flags(RunArguments) | flags(AlphaFields)
     ours |= {"model_name_or_path", "per_device_train_batch_size"}  # of TRL
     assert shared <= ours
     columns = {"prompt_column", "response_column", "messages_column"}
-    for known in (flags(ScoreOptions), flags(FilterOptions), flags(DiagnoseOptions), ours):
+    for known in (flags(ScoreOptions), flags(DiagnoseOptions), ours):
         assert columns <= known
-    for kind in (ScoreOptions, FilterOptions, CompareOptions, AlphaFields):
+    for kind in (ScoreOptions, CompareOptions, AlphaFields):
         assert "keep_ratio" in flags(kind)
 
 
@@ -155,7 +153,7 @@ def test_the_names_that_differ_are_those_of_the_table() -> None:
 EVERYWHERE = [*KINDS, EvaluateOptions, PaperOptions]
 OTHER = {
     "fisher_samples": "diagnose: left out, what its budget allows",
-    "keep_ratio": "filter and compare: left out, no budget; all rows, the recipe's",
+    "keep_ratio": "compare: left out, the recipe's",
     "max_new_tokens": "evaluate: left out, each task's own",
     "model_name_or_path": "compare: may come from the grid's file",
     "output_dir": "the lab's commands have a folder of their own",

@@ -331,6 +331,7 @@ test_values_by_batch | | (scorers of each batch alone) | exact
 test_errors_are_unbiased | | (variance over draws) | approximate
 test_harmless | | (loops, quantile by bisection) | exact
 test_top_mask | | (select_top) | exact
+test_best_rows | | (a loop over the rows) | exact
 test_rows_from_any_place | | (the lines themselves) | exact
 test_corpus | | (split_pools on the whole list) | exact
 test_each_query_has_the_values_that_it_has_alone | | label_values, validation_gradient | exact

@@ -14,6 +14,12 @@ SHARE = claim(
     RATIOS,
     examples=150,
 )
+BEST = claim(
+    test_corpus.test_best_rows,
+    st.lists(st.tuples(test_corpus.NUMBERS, st.integers(1, 9)), min_size=4, max_size=30),
+    RATIOS,
+    examples=150,
+)
 PLACES = claim(
     test_corpus.test_rows_from_any_place,
     test_corpus.lines(8),
@@ -74,6 +80,17 @@ MUTANTS = (
         "last-ties-of-all",
         "of equal values at the threshold the last ones are kept",
         "select.masks.top_mask", "== edge)[: count", "== edge)[::-1][: count", SHARE,
+    ),
+    _corpus(
+        "one-row-over-the-budget",
+        "the row at which the budget ends is kept too",
+        "corpus.kept_rows.best_rows", "max(1, count)", "count + 1", BEST,
+    ),
+    _corpus(
+        "the-last-of-equal-rows",
+        "of rows of equal value the last ones are kept",
+        "corpus.kept_rows._ranked",
+        'np.argsort(-values, kind="stable")', 'np.argsort(values, kind="stable")[::-1]', BEST,
     ),
     _corpus(
         "rows-counted-from-the-mark",
