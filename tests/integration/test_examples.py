@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from alphatoken.demo.__main__ import run_demo
 from alphatoken.demo.models import SMOLLM2
-from alphatoken.report import read_values
+from alphatoken.report import ScoredExample, read_values
 from tests.both_programs import main
+from tests.integration import tiny_training as tiny
 from tests.places import nightly
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
@@ -39,6 +44,7 @@ def test_every_example_is_run_here() -> None:
         "plain_pytorch_loop.py",
         "score_real_model.py",
         "value_an_answer.py",
+        "walk_from_logprobs.py",
     }
 
 
@@ -62,6 +68,57 @@ def test_real_model_by_hand(library_decoder: Path, tmp_path: Path) -> None:
         for a, b in zip(scored, back, strict=True)
     )
     assert "per-token oracle" in (tmp_path / "report.html").read_text()
+
+
+def log_probabilities(model: str, scored: list[ScoredExample], path: Path) -> Path:
+    """A file of what an engine gives: log-probabilities of each token, None of the first."""
+    decoder, rows = AutoModelForCausalLM.from_pretrained(model), []
+    for example in scored:
+        ids = torch.tensor([example.ids])
+        with torch.no_grad():
+            every = decoder(input_ids=ids).logits.log_softmax(-1)[0, :-1]
+        predicted = every.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        rows.append({"row": example.row, "input_ids": example.ids, "labels": example.labels,
+                     "logprobs": [None, *predicted]})  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_walk_values_are_the_difference_of_two_files(tmp_path: Path) -> None:
+    """Values equal those of both models; files of other tokens, or with gaps, are refused."""
+    folder = tiny.saved(tmp_path / "models", 24)
+    tiny.model(3).save_pretrained(folder / "after")
+    tiny.tokenizer().save_pretrained(folder / "after")
+    model, after = str(folder / "model"), str(folder / "after")
+    words = ["score", "--estimator", "walk", "--train_file", str(folder / "rows.jsonl")]
+    words += ["--model_name_or_path", model, "--reference", after, "--keep_scope", "sequence"]
+    assert main([*words, "--output_dir", str(tmp_path / "scored"), "--no_report", "--quiet"]) == 0
+    expected = list(read_values(tmp_path / "scored/values"))
+    first, second = (
+        log_probabilities(place, expected, tmp_path / f"{Path(place).name}.parquet")
+        for place in (model, after)
+    )
+    run = load("walk_from_logprobs.py")["main"]
+    out, more = tmp_path / "out", ["--model", model, "--out", str(tmp_path / "out")]
+    run([str(first), str(second), *more])
+    for one, two in zip(read_values(out), expected, strict=True):
+        assert (one.row, one.ids, one.labels) == (two.row, two.ids, two.labels)
+        np.testing.assert_allclose(one.values["total"], two.values["total"], atol=2e-5)
+        assert one.kept.sum() == two.kept.sum()
+        assert set(one.values["total"][~one.response]) == {0.0}
+    assert "plus" in (out / "report.html").read_text()  # texts, not ids
+    rows, bad = pq.read_table(second).to_pylist(), tmp_path / "bad.parquet"
+    for changed, message in (
+        ({"input_ids": [*rows[3]["input_ids"][:-1], 7]}, "row 3: the two files are not of"),
+        ({"logprobs": [*rows[3]["logprobs"][:-1], float("nan")]}, "row 3: .* NaN or infinite"),
+        ({"logprobs": [*rows[3]["logprobs"][:-1], None]}, "row 3: .* is missing"),
+    ):
+        pq.write_table(pa.Table.from_pylist([*rows[:3], rows[3] | changed, *rows[4:]]), bad)
+        with pytest.raises(ValueError, match=message):
+            run([str(first), str(bad), *more])
+    pq.write_table(pa.Table.from_pylist(rows[:-1]), bad)
+    with pytest.raises(ValueError, match="shorter"):
+        run([str(first), str(bad), *more])
 
 
 @pytest.mark.slow

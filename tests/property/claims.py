@@ -180,8 +180,6 @@ test_a_walk_on_pairs_lowers_the_preference_loss | | walk_values, (steps on the p
 test_sharded_walk_values_are_those_of_a_trained_copy | | walked, walk_values | exact
 test_weights_in_16_bits_walk_in_float32 | | (the walk in float32) | exact
 test_autocast_keeps_no_cast_of_weights_that_moved | | (values without autocast) | approximate
-test_a_value_is_the_difference_of_two_log_probabilities | | (the difference, token by token) | exact
-test_a_bad_pair_is_refused_by_its_place | | (refusals) | exact
 test_a_walk_that_climbs_is_said | | (the validation loss) | exact
 # Value-Propagation and hops
 test_alphatoken_is_direct_plus_propagation | | value_propagation, head_output_errors | approximate
@@ -330,6 +328,7 @@ test_values_by_batch | | (scorers of each batch alone) | exact
 test_errors_are_unbiased | | (variance over draws) | approximate
 test_harmless | | (loops, quantile by bisection) | exact
 test_top_mask | | (select_top) | exact
+test_best_rows | | (a loop over the rows) | exact
 test_rows_from_any_place | | (the lines themselves) | exact
 test_corpus | | (split_pools on the whole list) | exact
 test_each_query_has_the_values_that_it_has_alone | | label_values, validation_gradient | exact
