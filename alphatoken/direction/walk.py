@@ -22,7 +22,7 @@ from alphatoken.direction.algebra import Direction
 from alphatoken.direction.inputs import DirectionInputs
 from alphatoken.direction.objective import forward_losses, objective_value
 from alphatoken.errors import AlphaTokenWarning, warn_caller
-from alphatoken.estimate.shift import Moved
+from alphatoken.estimate.temporary_weights import TemporaryWeights
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter
@@ -78,7 +78,7 @@ def walk(
     Exactness: that of float32 training. Source: ours; Rho-1 and CoLoR-Filter take such models as
     given. Oracle: ``alphatoken.oracle.walk.walked``.
     """
-    moved = Moved(model, names, sharding)
+    moved = TemporaryWeights(model, names, sharding)
     with moved.open():
         start = moved.parts()
         weights = {n: part.to(wide(part.dtype), copy=True) for n, part in start.items()}
@@ -138,7 +138,7 @@ def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
 
 def way_of(inputs: DirectionInputs, end: Mapping[str, Tensor]) -> Direction:
     """``M = -D = theta - end``, along which values are averages over the way."""
-    parts = Moved(inputs.adapter.model, end, inputs.scored.sharding).parts()
+    parts = TemporaryWeights(inputs.adapter.model, end, inputs.scored.sharding).parts()
     m = {n: p.to(wide(p.dtype)) - end[n].to(wide(p.dtype)) for n, p in parts.items()}
     return Direction(m, None, 0.0)
 
@@ -146,7 +146,7 @@ def way_of(inputs: DirectionInputs, end: Mapping[str, Tensor]) -> Direction:
 @contextmanager
 def _moved_to(inputs: DirectionInputs, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model has these weights inside; its own are restored bitwise, also after an exception."""
-    moved = Moved(inputs.adapter.model, weights, inputs.scored.sharding)
+    moved = TemporaryWeights(inputs.adapter.model, weights, inputs.scored.sharding)
     with moved.open():
         moved.place(weights)
         yield

@@ -5,7 +5,7 @@
 
 Nothing but forwards of the model as it is: no rule for any kernel or layer is needed. The step h is
 found on a few short rows, from differences at h and at 2 h, and the same two say how far the values
-are off. The weights come back to the bit, also after an exception or an interrupt.
+are off. The weights are restored bitwise, also after an exception or an interrupt.
 
 The stated error of a batch has two parts. Rounding, ``u / h`` with u the rounding of a loss as it
 was measured, is known for each batch. Truncation is measured on some of them, by the forwards at
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.errors import UnsupportedError
 from alphatoken.estimate.choices import watching_choices
-from alphatoken.estimate.shift import Shift
+from alphatoken.estimate.temporary_weights import ShiftedWeights
 from alphatoken.model.batch import LabelledBatch, require_finite
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.modes import evaluation_mode
@@ -34,7 +34,7 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["FORMS", "TOLERANCE", "Differences", "DirectionalDerivative", "drowned"]
+__all__ = ["FORMS", "TOLERANCE", "Differences", "DirectionalDerivative", "precision_obstacle"]
 
 FORMS = ("central", "one_sided")
 
@@ -48,7 +48,7 @@ CHECKED_EVERY = 32
 """Batches after which the error is looked at again; at first sooner: after 1, 2, 4, 8 and 16."""
 
 
-def drowned(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
+def precision_obstacle(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
     """Reason why a small shift of these weights would drown in rounding, or None.
 
     The shift must be representable in the weights and in the products: float32 or wider in both.
@@ -231,7 +231,7 @@ class Differences:
         Exactness: the error that is returned, within a factor of 3. Source: ours, of the
         definition of the derivative. Oracle: ``alphatoken.oracle.gradients.label_values``.
         """
-        shift = Shift(self._adapter.model, direction, self._sharding)
+        shift = ShiftedWeights(self._adapter.model, direction, self._sharding)
         norm = self._length(shift, direction)
         zeros = torch.zeros(batch.labels.shape, device=batch.labels.device)
         nothing = DirectionalDerivative(zeros, form)
@@ -253,7 +253,7 @@ class Differences:
     def _step_for(
         self,
         batch: LabelledBatch,
-        shift: Shift,
+        shift: ShiftedWeights,
         form: str,
         side: int,
         norm: float,
@@ -263,7 +263,7 @@ class Differences:
         step = self._steps.get((form, side))
         if step is not None and 0.5 < norm / step.norm < 2.0:
             return step
-        weights = shift.weights()
+        weights = shift.parameter_norm()
         few = around_responses((shown and shown()) or batch)
         # M may reach none of the few rows, as an embedding of other tokens does.
         return self._find(few, shift, form, weights, norm) or self._find(
@@ -302,17 +302,17 @@ class Differences:
             see(here)
         return derivative
 
-    def _length(self, shift: Shift, direction: Mapping[str, Tensor]) -> float:
+    def _length(self, shift: ShiftedWeights, direction: Mapping[str, Tensor]) -> float:
         """Norm of M, which is read once and not for each batch."""
         first = next(iter(direction.values()))
         stamp = [(name, id(m), m._version) for name, m in direction.items()]
         cached = self._lengths.get(first)
         if cached is None or cached[0] != stamp:
-            cached = self._lengths[first] = stamp, shift.length()
+            cached = self._lengths[first] = stamp, shift.direction_norm()
         return float(cached[1])
 
     def _find(
-        self, rows: LabelledBatch, shift: Shift, form: str, weights: float, norm: float
+        self, rows: LabelledBatch, shift: ShiftedWeights, form: str, weights: float, norm: float
     ) -> Step | None:
         """The step by these rows; None where M does not reach their losses at all."""
         quotients = self._quotients(rows, shift, form)
@@ -325,7 +325,7 @@ class Differences:
         return Step(length, norm, quotients.error(length), quotients.rounding(length))
 
     def _quotients(
-        self, batch: LabelledBatch, shift: Shift, form: str, base: Tensor | None = None
+        self, batch: LabelledBatch, shift: ShiftedWeights, form: str, base: Tensor | None = None
     ) -> _Quotients:
         def losses(step: float) -> Tensor:
             shift.to(step)
@@ -342,7 +342,7 @@ class _Quotients:
         losses: from a step to the losses (b, t) there.
         mask: response tokens (b, t).
         form: as in ``Differences.values``.
-        base: losses at step 0, where they are known.
+        base: losses at step 0, if there are any.
         summed: sums of numbers over the processes that take values together.
     """
 
@@ -366,18 +366,18 @@ class _Quotients:
         return self._cached[step]
 
     def sides(self, length: float) -> tuple[Tensor, Tensor]:
-        """Losses (b, t) whose difference is taken: ahead, or where the weights are; and behind."""
-        ahead = self.at(0.0 if self.form == "one_sided" else length)
-        return ahead, self.at(-length)
+        """Losses (b, t) that are subtracted: at +h (one-sided: at 0), and at -h."""
+        loss_plus = self.at(0.0 if self.form == "one_sided" else length)
+        return loss_plus, self.at(-length)
 
     def here(self, length: float) -> Tensor | None:
         """Losses (b, t) at the weights as they are, by forwards of our own that were run.
 
-        None where these say nothing of a base that was given.
+        None where these say nothing of ``base``.
         """
         if self.form != "one_sided":
-            ahead, behind = self.sides(length)
-            return (ahead + behind) / 2
+            loss_plus, loss_minus = self.sides(length)
+            return (loss_plus + loss_minus) / 2
         if not self._based:
             return self.at(0.0)
         farther = self._cached.get(-2 * length)
@@ -385,9 +385,9 @@ class _Quotients:
 
     def values(self, length: float) -> Tensor:
         """The quotient (b, t) at step ``length``."""
-        ahead, behind = (side.to(wide(side.dtype)) for side in self.sides(length))
+        loss_plus, loss_minus = (side.to(wide(side.dtype)) for side in self.sides(length))
         width = 2 * length if self.form == "central" else length
-        return (ahead - behind) / width
+        return (loss_plus - loss_minus) / width
 
     def spread(self, length: float) -> float:
         """How far values at h are from those at 2 h (root mean square over tokens): Richardson's.
@@ -402,7 +402,7 @@ class _Quotients:
         return self._mean(self.values(length))
 
     def jumps(self, length: float) -> bool:
-        """True if a token's loss jumps between h and 2 h: no derivative is seen of it there."""
+        """Whether a token's loss jumps between h and 2 h, where it has no derivative."""
         values, twice = (self.values(h)[self._mask].double() for h in (length, 2 * length))
         bar = _JUMP * torch.maximum(values.abs(), values.new_tensor(self.size(length)))
         return self._summed([float(((values - twice).abs() > bar).sum())])[0] > 0
@@ -417,7 +417,7 @@ class _Quotients:
         digit = torch.finfo(losses.dtype).eps * self._mean(losses)
         return max(self._rounding, digit) / length
 
-    def away(self, length: float) -> float:
+    def relative_error(self, length: float) -> float:
         """``spread`` and the rounding of the last digit together, relative to the values.
 
         The rounding is added since on a few tokens values may agree by chance. Where h is too small
@@ -426,7 +426,7 @@ class _Quotients:
         size, losses = self.size(length), self.at(-length)
         digit = torch.finfo(losses.dtype).eps * self._mean(losses) / length
         error = math.hypot(self.spread(length), digit)
-        # All zeros say that the move drowned, unless no move shows; see ``best``.
+        # All zeros say that rounding hid the move, unless no move shows; see ``best``.
         finite = math.isfinite(error) and math.isfinite(size)
         return error / size if finite and size > 0 else math.inf
 
@@ -443,16 +443,16 @@ class _Quotients:
         chosen: half of what is seen at h / 2, and a quarter (one-sided: half) of that at 2 h, are
         what the one at h / 2 rounds and the one at 2 h truncates, brought to h.
         """
-        truncated = self.away(2 * length) / (2 if self.form == "one_sided" else 4)
-        return max(self.away(length), self.away(length / 2) / 2, truncated)
+        truncated = self.relative_error(2 * length) / (2 if self.form == "one_sided" else 4)
+        return max(self.relative_error(length), self.relative_error(length / 2) / 2, truncated)
 
     def best(self, weights: float, norm: float) -> float | None:
         """The step of least error; the weights move by 1e-8 to 1e-2 of their norm.
 
         None where no such move changes any loss.
 
-        Not by less in float64 either: models cast to float32 inside, where smaller moves drown,
-        and what follows the rest of the model agrees with itself at any step.
+        Not by less in float64 either: models cast to float32 inside, where rounding hides smaller
+        moves, and what follows the rest of the model agrees with itself at any step.
 
         Args:
             weights: norm of what moves.
@@ -465,7 +465,7 @@ class _Quotients:
             length *= 16
         if not any(self.size(length) for length in coarse):
             return None
-        around = min(coarse, key=self.away)
+        around = min(coarse, key=self.relative_error)
         best = around
         for factor in (2.0, 0.5):
             while 1 / 16 < best / around < 16 and self.error(factor * best) < self.error(best):

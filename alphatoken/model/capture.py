@@ -106,7 +106,7 @@ class Recorder:
         self.forward = self.begun = None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         """Forwards inside leave no trace: what was recorded before is what is kept."""
         kept = self.forward, self.begun, self.linears, self.attentions, self._convolved
         self.forward, self.begun = None, None

@@ -34,8 +34,8 @@ __all__ = [
     "is_plain_head",
     "is_whole",
     "output_head",
+    "register_losses",
     "rounding_tolerance",
-    "take_as_of",
     "watch_head",
     "watched_head",
 ]
@@ -550,7 +550,7 @@ def watch_head(adapter: DecoderAdapter) -> Iterator[None]:
         handle.remove()
 
 
-def take_as_of(use: HeadUse, losses: Tensor) -> Tensor:
+def register_losses(use: HeadUse, losses: Tensor) -> Tensor:
     """The ``losses``, or what follows from them alone, known as taken of this call of the head."""
     _USES[losses] = use, losses._version
     return losses

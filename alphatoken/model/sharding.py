@@ -86,7 +86,9 @@ class Sharding(Protocol):
         """Euclidean norm of each whole tensor, from the parts. Collective, one call for all."""
         ...
 
-    def moving(self, name: str, parameter: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    def local_shard_and_direction(
+        self, name: str, parameter: Tensor, part: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The memory that the next forward gathers the parameter from, and M for it.
 
         Args:
@@ -103,7 +105,7 @@ class Sharding(Protocol):
         """Let the next forward see the parts as they are now; outside it parameters are parts."""
         ...
 
-    def narrow(self) -> str | None:
+    def low_precision_reason(self) -> str | None:
         """Arithmetic of the forward if it is narrower than float32, as with mixed precision."""
         ...
 

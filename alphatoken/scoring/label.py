@@ -28,7 +28,12 @@ from alphatoken.errors import (
 )
 from alphatoken.estimate.choices import watching_choices
 from alphatoken.estimate.derivatives import Derivative, DerivativeProof, Disagreement
-from alphatoken.estimate.differences import FORMS, Differences, DirectionalDerivative, drowned
+from alphatoken.estimate.differences import (
+    FORMS,
+    Differences,
+    DirectionalDerivative,
+    precision_obstacle,
+)
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.token_values import DirectCausal, finite, undivided
 from alphatoken.model.batch import LabelledBatch
@@ -110,7 +115,7 @@ class Label(Estimator[Direction]):
         direction = self.at_step(recording, direction)
         if self.proofs.pending:  # M is built from no batch then, and none came before this one
             recorder = recording.recorder
-            with nullcontext() if recorder is None else recorder.aside():
+            with nullcontext() if recorder is None else recorder.isolated():
                 self.prove(around_responses(recording.batch), _both(direction))
         derivatives: list[DirectionalDerivative] = []
 
@@ -153,9 +158,9 @@ class Label(Estimator[Direction]):
         """
         lost = None
         if self._way != "forward_mode":
-            lost = drowned(self.adapter.model, self._parameters)
+            lost = precision_obstacle(self.adapter.model, self._parameters)
         if self._sharding is not None:
-            lost = lost or self._sharding.narrow()
+            lost = lost or self._sharding.low_precision_reason()
         if self._way in FORMS or self._sharding is not None:
             if lost is not None:
                 raise _lost(self._way, lost, sharded=self._sharding is not None)

@@ -174,7 +174,7 @@ class Observed:
         # Before a forward of the proofs', which a cache would confuse.
         if estimator.config.captured:
             estimator.proofs.require_rule(recorder)
-        with recorder.aside():
+        with recorder.isolated():
             estimator.proofs.see_arguments(batch, observed=True)
         return batch
 
@@ -227,7 +227,7 @@ class Observed:
             raise foreign_scores(
                 "scores that no output of the model can be compared with, of a forward with dropout"
             )
-        with self._recorder.aside(), torch.no_grad(), evaluation_mode(adapter.model):
+        with self._recorder.isolated(), torch.no_grad(), evaluation_mode(adapter.model):
             again = forward_losses(adapter, batch, "batch")
         own = Recording(
             batch, losses=losses, recorder=self._recorder, products=self._recorder.products

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alphatoken.model.batch import IGNORE
-from alphatoken.model.head import HeadUse, is_whole, take_as_of
+from alphatoken.model.head import HeadUse, is_whole, register_losses
 from alphatoken.support.precision import wide
 from alphatoken.train.hooks import without_names
 
@@ -135,7 +135,7 @@ def shared_log_probs(log_probs: Tensor, asked: Tensor) -> Tensor | None:
     with torch.autocast(hidden.device.type, enabled=False):
         losses = use.take(hidden[rows].to(node.compute_dtype), positions, targets[rows])
     zeros = losses.new_zeros(asked.numel())
-    return take_as_of(use, zeros.index_put((places,), -losses).view(asked.shape))
+    return register_losses(use, zeros.index_put((places,), -losses).view(asked.shape))
 
 
 def top_entropy(logits: Tensor, k: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from alphatoken.errors import NumericalError, UnsupportedError
 from alphatoken.model.batch import IGNORE, token_losses
-from alphatoken.model.head import take_as_of, watched_head
+from alphatoken.model.head import register_losses, watched_head
 from alphatoken.model.observed_forward import register_source
 from alphatoken.train.fused_head import head_entropy, shared_log_probs, top_entropy
 from alphatoken.train.interface import TrainerInterface
@@ -104,7 +104,7 @@ class GradientWeightedModel:
             self._shared = -token_losses(self._logits, labels)[:, 1:]
             register_source(self._shared, self._logits)
             if (use := watched_head(self._logits)) is not None:
-                take_as_of(use, self._shared)
+                register_losses(use, self._shared)
 
     @property
     def scores(self) -> Tensor:

@@ -179,7 +179,9 @@ class Fsdp2Sharding(_Parts):
         finally:
             owner.reshard()
 
-    def moving(self, name: str, parameter: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    def local_shard_and_direction(
+        self, name: str, parameter: Tensor, part: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """This process's rows, which the next gathering reads, and those of M."""
         if isinstance(parameter, self._kind):
             rows = parameter.data.to_local()  # type: ignore[attr-defined]
@@ -192,14 +194,14 @@ class Fsdp2Sharding(_Parts):
         self.regather()
         named = dict(next(iter(self._owners)).named_parameters(remove_duplicate=False))
         for name, part in parts.items():
-            self.moving(name, named[name], part)[0].copy_(part)
+            self.local_shard_and_direction(name, named[name], part)[0].copy_(part)
 
     def regather(self) -> None:
         """Drop the gathered weights that FSDP2 keeps between forwards, as it does the root's."""
         for owner in {owner for owner in self._owners.values() if owner is not None}:
             owner.reshard()
 
-    def narrow(self) -> str | None:
+    def low_precision_reason(self) -> str | None:
         """Dtype to which ``MixedPrecisionPolicy`` casts weights for the forward."""
         for group in (group for owner in set(self._owners.values()) for group in _groups(owner)):
             dtype = group.mp_policy.param_dtype
@@ -379,7 +381,9 @@ class Zero3Sharding(_Parts):
             return world
         return world // self._place(self._parameters[name])[1]
 
-    def moving(self, name: str, parameter: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    def local_shard_and_direction(
+        self, name: str, parameter: Tensor, part: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """This process's flat part, which the next gathering reads, and that of M."""
         p = self._parameters[name]
         if not self._partitioned(name):
@@ -410,6 +414,6 @@ class Zero3Sharding(_Parts):
         if kept:
             kept[0].all_gather(kept)
 
-    def narrow(self) -> str | None:
+    def low_precision_reason(self) -> str | None:
         """None: DeepSpeed's narrow weights are narrow parameters, which others see."""
         return None

@@ -17,7 +17,7 @@ import torch
 
 from alphatoken.estimate.differences import FORMS, Differences
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.estimate.shift import Shift
+from alphatoken.estimate.temporary_weights import ShiftedWeights
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.valuing import full_gradient
 from alphatoken.model.batch import read_batch
@@ -55,8 +55,8 @@ def differences(model: Any, draw: Draw) -> Shares:
         found = [taken.values(batch, along, form) for batch in batches]
         columns[form] = [one.values[b.mask] for b, one in zip(batches, found, strict=True)]
         facts[form] = max(one.error for one in found)
-    shift = Shift(model, along)
-    norm = shift.length()
+    shift = ShiftedWeights(model, along)
+    norm = shift.direction_norm()
     with torch.no_grad(), evaluation_mode(model), shift.open():
         for length in LENGTHS:
             columns |= {f"{form} {length:g}": [] for form in FORMS}

@@ -58,7 +58,7 @@ FRESH = claim(moved.test_a_refreshed_scorer_is_a_new_one, examples=1)
 SHARDED = claim(sharded.test_sharded_label_values_are_the_oracles, setup=small(), parameters="all")
 
 _error = partial(mutant, room="estimate.differences.")
-_moved = partial(mutant, room="estimate.shift.")
+_moved = partial(mutant, room="estimate.temporary_weights.")
 MUTANTS = (
     _error(
         "step-not-doubled-in-the-central-form",
@@ -69,7 +69,7 @@ MUTANTS = (
     _moved(
         "shift-to-the-other-side",
         "the weights move along -M",
-        ("Shift.to", "alpha=step", "alpha=-step"),
+        ("ShiftedWeights.to", "alpha=step", "alpha=-step"),
         SHIFTED,
 
     ),
@@ -77,7 +77,7 @@ MUTANTS = (
         "tied-weight-moved-once-a-name",
         "a weight that two names share moves twice",
         (
-            "Moved.__init__",
+            "TemporaryWeights.__init__",
             "once = {id(named[name]): name for name in names}",
             "once = {name: name for name in names}",
         ),
@@ -93,7 +93,7 @@ MUTANTS = (
         "weights-brought-back-by-subtraction",
         "what was added is subtracted, and rounding stays",
         (
-            "Moved._back",
+            "TemporaryWeights._back",
             "_put(parameter, before)",
             "_put(parameter, (before + 0.1) - 0.1)",
         ),
@@ -104,7 +104,7 @@ MUTANTS = (
         "weights-not-brought-back-after-an-exception",
         "they come back at the end of a forward that ended well",
         (
-            "Moved.open",
+            "TemporaryWeights.open",
             "    finally:",
             "    except ZeroDivisionError:\n        pass\n    else:",
         ),
@@ -113,7 +113,11 @@ MUTANTS = (
     _moved(
         "interrupt-let-in-while-weights-come-back",
         "some weights stay moved",
-        ("Moved.open", "except BaseException as error:", "except ZeroDivisionError as error:"),
+        (
+            "TemporaryWeights.open",
+            "except BaseException as error:",
+            "except ZeroDivisionError as error:",
+        ),
         WAITS,
     ),
     mutant(
@@ -290,7 +294,7 @@ MUTANTS = (
     _error(
         "autocast-overlooked",
         "a shift drowns in 16-bit products",
-        ("drowned", "kind in kinds and torch.is_autocast_enabled(kind)", "False"),
+        ("precision_obstacle", "kind in kinds and torch.is_autocast_enabled(kind)", "False"),
         DROWNED,
     ),
     mutant(
@@ -306,7 +310,11 @@ MUTANTS = (
     _moved(
         "shard-moved-by-the-neighbours-m",
         "a process moves its part of the weights along another process's part of M",
-        ("Moved._moving", "moving(name, parameter, part)", "moving(name, parameter, part.roll(1))"),
+        (
+            "TemporaryWeights._moving",
+            "_direction(name, parameter, part)",
+            "_direction(name, parameter, part.roll(1))",
+        ),
         SHARDED,
     ),
     mutant(

@@ -106,7 +106,11 @@ MUTANTS = (
     mutant(
         "cast-of-weights-that-moved",
         "autocast goes on with the cast that it has",
-        ("estimate.shift.Moved._moved", "torch.clear_autocast_cache()", "pass"),
+        (
+            "estimate.temporary_weights.TemporaryWeights._moved",
+            "torch.clear_autocast_cache()",
+            "pass",
+        ),
         CAST,
     ),
 )

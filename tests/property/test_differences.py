@@ -21,9 +21,9 @@ from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.estimate import differences
 from alphatoken.estimate import shift as shift_module
-from alphatoken.estimate.differences import Differences, DirectionalDerivative, drowned
+from alphatoken.estimate.differences import Differences, DirectionalDerivative, precision_obstacle
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.estimate.shift import Shift
+from alphatoken.estimate.temporary_weights import ShiftedWeights
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients
@@ -648,7 +648,7 @@ def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
     """Ctrl-C, or a handler that ends the process when it is preempted."""
     model = ONE.model()
     before = bits(model)
-    shift = Shift(model, direction(model))
+    shift = ShiftedWeights(model, direction(model))
     put, handler, patch = shift_module._put, signal.getsignal(number), pytest.MonkeyPatch()
 
     def end(*_: object) -> None:
@@ -683,7 +683,7 @@ def test_a_shift_is_what_it_says() -> None:
     m["head.weight"] = m["embedding.weight"]
     memory = {n: p.data_ptr() for n, p in model.named_parameters()}
     loss = model(input_ids=TIED.batch["input_ids"]).square().sum()
-    shift = Shift(model, m)
+    shift = ShiftedWeights(model, m)
     with shift.open():
         for step in (0.5, -0.25):
             shift.to(step)
@@ -704,8 +704,8 @@ def test_a_tied_weight_moves_once() -> None:
         {"embedding.weight": one},
         dict.fromkeys(("head.weight", "embedding.weight"), one),
     ):
-        shift = Shift(model, m)
-        assert shift.length() == pytest.approx(one.norm().item())
+        shift = ShiftedWeights(model, m)
+        assert shift.direction_norm() == pytest.approx(one.norm().item())
         with shift.open():
             shift.to(0.5)
             assert torch.equal(model.head.weight, before + 0.5)
@@ -847,22 +847,22 @@ def test_a_shift_that_would_drown_is_refused_with_its_reason(
 ) -> None:
     model, context = made()
     with context():
-        reason = drowned(model, dict(model.named_parameters()))
+        reason = precision_obstacle(model, dict(model.named_parameters()))
         assert reason is not None
         assert "bfloat16" in reason
-    assert drowned(llama(), {}) is None
+    assert precision_obstacle(llama(), {}) is None
 
 
 def test_weights_that_come_for_their_forward_alone_cannot_be_moved() -> None:
     """As an offloading device map leaves them: what is written there is read by nobody."""
     model = llama()
     away = {"lm_head.weight": model.lm_head.weight.to("meta")}
-    assert drowned(model, away) == "lm_head.weight not in memory between forwards"
+    assert precision_obstacle(model, away) == "lm_head.weight not in memory between forwards"
 
 
 def test_coarse_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert drowned(llama(), {}) == "products of 'high' precision"
+    assert precision_obstacle(llama(), {}) == "products of 'high' precision"
 
 
 def test_auto_takes_forward_mode_where_a_shift_would_drown() -> None:

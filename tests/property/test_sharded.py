@@ -75,14 +75,16 @@ class FlatSharding:
     def norms(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
         return {n: float(p.norm()) for n, p in parts.items()}
 
-    def moving(self, name: str, parameter: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    def local_shard_and_direction(
+        self, name: str, parameter: Tensor, part: Tensor
+    ) -> tuple[Tensor, Tensor]:
         assert part.shape == (parameter.numel() + 3,)
         return parameter.data.view(-1), part[:-3]
 
     def regather(self) -> None:
         pass
 
-    def narrow(self) -> str | None:
+    def low_precision_reason(self) -> str | None:
         return None
 
     def summed(self, numbers: Sequence[float]) -> list[float]:
@@ -276,7 +278,7 @@ def test_what_label_cannot_do_on_sharded_weights_is_refused() -> None:
 
 def test_sharded_weights_in_mixed_precision_have_no_label_values() -> None:
     class Mixed(FlatSharding):
-        def narrow(self) -> str | None:
+        def low_precision_reason(self) -> str | None:
             return "mixed precision in bfloat16"
 
     model = CASE.model()

@@ -1,4 +1,4 @@
-"""Moving the weights of a model and restoring them to the bit, in place or in parts."""
+"""Weights that a model has for a while, in place or in parts; its own are restored bitwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.support.precision import wide
 
-__all__ = ["Moved", "Shift"]
+__all__ = ["ShiftedWeights", "TemporaryWeights"]
 
 _ATTEMPTS = 8
 """At bringing weights back, each ended by a signal."""
@@ -60,8 +60,8 @@ def _put(parameter: Tensor, memory: Tensor) -> None:
     parameter.data = memory
 
 
-class Moved:
-    """Parameters of a model elsewhere for a while, and back to the bit.
+class TemporaryWeights:
+    """Moves parameters temporarily; leaving ``open`` restores them bitwise.
 
     The parameters are the same objects and have other memory meanwhile: two copies of all weights
     are spared, a tenth of a short forward's time. A view that a module has made of a weight for
@@ -87,7 +87,7 @@ class Moved:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Keep the weights inside, and put them back at the end, whatever happened."""
+        """Allow moves inside; at the end the weights are restored, also after an exception."""
         targets = self._memory()
         self._before = targets if self._sharding is None else [part.clone() for part in targets]
         self._targets = [] if self._sharding is None else targets
@@ -165,7 +165,7 @@ class Moved:
         parameter = self._parameters[name]
         if self._sharding is None:
             return parameter.data, part
-        return self._sharding.moving(name, parameter, part)
+        return self._sharding.local_shard_and_direction(name, parameter, part)
 
     def _norm(self, tensors: Mapping[str, Tensor]) -> float:
         if self._sharding is not None:
@@ -175,14 +175,14 @@ class Moved:
         return float(torch.stack([part.to(parts[0].device) for part in parts]).norm())
 
 
-class Shift(Moved):
-    """Moves parameters along M, as their gradients say.
+class ShiftedWeights(TemporaryWeights):
+    """Moves parameters along M; embeddings move as their backward says.
 
     Args:
-        model: as in ``Moved``.
+        model: as in ``TemporaryWeights``.
         direction: parameter name -> M in the parameter's shape; under ``sharding`` this process's
             part of it.
-        sharding: as in ``Moved``.
+        sharding: as in ``TemporaryWeights``.
     """
 
     def __init__(
@@ -210,12 +210,12 @@ class Shift(Moved):
             torch.add(before, m.to(target.dtype), alpha=step, out=target)
         self._moved()
 
-    def length(self) -> float:
-        """The norm of M."""
+    def direction_norm(self) -> float:
+        """Norm of M, over all processes."""
         return self._norm(self._direction)
 
-    def weights(self) -> float:
-        """Norm of the weights that move, where they are now."""
+    def parameter_norm(self) -> float:
+        """Norm of the parameters that move, at their present values, over all processes."""
         return self._norm(self.parts())
 
     @contextmanager
