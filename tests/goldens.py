@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import logging
+import os
 import string
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 Entries = dict[str, dict[str, Any]]
@@ -54,16 +56,32 @@ ESTIMATORS = ("alphatoken", "direct", "path", "paper_literal", "label", "walk")
 LEFT_OUT = ("curvature", "curvature_error", "balance")
 """Fields of ``TokenValues`` that are no golden."""
 SMOLLM2 = "SmolLM2-135M-Instruct"
-SFT_POLICIES = (
-    "dft", "eaft", "talr", "flow", "stm", "xtf", "sstoken", "rho-1", "token-cleaning", "less",
-    "validation-first",
+SAVED_MODEL = "SAVED_MODEL"
+"""Stands for the folder of a model that is saved before the run."""
+SFT_POLICIES: dict[str, dict[str, Any]] = {
+    "standard": {}, "dft": {}, "eaft": {}, "talr": {}, "flow": {}, "xtf": {}, "sstoken": {},
+    "stm": {"threshold": 105.0}, "rho-1": {"reference_epochs": 1.0},
+    "token-cleaning": {"warmup_share": 0.5}, "validation-first": {},
+    "less": {
+        "dimension": 64, "share": 0.5, "warmup_share": 0.5, "warmup_epochs": 2, "rank": 4,
+        "warmup_learning_rate": 1e-3, "warmup_batch_size": 4,
+    },
+}  # fmt: skip
+PAIR_POLICIES: dict[str, dict[str, Any]] = {
+    "dpo": {}, "confpo": {}, "sepo": {"oracle": SAVED_MODEL}, "ti-dpo": {},
+}  # fmt: skip
+DIRECT_POLICIES = ("standard", "dft", "eaft", "talr", "rho-1", "dpo", "confpo", "ti-dpo")
+"""Policies whose weights follow from numbers that can be drawn."""
+DIAGNOSTICS = (
+    "estimators", "utility", "value-propagation", "fisher", "heatmap", "coverage", "drift",
+    "sensitivity", "stability", "arithmetic",
 )  # fmt: skip
-PAIR_POLICIES = ("dpo", "confpo", "sepo", "ti-dpo")
-POLICY_OPTIONS: dict[str, dict[str, Any]] = {}
 WORDS = ("place",)
 """Columns of value files that hold prose."""
 RAISED = "raised"
 """Name of the entry of a case that raised."""
+MEASURED = ("second", "time", "memory", "cost")
+"""Parts of the names of a diagnosis' columns that hold measured times or sizes."""
 CLOCKS = ("runtime", "per_second", "seconds", "_time", "time_", "memory", "flos")
 """Parts of the names of logged numbers that differ from run to run."""
 
@@ -128,6 +146,92 @@ def preference_batch(model: nn.Module, normalization: str = "tokens") -> Any:
     return PreferenceBatch(
         *branches, sums[0] - 0.5, sums[1] + 0.25, beta=0.2, normalization=normalization
     )
+
+
+def policy_weights(name: str, mode: str) -> Tensor:
+    """Weights of a policy on a batch whose log-probabilities and columns are drawn."""
+    from alphatoken.train.policies import policy
+    from alphatoken.train.policy import PolicyBatch, PolicySettings
+
+    chosen = policy(name, PolicySettings(mode=mode, keep_ratio=0.4, seed=1))
+    batch = padded(encoded(6, seed=31))
+    mask = batch["labels"] != -100
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn() -> Tensor:
+        return torch.where(mask, -torch.rand(mask.shape, generator=generator) * 4, 0.0)
+
+    entropies = {k: -drawn() for k in (3, 5, 10, 20)}
+    seen = PolicyBatch(
+        inputs=batch,
+        labels=batch["labels"],
+        mask=mask,
+        log_probs=drawn(),
+        rank_groups=[slice(0, 3), slice(3, 6)],
+        reference=drawn(),
+        model=llama(),
+        columns={column: drawn() for column in chosen.needs.columns},
+        entropy=lambda k: entropies[k],
+        step=1,
+        generator=generator,
+    )
+    return chosen.weights(seen)
+
+
+def masks_of(values: Any) -> Numbers:
+    """Each selection from values that come with standard errors."""
+    from alphatoken import response_values, select_bottom, select_random, select_top
+    from alphatoken.select.confidence import select_harmless
+
+    total, mask, errors = values.total, values.mask, values.standard_error()
+    for ratio in (0.3, 0.55, 1.0):
+        for scope in ("batch", "sequence"):
+            named = f"{ratio} of a {scope}"
+            generator = torch.Generator().manual_seed(4)
+            yield f"top {named}", select_top(total, mask, ratio, scope=scope)
+            yield f"bottom {named}", select_bottom(total, mask, ratio, scope=scope)
+            yield (
+                f"random {named}",
+                select_random(mask, ratio, generator=generator, scope=scope),
+            )
+    yield "responses", response_values(total, mask)
+    yield "harmless", select_harmless(total, errors, mask, parts=2, confidence=0.6)
+
+
+def losses_of(model: nn.Module) -> Numbers:
+    """Masked losses with their gradients at the head."""
+    from alphatoken import dpo_coefficient, masked_dpo_loss, masked_sft_loss, token_losses
+
+    batch, pair = padded(encoded(4, seed=1)), [padded(encoded(3, seed=seed)) for seed in (21, 22)]
+    generator = torch.Generator().manual_seed(6)
+    keeps = [torch.rand(b["labels"].shape, generator=generator) for b in (batch, *pair)]
+    for normalization in ("response", "kept", "sum"):
+        loss = masked_sft_loss(
+            logits_of(model, batch), batch["labels"], keeps[0], normalization=normalization
+        )
+        yield f"sft, {normalization}", loss
+    chosen, rejected = (token_losses(logits_of(model, b), b["labels"]) for b in pair)
+    loss = masked_dpo_loss(
+        chosen, rejected, -chosen.detach().sum(-1) - 0.5, -rejected.detach().sum(-1), *keeps[1:]
+    )
+    loss.backward()
+    yield "dpo", loss
+    yield "dpo, gradient", joined({n: p.grad for n, p in model.named_parameters()})
+    sums = [-chosen.sum(-1), -rejected.sum(-1)]
+    yield "dpo, omega", dpo_coefficient(*sums, sums[0] - 1, sums[1] + 1, beta=0.3)
+
+
+def run_command(name: str, options: Mapping[str, object], *flags: str) -> None:
+    """Run a command of the command line; options that are lists are repeated."""
+    from alphatoken.cli import main as command
+
+    words = [name, *flags]
+    for option, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{option}", str(one)]
+    status = command(words)
+    if status:
+        raise RuntimeError(f"exit status {status} of: alphatoken {' '.join(words)}")
 
 
 def trainer_kind(family: str) -> Any:
@@ -259,6 +363,7 @@ def gpt2(seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     own = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 160}
+    own |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0)
     names = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
     return GPT2LMHeadModel(GPT2Config(**own, **{n: SIZES[n] for n in names}))
 
@@ -304,6 +409,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+UNVERIFIED = ("llama-bfloat16", "lora")
+
+
 def tokenizer() -> Any:
     """One token a character, with a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -346,6 +454,42 @@ def stepped(model: nn.Module, batch: Mapping[str, Tensor], steps: int = 3) -> to
     return optimizer
 
 
+def written(path: Path, rows: Sequence[object]) -> Path:
+    """Rows as a file, one JSON object a line."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def chats(count: int, seed: int) -> list[dict[str, Any]]:
+    """Conversations of one or two exchanges."""
+    rows = texts(2 * count, seed)
+
+    def turns(row: Mapping[str, str]) -> list[dict[str, str]]:
+        return [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+
+    return [
+        {"messages": turns(rows[i]) + (turns(rows[i + count]) if i % 2 else [])}
+        for i in range(count)
+    ]
+
+
+def world_of_files(folder: Path) -> dict[str, Path]:
+    """Saved models and files of rows, as the command line takes them."""
+    places = {name: folder / name for name in ("model", "moved")}
+    for name, model in (("model", llama()), ("moved", moved(llama()))):
+        model.save_pretrained(places[name])
+        tokenizer().save_pretrained(places[name])
+    for name, count, seed in (("train", 24, 41), ("validation", 8, 42), ("held", 10, 43)):
+        places[name] = written(folder / f"{name}.jsonl", texts(count, seed))
+    places["chats"] = written(folder / "chats.jsonl", chats(12, 44))
+    places["pairs"] = written(folder / "pairs.jsonl", pairs(20, 45))
+    places["validation_pairs"] = written(folder / "validation_pairs.jsonl", pairs(6, 46))
+    return places
+
+
 # --- values --------------------------------------------------------------------------------------
 
 
@@ -382,7 +526,7 @@ def of_estimators(kind: str, verify: int, _: Path) -> Numbers:
     """Each estimator with its defaults, without retention and with each kind of it."""
     model, terms = retentions(kind)
     batch, validation = batches()
-    skip = {"uncovered": "skip"} if kind == "mixtral" else {}
+    skip = {"uncovered": "skip"} if kind in ("mixtral", "hybrid") else {}
     for estimator in ESTIMATORS:
         if estimator == "walk":  # no certificate, and nothing is retained along one
             walk = new_scorer(model, validation, {}, estimator="walk", walk_steps=3)
@@ -398,8 +542,256 @@ def of_estimators(kind: str, verify: int, _: Path) -> Numbers:
             yield from under(f"{estimator}, {term}", ways_of(scorer, model, batch, verify))
 
 
-for _kind in ("llama", "mixtral", "gemma"):
-    CASES[f"values/{_kind}"] = partial(of_estimators, _kind, 3)
+for _kind in MODELS:
+    CASES[f"values/{_kind}"] = partial(of_estimators, _kind, 0 if _kind in UNVERIFIED else 3)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adaptation alone": {"objective": "adaptation"},
+    "stability alone": {"objective": "stability"},
+    "direct part": {"part": "direct"},
+    "causal part": {"part": "causal"},
+    "no window": {"window": None},
+    "window 3": {"window": 3},
+    "window 0": {"window": 0},
+    "all layers": {"layers": "all"},
+    "layers 0 and 2": {"layers": (0, 2)},
+    "lambda 0.3": {"stability_weight": 0.3},
+    "standard errors": {"standard_errors": True},
+    "paper_literal, causal part": {"estimator": "paper_literal", "part": "causal"},
+    "path, all layers": {"estimator": "path", "layers": "all"},
+    "path, standard errors": {"estimator": "path", "standard_errors": True},
+    "label, standard errors": {"estimator": "label", "standard_errors": True},
+    "label, all parameters": {"estimator": "label", "parameters": "all"},
+    "label, norms": {"estimator": "label", "parameters": "linears,*norm*"},
+    **{
+        f"label, {way}, {parameters}": {
+            "estimator": "label", "derivative": way, "parameters": parameters,
+        }
+        for way in ("forward_mode", "central", "one_sided")
+        for parameters in ("linears", "all")
+    },
+}  # fmt: skip
+
+
+@case("values/options")
+def of_options(_: Path) -> Numbers:
+    """Each option by itself, with a Fisher of all parameters."""
+    model = llama()
+    fisher = fitted_fisher(model, parameters="all")
+    moved(model)
+    batch, validation = batches()
+    for name, options in OPTIONS.items():
+        scorer = new_scorer(model, validation, {"retention": fisher}, **{"layers": 2, **options})
+        yield from under(name, ways_of(scorer, model, batch, 2))
+        if options.get("standard_errors"):
+            values = scorer.score(batch)
+            yield f"{name}/standard_error", values.standard_error()
+            yield f"{name}/by_batch", values.by_batch()
+
+
+@case("values/preconditioners")
+def of_preconditioners(_: Path) -> Numbers:
+    """P of each kind, beside a Fisher."""
+    for estimator in ("alphatoken", "path", "label"):
+        model = llama()
+        fisher, influence = fitted_fisher(model), fitted_influence(model)
+        batch, validation = batches()
+        optimizer = stepped(model, batch)
+        generator = torch.Generator().manual_seed(8)
+        diagonal = {
+            name: torch.rand(parameter.shape, generator=generator)
+            for name, parameter in new_scorer(model, validation, {}, layers=2).parameters.items()
+        }
+        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+            "frozen": ("frozen", {"optimizer": optimizer}),
+            "full": ("full", {"optimizer": optimizer}),
+            "kronecker": ("kronecker", {"influence": influence}),
+            "mapping": (diagonal, {}),
+        }
+        for name, (preconditioner, arguments) in kinds.items():
+            scorer = new_scorer(
+                model, validation, {**arguments, "retention": fisher}, estimator=estimator,
+                preconditioner=preconditioner, precondition_after=2, layers=2,
+            )  # fmt: skip
+            yield from under(f"{estimator}, {name}", ways_of(scorer, model, batch, 2))
+
+
+@case("values/pairs")
+def of_pairs(_: Path) -> Numbers:
+    """Preference pairs as the objective."""
+    model = llama()
+    batch, _validation = batches()
+    for estimator in ESTIMATORS:
+        own = {"walk_steps": 2} if estimator == "walk" else {"layers": 2}
+        for normalization in ("tokens", "pairs"):
+            pair = preference_batch(model, normalization)
+            scorer = new_scorer(model, pair, {}, estimator=estimator, **own)
+            verify = 0 if estimator == "walk" else 2
+            yield from under(f"{estimator}, {normalization}", ways_of(scorer, model, batch, verify))
+
+
+@case("values/batches")
+def of_batches(_: Path) -> Numbers:
+    """Batches of other forms, weights of tokens, and totals alone."""
+    model = moved(llama())
+    rows = encoded(4, seed=1)
+    batch, validation = batches()
+    ids = [row["input_ids"] for row in rows]
+    packed = {
+        "input_ids": torch.tensor([[*ids[0], *ids[1]]]),
+        "position_ids": torch.tensor([[*range(len(ids[0])), *range(len(ids[1]))]]),
+        "labels": torch.tensor([[*rows[0]["labels"], *rows[1]["labels"]]]),
+    }
+    shape = batch["labels"].shape
+    weights = torch.rand(shape, generator=torch.Generator().manual_seed(9))
+    for estimator in ("alphatoken", "path", "label"):
+        scorer = new_scorer(model, validation, {}, estimator=estimator, layers=2)
+        yield from under(f"{estimator}, left", ways_of(scorer, model, padded(rows, "left"), 2))
+        yield from under(f"{estimator}, packed", ways_of(scorer, model, packed, 2))
+        for door, values in (
+            ("score", scorer.score(batch, token_weights=weights)),
+            ("observe", observed_values(scorer, model, batch, token_weights=weights)),
+            ("score, total", scorer.score(batch, components=False)),
+            ("observe, total", observed_values(scorer, model, batch, components=False)),
+        ):
+            yield f"{estimator}, {door}", numbers_of_values(values)
+        if estimator == "alphatoken":  # it refuses dropout in the attention
+            continue
+        dropping = llama(attention_dropout=0.2).train()
+        scorer = new_scorer(dropping, validation, {}, estimator=estimator, layers=2)
+        torch.manual_seed(3)
+        yield f"{estimator}, dropout", numbers_of_values(observed_values(scorer, dropping, batch))
+
+
+@case("values/over steps")
+def of_steps(_: Path) -> Numbers:
+    """One scorer while the weights, the validation rows and the retention term change."""
+    for estimator in ("alphatoken", "label", "walk"):
+        model = llama()
+        fisher = fitted_fisher(model)
+        batch, validation = batches()
+        own = {"walk_steps": 2, "walk_refresh": 1} if estimator == "walk" else {"layers": 2}
+        scorer = new_scorer(model, validation, {}, estimator=estimator, **own)
+        yield f"{estimator}/before", numbers_of_values(scorer.score(batch))
+        stepped(model, batch, 1)
+        yield f"{estimator}/stepped", numbers_of_values(scorer.score(batch))
+        scorer.set_validation(validation[1:])
+        yield f"{estimator}/validation", numbers_of_values(scorer.score(batch))
+        if estimator == "walk":
+            continue
+        scorer.set_retention(fisher)
+        yield f"{estimator}/retention", numbers_of_values(scorer.score(batch))
+        scorer.pin(1)
+        scorer.score(batch)
+        stepped(model, batch, 1)
+        yield f"{estimator}/pinned", numbers_of_values(scorer.score(batch))
+
+
+@case("values/walks")
+def of_walks(_: Path) -> Numbers:
+    """Walks: another rate, and the losses of a second model in place of one."""
+    model = llama()
+    batch, validation = batches()
+    scorer = new_scorer(
+        model, validation, {}, estimator="walk", walk_steps=4, walk_learning_rate=1e-3
+    )
+    yield from under("rate", ways_of(scorer, model, batch, 0))
+    scorer = new_scorer(model, None, {"reference": moved(llama())}, estimator="walk")
+    yield from under("reference", ways_of(scorer, model, batch, 0))
+
+
+@case("values/experts")
+def of_experts(_: Path) -> Numbers:
+    """The matrices of experts among the parameters."""
+    model = mixtral()
+    batch, validation = batches()
+    for estimator in ("alphatoken", "direct", "path", "label"):
+        scorer = new_scorer(
+            model, validation, {}, estimator=estimator, layers=2, parameters="linears,experts",
+            uncovered="skip",
+        )  # fmt: skip
+        yield from under(estimator, ways_of(scorer, model, batch, 2))
+    scorer = new_scorer(model, validation, {}, estimator="label", parameters="all")
+    yield from under("label, all", ways_of(scorer, model, batch, 0))
+
+
+def of_smollm2(place: Path, _: Path) -> Numbers:
+    """A few estimators on SmolLM2."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    reader = AutoTokenizer.from_pretrained(place)
+
+    def read(count: int, seed: int) -> dict[str, Tensor]:
+        rows = []
+        for row in texts(count, seed, prompt=30, response=30):
+            before, after = (reader(row[n]).input_ids for n in ("prompt", "completion"))
+            rows.append({"input_ids": before + after, "labels": [-100] * len(before) + after})
+        return padded(rows)
+
+    batch, validation = read(2, 1), [read(1, 2)]
+    fisher = fitted_fisher(model, samples=2, layers=3, max_new_tokens=4)
+    moved(model, 1e-3)
+    for estimator, options in {
+        "alphatoken": {}, "path": {}, "label": {}, "walk": {"walk_steps": 1},
+    }.items():  # fmt: skip
+        arguments = {} if estimator == "walk" else {"retention": fisher}
+        scorer = new_scorer(model, validation, arguments, estimator=estimator, **options)
+        yield from under(estimator, ways_of(scorer, model, batch, 0))
+
+
+if (_place := Path(os.environ.get("ALPHATOKEN_MODELS", "models")) / SMOLLM2).is_dir():
+    CASES["values/smollm2"] = partial(of_smollm2, _place)
+else:
+    print(f"values/smollm2 is left out: there is no {_place}")
+
+
+# --- selection, policies, Fishers -----------------------------------------------------------------
+
+
+@case("select")
+def of_selection(_: Path) -> Numbers:
+    """Masks from values, and masked losses."""
+    model = llama()
+    batch, validation = batches()
+    scorer = new_scorer(model, validation, {}, layers=2, standard_errors=True)
+    yield from under("masks", masks_of(scorer.score(batch)))
+    yield from under("losses", losses_of(model))
+
+
+@case("fisher")
+def of_fishers(_: Path) -> Numbers:
+    """Fishers by sampled responses and labels, and influence factors."""
+    model = llama()
+    for structure in ("diagonal", "kronecker"):
+        for labels in ("sequence", "token"):
+            fisher = fitted_fisher(model, structure, labels=labels)
+            for name in ("fisher", "factors", "reference"):
+                yield f"{structure}, {labels}/{name}", of_parameters(getattr(fisher, name))
+    everything = fitted_fisher(model, parameters="all")
+    yield "all parameters", of_parameters(everything.fisher)
+    influence = fitted_influence(model)
+    for name in ("left", "right", "eigenvalues"):
+        yield f"influence/{name}", of_parameters(getattr(influence, name))
+
+
+def of_parameters(tensors: Mapping[str, Any]) -> dict[str, object]:
+    """A record of tensors by parameter, or of pairs of them; empty of none."""
+    flat = {
+        f"{name} {i}": one
+        for name, held in tensors.items()
+        for i, one in enumerate(held if isinstance(held, tuple) else (held,))
+    }
+    return joined(flat) if flat else {}
+
+
+@case("policies")
+def of_policies(_: Path) -> Numbers:
+    """Weights of each policy that needs no pass over rows, in both modes."""
+    for name in DIRECT_POLICIES:
+        for mode in ("native", "budget"):
+            yield f"{name}, {mode}", policy_weights(name, mode)
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -429,7 +821,10 @@ def new_trainer(family: str, folder: Path, **more: Any) -> Any:
         arguments["data_collator"] = DataCollatorForSeq2Seq(arguments["processing_class"])
     if family == "dpo":
         arguments["ref_model"] = llama(seed=1)
-    arguments |= {name: value for name, value in options.items() if name not in own}
+    if "retention" in more:
+        arguments["retention_dataset"] = Dataset.from_list(rows(6, seed=3))
+    made = {name: value() if callable(value) else value for name, value in options.items()}
+    arguments |= {name: value for name, value in made.items() if name not in own}
     args = kind.CONFIG(**{name: value for name, value in options.items() if name in own})
     return kind(args=args, **arguments)
 
@@ -446,11 +841,26 @@ def outcome(trainer: Any) -> Numbers:
 
 def trained(family: str, options: Mapping[str, Any], folder: Path) -> Numbers:
     """Outcome of a run."""
+    own = options.get("policy_options", {})
+    if SAVED_MODEL in own.values():
+        llama(seed=2).save_pretrained(folder / "saved")
+        tokenizer().save_pretrained(folder / "saved")
+        replaced = {k: str(folder / "saved") if v == SAVED_MODEL else v for k, v in own.items()}
+        options = {**options, "policy_options": replaced}
     trainer = new_trainer(family, folder, **options)
     trainer.train()
     return outcome(trainer)
 
 
+def named_policies(policies: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Options of a run with each of these policies."""
+    return {
+        f"policy {name}": {"policy": name, **({"policy_options": own} if own else {})}
+        for name, own in policies.items()
+    }
+
+
+RETAINED = {"retention_batch_size": 4, "max_relative_drift": None}
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "sft": {
         "alphatoken": {},
@@ -458,27 +868,188 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "label": {"estimator": "label"},
         "label, all parameters": {"estimator": "label", "value_parameters": "all"},
         "walk": {"estimator": "walk", "walk_steps": 3, "score_layers": "3"},
+        "walk, refreshed": {
+            "estimator": "walk", "walk_steps": 2, "walk_refresh": 2, "score_layers": "3",
+        },
+        "diagonal": {"retention": "diagonal", **RETAINED},
+        "kronecker": {"retention": "kronecker", **RETAINED},
+        "data": {"retention": "data", **RETAINED},
+        "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        "accumulated, global": {
+            "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
+            "keep_scope": "global", "kept_normalization": "kept",
+        },
+        "responses": {"value_unit": "response", "keep_ratio": 0.7, "kept_normalization": "sum"},
+        "pool": {"validation_mode": "pool", "direction_steps": 2, "max_steps": 4},
+        "own forward": {"scoring_forward": "own"},
+        "frozen": {"preconditioner": "frozen", "precondition_after": 1},
+        "full": {"preconditioner": "full", "precondition_after": 1},
+        "packed": {"packing": True, "max_length": 64},
+        "lora": {"peft_config": lora, "learning_rate": 5e-2},
+        "lora, label": {"peft_config": lora, "estimator": "label", "value_parameters": "all"},
+        "mixtral": {"model": mixtral, "uncovered": "skip"},
+        "mixtral, experts": {
+            "model": mixtral, "value_parameters": "linears,experts", "uncovered": "skip",
+        },
+        "dropout": {"model": partial(llama, attention_dropout=0.1), "estimator": "path"},
+        "dropout, own forward": {
+            "model": partial(llama, attention_dropout=0.1), "scoring_forward": "own",
+        },
         "random": {"policy": "random"},
         "bottom": {"policy": "bottom"},
         "all": {"policy": "all"},
-        "dft": {"policy": "dft"},
+        **named_policies(SFT_POLICIES),
+        "policy stm, budget": {"policy": "stm", "policy_mode": "budget"},
     },
     "dpo": {
         "alphatoken": {},
+        "path": {"estimator": "path"},
         "label": {"estimator": "label"},
+        "walk": {"estimator": "walk", "walk_steps": 2, "score_layers": "3"},
+        "diagonal": {"retention": "diagonal", **RETAINED},
+        "shared threshold": {"shared_threshold": True},
+        "masked logit": {"masked_logit": True},
+        "global": {
+            "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
+            "keep_scope": "global",
+        },
+        "lora": {"peft_config": lora, "learning_rate": 5e-2, "ref_model": None},
+        "random": {"policy": "random"},
         "all": {"policy": "all"},
+        **named_policies(PAIR_POLICIES),
     },
     "plain": {
         "alphatoken": {},
         "label": {"estimator": "label"},
+        "walk": {"estimator": "walk", "walk_steps": 2, "score_layers": "3"},
+        "diagonal": {"retention": "diagonal", **RETAINED},
+        "mixtral": {"model": mixtral, "uncovered": "skip"},
+        "policy dft": {"policy": "dft"},
     },
-}
-"""Options of runs by family and name."""
+}  # fmt: skip
+"""Options of runs by family and name; a model or an adapter is made when its run begins."""
 
 
 for _family, _runs in RUNS.items():
     for _name, _options in _runs.items():
         CASES[f"train/{_family}/{_name}"] = partial(trained, _family, _options)
+
+
+@case("train/resumed")
+def resumed(folder: Path) -> Numbers:
+    """Runs that were saved after two steps and went on from there in another trainer."""
+    for family, options in {
+        "sft": {"validation_mode": "pool", "retention": "diagonal", **RETAINED},
+        "dpo": {"estimator": "label"},
+        "plain": {"estimator": "walk", "walk_steps": 2, "score_layers": "3"},
+    }.items():
+        more = {**options, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        new_trainer(family, folder / family, **more).train()
+        trainer = new_trainer(family, folder / family, **more)
+        first = folder / family / "run" / "checkpoint-2"
+        trainer.train(resume_from_checkpoint=str(first))
+        yield from under(family, outcome(trainer))
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def numbers_in(value: object) -> object:
+    """The numbers of a JSON document; texts and times are left out."""
+    if isinstance(value, Mapping):
+        return {
+            key: numbers_in(one)
+            for key, one in value.items()
+            if not any(part in key for part in CLOCKS) and not isinstance(one, str)
+        }
+    if isinstance(value, list):
+        return [numbers_in(one) for one in value if not isinstance(one, str)]
+    return value
+
+
+def of_diagnostic(name: str, folder: Path) -> Numbers:
+    """Numbers in the tables and figures of one diagnosis."""
+    places = world_of_files(folder)
+    options: dict[str, object] = {
+        "model_name_or_path": places["moved"], "reference": places["model"],
+        "train_file": places["train"], "validation_file": places["validation"],
+        "retention_set": [f"held={places['held']}"], "output_dir": folder / "out",
+        "per_device_train_batch_size": 4, "tokens": 80, "oracle_tokens": 6, "fisher_samples": 6,
+        "tuning_steps": 3, "fisher_prompts": 4, "score_layers": 2, "budget": "none",
+    }  # fmt: skip
+    run_command("diagnose", options, name, "--quiet")
+    document = json.loads((folder / "out" / name / "diagnosis.json").read_text())
+    for table in (*document["tables"], *(figure["data"] for figure in document["figures"])):
+        for number, column in enumerate(table["columns"]):
+            cells = [numbers_in(row[number]) for row in table["rows"]]
+            if not any(part in column for part in MEASURED):
+                yield (
+                    f"{table['key']}/{column}",
+                    [one for one in cells if not isinstance(one, str)],
+                )
+
+
+for _name in DIAGNOSTICS:
+    CASES[f"diagnose/{_name}"] = partial(of_diagnostic, _name)
+
+
+@case("score")
+def of_score(folder: Path) -> Numbers:
+    """Value files and summaries of jobs on files."""
+    places = world_of_files(folder)
+    fisher = folder / "fisher.safetensors"
+    prompts = written(folder / "prompts.jsonl", texts(5, 47))
+    sizes: dict[str, object] = {"per_device_train_batch_size": 4, "shard_size": 8}
+    run_command(
+        "fisher",
+        {
+            "model_name_or_path": places["model"], "train_file": prompts, "output_file": fisher,
+            "samples": 4, "max_new_tokens": 6, "score_layers": 2,
+        },
+        "--quiet",
+    )  # fmt: skip
+    base = {"model_name_or_path": places["moved"], "train_file": places["train"], **sizes}
+    jobs: dict[str, dict[str, object]] = {
+        "alphatoken": {"validation_file": places["validation"], "fisher_file": fisher},
+        "label": {"validation_file": places["validation"], "estimator": "label"},
+        "walk": {"validation_file": places["validation"], "estimator": "walk", "walk_steps": 2},
+        "reference": {"reference": places["model"], "estimator": "walk"},
+        "chats": {"train_file": places["chats"], "validation_rows": 3, "max_length": 48},
+        "queries": {"query": ["return self", "import os"], "estimator": "path"},
+        "dataset": {"validation_file": places["validation"], "keep_scope": "dataset"},
+    }
+    for name, options in jobs.items():
+        layers = {} if options.get("estimator") == "walk" else {"score_layers": 2}
+        out = folder / name
+        flags = ("--quiet", *(["--write_dataset"] if name == "dataset" else []))
+        run_command("score", {**base, **layers, **options, "output_dir": out}, *flags)
+        yield from under(name, value_files(out))
+        yield f"{name}/summary", numbers_in(json.loads((out / "summary.json").read_text()))
+
+
+@case("commands")
+def of_training_commands(folder: Path) -> Numbers:
+    """Runs by the command line: last weights, logs and value files."""
+    places = world_of_files(folder)
+    shared: dict[str, object] = {
+        "model_name_or_path": places["model"], "max_steps": 3, "logging_steps": 1,
+        "learning_rate": 1e-2, "report_to": "none", "per_device_train_batch_size": 4,
+        "use_cpu": "true", "bf16": "false", "save_strategy": "no", "seed": 3, **TRAINER_OPTIONS,
+    }  # fmt: skip
+    files = {
+        "sft": (places["train"], places["validation"]),
+        "sft, chats": (places["chats"], places["validation"]),
+        "dpo": (places["pairs"], places["validation_pairs"]),
+    }
+    for name, (train, validation) in files.items():
+        out = folder / name.replace(", ", "-")
+        options = {"train_file": train, "validation_file": validation, "output_dir": out}
+        run_command(name[:3], {**shared, **options})
+        for path in sorted(out.glob("*.safetensors")):
+            yield f"{name}/{path.name}", joined(load_file(path))
+        state = json.loads((out / "trainer_state.json").read_text())
+        yield f"{name}/logs", numbers_in(state["log_history"])
+        yield from under(name, value_files(out))
 
 
 # --- digests -------------------------------------------------------------------------------------
