@@ -30,6 +30,7 @@ COMMANDS = {
     "merge": Command(
         "a model between two: before and after training (WiSE-FT)",
         "alphatoken_lab.commands.merge:run",
+        "alphatoken_lab.commands.merge:read",
     ),
     "paper": Command(
         "make a table or figure of the paper, in full or on a laptop",
