@@ -156,7 +156,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no questions": (["--questions", "a=none.jsonl"], "questions a does not exist"),
     "a row without a question": (["--questions", "a={texts}"], "the row has no question"),
     "a set without a file": (["--questions", "alpaca"], "--questions is NAME=VALUE"),
-    "not a number": (["--tasks", "mmlu", "--shots", "mmlu=five"], "--shots is NAME=VALUE"),
+    "not a number": (
+        ["--retention_tasks", "mmlu", "--shots", "mmlu=five"], "--shots is NAME=VALUE"
+    ),
     "shots of nothing": (["--target_file", "{rows}", "--shots", "mmlu=5"], "no lm-eval task"),
     "no measures": (["--measures", "no.yaml"], "file of --measures does not exist"),
     "no template": (["--target_file", "{rows}", "--task_chat"], "the tokenizer has none"),

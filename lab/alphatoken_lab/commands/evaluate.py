@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from alphatoken.cli.options import option, read_options
 from alphatoken.corpus.options import ColumnOptions, ModelOptions
 from alphatoken.errors import ConfigError
+from alphatoken_lab.measure.options import MeasureOptions, read_measures
 
 if TYPE_CHECKING:
     from alphatoken.train.loading import ModelParts
@@ -24,12 +25,13 @@ _ABOUT = """\
 Measure a trained model: a folder, a LoRA adapter's folder (its base is loaded), or a name of the
 hub. What is measured is what `alphatoken-lab compare` measures of every cell.
 
-usage: alphatoken-lab evaluate MODEL (--tasks NAME ... | --target_file FILE | ...) [options]"""
+usage: alphatoken-lab evaluate MODEL (--retention_tasks NAME ... | --target_file FILE | ...)
+           [options]"""
 
 _MORE = """\
 output
   OUT/evaluation.md     every score with its shots and whether the chat template was used, the means
-                        General (--tasks), Target, and Overall where both are there
+                        General (--retention_tasks), Target, and Overall where both are there
   OUT/evaluation.json   the same, and the loss of each row
   OUT/answers-SET.json  answers for alpaca_eval --model_outputs; code-answers_rank0.db for lm_eval
                         --use_cache OUT/code-answers. What they leave in OUT/scores is put into the
@@ -40,38 +42,19 @@ shots
   (ARC-C 0, HellaSwag 0, MMLU 5, GSM8K 5), or else none.
 
 examples
-  alphatoken-lab evaluate runs/sft --tasks arc_challenge hellaswag mmlu gsm8k \\
+  alphatoken-lab evaluate runs/sft --retention_tasks arc_challenge hellaswag mmlu gsm8k \\
       --target_tasks humaneval
-  alphatoken-lab evaluate runs/lora --tasks tasks/arc.yaml --task_limit 100
+  alphatoken-lab evaluate runs/lora --retention_tasks tasks/arc.yaml --task_limit 100
   alphatoken-lab evaluate runs/dpo --questions alpaca=questions.jsonl
 
 docs/evaluate.md says how win rates and executed code are scored."""
 
 
 @dataclass(kw_only=True)
-class _Tasks:
-    """Options for the measures."""
-
-    tasks: list[str] | None = option(
-        None, "lm-eval tasks of general capability: NAME, NAME:METRIC or a YAML file"
-    )
-    target_tasks: list[str] | None = option(None, "lm-eval tasks of the target")
-    shots: list[str] | None = option(None, "examples before each question: NAME=N ...")
-    task_path: str | None = option(None, "YAML files of local lm-eval tasks")
-    task_limit: int | None = option(
-        None, "measure only the first N questions of each task or set", least=1
-    )
-    task_chat: bool = option(False, "put lm-eval's prompts into the chat template")
-    target_file: str | None = option(None, "held-out rows, or preference pairs: the target loss")
-    retention_file: str | None = option(None, "rows that must not be forgotten")
-    questions: list[str] | None = option(None, "sets of questions to answer: NAME=FILE ...")
-    measures: str | None = option(None, "YAML file with all of this, as a grid's `measures`")
-
-
-@dataclass(kw_only=True)
 class _Reading:
     """Options for reading and writing."""
 
+    measures: str | None = option(None, "YAML file of measures, as a grid's `measures`")
     start: str | None = option(
         None, "model before training, reference of pairs (default: an adapter's base)"
     )
@@ -91,7 +74,7 @@ class _Reading:
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions(ModelOptions, _Tasks, ColumnOptions, _Reading):
+class EvaluateOptions(ModelOptions, MeasureOptions, ColumnOptions, _Reading):
     """Everything that ``alphatoken-lab evaluate`` is told."""
 
 
@@ -214,25 +197,19 @@ def _check_output(out: Path, options: EvaluateOptions) -> None:
 def _measures(options: EvaluateOptions) -> Measures:
     """Measures of the file, overridden by the command line."""
     from alphatoken_lab.measure.measures import require_files
-    from alphatoken_lab.runner.grid_file import read_measures
 
-    own = {
-        "retention_tasks": options.tasks,
-        "shots": _named("--shots", options.shots, "mmlu=5", int),
-        "questions": _named("--questions", options.questions, "alpaca=questions.jsonl", str),
-        "task_chat": options.task_chat or None,
-        "chat": None if options.chat else False,
-    }
-    same = ("target_tasks", "task_path", "task_limit", "target_file", "retention_file",
-            "max_new_tokens", "max_length", "batch_size")  # fmt: skip
-    own |= {name: getattr(options, name) for name in same}
-    content = {**_file(options.measures), **{k: v for k, v in own.items() if v is not None}}
+    content = {**_file(options.measures), **options.set_measures()}
+    for name in ("max_new_tokens", "max_length", "batch_size"):
+        if getattr(options, name) is not None:
+            content[name] = getattr(options, name)
+    if not options.chat:
+        content["chat"] = False
     measures = read_measures(content, options.measures or "the command line")
     if not (measures.target or measures.retention_file or measures.tasks):
         raise ConfigError(
             "nothing is to be measured",
             got="no tasks, files or questions",
-            remedy="--tasks arc_challenge, --target_file FILE, --questions NAME=FILE",
+            remedy="--retention_tasks arc_challenge, --target_file FILE, --questions NAME=FILE",
         )
     require_files(measures)
     return measures
@@ -257,22 +234,6 @@ def _file(path: str | None) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError("the file of --measures holds no mapping", got=path)
     return dict(expanded(dict(content), path))
-
-
-def _named(flag: str, words: list[str] | None, example: str, kind: Any) -> Any:
-    """``a=1 b=2`` as {a: 1, b: 2}."""
-    if words is None:
-        return None
-    values = {}
-    for word in words:
-        name, _, value = word.partition("=")
-        try:
-            values[name] = kind(value)
-        except ValueError:
-            value = ""
-        if not (name and value):
-            raise ConfigError(f"{flag} is NAME=VALUE", got=word, remedy=f"{flag} {example}")
-    return values
 
 
 def _has_pairs(measures: Measures) -> bool:

@@ -74,13 +74,13 @@ def prepare(measures: Measures, command: str, fields: Fields | None = None) -> P
         from alphatoken_lab.measure.tasks import load_tasks
 
         tasks = {group: load_tasks(names, measures) for group, names in measures.tasks.items()}
-    known = [name for one in tasks.values() for name in one.objects]
-    unknown = [name for name in measures.shots if name not in known]
+    measured = [name for one in tasks.values() for name in one.objects]
+    unknown = [name for name in measures.shots if name not in measured]
     if unknown:
         raise ConfigError(
             "shots are given for tasks that are not measured",
             got=", ".join(unknown),
-            remedy=f"one of {', '.join(known)}",
+            remedy=f"one of {', '.join(measured)}",
         )
     return Prepared(rows, tasks, questions)
 

@@ -81,8 +81,8 @@ def load_tasks(names: Sequence[str], measures: Measures) -> Tasks:
     coded = set()
     # The metric of such tasks runs an example of its own when it is read, and no model's code.
     os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    for given, metric in pairs:
-        name, top, parts = _load(manager, given)
+    for word, metric in pairs:
+        name, top, parts = _load(manager, word)
         if name in objects:
             raise ConfigError("a task is named twice", got=name)
         objects[name] = top
@@ -124,7 +124,7 @@ def run_tasks(
         chosen = [one for name, one in tasks.objects.items() if (name in tasks.coded) == coded]
         if not chosen:
             return {}
-        found: Mapping[str, Any] = simple_evaluate(
+        results: Mapping[str, Any] = simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=measures.batch_size),
             tasks=chosen,
             limit=tasks.limit,
@@ -133,7 +133,7 @@ def run_tasks(
             log_samples=False,
             **options,
         )["results"]
-        return found
+        return results
 
     chat = measures.task_chat
     try:
@@ -171,11 +171,11 @@ def metric_of(
         for key, value in reported.items():  # lm-eval writes "metric,filter"
             if wanted in (key, key.split(",")[0]):
                 return {"metric": key.removesuffix(",none"), "value": 100.0 * float(value)}
-    known = ", ".join(sorted(reported)) or "those that it reports"
+    metrics = ", ".join(sorted(reported)) or "those that it reports"
     raise ConfigError(
         "the task does not report such a metric",
         got=f"{name}: {metric or 'none of the usual ones'}",
-        remedy=f"{name}:METRIC with one of {known}",
+        remedy=f"{name}:METRIC with one of {metrics}",
     )
 
 
@@ -222,8 +222,8 @@ def _unknown(folder: str | None, names: tuple[str, ...]) -> list[str]:
         )
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError("task_path is no folder", got=folder)
-    known = _reader(folder, names).all_tasks
-    return [n for n in names if not (Path(n).is_file() if _is_file(n) else n in known)]
+    index = _reader(folder, names).all_tasks
+    return [n for n in names if not (Path(n).is_file() if _is_file(n) else n in index)]
 
 
 def _refuse(unknown: Sequence[str]) -> None:
@@ -250,19 +250,17 @@ def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def _load(manager: Any, given: str) -> tuple[str, Any, list[Any]]:
+def _load(manager: Any, word: str) -> tuple[str, Any, list[Any]]:
     """A task or group: its name, lm-eval's object, and the tasks that it consists of."""
     try:
-        loaded = manager.load([given])
+        loaded = manager.load([word])
     except Exception as error:  # data sets raise whatever their files and servers raise
-        raise _unusable("could not read a task", given, error) from error
+        raise _unusable("could not read a task", word, error) from error
     tasks, groups = loaded["tasks"], loaded.get("groups", {})
     below = {child for names in loaded.get("group_map", {}).values() for child in names}
     tops = [name for name in (*groups, *tasks) if name not in below]
-    if len(tops) != 1 or (not _is_file(given) and tops[0] != given):
-        raise ConfigError(
-            "this names several tasks", got=given, remedy=f"some of {', '.join(tops)}"
-        )
+    if len(tops) != 1 or (not _is_file(word) and tops[0] != word):
+        raise ConfigError("this names several tasks", got=word, remedy=f"some of {', '.join(tops)}")
     (name,) = tops
     return name, groups.get(name, tasks.get(name)), list(tasks.values())
 

@@ -28,20 +28,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from alphatoken.cli.options import option
 from alphatoken.cli.recipes import close_to, find_recipe, is_packaged
 from alphatoken.errors import ConfigError
+from alphatoken_lab.measure.options import MeasureOptions, read_measures, require_allowed
 
 if TYPE_CHECKING:
-    from alphatoken_lab.measure.measures import Measures
     from alphatoken_lab.runner.grid import Grid, Task
     from alphatoken_lab.runner.methods import Method
 
-__all__ = ["GridOptions", "expanded", "read_grid", "read_measures", "require_known"]
+__all__ = ["GridOptions", "expanded", "read_grid"]
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
@@ -78,15 +78,10 @@ class _Rows:
     model_name_or_path: str | None = option(None, "model folder or hub name")
     train_file: str | None = option(None, "rows that every cell trains on")
     validation_file: str | None = option(None, "rows that values are measured against")
-    target_file: str | None = option(None, "held-out rows: the target loss")
-    retention_file: str | None = option(None, "rows that must not be forgotten")
-    evaluate: list[str] | None = option(None, "lm-eval tasks as target (name:metric)")
-    evaluate_retention: list[str] | None = option(None, "lm-eval tasks as retention")
-    task_path: str | None = option(None, "YAML files of local lm-eval tasks")
 
 
 @dataclass(kw_only=True)
-class GridOptions(_What, _Rows):
+class GridOptions(_What, _Rows, MeasureOptions):
     """Options of a grid that the command line may set."""
 
 
@@ -106,11 +101,11 @@ def read_grid(
     from alphatoken_lab.runner.grid import Grid
 
     content = _content(options, variables or {})
-    require_known(content, _KEYS, "the grid")
+    require_allowed(content, _KEYS, "the grid")
     own = {name: getattr(options, name) for name in ("policies", "modes", "seeds", "keep_ratio")}
     content |= {name: value for name, value in own.items() if value not in (None, [])}
     tasks = _mapping(content, "tasks")
-    require_known(dict.fromkeys(options.tasks or ()), set(tasks), "--tasks")
+    require_allowed(dict.fromkeys(options.tasks or ()), set(tasks), "--tasks")
     trainer = _trainer_options(words)
     return Grid(
         tasks=tuple(
@@ -130,30 +125,6 @@ def read_grid(
         tune=_mapping(content, "tune"),
         keep=tuple(content.get("keep") or ()),
     )
-
-
-def read_measures(content: Mapping[str, Any], place: str) -> Measures:
-    """Measures of a mapping.
-
-    Raises:
-        ConfigError: keys that are none of them, or values that cannot be.
-    """
-    from alphatoken_lab.measure.measures import Measures
-
-    require_known(content, {one.name for one in fields(Measures)}, place)
-    return Measures(**content)
-
-
-def require_known(entries: Mapping[str, Any], known: set[str], place: str) -> None:
-    """Refuse keys that mean nothing.
-
-    Raises:
-        ConfigError: the first of them, and what was meant.
-    """
-    for name in entries:
-        if name not in known:
-            remedy = close_to(str(name), sorted(known)) or f"one of {', '.join(sorted(known))}"
-            raise ConfigError(f"{place} has an unknown key", got=str(name), remedy=remedy)
 
 
 def expanded(value: Any, place: str, variables: Mapping[str, str] | None = None) -> Any:
@@ -272,7 +243,7 @@ def _task(
         raise ConfigError("a task's name is a folder's, and not 'references'", got=name)
     if not isinstance(entry, Mapping):
         raise ConfigError("a task is a mapping", got=f"{name}: {entry!r}")
-    require_known(entry, _TASK_KEYS, f"the task {name}")
+    require_allowed(entry, _TASK_KEYS, f"the task {name}")
     files = {
         n: getattr(options, n) for n in ("model_name_or_path", "train_file", "validation_file")
     }
@@ -284,16 +255,10 @@ def _task(
         raise ConfigError("no model is named", got=name, remedy="model_name_or_path")
     policies = entry.get("policies")
     if policies is not None:
-        known = {*known_methods(), *_mapping(content, "methods")}
-        require_known(dict.fromkeys(policies), known, "a task's policies")
-    measures = {
-        "target_file": options.target_file,
-        "retention_file": options.retention_file,
-        "target_tasks": options.evaluate,
-        "retention_tasks": options.evaluate_retention,
-        "task_path": options.task_path,
-    }
-    every = {**_mapping(content, "measures"), **_mapping(entry, "measures"), **_set(measures)}
+        names = {*known_methods(), *_mapping(content, "methods")}
+        require_allowed(dict.fromkeys(policies), names, "a task's policies")
+    every = {**_mapping(content, "measures"), **_mapping(entry, "measures")}
+    every |= options.set_measures()
     return Task(
         name,
         str(entry.get("command", "sft")),
@@ -315,7 +280,7 @@ def _reference(
 
     if not isinstance(entry, Mapping):
         raise ConfigError("a reference must be a mapping", got=f"{name}: {entry!r}")
-    require_known(entry, {"command", "recipe", "options"}, f"the reference {name}")
+    require_allowed(entry, {"command", "recipe", "options"}, f"the reference {name}")
     own = {**_base(entry, content), **_ON_ALL, **_mapping(entry, "options"), **trainer}
     if options.model_name_or_path is not None and "@" not in str(own["model_name_or_path"]):
         own["model_name_or_path"] = options.model_name_or_path

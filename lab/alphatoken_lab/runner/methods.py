@@ -101,12 +101,12 @@ def custom_method(name: str, entry: Mapping[str, Any]) -> Method:
         raise ConfigError("a method must be a mapping of options", got=f"{name}: {entry!r}")
     options = dict(entry)
     modes, family = options.pop("modes", None), options.pop("family", "both")
-    known = known_methods().get(name)
-    if known is not None:
-        kept = known.modes if modes is None else tuple(modes)
-        if len(kept) == 1 < len(known.modes):  # a cell names its mode only where there are several
+    base = known_methods().get(name)
+    if base is not None:
+        kept = base.modes if modes is None else tuple(modes)
+        if len(kept) == 1 < len(base.modes):  # a cell names its mode only where there are several
             options.setdefault("policy_mode", kept[0])
-        return replace(known, modes=kept, options={**known.options, **options})
+        return replace(base, modes=kept, options={**base.options, **options})
     merge, merges = "merges" in options, options.pop("merges", None)
     policy = options.get("policy")
     if not merge and policy is None:

@@ -51,7 +51,7 @@ def write_results(grid: Grid, every: Sequence[Record], folder: Path) -> Path:
 
 
 def quality_table(rows: Sequence[Row]) -> Table:
-    """What each method learnt, what it kept, and on how many tokens, as tables 1 and 2."""
+    """Tables 1 and 2: what each method learnt, what it kept, and on how many tokens."""
     units = {r["unit"] for row in rows for r in row.records if r.get("unit")}
     best = "high" if units == {"score"} else "low"
     columns = [Column("tokens trained on", "kept_tokens", form=",.0f", best="none")]

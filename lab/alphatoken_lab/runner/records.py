@@ -1,4 +1,4 @@
-"""What cells measured, one flat record a cell, and the records of a method, seed by seed."""
+"""Records of cells: what each measured, flat; and those of a method, seed by seed."""
 
 from __future__ import annotations
 
