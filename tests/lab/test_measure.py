@@ -230,6 +230,7 @@ def functions(tmp_path: Path) -> Path:
         "    filter: [{function: custom, filter_fn: !function metric.whole}]\n"
     )
     (folder / "functions.yaml").write_text(text)
+    (folder / "again.yaml").write_text(text.replace("task: functions", "task: again"))
     return folder
 
 
@@ -238,8 +239,14 @@ def functions(tmp_path: Path) -> Path:
 def test_code_is_answered_here_and_executed_by_lm_eval_elsewhere(
     functions: Path, tmp_path: Path, decoder: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exported answers are all that its command needs, and what it leaves is read."""
-    measures = Measures(target_tasks=["functions:passes"], task_path=str(functions))
+    """The exported answers are all that its command needs, and what it leaves is read.
+
+    Two groups of tasks share them; those of an earlier model are gone.
+    """
+    measures = Measures(
+        target_tasks=["functions:passes"], retention_tasks=["again:passes"],
+        task_path=str(functions),
+    )  # fmt: skip
     ready = prepare(measures, "sft")
     written = iter(["    return a + b\n", "    return a - b\n", "    return b + a\n"])
     model, tokenizer = decoder
@@ -254,20 +261,22 @@ def test_code_is_answered_here_and_executed_by_lm_eval_elsewhere(
     monkeypatch.setattr(model, "generate", answer)
     place = tmp_path / "cell"
     place.mkdir()
+    (place / f"{CODE_ANSWERS}_rank0.db").write_text("answers of another model")
     result = measure(
         model, tokenizer, measures, ready, start=lambda: model, folder=place, name="mine"
     )
     assert result["target"] is None
-    assert list(awaited(result)) == ["target/functions"]
+    assert list(awaited(result)) == ["target/functions", "retention/again"]
     assert [path.name for path in place.iterdir()] == [f"{CODE_ANSWERS}_rank0.db"]
     command = [
-        sys.executable, "-m", "lm_eval", "run", "--model", "dummy", "--tasks", "functions",
+        sys.executable, "-m", "lm_eval", "run", "--model", "dummy", "--tasks", "functions,again",
         "--include_path", str(functions), "--use_cache", str(place / CODE_ANSWERS),
         "--confirm_run_unsafe_code", "--output_path", str(place / "scores"),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
     full = with_scores(result, place)
     assert full["target"] == full["details"]["target/functions"] == pytest.approx(100 * 2 / 3)
+    assert full["overall"] == pytest.approx(100 * 2 / 3)
     assert full["settings"]["target/functions"]["metric"] == "passes,create_test"
     assert not awaited(full)
 

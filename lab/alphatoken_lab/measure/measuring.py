@@ -139,6 +139,10 @@ def measure(
     before: Callable[[], nn.Module] = cache(start)
     done, parts = count(1), len(encoded) + len(prepared.tasks) + len(prepared.questions)
     tracker = Tracker("measured", parts, progress)
+    for earlier in folder.glob(
+        "code-answers_rank*.db"
+    ):  # of another model, which lm-eval would read
+        earlier.unlink()
     result: dict[str, Any] = {"details": {}, "settings": {}, "rows": {}}
     for kind, rows in encoded.items():
         result["rows"][kind] = row_losses(model, rows, measures.batch_size, before, beta)

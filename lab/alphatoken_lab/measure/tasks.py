@@ -140,8 +140,6 @@ def run_tasks(
         with evaluation_mode(model):
             results = evaluate(False, apply_chat_template=chat, fewshot_as_multiturn=chat)
             if folder is not None:
-                for old in folder.glob(f"{CODE_ANSWERS}_rank*.db"):  # of a model before this one
-                    old.unlink()
                 answers = str(folder / CODE_ANSWERS)
                 evaluate(True, predict_only=True, confirm_run_unsafe_code=True, use_cache=answers)
     except (OSError, ConnectionError, ValueError) as error:
