@@ -9,7 +9,7 @@ from typing import Any
 
 from alphatoken_lab.paper.exhibits import Exhibit, find, table_of
 from alphatoken_lab.runner.records import Row
-from alphatoken_lab.runner.tables import Column, Table, shown
+from alphatoken_lab.runner.tables import Column, Table, format_values
 from benchmarks.pages import DOCS, table
 from benchmarks.paper.store import RESULTS, kept_records, work_of
 
@@ -37,7 +37,7 @@ def beside(exhibit: Exhibit, ours: Table) -> str:
         if len(ours.groups) > 1:
             rows.append([f"**{title}**", *("" for _ in heads[1:])])
         for row in lines:
-            own = (shown(row.values(column.key), column) for column in ours.columns)
+            own = (format_values(row.values(column.key), column) for column in ours.columns)
             rows.append([_name(row), *own, *(of.get(row.name, "–") for of in theirs.values())])
     return table(heads, rows)
 

@@ -96,6 +96,7 @@ def test_losses_and_answers_of_a_folder(
     assert "Overall" not in table  # nothing was measured of general capability
     assert result(files)["details"]["target/mine"] == result(files)["target"] == 62.5
     assert main([*words, "--overwrite_output", "--quiet"]) == 0
+    assert result(files)["target"] is None  # that win rate was of the answers before
     assert main(["evaluate", "m", "--only_report", "--output_dir", files["out"] + "2"]) == 2
     assert "no evaluation is there" in capsys.readouterr().err
 

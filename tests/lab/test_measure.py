@@ -20,7 +20,7 @@ from alphatoken.train.loading import load_causal_model, load_tokenizer
 from alphatoken_lab.measure import tasks as tasks_module
 from alphatoken_lab.measure.answers import answers, export_answers, prompt_ids, read_questions
 from alphatoken_lab.measure.measures import Measures
-from alphatoken_lab.measure.measuring import awaited, measure, prepare, with_scores
+from alphatoken_lab.measure.measuring import awaited_scores, measure, prepare, with_scores
 from alphatoken_lab.measure.tasks import CODE_ANSWERS, load_tasks, run_tasks
 from tests.both_programs import main
 from tests.lab.test_compare import grid_file
@@ -266,7 +266,7 @@ def test_code_is_answered_here_and_executed_by_lm_eval_elsewhere(
         model, tokenizer, measures, ready, start=lambda: model, folder=place, name="mine"
     )
     assert result["target"] is None
-    assert list(awaited(result)) == ["target/functions", "retention/again"]
+    assert list(awaited_scores(result)) == ["target/functions", "retention/again"]
     assert [path.name for path in place.iterdir()] == [f"{CODE_ANSWERS}_rank0.db"]
     command = [
         sys.executable, "-m", "lm_eval", "run", "--model", "dummy", "--tasks", "functions,again",
@@ -278,7 +278,7 @@ def test_code_is_answered_here_and_executed_by_lm_eval_elsewhere(
     assert full["target"] == full["details"]["target/functions"] == pytest.approx(100 * 2 / 3)
     assert full["overall"] == pytest.approx(100 * 2 / 3)
     assert full["settings"]["target/functions"]["metric"] == "passes,create_test"
-    assert not awaited(full)
+    assert not awaited_scores(full)
 
 
 # --- answers ------------------------------------------------------------------------------------

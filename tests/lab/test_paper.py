@@ -21,7 +21,7 @@ from alphatoken.support.storage import write_json
 from alphatoken.train.selecting import selecting
 from alphatoken_lab.commands.paper import PaperOptions, prepare_rows
 from alphatoken_lab.measure.selection_cost import measured_selection
-from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find, printed, table_of
+from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find, printed_table, table_of
 from alphatoken_lab.paper.figures import about_fisher, export_rows, words_of
 from alphatoken_lab.paper.rows import OTHER, SIZES, write_rows
 from alphatoken_lab.paper.work import Work
@@ -447,7 +447,7 @@ def test_a_table_holds_means_deviations_and_the_papers_numbers() -> None:
     assert "| Adaptation-only | 2.500 | **0.900** | 1.700 |" in text  # lower is better
     assert "| Direct-only (0 of 1 seeds) | – | – | – |" in text
     assert "| Causal-only | – | – | – |" in text
-    assert "| Stability-only | 52.18 | 58.72 | 55.45 |" in printed(find("ablation_rq3"))
+    assert "| Stability-only | 52.18 | 58.72 | 55.45 |" in printed_table(find("ablation_rq3"))
     assert "| **Objective** |" in text
     page = to_html(table)
     assert '<td class="best">0.900</td>' in page

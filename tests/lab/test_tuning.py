@@ -130,7 +130,7 @@ def test_a_try_that_fails_is_the_worst(model: Path, tmp_path: Path) -> None:
     assert later.ready({second}, {first})
     assert not later.hopeless({first})
     assert folder.best(later.tries) == second
-    assert folder.resolved(later)["learning_rate"] == RATES[1]
+    assert folder.resolved_options(later)["learning_rate"] == RATES[1]
     status = folder.status(cells.values())
     assert (status[first].state, status[later.name].state) == ("failed", "missing")
     records = collect(list(cells.values()), folder)

@@ -118,7 +118,7 @@ def run(words: Sequence[str]) -> int:
     if not options.only_report:
         require_writable(folder.path)
         check_measures(cells)
-        run_cells(options, _chosen(cells, options.only), folder)
+        run_cells(options, _choose_cells(cells, options.only), folder)
     every = collect(cells, folder)
     return print_results(every, cells, folder, write_results(grid, every, folder.path))
 
@@ -194,7 +194,7 @@ def _measures(cells: Sequence[Cell]) -> dict[str, tuple[str, Measures]]:
     return {c.task: (c.command, Measures(**c.measures)) for c in cells if c.measures is not None}
 
 
-def _chosen(cells: Sequence[Cell], text: str) -> list[Cell]:
+def _choose_cells(cells: Sequence[Cell], text: str) -> list[Cell]:
     """Cells whose name contains the text, and those that they need."""
     by_name = {cell.name: cell for cell in cells}
     chosen: set[str] = set()

@@ -114,7 +114,7 @@ def run(options: EvaluateOptions) -> None:
             raise ConfigError("no evaluation is there", got=str(out), remedy="leave --only_report")
         result = with_scores(result, out)
     else:
-        result = _measured(options, out)
+        result = _measure_model(options, out)
         if result is None:
             return
     write_json(out / "evaluation.json", result)
@@ -124,7 +124,7 @@ def run(options: EvaluateOptions) -> None:
     print(f"written: {out / 'evaluation.md'}, evaluation.json")
 
 
-def _measured(options: EvaluateOptions, out: Path) -> dict[str, Any] | None:
+def _measure_model(options: EvaluateOptions, out: Path) -> dict[str, Any] | None:
     """All figures; None after a dry run."""
     from alphatoken.train.loading import find_limits, find_parts, load_causal_model, load_tokenizer
     from alphatoken_lab.measure.losses import encode_files
@@ -219,7 +219,7 @@ def _file(path: str | None) -> dict[str, Any]:
     """Measures of a YAML file: the mapping itself, or what stands under ``measures`` in it."""
     import yaml
 
-    from alphatoken_lab.runner.grid_file import expanded
+    from alphatoken_lab.runner.grid_file import expand_variables
 
     if path is None:
         return {}
@@ -233,7 +233,7 @@ def _file(path: str | None) -> dict[str, Any]:
         content = content["measures"]
     if not isinstance(content, Mapping):
         raise ConfigError("the file of --measures holds no mapping", got=path)
-    return dict(expanded(dict(content), path))
+    return dict(expand_variables(dict(content), path))
 
 
 def _has_pairs(measures: Measures) -> bool:

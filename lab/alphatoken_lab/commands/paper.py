@@ -224,7 +224,7 @@ def prepare_rows(work: Work) -> None:
 def _lay_out(work: Work) -> int:
     from alphatoken.support.storage import write_text
     from alphatoken_lab.commands.compare import print_results
-    from alphatoken_lab.paper.exhibits import printed, table_of
+    from alphatoken_lab.paper.exhibits import printed_table, table_of
     from alphatoken_lab.runner.records import collect
     from alphatoken_lab.runner.tables import to_csv, to_html, to_markdown
 
@@ -233,7 +233,7 @@ def _lay_out(work: Work) -> int:
     work.root.mkdir(parents=True, exist_ok=True)
     page = work.root / f"{exhibit.name}.md"
     text = f"# {exhibit.label}\n\n{table.caption}\n\n{to_markdown(table)}"
-    if theirs := printed(exhibit):
+    if theirs := printed_table(exhibit):
         text += f"\nAs the paper prints them:\n\n{theirs}"
     picture = None
     if exhibit.picture and table.measured and find_spec("matplotlib") is not None:

@@ -9,6 +9,7 @@ A score that another program computes from exported answers is read from the fol
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -35,7 +36,7 @@ from alphatoken_lab.measure.losses import (
 )
 from alphatoken_lab.measure.measures import Measures
 
-__all__ = ["Prepared", "awaited", "measure", "prepare", "require_template", "with_scores"]
+__all__ = ["Prepared", "awaited_scores", "measure", "prepare", "require_template", "with_scores"]
 
 SCORES = "scores"
 """Folder, beside the answers, of what other programs say of them."""
@@ -120,7 +121,7 @@ def measure(
         measures: what is asked for.
         prepared: the same, read.
         start: loads the model before training, which pairs are compared with.
-        folder: where answers are written.
+        folder: where answers are written; those of an earlier model go, and their scores.
         name: of the model, in the answers.
         beta: of DPO.
         encoded: the rows as tokens, where they were encoded before.
@@ -139,10 +140,10 @@ def measure(
     before: Callable[[], nn.Module] = cache(start)
     done, parts = count(1), len(encoded) + len(prepared.tasks) + len(prepared.questions)
     tracker = Tracker("measured", parts, progress)
-    for earlier in folder.glob(
-        "code-answers_rank*.db"
-    ):  # of another model, which lm-eval would read
+    # Answers of an earlier model, which lm-eval would read, and what was made of them.
+    for earlier in folder.glob("code-answers_rank*.db"):
         earlier.unlink()
+    shutil.rmtree(folder / SCORES, ignore_errors=True)
     result: dict[str, Any] = {"details": {}, "settings": {}, "rows": {}}
     for kind, rows in encoded.items():
         result["rows"][kind] = row_losses(model, rows, measures.batch_size, before, beta)
@@ -175,7 +176,7 @@ def _add(result: dict[str, Any], name: str, score: Mapping[str, Any]) -> None:
     result["settings"][name] = how
 
 
-def awaited(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def awaited_scores(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Scores by name that another program has still to compute."""
     return {n: how for n, how in result.get("settings", {}).items() if n not in result["details"]}
 
@@ -190,7 +191,7 @@ def with_scores(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     full: dict[str, Any] = {
         **result, "details": dict(result["details"]), "settings": dict(result["settings"])
     }  # fmt: skip
-    for name, how in awaited(result).items():
+    for name, how in awaited_scores(result).items():
         own = name.split("/", 1)[1]
         if how["scored_by"] == "alpaca_eval":
             boards = sorted(place.glob(f"{own}/**/leaderboard.csv"))

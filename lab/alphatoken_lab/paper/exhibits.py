@@ -26,7 +26,7 @@ from alphatoken_lab.runner.records import Record, Row, rows_of, with_costs
 from alphatoken_lab.runner.tables import Column, Table, markdown
 
 __all__ = [
-    "LAPTOP", "SCALES", "Diagnosed", "Exhibit", "Group", "Line", "every", "find", "printed",
+    "LAPTOP", "SCALES", "Diagnosed", "Exhibit", "Group", "Line", "every", "find", "printed_table",
     "table_of",
 ]  # fmt: skip
 
@@ -238,7 +238,7 @@ def table_of(exhibit: Exhibit, scale: str, records: Sequence[Record], on: str = 
     )
 
 
-def printed(exhibit: Exhibit) -> str:
+def printed_table(exhibit: Exhibit) -> str:
     """The paper's own numbers in Markdown; empty where it prints none."""
     columns = exhibit.columns["full"]
     rows = []

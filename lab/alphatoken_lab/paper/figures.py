@@ -12,7 +12,7 @@ from alphatoken_lab.paper.work import Work
 from alphatoken_lab.runner.folder import COLLECTED
 from alphatoken_lab.runner.grid import Cell, Task
 
-__all__ = ["about_fisher", "diagnose", "export_rows", "refitted", "words_of"]
+__all__ = ["about_fisher", "diagnose", "export_rows", "refit_reason", "words_of"]
 
 _TRAIN, _VALIDATION = 2000, 32
 """Rows of the hub's data set that a figure at full scale is made of."""
@@ -60,7 +60,7 @@ def words_of(work: Work, diagnosed: Diagnosed, task: Task, out: Path) -> list[st
     cell = _cell(work, task, diagnosed.model)
     if diagnosed.collected:
         words += ["--collected", str(work.folder.place(cell) / COLLECTED)]
-    if diagnosed.name == "fisher" and not refitted(work, cell):
+    if diagnosed.name == "fisher" and not refit_reason(work, cell):
         words += ["--fisher_file", str(_fisher(work, cell))]
         words += ["--score_layers", str(cell.options.get("score_layers", "3"))]
     words += ["--max_length", str(task.options.get("max_length", 1024)), "--on_empty", "skip"]
@@ -81,7 +81,7 @@ def _fisher(work: Work, cell: Cell) -> Path:
     return work.folder.path / "fishers" / f"{key}.safetensors"
 
 
-def refitted(work: Work, cell: Cell) -> str:
+def refit_reason(work: Work, cell: Cell) -> str:
     """Reason why the Fisher that a cell trained with cannot be looked at; "" if it can."""
     options = cell.options
     if options.get("use_peft"):
@@ -97,7 +97,7 @@ def refitted(work: Work, cell: Cell) -> str:
 
 def about_fisher(work: Work, cell: Cell) -> str:
     """A sentence on the Fisher that is looked at."""
-    if reason := refitted(work, cell):
+    if reason := refit_reason(work, cell):
         return f"The diagonal Fisher is fitted anew, on rows of this figure: {reason}."
     prompts = cell.options.get("fisher_data")
     of = (

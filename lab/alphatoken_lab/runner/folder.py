@@ -24,7 +24,7 @@ from typing import Any
 
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import read_json, write_json
-from alphatoken_lab.runner.grid import REFERENCES, Cell, resolved
+from alphatoken_lab.runner.grid import REFERENCES, Cell, resolve_models
 
 __all__ = ["COLLECTED", "GridFolder", "Status"]
 
@@ -69,14 +69,14 @@ class GridFolder:
         for path in (*(place / name for name in _RERUN), *place.glob(".*.tmp")):
             path.unlink(missing_ok=True)
         shutil.rmtree(place / "model", ignore_errors=True)
-        write_json(place / "cell.json", {**cell.spec(), "resolved": self.resolved(cell)})
+        write_json(place / "cell.json", {**cell.spec(), "resolved": self.resolved_options(cell)})
         return place
 
-    def resolved(self, cell: Cell) -> dict[str, Any]:
+    def resolved_options(self, cell: Cell) -> dict[str, Any]:
         """The cell's options with the folders of the models that it needs, and what was tuned."""
         models = {name: str((self.place(name) / "model").resolve()) for name in cell.models}
         named = {name.removeprefix(f"{REFERENCES}/"): folder for name, folder in models.items()}
-        options: dict[str, Any] = resolved(dict(cell.options), named)
+        options: dict[str, Any] = resolve_models(dict(cell.options), named)
         best = self.best(cell.tries) if cell.tries else None
         if cell.kind == "merge":
             options["merged"] = models[best or cell.needs[0]]

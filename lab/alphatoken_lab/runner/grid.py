@@ -16,7 +16,7 @@ from alphatoken.train.policies import read_policy_options, unread_by_estimator, 
 from alphatoken_lab.measure.measures import Measures
 from alphatoken_lab.runner.methods import PLAIN, Method, lacking_model
 
-__all__ = ["REFERENCES", "Cell", "Grid", "Task", "all_cells", "resolved"]
+__all__ = ["REFERENCES", "Cell", "Grid", "Task", "all_cells", "resolve_models"]
 
 REFERENCES = "references"
 """The task of models that cells need first, which nobody measures."""
@@ -373,12 +373,12 @@ def _mentioned(value: Any) -> Iterator[str]:
             yield from _mentioned(part)
 
 
-def resolved(value: Any, models: Mapping[str, str]) -> Any:
+def resolve_models(value: Any, models: Mapping[str, str]) -> Any:
     """The same with ``@NAME`` replaced by the folder of its model."""
     if isinstance(value, str) and value.startswith("@"):
         return models[value[1:]]
     if isinstance(value, Mapping):
-        return {key: resolved(part, models) for key, part in value.items()}
+        return {key: resolve_models(part, models) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [resolved(part, models) for part in value]
+        return [resolve_models(part, models) for part in value]
     return value

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from alphatoken_lab.runner.grid import Grid, Task
     from alphatoken_lab.runner.methods import Method
 
-__all__ = ["GridOptions", "expanded", "read_grid"]
+__all__ = ["GridOptions", "expand_variables", "read_grid"]
 
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
@@ -127,7 +127,7 @@ def read_grid(
     )
 
 
-def expanded(value: Any, place: str, variables: Mapping[str, str] | None = None) -> Any:
+def expand_variables(value: Any, place: str, variables: Mapping[str, str] | None = None) -> Any:
     """Variables in every text: of ``variables``, else of the environment.
 
     Raises:
@@ -144,9 +144,9 @@ def expanded(value: Any, place: str, variables: Mapping[str, str] | None = None)
     if isinstance(value, str):
         return _VARIABLE.sub(variable, value)
     if isinstance(value, Mapping):
-        return {key: expanded(part, place, variables) for key, part in value.items()}
+        return {key: expand_variables(part, place, variables) for key, part in value.items()}
     if isinstance(value, list):
-        return [expanded(part, place, variables) for part in value]
+        return [expand_variables(part, place, variables) for part in value]
     return value
 
 
@@ -166,7 +166,7 @@ def _content(options: GridOptions, variables: Mapping[str, str]) -> dict[str, An
         task = {"command": recipe.command or "sft", "options": dict(recipe.options)}
         return {"about": recipe.about, "tasks": {recipe.name: task}}
     name = str(options.config)
-    content: dict[str, Any] = expanded(_extended(name, ()), name, variables)
+    content: dict[str, Any] = expand_variables(_extended(name, ()), name, variables)
     return content
 
 

@@ -57,7 +57,7 @@ def records(
         status: likewise.
     """
     measured = [cell for cell in cells if cell.task != REFERENCES]
-    chosen = _chosen(measured, results, status)
+    chosen = _chosen_tries(measured, results, status)
     every = []
     for cell in measured:
         result, state = results.get(cell.name) or {}, status[cell.name]
@@ -74,7 +74,7 @@ def records(
     return every
 
 
-def _chosen(
+def _chosen_tries(
     cells: Sequence[Cell],
     results: Mapping[str, Mapping[str, Any] | None],
     status: Mapping[str, Status],

@@ -18,7 +18,16 @@ from itertools import groupby
 from alphatoken_lab.runner.methods import START
 from alphatoken_lab.runner.records import Row
 
-__all__ = ["Column", "Table", "best_two", "markdown", "shown", "to_csv", "to_html", "to_markdown"]
+__all__ = [
+    "Column",
+    "Table",
+    "best_two",
+    "format_values",
+    "markdown",
+    "to_csv",
+    "to_html",
+    "to_markdown",
+]
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Table:
         return sum(any(row.values(column.key) for column in self.columns) for row in rows)
 
 
-def shown(values: Sequence[float], column: Column) -> str:
+def format_values(values: Sequence[float], column: Column) -> str:
     """Mean ± standard deviation, the mean alone of one seed, a dash of none."""
     if not values:
         return "–"
@@ -116,7 +125,7 @@ def _cells(table: Table) -> Iterator[tuple[str, list[tuple[Row, list[tuple[str, 
         ranks = [_ranks(among, column) for column in table.columns]
         lines = []
         for i, row in enumerate(rows, 0 if apart else at):
-            texts = [shown(row.values(column.key), column) for column in table.columns]
+            texts = [format_values(row.values(column.key), column) for column in table.columns]
             lines.append((row, [(t, rank.get(i)) for t, rank in zip(texts, ranks, strict=True)]))
         at += len(rows)
         yield title, lines
