@@ -12,8 +12,8 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "alphatoken.cli.training_data", "alphatoken.train.sft", "alphatoken.train.dpo",
-        "alphatoken_lab.commands.paper_figures", "alphatoken_lab.compare.cell",
-        "alphatoken_lab.compare.pair_watch", "deepspeed", "matplotlib", "peft",
+        "alphatoken_lab.paper.figures", "alphatoken_lab.runner.cell",
+        "alphatoken_lab.measure.pair_watch", "deepspeed", "matplotlib", "peft",
         "tests.integration.distributed.trainers", "tests.integration.killed_run",
         "transformers.models.llama.modeling_llama", "trl.scripts.utils",
     ]

@@ -14,7 +14,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
+from alphatoken_lab.runner.running import run_here
 from benchmarks.frontier.differences import differences, records_of
 from benchmarks.frontier.draws import MODELS, Model, draw_rows, formats_of
 from benchmarks.frontier.figures import collect, save
@@ -32,63 +33,38 @@ from benchmarks.frontier.tables import Draws
 from benchmarks.pages import load
 
 
-@dataclass(frozen=True)
-class Task:
-    """One file to make."""
-
-    path: Path
-    format: str
-    draw: int
-    adam: bool
-
-
-def tasks(work: Path, model: Model, tokenizer: Any, draws: int, adam: int) -> list[Task]:
-    """All files of a model: one draw of every format before the next, Adam's last."""
-    formats = formats_of(tokenizer)
-
-    def of(count: int, ending: str) -> list[Task]:
-        return [
-            Task(work / model.key / f"{name}-{number}{ending}.npz", name, number, bool(ending))
-            for number in range(count)
-            for name in formats
-        ]
-
-    return of(draws, "") + of(adam, "-adam")
-
-
 def run(work: Path, model: Model, draws: int, adam: int) -> None:
-    """Measure what is not there yet."""
+    """Measure what is not there yet: one draw of every format before the next, Adam's last."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     folder = model.folder()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    wanted = tasks(work, model, tokenizer, draws, adam)
-    missing = [task for task in wanted if not task.path.is_file()]
-    if not missing:
-        return
-    (work / model.key).mkdir(parents=True, exist_ok=True)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    depth = loaded.config.num_hidden_layers
-    tracker = Tracker(f"{model.name}, layers", depth * len(wanted), True)
-    done = depth * (len(wanted) - len(missing))
-    tracker.resume(done)
-    tracker.report(done)
 
-    def report() -> None:
-        nonlocal done
-        done += 1
-        tracker.report(done)
+    @cache
+    def loaded() -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    optimizer = None
-    for task in missing:
-        if task.adam and optimizer is None:
-            loaded, optimizer = trained(loaded, tokenizer, lambda: None)
-        tracker.note(task.path.stem)
-        draw = draw_rows(task.format, task.draw, tokenizer)
-        measure(loaded, draw, optimizer, report).save(task.path)
+    @cache
+    def after_adam() -> tuple[Any, Any]:
+        return trained(loaded(), tokenizer, lambda: None)
+
+    def write(name: str, number: int, along_adam: bool, path: Path) -> None:
+        own, optimizer = after_adam() if along_adam else (loaded(), None)
+        measure(own, draw_rows(name, number, tokenizer), optimizer, lambda: None).save(path)
         gc.collect()
+
+    place, formats = work / model.key, formats_of(tokenizer)
+    cells = {
+        place / f"{name}-{number}{'-adam' * along_adam}.npz": partial(
+            write, name, number, along_adam
+        )
+        for count, along_adam in ((draws, False), (adam, True))
+        for number in range(count)
+        for name in formats
+    }
+    run_here(cells, Tracker(f"{model.name}, draws", len(cells), True))
 
 
 def measure_differences(out: Path, model: Model, draws: int) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alphatoken_lab.paper.exhibits import Column, Exhibit, find
-from alphatoken_lab.paper.layout import Filled, Row, filled, shown
+from alphatoken_lab.paper.exhibits import Exhibit, find, table_of
+from alphatoken_lab.runner.records import Row
+from alphatoken_lab.runner.tables import Column, Table, format_values
 from benchmarks.pages import DOCS, table
 from benchmarks.paper.store import RESULTS, kept_records, work_of
 
@@ -22,34 +23,27 @@ def tables(label: str) -> str:
     if exhibit.diagnosis is not None:
         return _figure(exhibit)
     # No cell is read from the folder of cells, only what is kept.
-    return beside(filled(exhibit, "laptop", kept_records(work_of(exhibit, Path("build/paper")))))
+    records = kept_records(work_of(exhibit, Path("build/paper")))
+    return beside(exhibit, table_of(exhibit, "laptop", records))
 
 
-def beside(found: Filled) -> str:
+def beside(exhibit: Exhibit, ours: Table) -> str:
     """Ours first, then the paper's, a column for each backbone and measure."""
-    exhibit = found.exhibit
     theirs = _theirs(exhibit)
-    heads = [exhibit.first, *(f"ours: {_head(column)}" for column in found.columns)]
+    heads = [exhibit.first, *(f"ours: {_head(column)}" for column in ours.columns)]
     heads += [f"paper: {title}" for title in theirs]
     rows = []
-    for group, lines in found.groups:
-        if len(found.groups) > 1:
-            rows.append([f"**{group.title}**", *("" for _ in heads[1:])])
-        rows += [
-            [_name(row), *_ours(found, row), *(of.get(row.name, "–") for of in theirs.values())]
-            for row in lines
-        ]
+    for title, lines in ours.groups:
+        if len(ours.groups) > 1:
+            rows.append([f"**{title}**", *("" for _ in heads[1:])])
+        for row in lines:
+            own = (format_values(row.values(column.key), column) for column in ours.columns)
+            rows.append([_name(row), *own, *(of.get(row.name, "–") for of in theirs.values())])
     return table(heads, rows)
 
 
-def _ours(found: Filled, row: Row) -> list[str]:
-    pairs = zip(row.values, found.columns, strict=True)
-    return [shown(values, column) for values, column in pairs]
-
-
 def _name(row: Row) -> str:
-    done = row.seeds[0]
-    return f"{row.name} ({done} seed{'s' * (done != 1)})"
+    return f"{row.name} ({row.done} seed{'s' * (row.done != 1)})"
 
 
 def _head(column: Column) -> str:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken_lab.commands.paper import PaperOptions
-from alphatoken_lab.commands.paper_plan import Work
-from alphatoken_lab.compare.folder import Status
-from alphatoken_lab.compare.grid import Cell
-from alphatoken_lab.compare.tables import Record, records
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit, every
 from alphatoken_lab.paper.rows import LETTERS, OTHER, SIZES
+from alphatoken_lab.paper.work import Work
+from alphatoken_lab.runner.folder import Status
+from alphatoken_lab.runner.grid import Cell
+from alphatoken_lab.runner.records import Record, records
 from benchmarks.paper.sources import GENERAL, STORIES
 from benchmarks.selection.store import keep, lines_of, restore, spec_of
 

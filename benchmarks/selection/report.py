@@ -13,11 +13,10 @@ import numpy as np
 
 from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, canvas, save
 from alphatoken.support.storage import write_json
-from alphatoken_lab.compare.folder import GridFolder
-from alphatoken_lab.compare.grid import Cell, Grid, all_cells
-from alphatoken_lab.compare.methods import PLAIN
-from alphatoken_lab.compare.page import collect
-from alphatoken_lab.compare.tables import Line, lines_of
+from alphatoken_lab.runner.folder import GridFolder
+from alphatoken_lab.runner.grid import Cell, Grid, all_cells
+from alphatoken_lab.runner.methods import PLAIN
+from alphatoken_lab.runner.records import Row, collect, rows_of
 from benchmarks.pages import DOCS
 from benchmarks.selection.hypotheses import effects
 from benchmarks.selection.paired import Difference, Each, difference
@@ -112,7 +111,7 @@ def _grid(folder: Path) -> tuple[Grid, dict[str, list[Entry]], dict[str, Losses]
     found = collect(cells, place)
     tasks, losses = {}, {}
     for task in grid.tasks:
-        lines = [line for line in lines_of(found, task.name) if line.values("target")]
+        lines = [line for line in rows_of(found, task.name) if line.values("target")]
         losses[task.name] = _losses(cells, place, task.name)
         tasks[task.name] = [_entry(line, losses[task.name]) for line in lines]
     missing = [f"{r['task']}/{r['policy']}-seed{r['seed']}" for r in found if r["status"] != "done"]
@@ -133,13 +132,13 @@ def _losses(cells: Sequence[Cell], folder: GridFolder, task: str) -> Losses:
         if cell.task == task:
             tried.setdefault(f"{cell.policy} {cell.seed}", []).append(cell)
     for group in tried.values():
-        done = [cell.name for cell in group if folder.of(cell).result() is not None]
-        failed = [cell.name for cell in group if folder.of(cell).error() is not None]
+        done = [cell.name for cell in group if folder.result(cell) is not None]
+        failed = [cell.name for cell in group if folder.error(cell) is not None]
         if not done or len(done) + len(failed) < len(group):
             continue
         best = done[0] if len(group) == 1 else folder.best(done)
         cell = next(one for one in group if one.name == best)
-        rows = (folder.of(cell).result() or {})["rows"]
+        rows = (folder.result(cell) or {})["rows"]
         for kind in rows.keys() & {"target", "retention"}:
             own = found.setdefault(cell.policy, {}).setdefault(kind, {})
             own[cell.seed] = in_nats(rows[kind])
@@ -156,7 +155,7 @@ def in_nats(rows: Each) -> Each:
     }
 
 
-def _entry(line: Line, losses: Losses) -> Entry:
+def _entry(line: Row, losses: Losses) -> Entry:
     own = losses.get(line.policy, {})
     against = {
         kind: {
@@ -183,7 +182,7 @@ def _entry(line: Line, losses: Losses) -> Entry:
     )
 
 
-def _valuing(line: Line) -> float | None:
+def _valuing(line: Row) -> float | None:
     """Share of the time of training that goes into values and their directions."""
     time = line.mean("time")
     parts = (line.mean("scoring_time") or 0.0) + (line.mean("direction_time") or 0.0)

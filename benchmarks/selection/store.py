@@ -16,9 +16,9 @@ from typing import Any
 
 from alphatoken.support.storage import write_json, write_jsonl
 from alphatoken_lab.commands.compare import parse
-from alphatoken_lab.commands.compare_grid import read_grid
-from alphatoken_lab.compare.folder import GridFolder
-from alphatoken_lab.compare.grid import Cell, Grid, all_cells
+from alphatoken_lab.runner.folder import GridFolder
+from alphatoken_lab.runner.grid import REFERENCES, Cell, Grid, all_cells
+from alphatoken_lab.runner.grid_file import read_grid
 from benchmarks.selection.rows import (
     DIRT,
     FLIPPED,
@@ -105,8 +105,8 @@ def keep(
     """
     found, others = lines_of(path), {cell.name: cell for cell in cells}
     for cell in cells:
-        result = folder.of(cell).result()
-        if result is not None and cell.task != "references" and folder.done(cell):
+        result = folder.result(cell)
+        if result is not None and cell.task != REFERENCES and folder.done(cell):
             figures = {name: _short(result[name]) for name in _FIGURES if name in result}
             digest = digest_of(cell, others)
             found[digest] = {"cell": cell.name, "digest": digest, **figures}
@@ -128,12 +128,12 @@ def restore(
     others = {cell.name: cell for cell in cells}
     for cell in cells:
         line = lines.get(digest_of(cell, others))
-        if line is None or cell.keep_model or folder.of(cell).result() is not None:
+        if line is None or cell.keep_model or folder.result(cell) is not None:
             continue
         own = {name: getattr(cell, name) for name in ("task", "policy", "mode", "seed", "kind")}
         figures = {name: value for name, value in line.items() if name in _FIGURES}
         result = {**own, "command": cell.command, "status": "done", **figures, "spec": cell.spec()}
-        target = folder.of(cell).path
+        target = folder.place(cell)
         target.mkdir(parents=True, exist_ok=True)
         write_json(target / "result.json", result)
         count += 1

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import replacing, write_json
+from alphatoken_lab.runner.running import run_here
 from benchmarks.frontier.draws import MODELS
 from benchmarks.pages import DOCS, load
 from benchmarks.standings.facts import Exam, asked, facts, places, shared_words, taught
@@ -60,17 +60,8 @@ SCALES = {
 EXAMS = {"small": Exam(30, 2e-3, 200), "smollm2": Exam(10, 5e-5, 100)}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A run: its name, and the weights of its tokens (None: 1 throughout)."""
-
-    name: str
-    weights: Callable[[], Numbers | None]
-    seed: int = 0
-
-
 class Cells:
-    """The cells of one model and task, in a folder."""
+    """The cells of one model and task, in a folder: values, and runs on weights of the tokens."""
 
     def __init__(self, folder: Path, setting: Setting, scale: Scale) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,44 +69,53 @@ class Cells:
         self.names = [name for name in VALUES if name not in scale.without]
 
     def values(self, name: str) -> Numbers:
-        """Values of this name, taken once."""
-        path = self.folder / f"value {name}.npy"
-        if not path.is_file():
-            found = VALUES[name](self.setting)
-            with replacing(path) as temporary, temporary.open("wb") as file:
-                np.save(file, found)
-        found = np.load(path, allow_pickle=False)
-        return np.asarray(found, dtype=np.float64)
+        """Values of this name, of their cell's file."""
+        numbers = np.load(self._value_file(name), allow_pickle=False)
+        return np.asarray(numbers, dtype=np.float64)
 
-    def run(self, cell: Cell) -> None:
-        """Train, where that has not been done."""
-        path = self.folder / f"{cell.name}.json"
-        if not path.is_file():
-            found = self.setting.train(cell.weights(), cell.seed)
-            write_json(path, vars(found))
+    def all_cells(self) -> dict[Path, Callable[[Path], None]]:
+        """File of each cell and what writes it: values, then runs, some of which drop by values.
 
-    def wanted(self) -> Iterator[Cell]:
-        """All runs: of subsets under two seeds, of random drops, and of drops by each value."""
-        scale = self.scale
+        Runs are of all tokens and of subsets, under two seeds, of random drops, and of drops by
+        each value.
+        """
+        scale, setting = self.scale, self.setting
+        cells: dict[Path, Callable[[Path], None]] = {
+            self._value_file(name): partial(self._write_values, name) for name in self.names
+        }
+
+        def add(name: str, weights: Callable[[], Numbers | None], seed: int = 0) -> None:
+            cells[self.folder / f"{name}.json"] = partial(self._train, weights, seed)
+
         for seed in (0, 1):
-            yield Cell(f"all, seed {seed}", lambda: None, seed)
+            add(f"all, seed {seed}", lambda: None, seed)
         for number in range(scale.subsets):
             for unit in scale.units:
-                made = partial(subset, self.setting, unit, number)
-                yield Cell(f"{unit} {number}", made)
+                half = partial(subset, setting, unit, number)
+                add(f"{unit} {number}", half)
                 if number < scale.again:  # enough for the ceiling
-                    yield Cell(f"{unit} {number}, seed 1", made, 1)
+                    add(f"{unit} {number}, seed 1", half, 1)
         for share in DROPS if scale.drops else ():
             for number in range(scale.drops):
-                draw = np.random.default_rng([number, 3]).standard_normal(self.setting.tokens)
-                made = partial(drop, self.setting, draw, share, best=True)
-                yield Cell(f"random {number} {share}", made)
+                draw = np.random.default_rng([number, 3]).standard_normal(setting.tokens)
+                add(f"random {number} {share}", partial(drop, setting, draw, share, best=True))
             for name in self.names:
                 for end in ENDS:
-                    made = partial(self._drop, name, share, best=end == "best")
-                    yield Cell(f"{end} {share} {name}", made)
+                    add(f"{end} {share} {name}", partial(self._drop, name, share, end == "best"))
+        return cells
 
-    def _drop(self, name: str, share: float, *, best: bool) -> Numbers:
+    def _value_file(self, name: str) -> Path:
+        return self.folder / f"value {name}.npy"
+
+    def _write_values(self, name: str, path: Path) -> None:
+        numbers = VALUES[name](self.setting)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.save(file, numbers)
+
+    def _train(self, weights: Callable[[], Numbers | None], seed: int, path: Path) -> None:
+        write_json(path, vars(self.setting.train(weights(), seed)))
+
+    def _drop(self, name: str, share: float, best: bool) -> Numbers:
         return drop(self.setting, self.values(name), share, best=best)
 
 
@@ -123,16 +123,8 @@ def measure(options: argparse.Namespace, key: str, task: str) -> None:
     """All cells of a model and a task."""
     setting = setting_of(task, *_loaded(key), SCALES[key])
     cells = Cells(options.work / key / task, setting, SCALES[key])
-    wanted = list(cells.wanted())
-    tracker = Tracker(f"{MODELS[key].name}, {task}", len(cells.names) + len(wanted), True)
-    for place, name in enumerate(cells.names, 1):
-        tracker.note(name)
-        cells.values(name)
-        tracker.report(place)
-    for place, cell in enumerate(wanted, len(cells.names) + 1):
-        tracker.note(cell.name)
-        cells.run(cell)
-        tracker.report(place)
+    every = cells.all_cells()
+    run_here(every, Tracker(f"{MODELS[key].name}, {task}", len(every), True))
     write_json(cells.folder / "summary.json", summary(cells))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from alphatoken_lab.commands.compare import parse
-from alphatoken_lab.commands.compare_grid import read_grid
-from alphatoken_lab.compare.grid import all_cells
+from alphatoken_lab.runner.grid import all_cells
+from alphatoken_lab.runner.grid_file import read_grid
 from benchmarks.selection.hypotheses import HYPOTHESES
 from benchmarks.selection.paired import difference
 from benchmarks.selection.rows import DIRT, FLIPPED, LETTERS, write_rows

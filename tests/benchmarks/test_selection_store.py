@@ -10,9 +10,9 @@ import pytest
 
 from alphatoken.support.storage import write_json
 from alphatoken_lab.commands.compare import parse
-from alphatoken_lab.commands.compare_grid import read_grid
-from alphatoken_lab.compare.folder import GridFolder
-from alphatoken_lab.compare.grid import Cell, all_cells
+from alphatoken_lab.runner.folder import GridFolder
+from alphatoken_lab.runner.grid import Cell, all_cells
+from alphatoken_lab.runner.grid_file import read_grid
 from benchmarks.selection import report, store
 from benchmarks.selection.paired import Difference
 
@@ -87,9 +87,9 @@ def run(folder: Path) -> None:
     """Finish every cell; the higher learning rate is the better one."""
     cells, place = cells_in(folder)
     for name, cell in cells.items():
-        place.of(name).path.mkdir(parents=True)
+        place.place(name).mkdir(parents=True)
         choosing = 1.0 if cell.tried.get("learning_rate") == 1e-4 else 1.5
-        write_json(place.of(name).path / "result.json", measured(cell, choosing))
+        write_json(place.place(name) / "result.json", measured(cell, choosing))
 
 
 def test_a_result_of_other_settings_is_not_taken(
@@ -104,8 +104,8 @@ def test_a_result_of_other_settings_is_not_taken(
     store.synchronised(second)
     cells, place = cells_in(second)
     trained = [name for name, cell in cells.items() if cell.kind == "train"]
-    assert all(place.of(name).result() is None for name in trained)
-    assert place.of("noisy-words/start-native-seed0").result() is not None  # takes no step
+    assert all(place.result(name) is None for name in trained)
+    assert place.result("noisy-words/start-native-seed0") is not None  # takes no step
     # What was measured of the other settings stays: they may come back.
     assert len((places / "results" / "small.jsonl").read_text().splitlines()) == before
     (places / "small.yaml").write_text(GRID)
@@ -113,7 +113,7 @@ def test_a_result_of_other_settings_is_not_taken(
     third = move(places, monkeypatch, "elsewhere")
     store.synchronised(third)
     cells, place = cells_in(third)
-    assert all(place.of(name).result() is None for name in cells)
+    assert all(place.result(name) is None for name in cells)
 
 
 def test_the_figures_are_of_what_was_measured(places: Path) -> None:

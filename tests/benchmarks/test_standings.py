@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alphatoken.data import Example, Row
 from alphatoken.oracle.evaluate import batch_mask
 from alphatoken.oracle.run import run_end, run_loss
+from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import write_json
+from alphatoken_lab.runner.running import run_here
 from benchmarks.models import decoder
 from benchmarks.pages import load
 from benchmarks.standings import __main__ as standings
@@ -115,9 +117,9 @@ def test_cells_are_kept_and_say_what_they_are(
     monkeypatch.setattr(standings, "VALUES", few)
     scale = replace(SCALE, without=frozenset({"entropy"}))
     cells = Cells(tmp_path / "small" / "mixed", setting(steps=5, size=6), scale)
-    wanted = list(cells.wanted())
-    for cell in wanted[:5]:
-        cells.run(cell)
+    every = cells.all_cells()
+    first = dict(list(every.items())[:7])  # two values and five runs
+    run_here(first, Tracker("cells", len(first), False))
     runs: list[int] = []
     train = Setting.train
 
@@ -126,9 +128,8 @@ def test_cells_are_kept_and_say_what_they_are(
         return train(own, weights, seed)
 
     monkeypatch.setattr(Setting, "train", counted)
-    for cell in wanted:
-        cells.run(cell)
-    assert len(runs) == len(wanted) - 5
+    run_here(every, Tracker("cells", len(every), False))
+    assert len(runs) == len(every) - 7
     docs = tmp_path / "docs"
     docs.mkdir()
     write_json(cells.folder / "summary.json", summary(cells))

@@ -119,15 +119,18 @@ def read(program: str, command: str, words: list[str]) -> None:
         _ = read_request(*words).shared.config
     elif command == "compare":
         from alphatoken_lab.commands.compare import parse
-        from alphatoken_lab.commands.compare_grid import read_grid
-        from alphatoken_lab.compare.grid import all_cells
+        from alphatoken_lab.runner.grid import all_cells
+        from alphatoken_lab.runner.grid_file import read_grid
 
         all_cells(read_grid(*parse(words)))
     elif command == "merge":
-        from alphatoken.cli.options import read_options
-        from alphatoken_lab.commands.merge import MergeOptions
+        from alphatoken_lab.commands.merge import read as read_merge
 
-        read_options("merge", MergeOptions, words)
+        read_merge(words)
+    elif command == "paper":
+        from alphatoken_lab.commands.paper import parse as parse_paper
+
+        parse_paper(words)
     elif command == "policies":
         assert PROGRAMS[program]([command, *words]) == 0
     else:

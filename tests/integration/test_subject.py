@@ -11,7 +11,7 @@ from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
 from alphatoken.fidelity.subject import Subject
-from alphatoken_lab.compare.evaluate import mean_response_loss
+from alphatoken_lab.measure.losses import mean_response_loss
 from tests.integration import subjects
 from tests.integration.subjects import examples
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from alphatoken_lab.compare.launchers import PARENT
+from alphatoken_lab.runner.launchers import PARENT
 from tests.forked import SERVER
 
 _COMMAND = [sys.executable, "-m", "alphatoken_lab.commands"]
@@ -62,11 +62,14 @@ class _Fork:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         self._process.terminate()
 
-    def finish(self, patience: float) -> None:
-        self._process.join(patience)
+    def wait(self, timeout: float) -> None:
+        self._process.join(timeout)
+        self.kill()
+
+    def kill(self) -> None:
         self._process.kill()
 
 

@@ -100,7 +100,7 @@ ATTRIBUTION = by("test_policies_preference::test_attribution_is_finite_differenc
 DIVERGENCE = by("test_policies_preference::test_sequence_divergence_is_the_loop")
 TRIPLETS = by("test_policies_preference::test_triplet_losses_are_the_loop")
 PAIR_LOSSES = by("test_policies_preference::test_hand_computed_losses")
-MERGE = by("test_merge::test_by_hand_with_and_without_fisher")
+MERGE = by("test_merge::test_by_hand")
 
 MUTANTS = (
     _policy(
@@ -455,12 +455,6 @@ MUTANTS = (
             "((1 - alpha) * left + alpha * right)",
             "(alpha * left + (1 - alpha) * right)",
         ),
-        MERGE,
-    ),
-    _policy(
-        "wise-ft-fishers-exchanged",
-        "each model's weight is weighed by the other's Fisher",
-        ("merge.interpolate", "(c0 * left + c1 * right)", "(c1 * left + c0 * right)"),
         MERGE,
     ),
 )

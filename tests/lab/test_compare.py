@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,32 +20,21 @@ from torch.nn import functional as F
 
 from alphatoken.cli.recipes import find_recipe
 from alphatoken.data import EncodeOptions, encode_rows, read_pairs, read_rows
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError
+from alphatoken.support.progress import Tracker
 from alphatoken.train.loading import load_causal_model, load_tokenizer
 from alphatoken.train.policies import policy_names
 from alphatoken.train.sft import AlphaSFTConfig
-from alphatoken_lab.commands.compare import _for_processes
-from alphatoken_lab.compare import harness
-from alphatoken_lab.compare.evaluate import (
-    encode_file,
-    mean_response_loss,
-    preference_losses,
-)
-from alphatoken_lab.compare.folder import GridFolder
-from alphatoken_lab.compare.grid import Cell, Grid, Reference, TaskSpec, all_cells
-from alphatoken_lab.compare.harness import load_tasks, task_scores
-from alphatoken_lab.compare.launchers import PORT, LocalLauncher, SubmititLauncher
-from alphatoken_lab.compare.measures import Measures
-from alphatoken_lab.compare.methods import Method, custom_method, known_methods
-from alphatoken_lab.compare.running import run_grid
-from alphatoken_lab.compare.scores import prepare
-from alphatoken_lab.compare.tables import (
-    cost_table,
-    lines_of,
-    problem_table,
-    quality_table,
-    to_csv,
-)
+from alphatoken_lab.measure.losses import encode_file, mean_response_loss, row_losses, summary
+from alphatoken_lab.measure.measures import Measures
+from alphatoken_lab.runner.folder import GridFolder
+from alphatoken_lab.runner.grid import Cell, Grid, Task, all_cells
+from alphatoken_lab.runner.launchers import PORT, LocalLauncher, SubmititLauncher, for_processes
+from alphatoken_lab.runner.methods import Method, custom_method, known_methods
+from alphatoken_lab.runner.page import cost_table, problem_table, quality_table
+from alphatoken_lab.runner.records import rows_of, to_csv, with_costs
+from alphatoken_lab.runner.running import run_grid, run_here
+from alphatoken_lab.runner.tables import to_markdown
 from tests.both_programs import main
 from tests.integration.small_world import saved_model
 from tests.lab.forked_cells import ForkedLauncher, forked_cells
@@ -112,7 +100,7 @@ def test_a_grid_killed_outright_goes_on_and_a_crash_is_a_line(
     _wait(lambda: first.is_file() and (second / "log.txt").is_file())
     child = _child_of(killed.pid)
     os.kill(killed.pid, signal.SIGKILL)
-    killed.finish(PATIENCE)
+    killed.wait(PATIENCE)
     _wait(lambda: not _alive(child))  # no cell outlives the grid
     assert not (second / "result.json").exists()
     stamp, content = first.stat(), first.read_bytes()
@@ -193,8 +181,8 @@ def test_crashes_of_every_kind_leave_the_others_alone(tmp_path: Path) -> None:
         cell("e", needs=("t/b-native-seed0",)), cell("f", needs=("t/e-native-seed0",)),
         cell("g", needs=("t/c-native-seed0",)),
     ]  # fmt: skip
-    seen: list[Any] = []
-    found = run_grid(cells, GridFolder(tmp_path), quick, processes=3, progress=seen.append)
+    reports: list[Any] = []
+    found = run_grid(cells, GridFolder(tmp_path), quick, LocalLauncher(3), progress=reports.append)
     said = {name[2]: (status.state, status.error) for name, status in found.items()}
     assert said["a"] == ("failed", "ended by SIGSEGV")
     assert said["b"] == ("failed", "RuntimeError: no such luck")
@@ -202,12 +190,12 @@ def test_crashes_of_every_kind_leave_the_others_alone(tmp_path: Path) -> None:
     assert said["e"] == ("blocked", "needs t/b-native-seed0")
     assert said["f"] == ("blocked", "needs t/e-native-seed0")
     assert said["c"][0] == said["g"][0] == "done"
-    assert seen[-1].done == seen[-1].total == 7
+    assert reports[-1].done == reports[-1].total == 7
     mended = [cell(one.policy, needs=one.needs) for one in cells]
     with pytest.raises(ConfigError, match="other settings"):  # c was measured with "work": same
-        run_grid([cell("c", "sleep")], GridFolder(tmp_path), quick)
+        run_grid([cell("c", "sleep")], GridFolder(tmp_path), quick, LocalLauncher())
     before = (tmp_path / "t/c-native-seed0/result.json").stat().st_mtime_ns
-    found = run_grid(mended, GridFolder(tmp_path), quick, processes=2, progress=False)
+    found = run_grid(mended, GridFolder(tmp_path), quick, LocalLauncher(2), progress=False)
     assert {status.state for status in found.values()} == {"done"}
     assert (tmp_path / "t/c-native-seed0/result.json").stat().st_mtime_ns == before
 
@@ -215,10 +203,11 @@ def test_crashes_of_every_kind_leave_the_others_alone(tmp_path: Path) -> None:
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     def second(path: Path) -> list[str]:
         with pytest.raises(ConfigError, match="another run is at work"):
-            run_grid([cell("a")], GridFolder(tmp_path), quick)
+            run_grid([cell("a")], GridFolder(tmp_path), quick, LocalLauncher())
         return quick(path)
 
-    assert run_grid([cell("a")], GridFolder(tmp_path), second)["t/a-native-seed0"].state == "done"
+    status = run_grid([cell("a")], GridFolder(tmp_path), second, LocalLauncher())
+    assert status["t/a-native-seed0"].state == "done"
 
 
 def test_an_interrupt_ends_the_cells_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -235,7 +224,7 @@ def test_an_interrupt_ends_the_cells_and_says_how_to_go_on(tmp_path: Path) -> No
     cells = [cell("a"), cell("b", "sleep"), cell("c")]
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match=r"1 of 3 cells are done.*goes on"):
-        run_grid(cells, GridFolder(tmp_path), command, processes=2, progress=interrupt)
+        run_grid(cells, GridFolder(tmp_path), command, LocalLauncher(2), progress=interrupt)
     assert time.monotonic() - began < 30
     status = GridFolder(tmp_path).status(cells)
     assert [one.state for one in status.values()] == ["done", "missing", "missing"]
@@ -270,7 +259,7 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
 def test_two_devices_run_two_cells_at_a_time(tmp_path: Path) -> None:
     cells = [cell(name) for name in "abcd"]
     launcher = LocalLauncher(devices=["3", "5"])
-    found = run_grid(cells, GridFolder(tmp_path), seeing, launcher=launcher, progress=False)
+    found = run_grid(cells, GridFolder(tmp_path), seeing, launcher, progress=False)
     assert {status.state for status in found.values()} == {"done"}
     results = results_of(tmp_path)
     assert sorted(one["seen"]["CUDA_VISIBLE_DEVICES"] for one in results) == ["3", "3", "5", "5"]
@@ -293,7 +282,7 @@ def test_two_devices_run_two_cells_at_a_time(tmp_path: Path) -> None:
 def test_a_queue_of_submitit(tmp_path: Path) -> None:
     cells = [cell("a"), cell("b"), cell("c", "raise"), cell("d", needs=("t/a-native-seed0",))]
     queue = SubmititLauncher(tmp_path / "queue", "local", 2)
-    found = run_grid(cells, GridFolder(tmp_path), quick, launcher=queue, progress=False)
+    found = run_grid(cells, GridFolder(tmp_path), quick, queue, progress=False)
     said = {name[2]: (status.state, status.error) for name, status in found.items()}
     assert [said[name][0] for name in "abcd"] == ["done", "done", "failed", "done"]
     assert said["c"][1] == "RuntimeError: no such luck"
@@ -309,13 +298,13 @@ def test_the_global_batch_is_that_of_the_recipe() -> None:
     recipe = {"accelerate_config": "fsdp2", "per_device_train_batch_size": 4,
               "gradient_accumulation_steps": 2}  # fmt: skip
     for world, rows, steps in ((1, 4, 8), (2, 4, 4), (4, 4, 2), (8, 4, 1), (16, 2, 1)):
-        found = _for_processes(recipe, world)
+        found = for_processes(recipe, world)
         sizes = found["per_device_train_batch_size"], found["gradient_accumulation_steps"]
         assert sizes == (rows, steps)
         assert world * rows * steps == 32
-    assert _for_processes({}, 1) == {}
+    assert for_processes({}, 1) == {}
     with pytest.raises(ConfigError, match="32 rows a step, on 3 processes"):
-        _for_processes(recipe, 3)
+        for_processes(recipe, 3)
 
 
 def test_a_cell_of_two_processes_is_a_cell_of_one(model: Path, tmp_path: Path) -> None:
@@ -344,14 +333,14 @@ def test_a_cell_of_two_processes_is_a_cell_of_one(model: Path, tmp_path: Path) -
 TARGET = Measures(target_file="t")
 
 
-def task(**options: Any) -> TaskSpec:
-    return TaskSpec("t", "sft", {"model_name_or_path": "m", **options}, TARGET)
+def task(**options: Any) -> Task:
+    return Task("t", "sft", {"model_name_or_path": "m", **options}, TARGET)
 
 
 def test_every_policy_has_its_cells() -> None:
     methods = tuple(known_methods().values())
-    pairs = TaskSpec("p", "dpo", {"model_name_or_path": "m"}, TARGET)
-    references = tuple(Reference(n, "sft", {}) for n in ("curated", "oracle"))
+    pairs = Task("p", "dpo", {"model_name_or_path": "m"}, TARGET)
+    references = tuple(Task(n, "sft", {}) for n in ("curated", "oracle"))
     cells = all_cells(Grid((task(), pairs), methods, references=references))
     for name in policy_names():
         seeds = [c.seed for c in cells if c.policy == name and c.mode == "budget"]
@@ -375,7 +364,7 @@ def test_what_a_recipe_says_of_values_gives_way_in_cells_of_other_methods() -> N
     """A grid on a recipe of the paper: its threshold and divisor are those of token values."""
     said = {"model_name_or_path": "m", "keep_scope": "global", "kept_normalization": "sum"}
     pairs = {"model_name_or_path": "m", "precompute_ref_log_probs": True, "keep_scope": "global"}
-    tasks = (TaskSpec("s", "sft", said, TARGET), TaskSpec("p", "dpo", pairs, TARGET))
+    tasks = (Task("s", "sft", said, TARGET), Task("p", "dpo", pairs, TARGET))
     known = known_methods()
     methods = tuple(known[n] for n in ("stm", "alphatoken", "random", "ti-dpo"))
     cells = {(c.task, c.policy, c.mode): c.options for c in all_cells(Grid(tasks, methods, (0,)))}
@@ -396,7 +385,7 @@ def test_what_a_recipe_says_of_an_estimator_gives_way_in_cells_of_others() -> No
     said = dict(find_recipe("laptop-sft").options)
     known = known_methods()
     methods = tuple(known[n] for n in ("standard", "random", "alphatoken", "label"))
-    cells = all_cells(Grid((TaskSpec("s", "sft", said, TARGET),), methods, (0,)))
+    cells = all_cells(Grid((Task("s", "sft", said, TARGET),), methods, (0,)))
     made = {c.policy: AlphaSFTConfig(**_of_trainer(c.options)) for c in cells}
     values = {name: (one.estimator, one.value_parameters) for name, one in made.items()}
     assert values["label"] == values["random"] == ("label", "all")
@@ -411,10 +400,10 @@ def _of_trainer(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def test_references_may_need_references_but_not_themselves() -> None:
     mine = Method("mine", options={"policy": "all", "policy_options": {"oracle": "@b"}})
-    chain = (Reference("a", "sft", {}), Reference("b", "dpo", {"model_name_or_path": "@a"}))
+    chain = (Task("a", "sft", {}), Task("b", "dpo", {"model_name_or_path": "@a"}))
     cells = all_cells(Grid((task(),), (mine,), seeds=(0,), references=chain))
     assert [c.name for c in cells] == ["references/a", "references/b", "t/mine-native-seed0"]
-    circle = (Reference("b", "sft", {"model_name_or_path": "@b"}),)
+    circle = (Task("b", "sft", {"model_name_or_path": "@b"}),)
     with pytest.raises(ConfigError, match="form a cycle"):
         all_cells(Grid((task(),), (mine,), references=circle))
     with pytest.raises(ConfigError, match="no such reference"):
@@ -492,33 +481,6 @@ def test_bad_grids_are_refused_in_one_line(
     assert not list((tmp_path).glob("out/*/*"))
 
 
-@pytest.mark.usefixtures("lm_eval")
-@pytest.mark.filterwarnings("ignore")
-def test_unknown_tasks_of_all_cells_are_named_at_once(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two of its tasks are there, and three of two kinds of cells are not."""
-    # To read lm-eval's own takes ten seconds; a dry run of the paper's tables does.
-    monkeypatch.setattr(harness, "_all_tasks", lambda: SimpleNamespace(all_tasks=["gsm8k"]))
-    path = str(task_files(tmp_path))
-    named = {
-        "one": {"target_tasks": ["tiny_choice:acc", "first_wrong"], "task_path": path},
-        "two": {"target_tasks": ["gsm8k"], "retention_tasks": [f"{path}/none.yaml", "mmul:acc"]},
-    }
-    tasks = {name: {"command": "sft", "measures": of} for name, of in named.items()}
-    grid = grid_file(tmp_path, model, tasks=tasks)
-    assert main(["compare", "--config", str(grid), "--output_dir", str(tmp_path / "out")]) == 2
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "no such task" in line]
-    for name in ("first_wrong", "none.yaml", "mmul"):
-        assert name in said
-    for name in ("tiny_choice", "gsm8k"):
-        assert name not in said
-    assert not list(tmp_path.glob("out/*"))
-
-
 # --- what is measured ---------------------------------------------------------------------------
 
 
@@ -545,13 +507,13 @@ def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "pairs.jsonl", pairs)
     found = encode_file(file, read_pairs(file), tokenizer, EncodeOptions(on_empty="skip"))
     assert [len(side) for side in found] == [4, 4]
-    same = preference_losses(start, start, found)
+    same = summary(row_losses(start, found, 16, lambda: start))
     assert same == {"loss": pytest.approx(0.6931472), "accuracy": 50.0, "margin": 0.0}
     other = load_causal_model(model)
     with torch.no_grad():
         for weight in other.parameters():
             weight.add_(0.01 * torch.randn(weight.shape, generator=torch.manual_seed(1)))
-    one = preference_losses(other, start, found, beta=0.7, batch_size=2)
+    one = summary(row_losses(other, found, 2, lambda: start, beta=0.7))
     logits = []
     for chosen, rejected in zip(*found, strict=True):
         ratios = [
@@ -562,104 +524,6 @@ def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
         logits.append(0.7 * (ratios[0] - ratios[1]))
     assert one["margin"] == pytest.approx(sum(logits) / 4, abs=1e-5)
     assert one["accuracy"] == 100 * sum(x > 0 for x in logits) / 4
-
-
-def task_files(folder: Path) -> Path:
-    """Two local tasks of lm-eval: one of choices, one that generates; offline."""
-    docs = [
-        {"question": "If the object is a class", "choices": [" instance", " zq vxjq"],
-         "gold": 0},
-        {"question": "The following", "choices": [" xx qqzv", " statement"], "gold": 1},
-    ]  # fmt: skip
-    file = write(folder / "docs.jsonl", docs)
-    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}},
-              "test_split": "test", "doc_to_text": "{{question}}"}  # fmt: skip
-    choice = {
-        "task": "tiny_choice", "output_type": "multiple_choice", "doc_to_target": "gold",
-        "doc_to_choice": "choices", "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    }  # fmt: skip
-    written = {
-        "task": "tiny_written", "output_type": "generate_until", "doc_to_target": " instance",
-        "generation_kwargs": {"until": ["."], "max_gen_toks": 4, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    }  # fmt: skip
-    tasks = folder / "tasks"
-    tasks.mkdir()
-    for one in (choice, written):
-        (tasks / f"{one['task']}.yaml").write_text(yaml.safe_dump({**common, **one}))
-    return tasks
-
-
-@pytest.mark.usefixtures("lm_eval")
-@pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn of their own affairs
-def test_lm_eval_runs_local_tasks_offline(library_decoder: Path, tmp_path: Path) -> None:
-    one, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
-    path = str(task_files(tmp_path))
-    tasks = load_tasks(["tiny_choice", "tiny_written"], include_path=path)
-    assert tasks.shots == {"tiny_choice": (0,), "tiny_written": (0,)}
-    found = task_scores(one, tokenizer, tasks)
-    assert found["tiny_choice"].value == 100.0
-    assert found["tiny_choice"].how == {
-        "shots": "0", "chat_template": False, "metric": "acc", "questions": 2
-    }  # fmt: skip
-    assert 0 <= found["tiny_written"].value <= 100
-    assert not one.training
-    normed = load_tasks([f"{path}/tiny_choice.yaml:acc_norm"])  # by its file
-    (again,) = task_scores(one, tokenizer, normed, limit=1).items()
-    assert (again[0], again[1].value, again[1].how["questions"]) == ("tiny_choice", 100.0, 1)
-    with pytest.raises(ConfigError, match=r"tiny_choice: f1.*acc,none"):
-        task_scores(one, tokenizer, load_tasks(["tiny_choice:f1"], include_path=path))
-    with pytest.raises(ConfigError, match="no such task"):
-        load_tasks(["no_such_task"], include_path=path)
-    with pytest.raises(ConfigError, match=r"no such task.*none\.yaml"):
-        load_tasks([f"{path}/none.yaml"])
-    with pytest.raises(ConfigError, match="named twice"):
-        load_tasks(["tiny_choice", "tiny_choice:acc"], include_path=path)
-    (tmp_path / "docs.jsonl").unlink()
-    with pytest.raises(DataError, match=r"could not read.*docs\.jsonl"):
-        load_tasks(["tiny_choice"], include_path=path)
-
-
-@pytest.mark.usefixtures("lm_eval")
-@pytest.mark.filterwarnings("ignore")
-def test_shots_are_shown_before_each_question(library_decoder: Path, tmp_path: Path) -> None:
-    """What the model is given holds so many examples: asked for, of the file, of the paper."""
-    one, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
-    path = task_files(tmp_path)
-    shown = [{"question": f"example {i}", "choices": [" a", " b"], "gold": 0} for i in range(9)]
-    examples = write(tmp_path / "examples.jsonl", shown)
-    base = yaml.safe_load((path / "tiny_choice.yaml").read_text())
-    base["dataset_kwargs"]["data_files"]["dev"] = examples
-    base |= {"fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}
-    for name, more in (("mmlu", {}), ("own", {"num_fewshot": 3}), ("fixed", {"num_fewshot": 0})):
-        (path / f"{name}.yaml").write_text(yaml.safe_dump({**base, "task": name, **more}))
-    given: list[str] = []
-
-    def note(_: Any, args: Any, kwargs: Any) -> None:
-        ids = args[0] if args else kwargs["input_ids"]
-        given.extend(tokenizer.batch_decode(ids))
-
-    one.register_forward_pre_hook(note, with_kwargs=True)
-
-    def counted(*names: str, **options: Any) -> set[int]:
-        tasks = load_tasks(names, include_path=str(path), **options)
-        given.clear()
-        found = task_scores(one, tokenizer, tasks)
-        seen = {text.count("example ") for text in given}
-        assert {score.how["shots"] for score in found.values()} == {str(n) for n in seen}
-        return seen
-
-    assert counted("mmlu") == {5}  # the paper's
-    assert counted("own") == {3}  # the file's
-    assert counted("tiny_choice") == {0}
-    assert counted("mmlu", "own", shots={"mmlu": 2, "own": 1}) == {2, 1}
-    with pytest.raises(ConfigError, match="fixes its shots at 0"):
-        load_tasks(["fixed"], include_path=str(path), shots={"fixed": 2})
-    with pytest.raises(ConfigError, match="has no examples to show"):
-        load_tasks(["tiny_choice"], include_path=str(path), shots={"tiny_choice": 1})
-    with pytest.raises(ConfigError, match=r"not measured. Got: mmul. Remedy: one of own"):
-        prepare(Measures(target_tasks=["own"], task_path=str(path), shots={"mmul": 5}))
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -676,22 +540,46 @@ def record(policy: str, seed: int, target: float, **more: Any) -> dict[str, Any]
 
 
 def test_tables_rank_and_say_what_is_missing() -> None:
-    found = [record("start", s, 0.5) for s in (0, 1)]
-    found += [record("a", s, 1.0 + s) for s in (0, 1)] + [record("b", s, 3.0) for s in (0, 1)]
-    found += [record("c", 0, 4.0)]
-    found += [record("c", 1, 9.9, status="failed", error="a|b")]
-    table = quality_table(lines_of(found, "t"))
-    lines = table.splitlines()
+    every = [record("start", s, 0.5) for s in (0, 1)]
+    every += [record("a", s, 1.0 + s) for s in (0, 1)] + [record("b", s, 3.0) for s in (0, 1)]
+    every += [record("c", 0, 4.0)]
+    every += [record("c", 1, 9.9, status="failed", error="a|b")]
+    rows = rows_of(with_costs(every), "t")
+    lines = to_markdown(quality_table(rows)).splitlines()
     assert "target ↓" in lines[0]
+    assert "effective" not in lines[0]
     assert "| 0.500 ± 0.000 |" in lines[2]  # before training: not ranked
     assert "**1.500 ± 0.707**" in lines[3]
     assert "<u>3.000 ± 0.000</u>" in lines[4]
-    assert "**1 of 2**" in lines[5]
+    assert "| `c`, native (1 of 2 seeds) |" in lines[5]
     assert "| 4.000 |" in lines[5]
-    assert "| 1,000 | 0.500 |" in lines[3]
-    soft = [record("w", 0, 1.0, kept_tokens=2000, effective_tokens=1500.0)]
-    assert "| 2,000 (1,500 effective) | 1.000 |" in quality_table(lines_of(soft, "t"))
-    assert "| 10.5 ± 0.7 |" in cost_table(lines_of(found, "t"))
-    assert "| `t/c-native-seed1` | failed | a\\|b |" in problem_table(found)
-    assert problem_table(found[:4]) == ""
-    assert to_csv(found).count("\n") == len(found) + 1
+    assert "| 1,000 ± 0 | 0.500 ± 0.000 |" in lines[3]
+    soft = with_costs([record("w", 0, 1.0, kept_tokens=2000, effective_tokens=1500.0)])
+    heads, _, line = to_markdown(quality_table(rows_of(soft, "t"))).splitlines()
+    assert "| tokens trained on | effective | share |" in heads
+    assert "| 2,000 | 1,500 | 1.000 |" in line
+    assert "| 10.5 ± 0.7 |" in to_markdown(cost_table(rows))
+    assert "| 500 ± 0 |" in to_markdown(cost_table(rows))
+    assert "| `t/c-native-seed1` | failed | a\\|b |" in problem_table(every)
+    assert problem_table(every[:4]) == ""
+    assert to_csv(every).count("\n") == len(every) + 1
+
+
+def test_cells_of_this_process_are_kept(tmp_path: Path) -> None:
+    """Each is made once; what was made before an error stays."""
+    made: list[str] = []
+
+    def make(path: Path) -> None:
+        made.append(path.stem)
+        if made == ["a", "b"]:
+            raise RuntimeError("no such luck")
+        path.write_text(path.stem)
+
+    cells = {tmp_path / "t" / f"{name}.txt": make for name in "abc"}
+    with pytest.raises(RuntimeError, match="no such luck"):
+        run_here(cells, Tracker("cells", 3, False))
+    reports: list[Any] = []
+    run_here(cells, Tracker("cells", 3, reports.append))
+    assert made == ["a", "b", "b", "c"]
+    assert [path.read_text() for path in cells] == ["a", "b", "c"]
+    assert reports[-1].done == 3

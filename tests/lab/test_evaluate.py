@@ -12,8 +12,9 @@ import yaml
 from tokenizers.normalizers import Lowercase
 
 from alphatoken.data import encode_rows, read_rows
+from alphatoken.train import loading
 from alphatoken.train.loading import load_causal_model, load_tokenizer
-from alphatoken_lab.compare.evaluate import mean_response_loss
+from alphatoken_lab.measure.losses import mean_response_loss
 from tests.both_programs import main
 from tests.rows import jsonl
 
@@ -27,7 +28,6 @@ def write(path: Path, rows: Sequence[Any]) -> str:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    stored = [{**one, "output": " zq vxjq zq vxjq"} for one in QUESTIONS]
     pairs = [{"prompt": "ask", "chosen": " the value", "rejected": " zq vx"}] * 2
     (tmp_path / "broken.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in ROWS[:2]) + '{"prompt": "If'
@@ -38,11 +38,10 @@ def files(tmp_path: Path) -> dict[str, str]:
         "empty": write(tmp_path / "empty.jsonl", []),
         "silent": write(tmp_path / "silent.jsonl", silent),
         "mixed": write(tmp_path / "mixed.jsonl", [*pairs, ROWS[0]]),
+        "texts": write(tmp_path / "texts.jsonl", [{"text": "no question"}]),
         "rows": write(tmp_path / "rows.jsonl", ROWS),
         "pairs": write(tmp_path / "pairs.jsonl", pairs),
         "questions": write(tmp_path / "questions.jsonl", QUESTIONS),
-        "stored": write(tmp_path / "stored.jsonl", stored),
-        "others": write(tmp_path / "others.jsonl", stored[:1]),
         "out": str(tmp_path / "out"),
     }
 
@@ -62,42 +61,51 @@ def result(files: dict[str, str]) -> dict[str, Any]:
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-def test_losses_and_judged_answers_of_a_folder(
+def test_losses_and_answers_of_a_folder(
     library_decoder: Path, files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
         "evaluate", str(library_decoder), "--target-file", files["rows"],
-        "--judge_set", f"mine={files['questions']},{files['stored']}",
-        "--judge", "likelihood", "--judge_model", str(library_decoder),
+        "--questions", f"mine={files['questions']}",
         "--max_new_tokens", "8", "--output_dir", files["out"],
     ]  # fmt: skip
     assert main(words) == 0
-    said = capsys.readouterr().out
+    said, out = capsys.readouterr().out, Path(files["out"])
     found = result(files)
     model, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
     examples = encode_rows(read_rows(files["rows"]), tokenizer)[0]
     assert found["details"]["target_loss"] == pytest.approx(mean_response_loss(model, examples))
-    assert found["details"]["target/mine"] == found["target"] == 100.0
-    assert found["overall"] is None  # nothing was measured of general capability
+    assert found["target"] is found["overall"] is None  # the win rate is awaited
     assert len(found["rows"]["target"]["loss"]) == 4
-    table = (Path(files["out"]) / "evaluation.md").read_text()
-    assert (
-        "| Preference | `mine` | 100.00 | no chat template, win rate, against stored.jsonl" in table
-    )
-    assert "| **Preference Avg.** |  | **100.00** |" in table
-    assert "Overall" not in table
+    table = (out / "evaluation.md").read_text()
+    line = "| Target | `mine` | {} | no chat template, win rate, scored by alpaca_eval, 2 questions"
+    assert line.format("awaited") in table
+    assert "Avg" not in table
     assert table.split("\n\n", 1)[1] in said
-    assert len(json.loads((Path(files["out"]) / "answers-mine.json").read_text())) == 2
+    rows = json.loads((out / "answers-mine.json").read_text())
+    assert [row["generator"] for row in rows] == [library_decoder.name] * 2
     assert main(words) == 2
     assert "an evaluation is there already" in capsys.readouterr().err
+    board = out / "scores" / "mine" / "leaderboard.csv"
+    board.parent.mkdir(parents=True)
+    board.write_text(f",win_rate\n{library_decoder.name},62.5\n")
+    assert main([*words, "--only_report"]) == 0
+    table = (out / "evaluation.md").read_text()
+    assert line.format("62.50") in table
+    assert "| **Target Avg.** |  | **62.50** |" in table
+    assert "Overall" not in table  # nothing was measured of general capability
+    assert result(files)["details"]["target/mine"] == result(files)["target"] == 62.5
     assert main([*words, "--overwrite_output", "--quiet"]) == 0
+    assert result(files)["target"] is None  # that win rate was of the answers before
+    assert main(["evaluate", "m", "--only_report", "--output_dir", files["out"] + "2"]) == 2
+    assert "no evaluation is there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["base's tokenizer", "its own tokenizer"])
 def test_an_adapter_s_folder_is_its_base_with_it(
     own: bool, library_decoder: Path, files: dict[str, str], tmp_path: Path
 ) -> None:
-    """Base and adapter are found from the folder alone; the base is the opponent of "start"."""
+    """Base and adapter are found from the folder alone; the base is the reference of pairs."""
     import peft
     import torch
 
@@ -117,14 +125,11 @@ def test_an_adapter_s_folder_is_its_base_with_it(
         tokenizer.save_pretrained(tmp_path / "lora")
     wanted = mean_response_loss(adapted, encode_rows(read_rows(files["rows"]), tokenizer)[0])
     words = ["evaluate", str(tmp_path / "lora"), "--retention_file", files["rows"], "--quiet"]
-    sets = ["--judge_set", f"mine={files['questions']}", "--max_new_tokens", "6",
-            "--judge", "likelihood", "--judge_model", str(library_decoder)]  # fmt: skip
-    assert main([*words, *sets, "--output_dir", files["out"]]) == 0
+    pairs = ["--target_file", files["pairs"]]
+    assert main([*words, *pairs, "--output_dir", files["out"]]) == 0
     found = result(files)
     assert found["details"]["retention_loss"] == pytest.approx(wanted, rel=1e-5)
-    assert found["settings"]["target/mine"]["opponent"] == "start"
-    rows = json.loads((Path(files["out"]) / "answers-mine.json").read_text())
-    assert any(row["output_1"] != row["output_2"] for row in rows)
+    assert found["details"]["target_margin"] != 0.0  # against the base alone
 
 
 def test_pairs_are_measured_against_the_start(
@@ -149,29 +154,12 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "nothing": ([], "nothing is to be measured"),
     "no file": (["--target_file", "no.jsonl"], "target_file does not exist"),
-    "no judge": (["--judge_set", "a={questions},{stored}"], "needs a judge"),
-    "a judge alone": (
-        ["--target_file", "{rows}", "--judge", "likelihood", "--judge_model", "m"],
-        "nothing to judge",
+    "no questions": (["--questions", "a=none.jsonl"], "questions a does not exist"),
+    "a row without a question": (["--questions", "a={texts}"], "the row has no question"),
+    "a set without a file": (["--questions", "alpaca"], "--questions is NAME=VALUE"),
+    "not a number": (
+        ["--retention_tasks", "mmlu", "--shots", "mmlu=five"], "--shots is NAME=VALUE"
     ),
-    "no judge's folder": (
-        ["--judge_set", "a={questions},{stored}", "--judge", "likelihood",
-         "--judge_model", "./none"], "judge's model does not exist",
-    ),
-    "no judge's prompt": (
-        ["--judge_set", "a={questions},{stored}", "--judge", "endpoint", "--judge_url",
-         "http://h/v1", "--judge_model", "m", "--judge_prompt", "none.txt"],
-        "judge's prompt does not exist",
-    ),
-    "answers to others": (
-        ["--judge_set", "a={questions},{others}", "--judge", "endpoint", "--judge_url",
-         "http://h/v1", "--judge_model", "m"], "stored answers are to other questions",
-    ),
-    "no start": (
-        ["--judge_set", "a={questions}", "--judge", "endpoint", "--judge_url", "http://h/v1",
-         "--judge_model", "m"], "--start FOLDER, or stored answers",
-    ),
-    "not a number": (["--tasks", "mmlu", "--shots", "mmlu=five"], "--shots is NAME=VALUE"),
     "shots of nothing": (["--target_file", "{rows}", "--shots", "mmlu=5"], "no lm-eval task"),
     "no measures": (["--measures", "no.yaml"], "file of --measures does not exist"),
     "no template": (["--target_file", "{rows}", "--task_chat"], "the tokenizer has none"),
@@ -191,9 +179,7 @@ def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from alphatoken_lab.commands import evaluate_run
-
-    monkeypatch.setattr(evaluate_run, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "load_causal_model", lambda *_, **__: pytest.fail("loaded"))
     more, said = REFUSED[name]
     words = ["evaluate", str(library_decoder), "--output_dir", files["out"]]
     words += [word.format(**files) for word in more]

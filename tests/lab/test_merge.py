@@ -1,4 +1,4 @@
-"""WiSE-FT merges: ends to the bit, the middle by hand, LoRA, tied weights, Fisher, refusals."""
+"""WiSE-FT merges: ends bitwise, the middle by hand, LoRA, tied weights, folders, refusals."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from alphatoken import FisherDrift
-from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken_lab.methods.merge import (
-    Fishers,
-    interpolate,
-    merge_folders,
-    merge_models,
-    merge_states,
-)
+from alphatoken.errors import ConfigError, InputError
+from alphatoken_lab.methods.merge import interpolate, merge_models, merge_states
 from tests.both_programs import main
 from tests.tiny_language import make_tokenizer
 
@@ -47,7 +40,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 # --- the formula --------------------------------------------------------------------------------
 
 
-def test_ends_are_the_models_to_the_bit_and_the_middle_is_the_formula() -> None:
+def test_ends_are_the_models_bitwise_and_the_middle_is_the_formula() -> None:
     before, after = model(0).state_dict(), model(1).state_dict()
     assert same(merge_states(before, after, 0.0), dict(before))
     assert same(merge_states(before, after, 1.0), dict(after))
@@ -57,17 +50,14 @@ def test_ends_are_the_models_to_the_bit_and_the_middle_is_the_formula() -> None:
         assert not torch.equal(weight, before[name]) or torch.equal(before[name], after[name])
 
 
-def test_by_hand_with_and_without_fisher() -> None:
+def test_by_hand() -> None:
     before, after = torch.tensor([1.0, 2.0, -4.0]), torch.tensor([5.0, 2.0, 0.0])
     assert interpolate(before, after, 0.25).tolist() == [2.0, 2.0, -3.0]
-    fishers = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, 2.0, 0.0])
-    found = interpolate(before, after, 0.25, fishers, floor=0.5)
-    # c0 = 3/4 (1, 1/2, 3), c1 = 1/4 (1, 2, 1/2)
-    c0, c1 = (0.75, 0.375, 2.25), (0.25, 0.5, 0.125)
-    wanted = [(a * x + b * y) / (a + b) for a, b, x, y in zip(c0, c1, before, after, strict=True)]
-    assert found.tolist() == pytest.approx([float(w) for w in wanted], rel=1e-6)
-    equal = torch.full((3,), 0.3), torch.full((3,), 0.3)
-    assert interpolate(before, after, 0.25, equal).tolist() == pytest.approx([2, 2, -3], rel=1e-6)
+    ends = torch.tensor([-0.0, 1.0]), torch.tensor([1.0, float("inf")])
+    assert torch.signbit(interpolate(*ends, 0.0)).tolist() == [True, False]
+    assert interpolate(*ends, 0.0).tolist() == [0.0, 1.0]
+    steps = torch.tensor([3]), torch.tensor([7])
+    assert interpolate(*steps, 0.5).tolist() == [7]  # no weight: the trained model's
 
 
 def test_arithmetic_is_float32_whatever_is_stored() -> None:
@@ -147,36 +137,38 @@ def test_the_command_merges_an_adapter(tmp_path: Path) -> None:
 # --- folders ------------------------------------------------------------------------------------
 
 
-def test_folders_merge_file_by_file_and_load(tmp_path: Path) -> None:
+def merged(before: Path, after: Path, out: Path, *alphas: float) -> int:
+    words = ["merge", "--before", str(before), "--after", str(after), "--output_dir", str(out)]
+    return main([*words, "--alpha", *map(str, alphas)])
+
+
+def test_folders_merge_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = saved(model(0), tmp_path / "before")
     after = saved(model(1), tmp_path / "after", max_shard_size="8KB")
     assert (after / "model.safetensors.index.json").is_file()
-    assert merge_folders(before, after, tmp_path / "out", 0.5) == 0
+    assert merged(before, after, tmp_path / "out", 0.5) == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     wanted = merge_states(model(0).state_dict(), model(1).state_dict(), 0.5)
     assert same(loaded.state_dict(), wanted)
     note = json.loads((tmp_path / "out" / "merge.json").read_text())
-    assert note["alpha"] == 0.5
+    assert note == {"before": str(before), "after": str(after), "alpha": 0.5}
     assert (tmp_path / "out" / "tokenizer.json").is_file()
-    with pytest.raises(ConfigError, match="exists"):
-        merge_folders(before, after, tmp_path / "out", 0.5)
+    capsys.readouterr()
+    assert merged(before, after, tmp_path / "out", 0.5) == 2
+    assert "the output folder exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["/tmp/elsewhere.safetensors", "../before/model.safetensors", "sub/model.safetensors",
-     "..\\model.safetensors", "..", "", "model.bin", 3, None],
-)  # fmt: skip
-def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: Any) -> None:
-    before = saved(model(0), tmp_path / "before")
-    after = saved(model(1), tmp_path / "after", max_shard_size="8KB")
-    index = after / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"][next(iter(content["weight_map"]))] = name
-    index.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="none of its folder"):
-        merge_folders(before, after, tmp_path / "out", 0.5)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["after", "before"]
+def test_a_merged_model_is_stored_as_the_trained_one(tmp_path: Path) -> None:
+    folders = [saved(model(i).bfloat16(), tmp_path / f"model-{i}") for i in range(2)]
+    assert merged(*folders, tmp_path / "out", 0.3, 1.0) == 0
+    ends = [load_file(folder / "model.safetensors") for folder in folders]
+    found, last = (
+        load_file(tmp_path / "out" / f"alpha-{alpha}" / "model.safetensors") for alpha in ("0.3", 1)
+    )
+    assert same(last, ends[1])
+    for name, weight in found.items():
+        exact = (1 - 0.3) * ends[0][name].float() + 0.3 * ends[1][name].float()
+        assert torch.equal(weight, exact.bfloat16())
 
 
 def test_tied_folders_hold_the_weight_once(tmp_path: Path) -> None:
@@ -186,57 +178,12 @@ def test_tied_folders_hold_the_weight_once(tmp_path: Path) -> None:
     assert "lm_head.weight" not in whole
     copied = {**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()}
     save_file(copied, after / "model.safetensors", metadata={"format": "pt"})
-    merge_folders(before, after, tmp_path / "out", 0.5)
+    assert merged(before, after, tmp_path / "out", 0.5) == 0
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     wanted = merge_states(model(0).state_dict(), model(1).state_dict(), 0.5)
     assert torch.equal(loaded.lm_head.weight, wanted["model.embed_tokens.weight"])
-
-
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("key", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_a_tied_embedding_is_weighed_under_either_name(
-    tmp_path: Path, key: str, copied: bool
-) -> None:
-    embedding = "model.embed_tokens.weight"
-    models, fishers = (model(0, tied=True), model(1, tied=True)), []
-    for i, one in enumerate(models):
-        weight = one.state_dict()[embedding]
-        fishers.append(torch.rand(weight.shape, generator=torch.Generator().manual_seed(i)))
-        folder = saved(one, tmp_path / f"model-{i}")
-        if copied:
-            whole = load_file(folder / "model.safetensors")
-            whole["lm_head.weight"] = weight.clone()
-            save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-    by_name = Fishers({key: fishers[0]}, {key: fishers[1]})
-    left, right, out = tmp_path / "model-0", tmp_path / "model-1", tmp_path / "out"
-    assert merge_folders(left, right, out, 0.25, by_name) == 1
-    before, after = (one.state_dict()[embedding] for one in models)
-    wanted = interpolate(before, after, 0.25, (fishers[0], fishers[1]))
-    assert torch.equal(load_file(out / "model.safetensors")[embedding], wanted)
-
-
-def test_fishers_weigh_what_they_have(tmp_path: Path) -> None:
-    models = model(0), model(1)
-    name = "model.layers.1.mlp.down_proj.weight"
-    drifts = []
-    for i, one in enumerate(models):
-        weight = one.state_dict()[name]
-        fisher = torch.rand(weight.shape, generator=torch.Generator().manual_seed(i))
-        drifts.append(FisherDrift({name: fisher}, {name: weight.clone()}))
-        drifts[-1].save(tmp_path / f"fisher-{i}.safetensors")
-        saved(one, tmp_path / f"model-{i}")
-    words = ["merge", "--before", str(tmp_path / "model-0"), "--after", str(tmp_path / "model-1")]
-    words += ["--fisher_before", str(tmp_path / "fisher-0.safetensors")]
-    words += ["--fisher_after", str(tmp_path / "fisher-1.safetensors")]
-    assert main([*words, "--alpha", "0.25", "--output_dir", str(tmp_path / "out")]) == 0
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    before, after = (one.state_dict() for one in models)
-    c0, c1 = 0.75 * drifts[0].fisher[name].double(), 0.25 * drifts[1].fisher[name].double()
-    wanted = (c0 * before[name].double() + c1 * after[name].double()) / (c0 + c1)
-    torch.testing.assert_close(found[name].double(), wanted, rtol=1e-5, atol=1e-7)
-    other = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(found[other], 0.75 * before[other] + 0.25 * after[other])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -246,19 +193,16 @@ def test_two_vocabularies_are_refused_with_both_sizes_and_the_remedy_works(
     before = saved(model(0, tied=tied), tmp_path / "before")
     larger, size = model(1, tied=tied), len(make_tokenizer())
     larger.resize_token_embeddings(size + 3, mean_resizing=False)
-    saved(larger, tmp_path / "after")
-    words = ["merge", "--after", str(tmp_path / "after"), "--output_dir", str(tmp_path / "out")]
-    words += ["--alpha", "0.25", "0.5"]
-    assert main([*words, "--before", str(before)]) == 2
-    said = capsys.readouterr().err
-    assert f"{size} rows before training, {size + 3} after it" in said
-    assert f"model.resize_token_embeddings({size + 3}) of the model in {before}" in said
-    assert not (tmp_path / "out").exists()
+    after, out = saved(larger, tmp_path / "after"), tmp_path / "out"
+    assert merged(before, after, out, 0.25, 0.5) == 2
+    message = capsys.readouterr().err
+    assert f"{size} rows before training, {size + 3} after it" in message
+    assert f"model.resize_token_embeddings({size + 3}) of the model before training" in message
+    assert not out.exists()
     whole: Any = AutoModelForCausalLM.from_pretrained(before)
     whole.resize_token_embeddings(size + 3, mean_resizing=False)
-    saved(whole, tmp_path / "resized")
-    assert main([*words, "--before", str(tmp_path / "resized")]) == 0
-    found = load_file(tmp_path / "out" / "alpha-0.25" / "model.safetensors")
+    assert merged(saved(whole, tmp_path / "resized"), after, out, 0.25, 0.5) == 0
+    found = load_file(out / "alpha-0.25" / "model.safetensors")
     name = "model.embed_tokens.weight"
     ends = [one.state_dict()[name] for one in (whole, larger)]
     assert torch.equal(found[name], 0.75 * ends[0] + 0.25 * ends[1])
@@ -268,52 +212,32 @@ def test_a_refused_sweep_leaves_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [saved(model(i), tmp_path / f"model-{i}") for i in range(2)]
-    words = ["merge", "--before", str(folders[0]), "--output_dir", str(tmp_path / "out")]
+    out = tmp_path / "out"
     wider = copy.deepcopy(model(1).config)
     wider.intermediate_size = 32
     saved(LlamaForCausalLM(wider), tmp_path / "wider")
     adapted(model(0)).save_pretrained(tmp_path / "lora")
-    sweep = ["--alpha", "1", "0.5"]
     for after, message in (
-        (tmp_path / "wider", "of different sizes. Got: model.layers.0.mlp"),
+        (tmp_path / "wider", "have different shapes. Got: model.layers.0.mlp"),
         (tmp_path / "lora", f"--before BASE --adapter {tmp_path / 'lora'}"),
     ):
-        assert main([*words, "--after", str(after), *sweep]) == 2
+        assert merged(folders[0], after, out, 0.9, 0.5) == 2
         assert message in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+        assert not out.exists()
     from alphatoken_lab.commands import merge
 
-    def refuse(options: Any, out: Path, alpha: float, fishers: Any) -> None:
+    work = merge._merge
+
+    def refuse(options: Any, folder: Path, alpha: float) -> None:
         if alpha == 0.5:
             raise ConfigError("refused in the middle")
-        merge_folders(options.before, options.after, out, alpha)
+        work(options, folder, alpha)
 
     monkeypatch.setattr(merge, "_merge", refuse)
-    assert main([*words, "--after", str(folders[1]), *sweep]) == 2
-    assert not (tmp_path / "out").exists()
+    assert merged(*folders, out, 1, 0.5) == 2
+    assert not out.exists()
     monkeypatch.undo()
-    assert main([*words, "--after", str(folders[1]), *sweep]) == 0
-
-
-def test_a_sweep_is_measured(tmp_path: Path) -> None:
-    for i in range(2):
-        saved(model(i), tmp_path / f"model-{i}")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "ask 1", "response": "say 1 1"}) + "\n")
-    words = ["merge", "--before", str(tmp_path / "model-0"), "--after", str(tmp_path / "model-1")]
-    words += [
-        "--target_file",
-        str(rows),
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--alpha",
-        "0",
-        "0.5",
-    ]
-    assert main(words) == 0
-    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert [one["alpha"] for one in found] == [0.0, 0.5]
-    assert found[0]["target"] != found[1]["target"] > 0
+    assert merged(*folders, out, 1, 0.5) == 0
 
 
 def test_refusals_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,18 +249,13 @@ def test_refusals_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(InputError, match=r"1 only before training \(model.norm.weight\)"):
         merge_states(before, less, 0.5)
     other = {**after, "model.norm.weight": torch.ones(3)}
-    with pytest.raises(InputError, match="model.norm.weight.*shapes|shapes.*model.norm.weight"):
+    with pytest.raises(InputError, match="different shapes.*model.norm.weight"):
         merge_states(before, other, 0.5)
-    with pytest.raises(InputError, match="one Fisher has"):
-        Fishers({"a": torch.ones(1)}, {})
-    with pytest.raises(ConfigError, match="floor"):
-        Fishers({}, {}, floor=0.0)
-    with pytest.raises(DataError, match="no such model folder"):
-        merge_folders(tmp_path / "nowhere", tmp_path, tmp_path / "out", 0.5)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
     folder = saved(model(0), tmp_path / "model")
-    words = ["merge", "--before", str(folder), "--after", str(tmp_path / "empty")]
-    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 2
-    assert "the folder has no weights" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    for after_folder, message in ((tmp_path / "empty", "the folder has no weights"),
+                                  (tmp_path / "nowhere", "nowhere")):  # fmt: skip
+        assert merged(folder, after_folder, tmp_path / "out", 0.5) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.fidelity.collected_pairs import CollectedPairs
 from alphatoken.train.sft import AlphaSFTTrainer
-from alphatoken_lab.compare.pair_watch import PROBE, taken_up, watch_pairs
+from alphatoken_lab.measure.pair_watch import PROBE, taken_up, watch_pairs
 from tests.integration import tiny_training as tiny
 
 PLAIN = {"policy": "all", "export_values": False}
@@ -93,6 +93,6 @@ def test_records_after_a_checkpoint_are_dropped_and_those_of_another_probe_refus
 
 def test_sharded_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = sft(tmp_path, **PLAIN)
-    monkeypatch.setattr("alphatoken_lab.compare.pair_watch.layout", lambda _: "zero3")
+    monkeypatch.setattr("alphatoken_lab.measure.pair_watch.layout", lambda _: "zero3")
     with pytest.raises(UnsupportedError, match="cannot be collected on sharded weights"):
         watch_pairs(trainer, tmp_path / "pairs.safetensors", 1)

@@ -19,12 +19,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
 from alphatoken.train.selecting import selecting
-from alphatoken_lab.commands.paper import PaperOptions
-from alphatoken_lab.commands.paper_plan import Work
-from alphatoken_lab.compare.selection_cost import measured_selection
-from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find
-from alphatoken_lab.paper.layout import filled, to_csv, to_html, to_markdown, with_costs
+from alphatoken_lab.commands.paper import PaperOptions, prepare_rows
+from alphatoken_lab.measure.selection_cost import measured_selection
+from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find, printed_table, table_of
+from alphatoken_lab.paper.figures import about_fisher, export_rows, words_of
 from alphatoken_lab.paper.rows import OTHER, SIZES, write_rows
+from alphatoken_lab.paper.work import Work
+from alphatoken_lab.runner.records import with_costs
+from alphatoken_lab.runner.tables import to_csv, to_html, to_markdown
 from tests.both_programs import main
 from tests.integration.library_decoder import make_tokenizer
 from tests.lab.forked_cells import forked_cells
@@ -51,7 +53,7 @@ SMALL = (
 """Every trainer, static pass, reference and merge; costs; a diagnosis of two cells, and one of what
 a cell collects. The others' cells differ in options, which other tests here read."""
 PLANNED = ("tab:main_rq1_dpo", "tab:main_rq1_sft")
-"""Measured by judges, and by tasks of lm-eval."""
+"""Measured by answers, and by tasks of lm-eval."""
 
 
 def cases(first: Sequence[str]) -> list[Any]:
@@ -251,7 +253,7 @@ def test_what_is_missing_is_said_before_anything_runs(
     for name in ("model meta-llama/Llama-3.2-3B", "model google/gemma-3-4b-pt", "Qwen/Qwen3.5-9B",
                  "data set argilla/ultrafeedback-binarized-preferences",
                  "data set HuggingFaceH4/ultrachat_200k", "alpaca_eval.jsonl",
-                 "--judge_url"):  # fmt: skip
+                 "arena_hard.jsonl"):  # fmt: skip
         assert name in said
     laptop = ["--scale", "laptop", "--model", str(tmp_path / "nowhere")]
     assert main(["paper", "metamathqa-gemma4b", *out, *laptop]) == 2
@@ -355,8 +357,6 @@ def test_rows_are_drawn_from_the_whole_file_the_same_each_time(tmp_path: Path) -
 
 def test_rows_of_other_files_are_not_taken_for_these(tmp_path: Path) -> None:
     """Nor those of a user's file for the standard library's; what is there can be laid out."""
-    from alphatoken_lab.commands.paper_run import _prepare_rows
-
     mine, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
     rows = [{"prompt": f"What is {i}?", "response": f"{i}, no more."} for i in range(260)]
     for path in (mine, other):
@@ -364,7 +364,7 @@ def test_rows_of_other_files_are_not_taken_for_these(tmp_path: Path) -> None:
     given = {f"{name}_file": str(mine) for name in ("train", "target", "retention")}
 
     def prepared(**files: Any) -> None:
-        _prepare_rows(work(find("metamathqa-gemma4b"), "laptop", tmp_path / "out", **files))
+        prepare_rows(work(find("metamathqa-gemma4b"), "laptop", tmp_path / "out", **files))
 
     prepared(**given)
     prepared(**given)
@@ -386,14 +386,12 @@ def test_rows_for_validation_are_no_training_rows(
 ) -> None:
     import datasets
 
-    from alphatoken_lab.commands.paper_figures import _export
-
     here = work(find("fig:component_attribution"), "full", tmp_path)
     (task,) = here.grid.tasks
     names = [task.options[f"{kind}_column"] for kind in ("prompt", "response")]
     rows = [{name: f"{name} {i}" for name in names} for i in range(90)]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
-    _export(task, tmp_path / "rows")
+    export_rows(task, tmp_path / "rows")
     train, held = (
         [json.loads(line) for line in (tmp_path / f"rows/{n}.jsonl").read_text().splitlines()]
         for n in ("train", "validation")
@@ -405,17 +403,16 @@ def test_rows_for_validation_are_no_training_rows(
 
 def own_fisher(folder: Path, *more: str) -> tuple[list[str], str]:
     """What the diagnosis of the Fisher is given of its cell, and what the page says of it."""
-    from alphatoken_lab.commands.paper_figures import about_fisher, words_of
-
     here = work(find("fig:fisher_proxy_fidelity"), "laptop", folder, *more)
-    asked, (task,) = here.exhibit.diagnosis, here.grid.tasks
-    (cell,) = [one for one in here.cells if one.policy == asked.model]
+    diagnosed, (task,) = here.exhibit.diagnosis, here.grid.tasks
+    assert diagnosed is not None
+    (cell,) = [one for one in here.cells if one.policy == diagnosed.model]
     file = here.folder.path / "fishers" / "abc.safetensors"
-    for place in (here.folder.of(cell).path, file.parent):
+    for place in (here.folder.place(cell), file.parent):
         place.mkdir(parents=True)
-    write_json(here.folder.of(cell).path / "result.json", {"fisher": "abc"})
+    write_json(here.folder.place(cell) / "result.json", {"fisher": "abc"})
     file.touch()
-    words = words_of(here, asked, task, folder / "out")
+    words = words_of(here, diagnosed, task, folder / "out")
     return [word.replace(str(file), "ITS OWN") for word in words], about_fisher(here, cell)
 
 
@@ -442,14 +439,15 @@ def test_a_table_holds_means_deviations_and_the_papers_numbers() -> None:
         record("stability-only", 0, target=1.3, retention=1.9, overall=1.6),
         {**record("direct-only", 0), "status": "failed"},
     ]
-    table = filled(find("ablation_rq3"), "laptop", found)
+    table = table_of(find("ablation_rq3"), "laptop", found)
     text = to_markdown(table)
+    assert "over 1 to 2 seeds" in table.caption
     deviation = statistics.stdev([1.0, 1.2])
     assert f"<u>1.100 ± {deviation:.3f}</u>" in text
     assert "| Adaptation-only | 2.500 | **0.900** | 1.700 |" in text  # lower is better
     assert "| Direct-only (0 of 1 seeds) | – | – | – |" in text
     assert "| Causal-only | – | – | – |" in text
-    assert "| Stability-only | 52.18 | 58.72 | 55.45 |" in text
+    assert "| Stability-only | 52.18 | 58.72 | 55.45 |" in printed_table(find("ablation_rq3"))
     assert "| **Objective** |" in text
     page = to_html(table)
     assert '<td class="best">0.900</td>' in page

@@ -11,11 +11,10 @@ import pytest
 from alphatoken import ConfigError
 from alphatoken.support.storage import write_json
 from alphatoken_lab.commands.compare import parse
-from alphatoken_lab.commands.compare_grid import read_grid
-from alphatoken_lab.compare.folder import GridFolder
-from alphatoken_lab.compare.grid import Cell, all_cells
-from alphatoken_lab.compare.page import collect
-from alphatoken_lab.compare.tables import lines_of
+from alphatoken_lab.runner.folder import GridFolder
+from alphatoken_lab.runner.grid import Cell, all_cells
+from alphatoken_lab.runner.grid_file import read_grid
+from alphatoken_lab.runner.records import collect, rows_of
 from tests.both_programs import main
 from tests.lab.forked_cells import forked_cells
 from tests.lab.test_compare import grid_file, write
@@ -81,7 +80,7 @@ def test_the_best_of_the_choosing_rows_is_taken(
     with forked_cells():
         assert main(["compare", "--config", str(grid), "--output_dir", str(out), "--quiet"]) == 0
     cells, folder = cells_of(grid), GridFolder(out)
-    results = {name: folder.of(name).result() or {} for name in cells}
+    results = {name: folder.result(name) or {} for name in cells}
     tries = cells["one/standard-native-seed4"].tries
     losses = {name: results[name]["details"]["choosing_loss"] for name in tries}
     best = min(losses, key=lambda name: losses[name])
@@ -92,7 +91,7 @@ def test_the_best_of_the_choosing_rows_is_taken(
     merged = json.loads((out / "one/wise-ft-native-seed3/cell.json").read_text())["resolved"]
     assert merged["merged"] == str((out / best / "model").resolve())
     records = collect(list(cells.values()), folder)
-    (line,) = [one for one in lines_of(records, "one") if one.policy == "standard"]
+    (line,) = [one for one in rows_of(records, "one") if one.policy == "standard"]
     assert [r["seed"] for r in line.records] == [3, 4]
     assert line.records[0]["tried"] == dict(tries[best])
     assert line.values("target")[0] == results[best]["target"]
@@ -109,10 +108,10 @@ def test_unfinished_tries_are_no_result(model: Path, tmp_path: Path) -> None:
     first, second = cells["one/standard-native-seed4"].tries
     for name, loss in ((first, 1.0),):
         result = {"spec": cells[name].spec(), "details": {"choosing_loss": loss}, "target": 5.0}
-        (folder.of(name).path / "model").mkdir(parents=True)
-        write_json(folder.of(name).path / "result.json", result)
+        (folder.place(name) / "model").mkdir(parents=True)
+        write_json(folder.place(name) / "result.json", result)
     records = collect(list(cells.values()), folder)
-    (line,) = [one for one in lines_of(records, "one") if one.policy == "standard"]
+    (line,) = [one for one in rows_of(records, "one") if one.policy == "standard"]
     assert [r["status"] for r in line.records] == ["missing", "missing"]
     assert line.records[0]["tried"] == cells[second].tried
 
@@ -123,22 +122,22 @@ def test_a_try_that_fails_is_the_worst(model: Path, tmp_path: Path) -> None:
     first, second = cells["one/standard-native-seed4"].tries
     later = cells["one/standard-native-seed4"]
     result = {"spec": cells[second].spec(), "details": {"choosing_loss": 9.0}, "target": 5.0}
-    (folder.of(second).path / "model").mkdir(parents=True)
-    write_json(folder.of(second).path / "result.json", result)
+    (folder.place(second) / "model").mkdir(parents=True)
+    write_json(folder.place(second) / "result.json", result)
     assert not later.ready({second}, set())
-    (folder.of(first).path).mkdir(parents=True)
-    write_json(folder.of(first).path / "failed.json", {"error": "not finite", "exit_code": 2})
+    folder.place(first).mkdir(parents=True)
+    write_json(folder.place(first) / "failed.json", {"error": "not finite", "exit_code": 2})
     assert later.ready({second}, {first})
     assert not later.hopeless({first})
     assert folder.best(later.tries) == second
-    assert folder.resolved(later)["learning_rate"] == RATES[1]
+    assert folder.resolved_options(later)["learning_rate"] == RATES[1]
     status = folder.status(cells.values())
     assert (status[first].state, status[later.name].state) == ("failed", "missing")
     records = collect(list(cells.values()), folder)
-    (line,) = [one for one in lines_of(records, "one") if one.policy == "standard"]
+    (line,) = [one for one in rows_of(records, "one") if one.policy == "standard"]
     assert line.values("target") == [5.0]
-    (folder.of(second).path / "result.json").unlink()
-    write_json(folder.of(second).path / "failed.json", {"error": "not finite", "exit_code": 2})
+    (folder.place(second) / "result.json").unlink()
+    write_json(folder.place(second) / "failed.json", {"error": "not finite", "exit_code": 2})
     assert set(later.hopeless({first, second})) == {first, second}
     assert folder.status(cells.values())[later.name].state == "blocked"
     merge = cells["one/wise-ft-native-seed3"]

@@ -1,12 +1,9 @@
 """The command ``alphatoken-lab``: ``policies``, ``compare``, ``evaluate``, ``merge``, ``paper``.
 
-- ``compare`` (``compare_grid``: its file), ``merge``, ``policies``; ``evaluate``: options in the
-  module of that name, the work in ``evaluate_run``.
-- ``paper``: ``paper_plan`` says which cells, ``paper_run`` runs them and lays a table out,
-  ``paper_figures`` hands their models to a diagnostic, ``paper_list`` names everything.
-
+A command a file: its options, its checks before any work, and what it prints.
 Options, errors and exit status are as those of ``alphatoken`` (:mod:`alphatoken.cli`).
-**Tests**: ``tests/lab/test_compare.py``, ``test_evaluate.py``, ``test_paper.py``.
+**Tests**: ``tests/lab/test_compare.py``, ``test_evaluate.py``, ``test_merge.py``,
+``test_paper.py``.
 """
 
 from __future__ import annotations
@@ -23,18 +20,18 @@ COMMANDS = {
         "train and measure a grid of policies and seeds", "alphatoken_lab.commands.compare:run"
     ),
     "evaluate": Command(
-        "measure a trained model: losses, tasks, code, judged answers",
-        "alphatoken_lab.commands.evaluate_run:run",
+        "measure a trained model: losses, tasks, answers to be judged",
+        "alphatoken_lab.commands.evaluate:run",
         "alphatoken_lab.commands.evaluate:read",
     ),
     "merge": Command(
         "a model between two: before and after training (WiSE-FT)",
         "alphatoken_lab.commands.merge:run",
+        "alphatoken_lab.commands.merge:read",
     ),
     "paper": Command(
         "make a table or figure of the paper, in full or on a laptop",
-        "alphatoken_lab.commands.paper_run:run",
-        "alphatoken_lab.commands.paper:read",
+        "alphatoken_lab.commands.paper:run",
     ),
 }
 

@@ -56,10 +56,10 @@ def run(words: Sequence[str]) -> int:
 
 def _row(name: str, kind: type[TokenPolicy]) -> tuple[str, ...]:
     """A line of the table."""
-    asked = kind.needs
-    if not isinstance(asked, Needs):  # depends on the settings
-        asked = kind(None).needs
-    needs = ["static pass"] * bool(asked.columns)
-    needs += [text for what, text in _NEEDS.items() if getattr(asked, what)]
+    own = kind.needs
+    if not isinstance(own, Needs):  # depends on the settings
+        own = kind(None).needs
+    needs = ["static pass"] * bool(own.columns)
+    needs += [text for what, text in _NEEDS.items() if getattr(own, what)]
     about = (inspect.getdoc(kind) or "").partition("\n")[0].rstrip(".")
     return name, kind.family, kind.published_loss, ", ".join(needs) or "-", about

@@ -15,42 +15,26 @@ laptop: {note, columns}         what differs in small, where every group is of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import ConfigError
+from alphatoken_lab.runner.records import Record, Row, rows_of, with_costs
+from alphatoken_lab.runner.tables import Column, Table, markdown
 
-__all__ = ["LAPTOP", "SCALES", "Column", "Diagnosed", "Exhibit", "Group", "Line", "every", "find"]
+__all__ = [
+    "LAPTOP", "SCALES", "Diagnosed", "Exhibit", "Group", "Line", "every", "find", "printed_table",
+    "table_of",
+]  # fmt: skip
 
 SCALES = ("full", "laptop")
 LAPTOP = "laptop"
 """The scale, and the name of its only task."""
 
 _FOLDER = Path(str(files("alphatoken_lab"))) / "paper" / "exhibits"
-
-
-@dataclass(frozen=True)
-class Column:
-    """One measure of an exhibit.
-
-    Attributes:
-        title: head of the column.
-        key: of a cell's record, or of what ``layout`` makes of it.
-        over: head above several columns, such as "Target (%)".
-        form: of a number.
-        unit: behind the number.
-        best: "high", "low", or "none" where no number is marked.
-    """
-
-    title: str
-    key: str
-    over: str = ""
-    form: str = ".2f"
-    unit: str = ""
-    best: str = "high"
 
 
 @dataclass(frozen=True)
@@ -147,21 +131,17 @@ class Exhibit:
         """Name for files: the label without characters that files cannot have."""
         return self.label.replace(":", "-")
 
-    def grid_of(self, scale: str) -> str:
-        """The packaged grid of a scale."""
-        return f"{self.grid}-{LAPTOP}" if scale == LAPTOP else self.grid
-
     def groups_of(self, scale: str) -> tuple[Group, ...]:
         """Groups at a scale; in small, all are of one task, and groups of the same rows are one."""
         if scale != LAPTOP:
             return self.groups
-        found: dict[tuple[str, ...], Group] = {}
+        small: dict[tuple[str, ...], Group] = {}
         for group in self.groups:
             lines = tuple(Line(line.name, line.method) for line in group.lines)
             alike = [g.title for g in self.groups if g.methods == group.methods]
             title = "in small" if len(alike) > 1 or len(self.groups) == 1 else group.title
-            found.setdefault(group.methods, Group(title, LAPTOP, lines))
-        return tuple(found.values())
+            small.setdefault(group.methods, Group(title, LAPTOP, lines))
+        return tuple(small.values())
 
     def wanted(self, scale: str) -> dict[str, tuple[str, ...]]:
         """Task -> the methods that have to be trained or measured, each once, in their order."""
@@ -169,18 +149,18 @@ class Exhibit:
         if self.diagnosis is not None:
             tasks = (LAPTOP,) if scale == LAPTOP else self.diagnosis.tasks
             named += [(task, self.diagnosis.methods) for task in tasks]
-        found: dict[str, tuple[str, ...]] = {}
+        wanted: dict[str, tuple[str, ...]] = {}
         for task, methods in named:
-            found[task] = tuple(dict.fromkeys([*found.get(task, ()), *methods]))
-        return found
+            wanted[task] = tuple(dict.fromkeys([*wanted.get(task, ()), *methods]))
+        return wanted
 
 
 @cache
 def every() -> tuple[Exhibit, ...]:
     """All of them: main text first, tables before figures, as the files are called."""
-    found = [_read(path) for path in sorted(_FOLDER.glob("*.yaml"))]
+    exhibits = [_read(path) for path in sorted(_FOLDER.glob("*.yaml"))]
     places, kinds = ["main text", "appendix"], ["table", "figure", "none"]
-    return tuple(sorted(found, key=lambda e: (places.index(e.place), kinds.index(e.kind))))
+    return tuple(sorted(exhibits, key=lambda e: (places.index(e.place), kinds.index(e.kind))))
 
 
 def find(name: str) -> Exhibit:
@@ -189,50 +169,82 @@ def find(name: str) -> Exhibit:
     Raises:
         ConfigError: the paper has no such table or figure.
     """
-    known = {exhibit.label: exhibit for exhibit in every()}
-    short = {label.split(":")[-1]: exhibit for label, exhibit in known.items()}
-    found = known.get(name) or short.get(name.split(":")[-1])
-    if found is None:
-        raise ConfigError(
-            "the paper has no such table or figure",
-            got=name,
-            remedy="alphatoken-lab paper --list names them",
-        )
-    return found
-
-
-# --- reading ------------------------------------------------------------------------------------
+    for exhibit in every():
+        if name == exhibit.label or name.split(":")[-1] == exhibit.label.split(":")[-1]:
+            return exhibit
+    raise ConfigError(
+        "the paper has no such table or figure",
+        got=name,
+        remedy="alphatoken-lab paper --list names them",
+    )
 
 
 def _read(path: Path) -> Exhibit:
     import yaml
 
-    given: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    small = given.pop("laptop", {})
-    columns = {
-        scale: tuple(Column(**one) for one in part)
-        for scale, part in (("full", given.pop("columns", [])), (LAPTOP, small.get("columns", [])))
-    }
-    groups = tuple(
-        Group(one["title"], one["task"], tuple(_line(row) for row in one["rows"]))
-        for one in given.pop("groups", [])
-    )
-    diagnosis = given.pop("diagnosis", None)
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    small = content.pop("laptop", {})
+    by_scale = {"full": content.pop("columns", []), LAPTOP: small.get("columns", [])}
+    groups = []
+    for group in content.pop("groups", []):
+        lines = (list(map(str, row)) for row in group["rows"])
+        rows = tuple(Line(name, method, tuple(numbers)) for name, method, *numbers in lines)
+        groups.append(Group(group["title"], group["task"], rows))
+    diagnosis = content.pop("diagnosis", None)
+    if diagnosis is not None:
+        several = ("tasks", "others", "figures")
+        diagnosis |= {key: tuple(diagnosis[key]) for key in several if key in diagnosis}
     return Exhibit(
-        **given,
-        columns=columns,
-        groups=groups,
-        diagnosis=None if diagnosis is None else _diagnosed(diagnosis),
+        **content,
+        columns={scale: tuple(Column(**c) for c in part) for scale, part in by_scale.items()},
+        groups=tuple(groups),
+        diagnosis=None if diagnosis is None else Diagnosed(**diagnosis),
         small=small.get("note", ""),
     )
 
 
-def _line(row: Sequence[Any]) -> Line:
-    name, method, *printed = map(str, row)
-    return Line(name, method, tuple(printed))
+# --- filled with records ------------------------------------------------------------------------
 
 
-def _diagnosed(given: Mapping[str, Any]) -> Diagnosed:
-    several = ("tasks", "others", "figures")
-    listed = {key: tuple(given[key]) for key in several if key in given}
-    return Diagnosed(**{**given, **listed})
+def table_of(exhibit: Exhibit, scale: str, records: Sequence[Record], on: str = "") -> Table:
+    """The exhibit with the numbers of these records, whichever of them there are.
+
+    Args:
+        exhibit: with columns and groups.
+        scale: "full" or "laptop".
+        records: of the grid's cells.
+        on: model, rows and steps, in a sentence for the caption.
+    """
+    costly = with_costs(records)
+    groups = []
+    for group in exhibit.groups_of(scale):
+        rows = {row.policy: row for row in rows_of(costly, group.task)}
+        named = (replace(rows.get(one.method, Row("", one.method)), name=one.name)
+                 for one in group.lines)  # fmt: skip
+        groups.append((group.title, tuple(named)))
+    seeds = sorted({row.done for _, rows in groups for row in rows if row.done})
+    spread = ""
+    if seeds:
+        counts = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
+        spread = f"Mean ± sample standard deviation over {counts} seed{'s' * (seeds != [1])}."
+    small = exhibit.small if scale == LAPTOP else ""
+    parts = (f"{exhibit.title}.", on, exhibit.note, small, spread)
+    return Table(
+        exhibit.first,
+        exhibit.columns[scale],
+        tuple(groups),
+        f"{exhibit.label}: {exhibit.title}",
+        " ".join(part.strip() for part in parts if part),
+    )
+
+
+def printed_table(exhibit: Exhibit) -> str:
+    """The paper's own numbers in Markdown; empty where it prints none."""
+    columns = exhibit.columns["full"]
+    rows = []
+    for group in exhibit.groups:
+        rows.append([f"**{group.title}**", *("" for _ in columns)])
+        rows += [[line.name, *(line.printed or ["–"] * len(columns))] for line in group.lines]
+    if not any(line.printed for group in exhibit.groups for line in group.lines):
+        return ""
+    return markdown([exhibit.first, *(column.head for column in columns)], rows)

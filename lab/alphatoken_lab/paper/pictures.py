@@ -6,64 +6,53 @@ import statistics
 from typing import Any
 
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.fidelity.diagnosis import Drawing, Table
+from alphatoken.fidelity.diagnosis import Drawing
+from alphatoken.fidelity.diagnosis import Table as Data
 from alphatoken.fidelity.figures import Figure, draw
 from alphatoken.fidelity.intervals import Estimate
-from alphatoken_lab.paper.layout import Filled, Row, caption
+from alphatoken_lab.paper.exhibits import Exhibit
+from alphatoken_lab.runner.tables import Table
 
-__all__ = ["drawn"]
+__all__ = ["draw_table"]
 
 
-def drawn(table: Filled) -> Drawing:
+def draw_table(exhibit: Exhibit, table: Table) -> Drawing:
     """The figure of an exhibit; bars reach from the least to the largest of the seeds.
 
     Raises:
         ConfigError: the exhibit shows no picture, or nothing was measured yet.
     """
-    kind = str(table.exhibit.picture)
-    require_choice(f"the picture of {table.exhibit.label}", kind, ("bars", "lines"))
+    kind = str(exhibit.picture)
+    require_choice(f"the picture of {exhibit.label}", kind, ("bars", "lines"))
     if not table.measured:
         raise ConfigError(
-            "there is nothing to draw yet", got=table.exhibit.label, remedy="run its cells first"
+            "there is nothing to draw yet", got=exhibit.label, remedy="run its cells first"
         )
-    groups = len(table.groups)
-    return draw(
-        Figure(
-            kind,
-            table.exhibit.name,
-            _data(table, kind),
-            table.exhibit.title,
-            caption(table),
-            x="row",
-            y="value",
-            facets="panel",
-            xlabel=" ",
-            ylabel="mean over the seeds",
-            across=len(table.columns) if kind == "bars" else groups,
-        )
+    # One record a column and row; lines have a panel for each group too, over its numbers.
+    points: list[dict[str, Any]] = []
+    for column in table.columns:
+        for title, rows in table.groups:
+            for row in rows:
+                values = row.values(column.key)
+                value: Any = values[0] if values else None
+                if len(values) > 1:
+                    value = Estimate(
+                        statistics.fmean(values), min(values), max(values), len(values)
+                    )
+                panel = f"{title}\n{column.head}" if kind == "lines" else column.head
+                name = float(row.name) if kind == "lines" else row.name
+                points.append({"panel": panel, "row": name, "value": value})
+    figure = Figure(
+        kind,
+        exhibit.name,
+        Data.of(exhibit.name, exhibit.title, points),
+        exhibit.title,
+        table.caption,
+        x="row",
+        y="value",
+        facets="panel",
+        xlabel=" ",
+        ylabel="mean over the seeds",
+        across=len(table.columns) if kind == "bars" else len(table.groups),
     )
-
-
-def _data(table: Filled, kind: str) -> Table:
-    """One record a column and row; lines have a panel for each group too, over its numbers."""
-    records: list[dict[str, Any]] = []
-    for at, column in enumerate(table.columns):
-        measure = f"{column.over}: {column.title}" if column.over else column.title
-        records += [
-            {
-                "panel": f"{group.title}\n{measure}" if kind == "lines" else measure,
-                "row": float(row.name) if kind == "lines" else row.name,
-                "value": _over_seeds(row, at),
-            }
-            for group, rows in table.groups
-            for row in rows
-        ]
-    return Table.of(table.exhibit.name, table.exhibit.title, records)
-
-
-def _over_seeds(row: Row, column: int) -> Any:
-    """The mean with the range of the seeds; a bare number of one seed, a gap of none."""
-    values = row.values[column]
-    if len(values) < 2:
-        return values[0] if values else None
-    return Estimate(statistics.fmean(values), min(values), max(values), len(values))
+    return draw(figure)

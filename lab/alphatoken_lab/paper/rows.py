@@ -26,7 +26,7 @@ from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
 from alphatoken.errors import DataError
 from alphatoken.support.storage import write_jsonl
 
-__all__ = ["LETTERS", "SIZES", "SOURCES", "sources_of", "write_rows"]
+__all__ = ["LETTERS", "SIZES", "SOURCES", "write_rows"]
 
 Record = dict[str, Any]
 
@@ -53,13 +53,6 @@ _DRAWN = 1600
 """Functions that are looked at; a quarter of them is short enough."""
 
 
-def sources_of(grid: str) -> dict[str, Callable[[], list[Record]]]:
-    """Default files of each source of a grid; "target" is cut from "train"."""
-    train = {"sft": _functions, "metamath": _questions, "dpo": _pairs}[grid]
-    found = {"train": train, "warm": _questions, "retention": _paragraphs, "probes": _others}
-    return {name: found[name] for name in SOURCES[grid] if name in found}
-
-
 def write_rows(
     folder: Path, grid: str, files: Mapping[str, str | Path] | None = None, *, seed: int = 0
 ) -> None:
@@ -76,20 +69,23 @@ def write_rows(
             rows that are short enough.
     """
     generator = random.Random(f"paper {grid} {seed}")
-    given = {name: path for name, path in (files or {}).items() if name in SOURCES[grid]}
+    train = {"sft": _functions, "metamath": _questions, "dpo": _pairs}[grid]
+    library: Mapping[str, Callable[[], list[Record]]] = {
+        "train": train, "warm": _questions, "retention": _paragraphs, "probes": _others
+    }  # fmt: skip
+    users = {name: path for name, path in (files or {}).items() if name in SOURCES[grid]}
     drawn: dict[str, list[Record]] = {}
     for name in SOURCES[grid]:
-        if name in given:
-            drawn[name] = _fitting(_users(given[name], name, grid), generator)
-        elif name in (own := sources_of(grid)):
-            drawn[name] = _fitting(own[name](), generator)
-    sizes = dict(SIZES[grid])
-    if "target" in drawn:
-        del sizes["target"]
-    parts = _cut(drawn.pop("train"), sizes, given.get("train", "the standard library"))
-    for name, rows in drawn.items():
-        size = SIZES[grid].get(name) or OTHER[name]
-        parts |= _cut(rows, {name: size}, given.get(name, "the standard library"))
+        if name in users:
+            drawn[name] = _fitting(_read(users[name], name, grid), generator)
+        elif name in library:  # the target is else cut from the training rows
+            drawn[name] = _fitting(library[name](), generator)
+    parts: dict[str, list[Record]] = {}
+    for source, rows in drawn.items():
+        sizes = {source: SIZES[grid].get(source) or OTHER.get(source, 0)}
+        if source == "train":
+            sizes = {n: size for n, size in SIZES[grid].items() if n == "train" or n not in drawn}
+        parts |= _cut(rows, sizes, users.get(source, "the standard library"))
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -99,7 +95,7 @@ def write_rows(
     partial.rename(folder)
 
 
-def _users(path: str | Path, name: str, grid: str) -> Iterator[Record]:
+def _read(path: str | Path, name: str, grid: str) -> Iterator[Record]:
     """Records of a user's file, each of which can be read as the cells will read it."""
     pairs = grid == "dpo" and name in ("train", "target")
     for i, (place, record) in enumerate(read_records(path)):
@@ -118,10 +114,10 @@ def _cut(rows: Sequence[Record], sizes: Mapping[str, int], source: Any) -> dict[
             got=f"{len(rows)} rows of at most {LETTERS} letters in {source}, {needed} needed",
             remedy="a larger file, or one with shorter rows",
         )
-    found, at = {}, 0
+    parts, at = {}, 0
     for name, size in sizes.items():
-        found[name], at = list(rows[at : at + size]), at + size
-    return found
+        parts[name], at = list(rows[at : at + size]), at + size
+    return parts
 
 
 def _fitting(rows: Iterable[Record], generator: random.Random) -> list[Record]:
@@ -156,7 +152,7 @@ def _pairs() -> list[Record]:
 
 def _questions() -> list[Record]:
     """The other paragraphs, each asked for by its topic and its first words."""
-    found: dict[str, Record] = {}
+    questions: dict[str, Record] = {}
     for row in text_rows(_PARAGRAPHS)[_PARAGRAPHS // 3 :]:
         words = row.response.split(" ")
         if len(words) > 12:
@@ -164,8 +160,8 @@ def _questions() -> list[Record]:
                 f"Python, {row.place}: how does the text go on that begins "
                 f"{' '.join(words[:6])!r}?"
             )  # several paragraphs of a topic may begin alike
-            found.setdefault(prompt, {"prompt": prompt, "response": " ".join(words[6:])})
-    return list(found.values())
+            questions.setdefault(prompt, {"prompt": prompt, "response": " ".join(words[6:])})
+    return list(questions.values())
 
 
 def _paragraphs() -> list[Record]:

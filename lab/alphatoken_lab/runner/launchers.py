@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import socket
@@ -11,11 +12,14 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from alphatoken.cli.recipes import accelerate_config
 from alphatoken.errors import ConfigError
 
-__all__ = ["PARENT", "PORT", "Job", "Launcher", "LocalLauncher", "SubmititLauncher"]
+__all__ = [
+    "PARENT", "PORT", "LocalLauncher", "QueuedJob", "SubmititLauncher", "for_processes",
+]  # fmt: skip
 
 PORT = "{port}"
 """Stands in a command for a port that no other cell of the grid has."""
@@ -23,29 +27,33 @@ PORT = "{port}"
 PARENT = "ALPHATOKEN_COMPARE_PARENT"
 
 
-@runtime_checkable
-class Job(Protocol):
-    """One cell that was started."""
+def for_processes(options: Mapping[str, Any], world: int) -> dict[str, Any]:
+    """Options for so many processes, with the global batch that the recipe means.
 
-    def poll(self) -> int | None:
-        """Its exit status; None while it is at work or waits for a machine."""
+    A recipe with a layout of P processes trains on P micro-batches at a time. Another number of
+    them makes more or fewer accumulation steps, or else smaller micro-batches.
 
-    def stop(self) -> None:
-        """Ask it to end."""
-
-    def finish(self, patience: float) -> None:
-        """Wait until it has ended; after ``patience`` seconds make it end."""
-
-
-@runtime_checkable
-class Launcher(Protocol):
-    """Starts cells, as many at a time as it has room for."""
-
-    def room(self) -> int:
-        """Number of cells that can be started now."""
-
-    def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[Job]:
-        """Start commands, each with the file that its output goes to."""
+    Raises:
+        ConfigError: the global batch cannot be kept.
+    """
+    name = options.get("accelerate_config")
+    content = {} if name in (None, "none") else accelerate_config(str(name))[1]
+    meant = int(content.get("num_processes", 1))
+    if meant == world:
+        return dict(options)
+    rows = int(options.get("per_device_train_batch_size", 8))
+    steps = int(options.get("gradient_accumulation_steps", 1)) * meant
+    shared = math.gcd(steps, world)
+    parts = world // shared
+    if rows % parts:
+        raise ConfigError(
+            "the global batch of the recipe cannot be kept",
+            got=f"{rows * steps} rows a step, on {world} processes a cell",
+            why="cells would train on another batch than the recipe says",
+            remedy="another --devices_per_cell, or a batch that they divide",
+        )
+    kept = {"per_device_train_batch_size": rows // parts}
+    return {**options, **kept, "gradient_accumulation_steps": steps // shared}
 
 
 class LocalLauncher:
@@ -77,23 +85,24 @@ class LocalLauncher:
                 got=f"{len(devices)} devices, {per_cell} a cell",
                 remedy="a --devices_per_cell that divides their number",
             )
-        groups = range(0, len(devices), per_cell)
-        found = [",".join(devices[i : i + per_cell]) for i in groups]
-        self._free: list[str | None] = [*found] if devices else [None] * processes
-        self._count = len(self._free)
-        self._ports: set[int] = set()
+        groups = [devices[i : i + per_cell] for i in range(0, len(devices), per_cell)]
+        places: list[str | None] = [",".join(group) for group in groups]
+        self._places = places or [None] * processes
+        self._jobs: list[tuple[subprocess.Popen[bytes], str | None, int]] = []
 
     def room(self) -> int:
-        """Places that no cell has."""
-        return len(self._free)
+        """Number of places that no cell has."""
+        self._jobs = [job for job in self._jobs if job[0].poll() is None]
+        return len(self._places) - len(self._jobs)
 
-    def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[Job]:
-        """One process each, with devices, port and a share of the cores of its own."""
+    def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[subprocess.Popen[bytes]]:
+        """Start one process each, with devices, port and a share of the cores of its own."""
         return [self._start(words, log) for words, log in cells]
 
-    def _start(self, words: Sequence[str], log: Path) -> Job:
-        devices, port = self._free.pop(0), _free_port(self._ports)
-        self._ports.add(port)
+    def _start(self, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        busy, ports = [job[1] for job in self._jobs], {job[2] for job in self._jobs}
+        devices = next((place for place in self._places if place not in busy), None)
+        port = _free_port(ports)
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [word.replace(PORT, str(port)) for word in words],
@@ -103,57 +112,25 @@ class LocalLauncher:
                 env=self._environment(devices, port),
                 start_new_session=True,  # an interrupt on the terminal is the grid's to pass on
             )
-        return _Process(process, self, devices, port)
+        self._jobs.append((process, devices, port))
+        return process
 
     def _environment(self, devices: str | None, port: int) -> dict[str, str]:
         """Several cells share the cores, unless the user has said how."""
-        threads = str(max(1, (os.cpu_count() or 1) // self._count))
-        shared = {"OMP_NUM_THREADS": threads} if self._count > 1 else {}
+        count = len(self._places)
+        threads = str(max(1, (os.cpu_count() or 1) // count))
+        shared = {"OMP_NUM_THREADS": threads} if count > 1 else {}
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices, "MASTER_PORT": str(port)}
         return {**shared, **os.environ, **own, PARENT: str(os.getpid())}
 
-    def give_back(self, devices: str | None, port: int) -> None:
-        """A cell has ended; what it had is free."""
-        self._free.append(devices)
-        self._ports.discard(port)
 
-
-class _Process:
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        launcher: LocalLauncher,
-        devices: str | None,
-        port: int,
-    ) -> None:
-        self._process, self._launcher = process, launcher
-        self._held: tuple[str | None, int] | None = (devices, port)
-
-    def poll(self) -> int | None:
-        code = self._process.poll()
-        if code is not None and self._held is not None:
-            self._launcher.give_back(*self._held)
-            self._held = None
-        return code
-
-    def stop(self) -> None:
-        self._process.terminate()
-
-    def finish(self, patience: float) -> None:
-        try:
-            self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def _free_port(taken: set[int]) -> int:
-    """A port that nobody listens on, and no other cell was given."""
+def _free_port(used: set[int]) -> int:
+    """A port that nobody listens on, and no other cell was handed."""
     while True:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
-        if port not in taken:
+        if port not in used:
             return port
 
 
@@ -193,22 +170,21 @@ class SubmititLauncher:
                 got=f"{cluster}: {' '.join(str(error).split())[:200]}",
                 remedy="--launcher slurm where sbatch is, and submitit's names of parameters",
             ) from None
-        self._most, self._running = most, 0
+        self._most = most
+        self._jobs: list[QueuedJob] = []
 
     def room(self) -> int:
-        """Cells that may still be put into the queue."""
-        return self._most - self._running
+        """Number of cells that may still be put into the queue."""
+        self._jobs = [job for job in self._jobs if job.poll() is None]
+        return self._most - len(self._jobs)
 
-    def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[Job]:
+    def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[QueuedJob]:
         """Submit all jobs as one SLURM array."""
         with self._executor.batch():
             jobs = [self._executor.submit(_run, words, str(log)) for words, log in cells]
-        self._running += len(jobs)
-        return [_Queued(job, self) for job in jobs]
-
-    def ended(self) -> None:
-        """A job has left the queue."""
-        self._running -= 1
+        started = [QueuedJob(job) for job in jobs]
+        self._jobs += started
+        return started
 
 
 def _run(words: Sequence[str], log: str) -> int:
@@ -224,26 +200,34 @@ def _run(words: Sequence[str], log: str) -> int:
         ).returncode
 
 
-class _Queued:
-    def __init__(self, job: Any, launcher: SubmititLauncher) -> None:
-        self._job, self._launcher, self._code = job, launcher, None
+class QueuedJob:
+    """A job of submitit's, which is polled and ended as ``subprocess.Popen`` is."""
 
-    _code: int | None
+    def __init__(self, job: Any) -> None:
+        self._job = job
+        self._code: int | None = None
 
     def poll(self) -> int | None:
+        """Exit status; None while it is at work or waits for a machine."""
         if self._code is None and self._job.done():
             try:
                 self._code = int(self._job.result())
             except Exception as error:  # killed, timed out or never started
                 print(f"submitit: {' '.join(str(error).split())[:300]}", file=sys.stderr)
                 self._code = 1
-            self._launcher.ended()
         return self._code
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
+        """Ask it to end; the queue kills what was cancelled."""
         self._job.cancel(check=False)
 
-    def finish(self, patience: float) -> None:
-        end = time.monotonic() + patience
-        while not self._job.done() and time.monotonic() < end:
+    def wait(self, timeout: float) -> None:
+        """Wait until it has ended; raises ``subprocess.TimeoutExpired``."""
+        end = time.monotonic() + timeout
+        while not self._job.done():
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("submitit", timeout)
             time.sleep(0.1)
+
+    def kill(self) -> None:
+        """Leave the rest to the queue, where it was cancelled."""

@@ -1,8 +1,8 @@
 """Running a grid: each cell a process of its own, those that are done left alone.
 
 A cell that crashes, however hard, is a line in the table; the others go on. The processes end with
-the one that started them, also when that is killed outright, so a second start finds no cell at
-work twice.
+the one that started them, also when that is killed outright, so a second start meets no cell that
+is still at work.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ from alphatoken.errors import ConfigError
 from alphatoken.support.locks import try_lock
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.support.storage import write_json
-from alphatoken_lab.compare.folder import GridFolder, Status
-from alphatoken_lab.compare.grid import Cell
-from alphatoken_lab.compare.launchers import PARENT, Job, Launcher, LocalLauncher
+from alphatoken_lab.runner.folder import GridFolder, Status
+from alphatoken_lab.runner.grid import Cell
+from alphatoken_lab.runner.launchers import PARENT, LocalLauncher, QueuedJob, SubmititLauncher
 
-__all__ = ["ATTACHED", "end_with_parent", "run_grid"]
+Launcher = LocalLauncher | SubmititLauncher
+Job = subprocess.Popen[bytes] | QueuedJob
+
+__all__ = ["ATTACHED", "end_with_parent", "run_grid", "run_here"]
 
 _POLL = 0.1
 _PATIENCE = 20.0
@@ -44,19 +47,31 @@ ATTACHED = (
 """A program that becomes another one, and is killed when the process that started it ends."""
 
 
-@dataclass
-class _Running:
-    cell: Cell
-    job: Job
+def run_here(cells: Mapping[Path, Callable[[Path], None]], tracker: Tracker) -> None:
+    """Run cells that share what this process has loaded; the file of each is kept.
+
+    Args:
+        cells: file of each cell, and what writes it whole; those that are there are left alone.
+        tracker: counts them, and notes their names.
+    """
+    missing = {path: write for path, write in cells.items() if not path.is_file()}
+    done = len(cells) - len(missing)
+    tracker.resume(done)
+    tracker.report(done)
+    for path, write in missing.items():
+        tracker.note(path.stem)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+        done += 1
+        tracker.report(done)
 
 
 def run_grid(
     cells: Sequence[Cell],
     folder: GridFolder,
     command: Callable[[Path], list[str]],
+    launcher: Launcher,
     *,
-    processes: int = 1,
-    launcher: Launcher | None = None,
     progress: bool | ProgressSink | None = None,
 ) -> dict[str, Status]:
     """Run what is missing, and say of every cell what became of it.
@@ -65,8 +80,7 @@ def run_grid(
         cells: those that others need before them.
         folder: where they stand; one run at a time.
         command: of the process that runs the cell in a folder.
-        processes: cells at a time, as processes of this machine.
-        launcher: starts them instead.
+        launcher: starts the processes.
         progress: as for ``alphatoken.support.progress``.
 
     Raises:
@@ -81,7 +95,8 @@ def run_grid(
             remedy="wait for it, or give another --output_dir",
         )
     try:
-        return _Run(cells, folder, command, launcher or LocalLauncher(processes), progress).go()
+        _Run(cells, folder, command, launcher, progress).go()
+        return folder.status(cells)
     finally:
         os.close(lock)
 
@@ -96,16 +111,16 @@ class _Run:
         progress: bool | ProgressSink | None,
     ) -> None:
         self.folder, self.command, self.launcher = folder, command, launcher
-        self.cells = list(cells)
+        self.count = len(cells)
         self.finished = {cell.name for cell in cells if folder.done(cell)}
         self.lost: set[str] = set()
         self.waiting = [cell for cell in cells if cell.name not in self.finished]
-        self.running: list[_Running] = []
+        self.running: list[tuple[Cell, Job]] = []
         self.elsewhere = False
-        self.tracker = Tracker("cells", len(self.cells), progress)
+        self.tracker = Tracker("cells", self.count, progress)
         self.tracker.resume(len(self.finished))
 
-    def go(self) -> dict[str, Status]:
+    def go(self) -> None:
         """Run until nothing is left to start."""
         self.tracker.report(len(self.finished))
         try:
@@ -119,13 +134,12 @@ class _Run:
         except KeyboardInterrupt:
             self._stop()
             raise KeyboardInterrupt(
-                f"{len(self.finished)} of {len(self.cells)} cells are done; the same command goes "
+                f"{len(self.finished)} of {self.count} cells are done; the same command goes "
                 f"on in {self.folder.path}"
             ) from None
         except BaseException:
             self._stop()
             raise
-        return self.folder.status(self.cells)
 
     def _start_ready(self) -> None:
         """Start cells whose models exist, up to the limit; drop those whose model is lost."""
@@ -137,24 +151,19 @@ class _Run:
                 self.waiting.remove(cell)
                 self.lost.add(cell.name)
                 self._report(f"{cell.name} is left out: it needs {', '.join(gone)}")
-            elif len(ready) < room and cell.ready(self.finished, self.lost):
-                if self._elsewhere(cell):
-                    continue
+            elif len(ready) == room or not cell.ready(self.finished, self.lost):
+                continue
+            elif not self._is_elsewhere(cell):
                 self.waiting.remove(cell)
                 ready.append(cell)
-        if not ready:
-            return
-        commands = []
-        for cell in ready:
-            place = self.folder.of(cell)
-            place.prepare(cell, self.folder.resolved(cell))
-            commands.append((self.command(place.path), place.path / "log.txt"))
-        jobs = self.launcher.start(commands)
-        self.running += [_Running(cell, job) for cell, job in zip(ready, jobs, strict=True)]
+        if ready:
+            places = [self.folder.prepare(cell) for cell in ready]
+            commands = [(self.command(place), place / "log.txt") for place in places]
+            self.running += zip(ready, self.launcher.start(commands), strict=True)
 
-    def _elsewhere(self, cell: Cell) -> bool:
+    def _is_elsewhere(self, cell: Cell) -> bool:
         """True if a job of an earlier start is still at work on it, or has just finished it."""
-        handle = try_lock(self.folder.of(cell).path / "lock")
+        handle = try_lock(self.folder.place(cell) / "lock")
         if handle is not None:
             os.close(handle)
         if self.folder.done(cell):
@@ -166,20 +175,20 @@ class _Run:
         return handle is None
 
     def _collect(self) -> None:
-        for one in list(self.running):
-            code = one.job.poll()
+        for cell, job in list(self.running):
+            code = job.poll()
             if code is None:
                 continue
-            self.running.remove(one)
-            place = self.folder.of(one.cell)
-            if code == 0 and place.result() is not None:
-                self.finished.add(one.cell.name)
+            self.running.remove((cell, job))
+            if code == 0 and self.folder.result(cell) is not None:
+                self.finished.add(cell.name)
                 self._report("")
             else:
-                error = _last_words(place.path / "log.txt", code)
-                write_json(place.path / "failed.json", {"error": error, "exit_code": code})
-                self.lost.add(one.cell.name)
-                self._report(f"{one.cell.name} failed: {error}")
+                place = self.folder.place(cell)
+                error = _last_words(place / "log.txt", code)
+                write_json(place / "failed.json", {"error": error, "exit_code": code})
+                self.lost.add(cell.name)
+                self._report(f"{cell.name} failed: {error}")
 
     def _report(self, note: str) -> None:
         if note:
@@ -187,11 +196,14 @@ class _Run:
         self.tracker.report(len(self.finished) + len(self.lost))
 
     def _stop(self) -> None:
-        for one in self.running:
-            one.job.stop()
+        for _, job in self.running:
+            job.terminate()
         end = time.monotonic() + _PATIENCE
-        for one in self.running:
-            one.job.finish(max(0.0, end - time.monotonic()))
+        for _, job in self.running:
+            try:
+                job.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                job.kill()
 
 
 def _last_words(log: Path, code: int) -> str:
@@ -205,9 +217,8 @@ def _last_words(log: Path, code: int) -> str:
     text = log.read_text(errors="replace") if log.exists() else ""
     # What a launcher's agent says about its processes comes after what they said themselves.
     own = takewhile(lambda line: AGENT not in line, text.splitlines())
-    lines = [line.strip() for line in own]
-    said = [line for line in lines if line]
-    return f"exit code {code}" if not said else said[-1][:400]
+    lines = [line.strip() for line in own if line.strip()]
+    return lines[-1][:400] if lines else f"exit code {code}"
 
 
 def end_with_parent() -> None:

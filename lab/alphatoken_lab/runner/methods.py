@@ -19,19 +19,10 @@ from alphatoken.train.policies import (
     policy_names,
     read_policy_options,
 )
-from alphatoken.train.policy import PolicySettings, TokenPolicy
+from alphatoken.train.policy import PolicySettings
 
-__all__ = [
-    "KINDS",
-    "PLAIN",
-    "START",
-    "Method",
-    "custom_method",
-    "known_methods",
-    "lacking_model",
-]
+__all__ = ["PLAIN", "START", "Method", "custom_method", "known_methods", "lacking_model"]
 
-KINDS = ("train", "start", "merge")
 START = "start"
 """The model as it is before training: "Pre-trained" and "Base" of the paper's tables."""
 
@@ -59,7 +50,6 @@ class Method:
         modes: of ("native", "budget"), those that exist.
         options: of the trainer; of a merge: ``alpha``.
         merges: method whose model is merged with the start; None for training on all tokens.
-        source: where it was published.
     """
 
     name: str
@@ -68,7 +58,6 @@ class Method:
     modes: tuple[str, ...] = ("native",)
     options: Mapping[str, Any] = field(default_factory=dict)
     merges: str | None = None
-    source: str = ""
 
 
 def known_methods() -> dict[str, Method]:
@@ -77,62 +66,47 @@ def known_methods() -> dict[str, Method]:
     What `alphatoken-lab policies` lists, and: LoRA, WiSE-FT, the best tokens by value, the worst
     and a random share, and the model before training.
     """
-    wise = "arXiv 2109.01903; mlfoundations/wise-ft"
-    named = {name: _named(find_policy(name), name) for name in policy_names()}
+    named = {name: _of_policy(name) for name in policy_names()}
     plain = [named.pop(name) for name in PLAIN.values() if name in named]
     own = [
         Method(START, kind="start"),
         *plain,
-        Method("lora", options=_LORA, source="arXiv 2106.09685; PEFT"),
-        Method("wise-ft", kind="merge", options={"alpha": 0.5}, source=wise),
+        Method("lora", options=_LORA),
+        Method("wise-ft", kind="merge", options={"alpha": 0.5}),
     ]
-    own += [
-        Method(name, modes=("budget",), options={"policy": name}, source="control")
-        for name in ("random", "bottom")
-    ]
-    own += [
-        Method(name, modes=("budget",), options={"policy": name}, source="AlphaToken")
-        for name in ("alphatoken", "label")
-    ]
+    for name in ("random", "bottom", "alphatoken", "label"):
+        own.append(Method(name, modes=("budget",), options={"policy": name}))
     return {method.name: method for method in (*own, *named.values())}
 
 
-def _named(kind: type[TokenPolicy], name: str) -> Method:
-    """A policy of the list."""
-    family = "sft" if name == PLAIN["sft"] else kind.family  # pairs have a name of their own
-    return Method(
-        name, family=family, modes=_modes(name), options={"policy": name}, source=kind.source
-    )
+def _of_policy(name: str) -> Method:
+    """The method of a policy; of the trainers' own either all tokens or a budget."""
+    family = "sft" if name == PLAIN["sft"] else find_policy(name).family  # pairs have their own
+    whole = name in (*PLAIN.values(), "validation-first")
+    modes = ("native",) if whole else ("native", "budget")
+    return Method(name, family=family, modes=modes, options={"policy": name})
 
 
-def _modes(name: str) -> tuple[str, ...]:
-    """Those that differ: of the trainers' own policies either all tokens or a budget."""
-    if name in (*PLAIN.values(), "validation-first"):  # all tokens
-        return ("native",)
-    return ("native", "budget")
-
-
-def custom_method(name: str, given: Mapping[str, Any]) -> Method:
+def custom_method(name: str, entry: Mapping[str, Any]) -> Method:
     """A method that a grid defines: options of the trainer, or a merge.
 
     ``{policy: top, estimator: label}`` trains with these options; ``{merges: stm, alpha: 0.3}``
-    merges its model with the start; ``modes`` and ``family`` may be said. What is said of a known
+    merges its model with the start; ``modes`` and ``family`` may be set. An entry of a known
     method goes over its options.
 
     Raises:
         ConfigError: it is neither.
     """
-    if not isinstance(given, Mapping):
-        raise ConfigError("a method must be a mapping of options", got=f"{name}: {given!r}")
-    known = known_methods().get(name)
-    if known is not None:
-        own = {key: value for key, value in given.items() if key not in ("modes", "family")}
-        modes = tuple(given.get("modes", known.modes))
-        if len(modes) == 1 < len(known.modes):  # of several modes a cell says which; here it is one
-            own.setdefault("policy_mode", modes[0])
-        return replace(known, modes=modes, options={**known.options, **own})
-    options = dict(given)
+    if not isinstance(entry, Mapping):
+        raise ConfigError("a method must be a mapping of options", got=f"{name}: {entry!r}")
+    options = dict(entry)
     modes, family = options.pop("modes", None), options.pop("family", "both")
+    base = known_methods().get(name)
+    if base is not None:
+        kept = base.modes if modes is None else tuple(modes)
+        if len(kept) == 1 < len(base.modes):  # a cell names its mode only where there are several
+            options.setdefault("policy_mode", kept[0])
+        return replace(base, modes=kept, options={**base.options, **options})
     merge, merges = "merges" in options, options.pop("merges", None)
     policy = options.get("policy")
     if not merge and policy is None:

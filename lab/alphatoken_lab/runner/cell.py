@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -15,18 +17,20 @@ from filelock import FileLock
 from torch import nn
 from transformers import TrainerCallback
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.model.batch import label_mask
-from alphatoken.support.storage import read_json, write_json
+from alphatoken.support.locks import try_lock
+from alphatoken.support.storage import read_json, write_json, write_text
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.layouts import SHARDED, layout
 from alphatoken.train.policies import TRAINER_POLICIES
-from alphatoken_lab.compare.evaluate import measure, read_files
-from alphatoken_lab.compare.folder import CellFolder
-from alphatoken_lab.compare.measures import Measures
-from alphatoken_lab.compare.scores import prepare
-from alphatoken_lab.compare.selection_cost import measured_selection
+from alphatoken_lab.measure.measures import Measures
+from alphatoken_lab.measure.measuring import measure, prepare
+from alphatoken_lab.measure.pair_watch import OPTION, watch_pairs
+from alphatoken_lab.measure.selection_cost import measured_selection
 from alphatoken_lab.methods.merge import merge_models
+from alphatoken_lab.runner.folder import COLLECTED
+from alphatoken_lab.runner.launchers import for_processes
 
 __all__ = ["TokenCounter", "run_cell"]
 
@@ -36,95 +40,103 @@ _COST = (
     "static_time", "selection_memory", "epoch_steps",
 )  # fmt: skip
 
-Build = Callable[[Path, str, Mapping[str, Any]], Any]
-"""(folder of the cell, command, options) -> a trainer with its model and data."""
 
-Load = Callable[..., tuple[nn.Module, Any]]
-"""The same and, if it is another one, the model's folder -> a model and the run's tokenizer."""
+def run_cell(path: Path) -> int:
+    """Run the cell of a folder, with ``cell.json``, and write its ``result.json``; exit status.
 
-
-def run_cell(
-    path: Path, build: Build, load: Load, *, code_container: str | None = None
-) -> dict[str, Any]:
-    """Run the cell of a folder and write its ``result.json``.
-
-    Args:
-        path: folder of the cell, with ``cell.json``.
-        build: makes the trainer; the command line's, so that a cell is what ``alphatoken sft`` or
-            ``dpo`` would train with the same options.
-        load: a model that is not trained here, with dtype, attention, revision and template of the
-            trainer's: what is compared differs in training alone.
-        code_container: image in which generated code is executed, by lm-eval.
+    What is compared differs in training alone: a model that is not trained is loaded with dtype,
+    attention, revision and template of the trainer's.
 
     Raises:
         AlphaTokenError: whatever is wrong with options, rows or models.
     """
+    spec = read_json(path / "cell.json")
+    if spec is None:
+        raise ConfigError("there is no cell in this folder", got=str(path))
+    whole = not spec["keep_model"] or (path / "model").is_dir()
+    if (path / "result.json").exists() and whole:  # it was queued twice
+        return 0
+    lock = try_lock(path / "lock") if _is_first() else None
+    if _is_first() and lock is None:
+        raise ConfigError("another process is at work on this cell", got=str(path))
+    try:
+        _run(path, spec)
+    except AlphaTokenError:
+        raise
+    except Exception as error:  # the whole of it is in the log; its last line is in the table
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}", file=sys.stderr)
+        return 3
+    return 0
+
+
+def _run(path: Path, spec: dict[str, Any]) -> None:
     begun = time.perf_counter()
-    folder = CellFolder(path)
-    spec = folder.spec()
-    loaded = partial(load, path, spec["command"], _plain(spec["resolved"]))
-    found: dict[str, Any] = {}
+    loaded = partial(_load, path, spec)
+    result: dict[str, Any] = {}
     measures = None if spec["measures"] is None else Measures(**spec["measures"])
-    ready = None  # what is asked of the model is read before it is trained
-    if measures is not None and _first():
-        read_files(measures, spec["command"])
-        ready = prepare(measures, code_container=code_container)
+    prepared = None  # whatever the model is measured on is read before it is trained
+    if measures is not None and _is_first():
+        prepared = prepare(measures, spec["command"])
     if spec["kind"] == "train":
-        model, tokenizer, found = _train(spec, folder, build, loaded)
-        if not _first():
-            return found
+        model, tokenizer, result = _train(spec, path, loaded)
+        if not _is_first():
+            return
     elif spec["kind"] == "merge":
         base, tokenizer = loaded()
         model, _ = loaded(spec["resolved"]["merged"])
         merge_models(base, model, float(spec["resolved"]["alpha"]))
-        found = _cost_of(Path(spec["resolved"]["merged"]).parent)
+        # The cost is that of training the merged model; merging itself costs next to nothing.
+        trained = read_json(Path(spec["resolved"]["merged"]).parent / "result.json") or {}
+        result = {name: trained[name] for name in _COST if name in trained}
     else:
         model, tokenizer = loaded()
-        found = {"kept_tokens": 0, "response_tokens": 0}
-    if measures is not None:
-        found |= measure(
+        result = {"kept_tokens": 0, "response_tokens": 0}
+    if measures is not None and prepared is not None:
+        result |= measure(
             model,
             tokenizer,
             measures,
-            command=spec["command"],
+            prepared,
             start=lambda: loaded()[0],
-            beta=float(spec["resolved"].get("beta", 0.1)),
             folder=path,
-            code_container=code_container,
-            prepared=ready,
+            name=path.name,
+            beta=float(spec["resolved"].get("beta", 0.1)),
         )
     own = {name: spec[name] for name in ("task", "policy", "mode", "seed", "kind", "command")}
+    described = {key: value for key, value in spec.items() if key != "resolved"}
     seconds = time.perf_counter() - begun
-    asked = {key: value for key, value in spec.items() if key != "resolved"}
-    result = {**own, "status": "done", **found, "seconds": seconds, "spec": asked}
+    result = {**own, "status": "done", **result, "seconds": seconds, "spec": described}
     write_json(path / "result.json", result)
     for name in ("run", "counts"):  # checkpoints of a cell that is done, and what they counted
         shutil.rmtree(path / name, ignore_errors=True)
-    return result
 
 
-def _first() -> bool:
+def _is_first() -> bool:
     """True if this is the process that measures: the only one, or the first of a launcher's."""
     return os.environ.get("RANK", "0") == "0"
 
 
+# --- training -----------------------------------------------------------------------------------
+
+
 def _train(
-    spec: Mapping[str, Any], folder: CellFolder, build: Build, loaded: Load
+    spec: Mapping[str, Any], path: Path, loaded: Callable[..., tuple[nn.Module, Any]]
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
     """The trained model, its tokenizer, and what training cost."""
     with measured_selection() as selection:
-        trainer, setup = _built(spec, folder, build)
+        trainer, setup = _build(spec, path)
         static = selection.seconds
-        counter = TokenCounter(trainer, folder.path / "counts")
+        counter = TokenCounter(trainer, path / "counts")
         counter.add_earlier(getattr(trainer.token_policy, "summary", {}))
         selection.restart()
-        checkpoints = list((folder.path / "run").glob("checkpoint-*"))
+        checkpoints = list((path / "run").glob("checkpoint-*"))
         began = time.perf_counter()
         trainer.train(resume_from_checkpoint="auto" if checkpoints else None)
         counter.seconds += time.perf_counter() - began
         peak = selection.whole()
     counter.gather()
-    found = {
+    result = {
         "steps": trainer.state.global_step,
         "kept_tokens": counter.kept,
         "response_tokens": counter.response,
@@ -141,36 +153,45 @@ def _train(
         "selection_memory": selection.selection(),
         "notes": counter.notes,
     }
-    if trainer.rows.fisher is not None:  # by which its file is found among those of the grid
-        found["fisher"] = trainer.rows.fisher.metadata.get("cache_key")
-    model = _trained(trainer, folder, loaded)
-    if _first() and spec["keep_model"]:
-        partial_folder = folder.path / "model.partial"
+    if trainer.rows.fisher is not None:  # by which its file is told from others of the grid
+        result["fisher"] = trainer.rows.fisher.metadata.get("cache_key")
+    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
+    if layout(trainer.accelerator) in SHARDED:
+        trainer.save_model(str(path / "run" / "whole"))  # all processes: each gives its part
+        model = loaded(str(path / "run" / "whole"))[0] if _is_first() else model
+    if _is_first() and spec["keep_model"]:
+        partial_folder = path / "model.partial"
         shutil.rmtree(partial_folder, ignore_errors=True)
-        _whole(model).save_pretrained(partial_folder)
+        _without_adapters(model).save_pretrained(partial_folder)
         trainer.processing_class.save_pretrained(partial_folder)
-        partial_folder.rename(folder.model)
-    return model, trainer.processing_class, found
+        partial_folder.rename(path / "model")
+    return model, trainer.processing_class, result
 
 
-def _built(spec: Mapping[str, Any], folder: CellFolder, build: Build) -> tuple[Any, float]:
-    """The trainer, its static pass done, and the seconds that this took.
+def _build(spec: Mapping[str, Any], path: Path) -> tuple[Any, float]:
+    """The trainer that ``alphatoken sft --config CELL/recipe.yaml`` would make, and the seconds.
 
     Raises:
         ConfigError: adapters on sharded weights.
     """
-    options = spec["resolved"]
+    from alphatoken.cli.training import build_trainer, trainer_of
+
+    command, options = spec["command"], spec["resolved"]
     by_name = options.get("policy") not in TRAINER_POLICIES
     # Static passes of one policy in two cells would write the same files.
-    building = folder.path / "building"
-    if by_name and not _first():  # or a collective would wait for the first, with a limit
+    building = path / "building"
+    if by_name and not _is_first():  # or a collective would wait for the first, with a limit
         while not building.exists():
             time.sleep(0.1)
-    alone = by_name and _first()
-    with FileLock(folder.path.parent.parent / "setup.lock") if alone else nullcontext():
+    alone = by_name and _is_first()
+    with FileLock(path.parent.parent / "setup.lock") if alone else nullcontext():
         building.touch()
         begun = time.perf_counter()
-        trainer = build(folder.path, spec["command"], spec["resolved"])
+        trainer, notes = build_trainer(_arguments(path, command, options), trainer_of(command)[1])
+        for note in notes:
+            print(f"note: {note}")
+        if options.get(OPTION):
+            trainer.add_callback(watch_pairs(trainer, path / COLLECTED, int(options[OPTION])))
         setup = time.perf_counter() - begun
     if layout(trainer.accelerator) in SHARDED and hasattr(trainer.model, "peft_config"):
         raise ConfigError(
@@ -182,6 +203,51 @@ def _built(spec: Mapping[str, Any], folder: CellFolder, build: Build) -> tuple[A
     return trainer, setup
 
 
+def _load(path: Path, spec: Mapping[str, Any], folder: str | None = None) -> tuple[Any, Any]:
+    """A model that is not trained here, as the cell's trainer would load it, and its tokenizer.
+
+    ``folder`` is of another model with the same options, such as a trained one.
+    """
+    from trl.trainer.utils import get_quantization_config
+
+    from alphatoken.cli.training import load_tokenizer, model_options
+    from alphatoken.train.loading import load_for_training
+
+    # Those of merging are none of the trainer's.
+    options = {k: v for k, v in spec["resolved"].items() if k not in ("merged", "alpha")}
+    arguments = _arguments(path, spec["command"], options)
+    own = model_options(arguments)
+    quantization = get_quantization_config(arguments.model)
+    if quantization is not None and folder is None:
+        own["quantization_config"] = quantization
+    if folder is not None:
+        own.pop("revision")
+    model: Any = load_for_training(folder or arguments.model.model_name_or_path, **own)
+    if quantization is None:
+        model = model.to(arguments.training.device)
+    return model.eval(), load_tokenizer(arguments)
+
+
+def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
+    """Those of a cell, which its recipe holds."""
+    import yaml
+
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.training import trainer_of
+
+    shared = path.parent.parent
+    own = {
+        "fisher_cache": str(shared / "fishers"),
+        "policy_cache": str(shared / "policies"),
+        **for_processes(options, int(os.environ.get("WORLD_SIZE", "1"))),
+        "output_dir": str(path / "run"),
+    }
+    own.pop(OPTION, None)  # a callback's, none of the trainer's
+    recipe = path / "recipe.yaml"
+    write_text(recipe, yaml.safe_dump(own, sort_keys=False))  # by each process, the same
+    return read_arguments(command, ["--config", str(recipe)], trainer_of(command)[0])
+
+
 def _epoch_steps(trainer: Any) -> float | None:
     """Optimizer steps of one epoch, parts of a step included; None for a stream."""
     args, rows = trainer.args, trainer.train_dataset
@@ -191,31 +257,9 @@ def _epoch_steps(trainer: Any) -> float | None:
     return float(len(rows) / together)
 
 
-def _trained(trainer: Any, folder: CellFolder, loaded: Load) -> nn.Module:
-    """The model after training, whole in this process; of weights in parts, in the first one."""
-    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
-    if layout(trainer.accelerator) not in SHARDED:
-        return model
-    place = folder.path / "run" / "whole"
-    trainer.save_model(str(place))  # all processes: each gives its part
-    return loaded(str(place))[0] if _first() else model
-
-
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a run whose trainer is not made: those of merging are none of the trainer's."""
-    return {name: value for name, value in options.items() if name not in ("merged", "alpha")}
-
-
-def _cost_of(path: Path) -> dict[str, Any]:
-    """Cost of training the merged model; merging itself costs next to nothing."""
-    result = CellFolder(path).result() or {}
-    return {name: result[name] for name in _COST if name in result}
-
-
-def _whole(model: Any) -> Any:
-    """Adapters merged: who needs the model loads it as one."""
-    merge = getattr(model, "merge_and_unload", None)
-    if merge is None:
+def _without_adapters(model: Any) -> Any:
+    """Adapters merged into a copy: who needs the model loads it as one."""
+    if not hasattr(model, "merge_and_unload"):
         return model
     import copy
 
@@ -242,7 +286,7 @@ class TokenCounter(TrainerCallback):
         self.response = self.kept = 0
         self.effective = self.scoring = self.direction = self.seconds = 0.0
         self.notes: list[str] = []
-        self._folder, self._begun, self._gated = folder, time.perf_counter(), False
+        self._folder, self._begun, self._has_weights = folder, time.perf_counter(), False
         self._trainer = trainer
         trainer.compute_loss = partial(self._compute_loss, trainer.compute_loss)
         trainer.monitor.record = partial(self._record, trainer.monitor.record)
@@ -270,18 +314,18 @@ class TokenCounter(TrainerCallback):
         self.effective += kept
 
     def _compute_loss(self, inner: Callable[..., Any], model: Any, inputs: Any, *a: Any, **k: Any):  # type: ignore[no-untyped-def]
-        self._gated = False
+        self._has_weights = False
         labels = self._trainer.response_labels(inputs) if model.training else None
-        found = inner(model, inputs, *a, **k)
-        if labels is not None and not self._gated:  # no weights: every token counts
+        loss = inner(model, inputs, *a, **k)
+        if labels is not None and not self._has_weights:  # no weights: every token counts
             count = int(label_mask(labels).sum())
             self.response, self.kept = self.response + count, self.kept + count
             self.effective += count
-        return found
+        return loss
 
     def _record(self, inner: Callable[..., None], *args: Any, **named: Any) -> None:
         weights = named["weights"].detach() * named["mask"]
-        self._gated = True
+        self._has_weights = True
         self.response += int(named["mask"].sum())
         self.kept += int((weights != 0).sum())
         squares = float(weights.double().square().sum())
@@ -306,10 +350,10 @@ class TokenCounter(TrainerCallback):
         self._begun = time.perf_counter()
         if not state.global_step:
             return
-        found = read_json(self._place(state.global_step))
-        for name, value in (found or {}).items():
+        counts = read_json(self._place(state.global_step))
+        for name, value in (counts or {}).items():
             setattr(self, name, value)
         self.notes.append(
             f"went on after step {state.global_step}"
-            + ("" if found else "; tokens and time before it were not counted")
+            + ("" if counts else "; tokens and time before it were not counted")
         )

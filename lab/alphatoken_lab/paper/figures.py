@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_text
-from alphatoken_lab.commands.paper_plan import Work
 from alphatoken_lab.paper.exhibits import LAPTOP, Diagnosed
+from alphatoken_lab.paper.work import Work
+from alphatoken_lab.runner.folder import COLLECTED
+from alphatoken_lab.runner.grid import Cell, Task
 
-if TYPE_CHECKING:
-    from alphatoken_lab.compare.grid import Cell, TaskSpec
-
-__all__ = ["COLLECTED", "about_fisher", "diagnose", "unfit", "words_of"]
-
-COLLECTED = "value-propagation.safetensors"
-"""File of a cell with collect_value_propagation."""
+__all__ = ["about_fisher", "diagnose", "export_rows", "refit_reason", "words_of"]
 
 _TRAIN, _VALIDATION = 2000, 32
 """Rows of the hub's data set that a figure at full scale is made of."""
 
 
-def diagnose(work: Work) -> int:
+def diagnose(work: Work, diagnosed: Diagnosed) -> int:
     """Hand the models of the cells to the diagnostic, task by task; its exit status.
 
     Raises:
@@ -32,55 +26,63 @@ def diagnose(work: Work) -> int:
     """
     from alphatoken.cli.diagnose_run import run
 
-    asked = work.exhibit.diagnosis
-    assert asked is not None
-    status, lines = 0, [f"# {work.exhibit.label}\n", f"{work.exhibit.title}. {work.exhibit.note}\n"]
+    exhibit = work.exhibit
+    status, lines = 0, [f"# {exhibit.label}\n", f"{exhibit.title}. {exhibit.note}\n"]
     for task in work.grid.tasks:
-        out = work.root / work.exhibit.name / task.name
-        status = max(status, run(words_of(work, asked, task, out)))
-        lines += _shown(work, asked, task, out)
-    page = work.root / f"{work.exhibit.name}.md"
+        out = work.root / exhibit.name / task.name
+        status = max(status, run(words_of(work, diagnosed, task, out)))
+        lines += _section(work, diagnosed, task, out)
+    page = work.root / f"{exhibit.name}.md"
     write_text(page, "\n".join(lines))
     print(page)
     return status
 
 
-def words_of(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[str]:
+def words_of(work: Work, diagnosed: Diagnosed, task: Task, out: Path) -> list[str]:
     """The arguments of ``alphatoken diagnose`` for one task."""
     rows = _rows(work, task)
-    start = work.backbone_of(_cell(work, task, asked.methods[0]))
+    start = work.backbone_of(_cell(work, task, diagnosed.methods[0]))
 
     def model(method: str) -> str:
-        return start if method == "start" else str(work.folder.of(_cell(work, task, method)).model)
+        own = work.folder.place(_cell(work, task, method)) / "model" if method != "start" else start
+        return str(own)
 
-    words = [asked.name, "--model_name_or_path", model(asked.model), "--output_dir", str(out)]
+    words = [diagnosed.name, "--model_name_or_path", model(diagnosed.model)]
+    words += ["--output_dir", str(out), "--resume", "--budget", work.options.budget]
     words += ["--train_file", str(rows / "train.jsonl")]
-    words += ["--validation_file", str(rows / "validation.jsonl"), "--resume"]
-    words += ["--budget", work.options.budget]
-    if asked.reference is not None:
-        words += ["--reference", model(asked.reference)]
-    for method in asked.others:
+    words += ["--validation_file", str(rows / "validation.jsonl")]
+    if diagnosed.reference is not None:
+        words += ["--reference", model(diagnosed.reference)]
+    for method in diagnosed.others:
         words += ["--beside", f"{method}={model(method)}"]
-    for name in asked.retention.get(work.scale, ()):
+    for name in diagnosed.retention.get(work.scale, ()):
         words += ["--retention_set", f"{name}={rows / f'{name}.jsonl'}"]
-    cell = _cell(work, task, asked.model)
-    if asked.collected:
-        words += ["--collected", str(work.folder.of(cell).path / COLLECTED)]
-    if asked.name == "fisher" and not unfit(work, cell):
+    cell = _cell(work, task, diagnosed.model)
+    if diagnosed.collected:
+        words += ["--collected", str(work.folder.place(cell) / COLLECTED)]
+    if diagnosed.name == "fisher" and not refit_reason(work, cell):
         words += ["--fisher_file", str(_fisher(work, cell))]
         words += ["--score_layers", str(cell.options.get("score_layers", "3"))]
-    words += [*_shared(task), *_own(asked.options.get(work.scale, {}))]
-    return words + (["--quiet"] if work.options.quiet else [])
+    words += ["--max_length", str(task.options.get("max_length", 1024)), "--on_empty", "skip"]
+    words += [] if task.options.get("chat_template", True) else ["--no_chat_template"]
+    for name, value in diagnosed.options.get(work.scale, {}).items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words + ["--quiet"] * work.options.quiet
+
+
+def _cell(work: Work, task: Task, method: str) -> Cell:
+    """Cell of the first seed, whose model was kept."""
+    return next(c for c in work.cells if (c.task, c.policy) == (task.name, method))
 
 
 def _fisher(work: Work, cell: Cell) -> Path:
     """The file of the Fisher that a cell trained with, among those of its grid."""
-    key = (work.folder.of(cell).result() or {}).get("fisher")
+    key = (work.folder.result(cell) or {}).get("fisher")
     return work.folder.path / "fishers" / f"{key}.safetensors"
 
 
-def unfit(work: Work, cell: Cell) -> str:
-    """Reason why the Fisher that a cell trained with does not fit; "" if it does."""
+def refit_reason(work: Work, cell: Cell) -> str:
+    """Reason why the Fisher that a cell trained with cannot be looked at; "" if it can."""
     options = cell.options
     if options.get("use_peft"):
         return "the cell's is of the adapters' weights, and the model is merged"
@@ -95,7 +97,7 @@ def unfit(work: Work, cell: Cell) -> str:
 
 def about_fisher(work: Work, cell: Cell) -> str:
     """A sentence on the Fisher that is looked at."""
-    if reason := unfit(work, cell):
+    if reason := refit_reason(work, cell):
         return f"The diagonal Fisher is fitted anew, on rows of this figure: {reason}."
     prompts = cell.options.get("fisher_data")
     of = (
@@ -109,35 +111,15 @@ def about_fisher(work: Work, cell: Cell) -> str:
     )
 
 
-def _shared(task: TaskSpec) -> list[str]:
-    """Row options of the cells; rows with no response left are skipped."""
-    found = ["--max_length", str(task.options.get("max_length", 1024)), "--on_empty", "skip"]
-    if not task.options.get("chat_template", True):
-        found += ["--no_chat_template"]
-    return found
-
-
-def _own(options: Any) -> Iterator[str]:
-    for name, value in options.items():
-        yield f"--{name}"
-        yield from map(str, value) if isinstance(value, list) else [str(value)]
-
-
-def _cell(work: Work, task: TaskSpec, method: str) -> Cell:
-    """Cell of the first seed, whose model was kept."""
-    named = [c for c in work.cells if (c.task, c.policy) == (task.name, method)]
-    return named[0]
-
-
-def _rows(work: Work, task: TaskSpec) -> Path:
+def _rows(work: Work, task: Task) -> Path:
     """The folder of rows: the laptop's, or some of the data set and the evaluation's files."""
     if work.scale == LAPTOP:
         return work.rows
     place = work.rows / task.name
     if not place.is_dir():
-        _export(task, place)
-    asked = work.exhibit.diagnosis
-    for name in asked.retention[work.scale] if asked is not None and asked.retention else ():
+        export_rows(task, place)
+    diagnosed = work.exhibit.diagnosis
+    for name in diagnosed.retention.get(work.scale, ()) if diagnosed is not None else ():
         file = Path(work.options.evaluation_dir) / f"{name}.jsonl"
         if not file.is_file():
             raise ConfigError("a figure needs rows of what must not be forgotten", got=str(file))
@@ -145,36 +127,36 @@ def _rows(work: Work, task: TaskSpec) -> Path:
     return place
 
 
-def _export(task: TaskSpec, place: Path) -> None:
-    """Rows of the task's data set as files, those for validation apart."""
+def export_rows(task: Task, place: Path) -> None:
+    """Write rows of the task's data set as files, those for validation apart."""
     import datasets
 
     named = task.options
-    found = datasets.load_dataset(
+    rows = datasets.load_dataset(
         named["dataset_name"], split=named.get("dataset_train_split", "train")
     ).shuffle(seed=0)
     columns = {named.get("prompt_column"): "prompt", named.get("response_column"): "response"}
-    found = found.rename_columns({old: new for old, new in columns.items() if old})
+    rows = rows.rename_columns({old: new for old, new in columns.items() if old})
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    count = min(len(found) - _VALIDATION, _TRAIN)
-    found.select(range(_VALIDATION)).to_json(partial / "validation.jsonl")
-    found.select(range(_VALIDATION, _VALIDATION + count)).to_json(partial / "train.jsonl")
+    count = min(len(rows) - _VALIDATION, _TRAIN)
+    rows.select(range(_VALIDATION)).to_json(partial / "validation.jsonl")
+    rows.select(range(_VALIDATION, _VALIDATION + count)).to_json(partial / "train.jsonl")
     partial.rename(place)
 
 
-def _shown(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[str]:
+def _section(work: Work, diagnosed: Diagnosed, task: Task, out: Path) -> list[str]:
     """The figures that are the paper's, beside the other pages of the scale, and what they say."""
     from alphatoken.fidelity.diagnosis import Diagnosis
 
-    found = Diagnosis.load(out / asked.name)
-    said = [found.conclusion]
-    if asked.name == "fisher":
-        said.append(about_fisher(work, _cell(work, task, asked.model)))
-    text = [f"## {task.name}\n", *(f"- {sentence}" for sentence in said), ""]
-    for figure in found.figures:
-        if figure.key.startswith(asked.figures):
+    diagnosis = Diagnosis.load(out / diagnosed.name)
+    sentences = [diagnosis.conclusion]
+    if diagnosed.name == "fisher":
+        sentences.append(about_fisher(work, _cell(work, task, diagnosed.model)))
+    text = [f"## {task.name}\n", *(f"- {sentence}" for sentence in sentences), ""]
+    for figure in diagnosis.figures:
+        if figure.key.startswith(diagnosed.figures):
             name = f"{work.exhibit.name}-{task.name}-{figure.key}.svg"
             write_text(work.root / name, figure.svg)
             text += [f"![{figure.title}]({name})\n"]

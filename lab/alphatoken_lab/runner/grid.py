@@ -12,18 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.train.policies import (
-    read_policy_options,
-    unread_by_estimator,
-    unread_options,
-)
-from alphatoken_lab.compare.measures import Measures
-from alphatoken_lab.compare.methods import PLAIN, Method, lacking_model
+from alphatoken.train.policies import read_policy_options, unread_by_estimator, unread_options
+from alphatoken_lab.measure.measures import Measures
+from alphatoken_lab.runner.methods import PLAIN, Method, lacking_model
 
-__all__ = ["ON_ALL", "Cell", "Grid", "Reference", "TaskSpec", "all_cells", "resolved"]
+__all__ = ["REFERENCES", "Cell", "Grid", "Task", "all_cells", "resolve_models"]
+
+REFERENCES = "references"
+"""The task of models that cells need first, which nobody measures."""
 
 _FAMILY = {"sft": "sft", "dpo": "preference"}
-SECOND = {"sft": "curated", "dpo": "oracle"}
+_SECOND = {"sft": "curated", "dpo": "oracle"}
 """The reference that methods score with which need a second model and name none."""
 
 _LOADING = (
@@ -42,22 +41,15 @@ _SHARED: dict[str, Any] = {
 """Options of cells unless the grid says otherwise."""
 
 
-ON_ALL: dict[str, Any] = {
-    "policy": "all", "seed": 0, "validation_rows": 0, "validation_file": None, "retention": "none",
-    "fisher_data": None, "fisher_file": None,
-}  # fmt: skip
-"""The options that references set: they train on all tokens of all their rows."""
-
-
 @dataclass(frozen=True)
-class TaskSpec:
+class Task:
     """One data set: how it is trained on, and what is measured.
 
     Attributes:
-        name: of the task.
+        name: of the task; of a reference, its own.
         command: "sft" or "dpo".
         options: of the trainer.
-        measures: of a trained model.
+        measures: of a trained model; None for a reference.
         tuned_on: task whose tries decide a tuned option here; None for its own.
         policies: of the grid's methods those that take part here; None for all.
     """
@@ -65,27 +57,18 @@ class TaskSpec:
     name: str
     command: str
     options: Mapping[str, Any]
-    measures: Measures
+    measures: Measures | None = None
     tuned_on: str | None = None
     policies: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         require_choice(f"the command of the task {self.name}", self.command, _FAMILY)
-        if not self.measures.target:
+        if self.measures is not None and not self.measures.target:
             raise ConfigError(
                 "no measure of the target is configured",
-                got="no target_file, target_tasks, questions_file or judge_sets",
+                got="no target_file, target_tasks or questions",
                 remedy="--target_file FILE with held-out rows, or target_tasks of lm-eval",
             )
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A model that cells need first: trained like a cell, with seed 0 unless it says another."""
-
-    name: str
-    command: str
-    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -98,76 +81,72 @@ class Grid:
         seeds: of training; rows, their order and the start are shared by all methods of a seed.
         modes: "native" and "budget", or one of them.
         keep_ratio: of budget cells.
-        references: models that are trained first.
+        references: models that are trained first, with seed 0 unless they name another.
         about: one line for the page.
         tune: one option of the trainer and the values that every method tries at the first seed;
-            the one with the lowest loss on ``choosing_file`` is taken, there and at other seeds. A
+            the one with the lowest loss on ``choosing_file`` is chosen, there and at other seeds. A
             method that sets the option itself is not tuned.
-        keep: names of methods whose models of the first seed stay, for whoever looks at them later.
+        keep: names of methods whose models of the first seed stay.
     """
 
-    tasks: tuple[TaskSpec, ...]
+    tasks: tuple[Task, ...]
     methods: tuple[Method, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
     modes: tuple[str, ...] = ("native", "budget")
     keep_ratio: float = 0.5
-    references: tuple[Reference, ...] = ()
+    references: tuple[Task, ...] = ()
     about: str = ""
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_tune()
-        for what, given in (("task", self.tasks), ("method", self.methods), ("seed", self.seeds)):
-            if not given:
+        if self.tune:
+            _check_tune(self)
+        for what, some in (("task", self.tasks), ("method", self.methods), ("seed", self.seeds)):
+            if not some:
                 raise ConfigError(f"the grid has no {what}")
         if len(set(self.seeds)) != len(self.seeds):
             raise ConfigError("a seed is named twice", got=str(list(self.seeds)))
         for mode in self.modes:
             require_choice("modes", mode, ("native", "budget"))
 
-    def _check_tune(self) -> None:
-        if not self.tune:
-            return
-        values = list(self.tune.values())
-        first = values[0] if isinstance(values[0], (list, tuple)) else ()
-        numbers = [v for v in first if isinstance(v, (int, float)) and not isinstance(v, bool)]
-        several = len(numbers) == len(first) and len(set(numbers)) == len(numbers) >= 2
-        if len(values) > 1 or not several:
+
+def _check_tune(grid: Grid) -> None:
+    """Refuse a tuned option without two numbers to try, or without rows by which one is chosen."""
+    values = list(grid.tune.values())
+    first = values[0] if isinstance(values[0], (list, tuple)) else ()
+    numbers = {v for v in first if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    if len(values) > 1 or len(numbers) < 2 or len(numbers) < len(first):
+        raise ConfigError(
+            "tune is one option with at least two different numbers",
+            got=str(dict(grid.tune)),
+            remedy="tune: {learning_rate: [1.0e-5, 3.0e-5]}; YAML reads 1e-5 as text",
+        )
+    own = {task.name: task for task in grid.tasks if task.tuned_on is None}
+    tuned = {method.name for method in grid.methods if _is_tuned(grid, method)}
+    for task in grid.tasks:
+        if task.tuned_on is None:
+            if task.measures is None or task.measures.choosing_file is None:
+                raise ConfigError(
+                    "a tuned option needs rows by whose loss it is chosen",
+                    got=f"no choosing_file in {task.name}",
+                    why="chosen by the target rows themselves, every method would look better than "
+                    "it is",
+                )
+            continue
+        other = own.get(task.tuned_on)
+        if other is None or other.command != task.command:
             raise ConfigError(
-                "tune is one option with at least two different numbers",
-                got=str(dict(self.tune)),
-                remedy="tune: {learning_rate: [1.0e-5, 3.0e-5]}; YAML reads 1e-5 as text",
+                "tuned_on must name a task of the same command",
+                got=f"{task.name}: tuned_on: {task.tuned_on}",
+                remedy=f"one of {', '.join(own) or 'none'} with the same command",
             )
-        own = {task.name: task.command for task in self.tasks if task.tuned_on is None}
-        there = {task.name: task.policies for task in self.tasks}
-        for task in self.tasks:
-            if task.tuned_on is not None and own.get(task.tuned_on) != task.command:
-                raise ConfigError(
-                    "tuned_on must name a task of the same command",
-                    got=f"{task.name}: tuned_on: {task.tuned_on}",
-                    remedy=f"one of {', '.join(own) or 'none'} with the same command",
-                )
-            tried = there[task.tuned_on] if task.tuned_on else None
-            untried = set(task.policies or [m.name for m in self.methods]) - set(tried or ())
-            tuned = {m.name for m in self.methods if _tuned(self, m)}
-            if task.tuned_on and tried is not None and untried & tuned:
-                raise ConfigError(
-                    "tuned_on names a task on which some methods do not run",
-                    got=f"{task.name}: {', '.join(sorted(untried & tuned))} not in {task.tuned_on}",
-                    remedy=f"add them to the policies of {task.tuned_on}, or leave them out here",
-                )
-        blind = [
-            task.name
-            for task in self.tasks
-            if task.tuned_on is None and task.measures.choosing_file is None
-        ]
-        if blind:
+        untried = set(task.policies or tuned) & tuned - set(other.policies or tuned)
+        if untried:
             raise ConfigError(
-                "a tuned option needs rows by whose loss it is chosen",
-                got=f"no choosing_file in {', '.join(blind)}",
-                why="chosen by the target rows themselves, every method would look better than "
-                "it is",
+                "tuned_on names a task on which some methods do not run",
+                got=f"{task.name}: {', '.join(sorted(untried))} not in {other.name}",
+                remedy=f"add them to the policies of {other.name}, or leave them out here",
             )
 
 
@@ -185,7 +164,7 @@ class Cell:
         options: of the trainer, or of the merge.
         needs: names of cells that must be there before.
         keep_model: whether the model is saved; others need it.
-        measures: None for references, which are measured by nobody.
+        measures: None for references.
         tried: the tuned option and the value that this cell tries; empty outside tuning.
         tries: cells of the first seed, and what each of them tries; the best decides here.
     """
@@ -199,7 +178,7 @@ class Cell:
     options: Mapping[str, Any]
     needs: tuple[str, ...] = ()
     keep_model: bool = False
-    measures: Mapping[str, Any] | None = field(default=None)
+    measures: Mapping[str, Any] | None = None
     tried: Mapping[str, Any] = field(default_factory=dict)
     tries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -221,16 +200,16 @@ class Cell:
     @property
     def name(self) -> str:
         """Unique, and a path below the output folder."""
-        if self.task == "references":
-            return f"references/{self.policy}"
+        if self.task == REFERENCES:
+            return f"{REFERENCES}/{self.policy}"
         tried = "".join(f"-{value}" for value in self.tried.values())
         return f"{self.task}/{self.policy}-{self.mode}-seed{self.seed}{tried}"
 
     def spec(self) -> dict[str, Any]:
         """All that the result depends on, as JSON holds it."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         # Left out where empty, as in results of before there was tuning.
-        return {k: v for k, v in found.items() if v or k not in ("tried", "tries")}
+        return {k: v for k, v in content.items() if v or k not in ("tried", "tries")}
 
 
 def all_cells(grid: Grid) -> list[Cell]:
@@ -241,40 +220,39 @@ def all_cells(grid: Grid) -> list[Cell]:
             outside the grid, or a task without any method.
     """
     cells = [
-        cell for seed in grid.seeds for task in grid.tasks for cell in _cells(grid, task, seed)
+        cell for seed in grid.seeds for task in grid.tasks for cell in _of_task(grid, task, seed)
     ]
     for task in grid.tasks:
         if not any(cell.task == task.name for cell in cells):
             raise ConfigError("no method of the grid is made for a task", got=task.name)
-    references = {one.name: _reference_cell(one) for one in grid.references}
-    wanted = [name for cell in cells for name in cell.needs if name.startswith("references/")]
+    references = {f"{REFERENCES}/{one.name}": _reference_cell(one) for one in grid.references}
     first: list[Cell] = []
-    for name in dict.fromkeys(wanted):
-        _with_needs(name, references, first, ())
+    for cell in cells:
+        for name in cell.needs:
+            if name.startswith(f"{REFERENCES}/"):
+                _add_with_needs(name, references, first, ())
     needed = {name for cell in cells for name in cell.models}
     needed |= {
         cell.name
         for cell in cells
         if cell.kind == "train" and cell.policy in grid.keep and cell.seed == grid.seeds[0]
     }
-    cells = [replace(cell, keep_model=cell.keep_model or cell.name in needed) for cell in cells]
-    return [*first, *cells]
+    return [*first, *(replace(cell, keep_model=cell.name in needed) for cell in cells)]
 
 
-def _cells(grid: Grid, task: TaskSpec, seed: int) -> Iterator[Cell]:
+def _of_task(grid: Grid, task: Task, seed: int) -> Iterator[Cell]:
     for method in grid.methods:
-        asked = task.policies is None or method.name in task.policies
-        if not asked or method.family not in (_FAMILY[task.command], "both"):
-            continue
-        modes = [mode for mode in method.modes if mode in grid.modes] or method.modes[:1]
-        for mode in modes:
-            yield from _of_method(grid, task, method, mode, seed)
+        takes_part = task.policies is None or method.name in task.policies
+        if takes_part and method.family in (_FAMILY[task.command], "both"):
+            modes = [mode for mode in method.modes if mode in grid.modes] or method.modes[:1]
+            for mode in modes:
+                yield from _of_method(grid, task, method, mode, seed)
 
 
-def _of_method(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> list[Cell]:
+def _of_method(grid: Grid, task: Task, method: Method, mode: str, seed: int) -> list[Cell]:
     """The cell of a method; at the first seed one for each value that it tries."""
     cell = _cell(grid, task, method, mode, seed)
-    if not _tuned(grid, method):
+    if not _is_tuned(grid, method):
         return [cell]
     ((name, values),) = grid.tune.items()
     if seed == grid.seeds[0] and task.tuned_on is None:
@@ -283,36 +261,23 @@ def _of_method(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int)
             for value in values
         ]
     decides = next(one for one in grid.tasks if one.name == (task.tuned_on or task.name))
-    first = _of_method(grid, decides, method, mode, grid.seeds[0])
-    tries = {one.name: one.tried for one in first}
+    tries = {c.name: c.tried for c in _of_method(grid, decides, method, mode, grid.seeds[0])}
     return [replace(cell, tries=tries, needs=(*cell.needs, *tries))]
 
 
-def _tuned(grid: Grid, method: Method) -> bool:
+def _is_tuned(grid: Grid, method: Method) -> bool:
     return method.kind == "train" and bool(grid.tune) and not set(grid.tune) & set(method.options)
 
 
-def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> Cell:
-    model = task.options.get("model_name_or_path")
-    own = {k: _named_after(task, value) for k, value in method.options.items()}
-    options: dict[str, Any] = {**_SHARED, **task.options, **own}
+def _cell(grid: Grid, task: Task, method: Method, mode: str, seed: int) -> Cell:
     needs: list[str] = []
     tries: Mapping[str, Mapping[str, Any]] = {}
     if method.kind == "train":
-        options |= {"seed": seed, "value_seed": seed, "keep_ratio": grid.keep_ratio}
-        options |= {k: v for k, v in method.options.items() if k == "keep_ratio"}
-        if len(method.modes) > 1:
-            options["policy_mode"] = mode
-        # What the task's recipe says of its own policy and estimator gives way to a method's.
-        neutral = unread_options(options, _FAMILY[task.command]) | unread_by_estimator(options)
-        options |= {k: v for k, v in neutral.items() if k in task.options and k not in own}
-        if lacks := lacking_model(method):
-            given = read_policy_options(options.get("policy_options"))
-            second = _second_model(grid, method, task.command)
-            options["policy_options"] = {**given, lacks: second}
+        options = _training_options(grid, task, method, mode, seed)
     else:
-        loading = {name: task.options[name] for name in _LOADING if name in task.options}
-        options = {**loading, **method.options, "model_name_or_path": model}
+        names = (*_LOADING, "model_name_or_path")
+        options = {name: task.options[name] for name in names if name in task.options}
+        options |= method.options
     if method.kind == "merge":
         wanted = method.merges or PLAIN[task.command]
         merged = next((one for one in grid.methods if one.name == wanted), None)
@@ -325,58 +290,75 @@ def _cell(grid: Grid, task: TaskSpec, method: Method, mode: str, seed: int) -> C
         merging = _of_method(grid, task, merged, merged.modes[0], seed)
         needs += [one.name for one in merging]
         tries = {one.name: one.tried for one in merging if one.tried}
-    needs += [f"references/{name}" for name in _mentioned(options)]
+    needs += [f"{REFERENCES}/{name}" for name in _mentioned(options)]
+    assert task.measures is not None, "a task is measured"
     return Cell(
         task.name, method.name, mode, seed, method.kind, task.command, options,
         tuple(dict.fromkeys(needs)), measures=task.measures.spec(), tries=tries,
     )  # fmt: skip
 
 
-def _named_after(task: TaskSpec, value: Any) -> Any:
+def _training_options(
+    grid: Grid, task: Task, method: Method, mode: str, seed: int
+) -> dict[str, Any]:
+    own = {name: _named_after(task, value) for name, value in method.options.items()}
+    options: dict[str, Any] = {**_SHARED, **task.options, **own, "seed": seed, "value_seed": seed}
+    options["keep_ratio"] = method.options.get("keep_ratio", grid.keep_ratio)
+    if len(method.modes) > 1:
+        options["policy_mode"] = mode
+    # What the task's recipe says of its own policy and estimator gives way to a method's.
+    neutral = unread_options(options, _FAMILY[task.command]) | unread_by_estimator(options)
+    options |= {k: v for k, v in neutral.items() if k in task.options and k not in own}
+    if lacks := lacking_model(method):
+        second = _SECOND[task.command]
+        if not any(one.name == second for one in grid.references):
+            raise ConfigError(
+                "a method needs a second model, and the grid trains none",
+                got=method.name,
+                remedy=f"a reference named {second} in the grid's file, or one in the "
+                "method's policy_options, or --policies without it",
+            )
+        own_options = read_policy_options(options.get("policy_options"))
+        options["policy_options"] = {**own_options, lacks: f"@{second}"}
+    return options
+
+
+def _named_after(task: Task, value: Any) -> Any:
     """``{task}`` in a method's option is the task's name: a file, or a reference, of each task."""
     if isinstance(value, Mapping):
-        return {key: _named_after(task, one) for key, one in value.items()}
+        return {key: _named_after(task, part) for key, part in value.items()}
     return value.replace("{task}", task.name) if isinstance(value, str) else value
 
 
-def _second_model(grid: Grid, method: Method, command: str) -> str:
-    name = SECOND[command]
-    if not any(one.name == name for one in grid.references):
-        raise ConfigError(
-            "a method needs a second model, and the grid trains none",
-            got=method.name,
-            remedy=f"a reference named {name} in the grid's file, or one in the "
-            "method's policy_options, or --policies without it",
-        )
-    return f"@{name}"
-
-
-def _reference_cell(reference: Reference) -> Cell:
-    options = {**_SHARED, **ON_ALL, **reference.options}
-    needs = tuple(f"references/{name}" for name in _mentioned(options))
+def _reference_cell(reference: Task) -> Cell:
+    options = {**_SHARED, **reference.options}
+    needs = tuple(f"{REFERENCES}/{name}" for name in _mentioned(options))
+    seed = int(options.setdefault("seed", 0))
     return Cell(
-        "references", reference.name, "native", int(options["seed"]), "train", reference.command,
-        options, needs, keep_model=True,
+        REFERENCES, reference.name, "native", seed, "train", reference.command, options, needs,
+        keep_model=True,
     )  # fmt: skip
 
 
-def _with_needs(
-    name: str, references: Mapping[str, Cell], found: list[Cell], above: Sequence[str]
+def _add_with_needs(
+    name: str, references: Mapping[str, Cell], cells: list[Cell], above: Sequence[str]
 ) -> None:
-    cell = references.get(name.removeprefix("references/"))
-    if cell is None or name in above:
+    """Add a reference behind those that it needs, if it is not there yet."""
+    path = " -> ".join([*above, name])
+    if name not in references:
         raise ConfigError(
-            "there is no such reference" if cell is None else "the references form a cycle",
-            got=" -> ".join([*above, name]),
-            remedy="define it under references in the grid's file"
-            if cell is None
-            else "remove one of these needs",
+            "there is no such reference",
+            got=path,
+            remedy="define it under references in the grid's file",
         )
-    if cell in found:
-        return
-    for need in cell.needs:
-        _with_needs(need, references, found, (*above, name))
-    found.append(cell)
+    if name in above:
+        raise ConfigError(
+            "the references form a cycle", got=path, remedy="remove one of these needs"
+        )
+    if references[name] not in cells:
+        for need in references[name].needs:
+            _add_with_needs(need, references, cells, (*above, name))
+        cells.append(references[name])
 
 
 def _mentioned(value: Any) -> Iterator[str]:
@@ -384,19 +366,19 @@ def _mentioned(value: Any) -> Iterator[str]:
     if isinstance(value, str) and value.startswith("@"):
         yield value[1:]
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _mentioned(one)
+        for part in value.values():
+            yield from _mentioned(part)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _mentioned(one)
+        for part in value:
+            yield from _mentioned(part)
 
 
-def resolved(value: Any, models: Mapping[str, str]) -> Any:
+def resolve_models(value: Any, models: Mapping[str, str]) -> Any:
     """The same with ``@NAME`` replaced by the folder of its model."""
     if isinstance(value, str) and value.startswith("@"):
         return models[value[1:]]
     if isinstance(value, Mapping):
-        return {key: resolved(one, models) for key, one in value.items()}
+        return {key: resolve_models(part, models) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [resolved(one, models) for one in value]
+        return [resolve_models(part, models) for part in value]
     return value
