@@ -1,9 +1,9 @@
-"""Arguments of the trainers as they are handed over in Python: names, rows, model, end token."""
+"""Arguments of the trainers as their caller wrote them: names, model, end token."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from transformers import PreTrainedModel, set_seed
 
 from alphatoken.errors import ConfigError, InputError, refuse_unknown
 from alphatoken.model.transformers import require_head
+from alphatoken.train.datasets import require_trls_dataset
 from alphatoken.train.loading import find_parts, load_for_training, load_or_refuse, text_tokenizer
 from alphatoken.train.model_folder import is_adapter, require_tokenizer_files
 from alphatoken.train.options import RENAMED
 
-__all__ = ["bind_arguments", "load_model_and_tokenizer", "require_rows"]
+__all__ = ["bind_arguments", "load_model_and_tokenizer"]
 
 _RENAMED = {
     "tokenizer": "processing_class",
@@ -71,30 +72,6 @@ def bind_arguments(
     return given
 
 
-def require_rows(rows: Any, name: str) -> None:
-    """Refuse tables and iterators of other libraries, which TRL reads in none of its forms.
-
-    Raises:
-        InputError: names what makes a data set of them.
-    """
-    library = type(rows).__module__.partition(".")[0]
-    made = {
-        "pandas": "datasets.Dataset.from_pandas(rows, preserve_index=False)",
-        "polars": "datasets.Dataset.from_polars(rows)",
-        "pyarrow": "datasets.Dataset(rows)",
-        "numpy": "datasets.Dataset.from_list(rows.tolist())",
-    }.get(library)
-    if made is None and (isinstance(rows, Iterator) or inspect.isfunction(rows)):
-        made = "datasets.Dataset.from_list(list(rows)), or datasets.IterableDataset.from_generator"
-    if made is not None:
-        raise InputError(
-            f"the {name} data set is no set of rows",
-            got=f"{type(rows).__module__}.{type(rows).__qualname__}",
-            why="rows are looked at by their number before training, and again in it",
-            remedy=made,
-        )
-
-
 def _takes_names(base: type[Any]) -> bool:
     """True for TRL's trainers, which load models by name."""
     return "quantization_config" in inspect.signature(base).parameters
@@ -108,7 +85,7 @@ def load_model_and_tokenizer(base: type[Any], given: dict[str, Any]) -> None:
             put; a tokenizer with which nothing can be padded.
     """
     if _takes_names(base):
-        _require_dataset(given["train_dataset"])
+        require_trls_dataset(given["train_dataset"])
     model = given.get("model")
     if isinstance(model, str):
         _load_named(model, given)
@@ -123,18 +100,6 @@ def load_model_and_tokenizer(base: type[Any], given: dict[str, Any]) -> None:
     names = [getattr(args, name, None) for name in ("pad_token", "eos_token")]
     if not any((*names, tokenizer.pad_token, tokenizer.eos_token)):
         raise _without_end(given["model"], tokenizer)
-
-
-def _require_dataset(rows: Any) -> None:
-    """Refuse rows that TRL does not take."""
-    from datasets import Dataset, IterableDataset
-
-    if not isinstance(rows, (Dataset, IterableDataset)):
-        raise InputError(
-            "the training data set is none that TRL reads",
-            got=f"{type(rows).__module__}.{type(rows).__qualname__}",
-            remedy="datasets.Dataset.from_list([dict(row) for row in rows])",
-        )
 
 
 def _load_named(name: str, given: dict[str, Any]) -> None:
