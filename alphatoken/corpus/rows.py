@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, encode_rows
+from alphatoken.data.encode import survey_of
 from alphatoken.data.rows import UNLEARNED, Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row
 from alphatoken.data.split import check_draw, none_left, repeated_in
@@ -204,8 +205,7 @@ def encode_some(
     Raises:
         DataError: none is left; the message says of ``what``.
     """
-    survey = Survey(f"{what} rows")
-    survey.rows = len(rows)
+    survey = survey_of(rows)
     examples, report = encode_rows(rows, tokenizer, how, survey)
     if survey.notes:
         survey.log()

@@ -41,6 +41,7 @@ __all__ = [
     "encode_row",
     "encode_rows",
     "prompt_example",
+    "survey_of",
 ]
 
 NO_RESPONSE = "no response within the length"
@@ -165,7 +166,7 @@ def encode_rows(
     """
     options = options or EncodeOptions()
     report = EncodeReport(rows=len(rows), format=format_name(tokenizer, options))
-    counts = _survey_of(rows) if survey is None else survey
+    counts = survey_of(rows) if survey is None else survey
     examples = []
     for row in rows:
         try:
@@ -196,7 +197,7 @@ def encode_rows(
     return examples, report
 
 
-def _survey_of(rows: Sequence[Row]) -> Survey:
+def survey_of(rows: Sequence[Row]) -> Survey:
     """An empty survey of rows that were read before."""
     survey = Survey(f"rows from {rows[0].place}" if rows else "no rows")
     survey.rows = len(rows)

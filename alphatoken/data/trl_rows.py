@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from alphatoken.data.markers import bare, control_notes, is_filled, verbatim_note
-from alphatoken.data.marks import mark_of
+from alphatoken.data.marks import mark_of, require_learned, require_order
 from alphatoken.data.messages import (
     CHANGING,
     CHATS,
@@ -38,19 +38,11 @@ from alphatoken.data.pairs import WHOLE, pair_of
 from alphatoken.data.pieces import LEFT_OUT
 from alphatoken.data.plain import added_start, common_length
 from alphatoken.data.rows import Row, Turn
-from alphatoken.data.survey import short
+from alphatoken.data.survey import Columns, Survey, short
 from alphatoken.data.template import messages_of
 from alphatoken.errors import DataError, InputError
 
-__all__ = [
-    "in_trls_form",
-    "lost_of_messages",
-    "lost_of_row",
-    "lost_of_texts",
-    "notes_of_row",
-    "other_meaning",
-    "unread_fields",
-]
+__all__ = ["check_row", "in_trls_form", "lost_of_messages", "other_meaning", "require_unmarked"]
 
 _TOOLS = {"tool", "function"}
 """Roles that TRL knows beside those of the commands."""
@@ -159,6 +151,77 @@ def _after_prompt(
 # --- what TRL would lose of a row -----------------------------------------------------------------
 
 
+def check_row(
+    own: Mapping[str, Any],
+    number: int,
+    *,
+    name: str,
+    read: set[str],
+    unread: Sequence[str],
+    beside: Sequence[str],
+    tokenizer: Any,
+    survey: Survey,
+) -> dict[str, Any]:
+    """Refuse a row of which TRL would lose something; its columns in TRL's form otherwise.
+
+    Args:
+        own: the row as the caller wrote it.
+        number: of the row, from 0.
+        name: of its data set, for messages.
+        read: columns that TRL reads.
+        unread: columns that nothing reads.
+        beside: columns that change what a row says, and that TRL does not read.
+        tokenizer: with the chat template that TRL writes with.
+        survey: counts the row.
+
+    Raises:
+        InputError: says what would be lost, or which mark says that it is not to be learned so.
+    """
+    changes = in_trls_form(own, number, name)
+    row = {**own, **changes}
+    if lost := _lost_of_row(row, read, beside, tokenizer):
+        raise other_meaning(lost, row, name, number)
+    lost, notes = _lost_text(row, read, tokenizer)
+    if lost:
+        raise InputError(
+            f"the text of a {name} response would be lost",
+            got=f"row {number}: {lost}",
+            why="TRL trains on what the chat template writes of a message",
+            remedy="a processing_class whose chat template writes it; or texts in place of the "
+            "messages, with the template's markers in them, which TRL takes as they are",
+        )
+    rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
+    if name != "Fisher":  # of which prompts are read
+        require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
+    notes = [*rest.notes, *notes, *_notes(row, read, tokenizer)]
+    survey.add(", ".join(sorted(read)), _unread_fields(own, row, read, tokenizer), notes)
+    return changes
+
+
+def require_unmarked(columns: Columns, name: str, *, document: bool = False) -> None:
+    """Refuse a row whose columns say that it is not to be learned so.
+
+    Args:
+        columns: of the row, that nothing reads.
+        name: of its data set, for messages.
+        document: the row is a plain text.
+
+    Raises:
+        InputError: names the column.
+    """
+    try:
+        require_learned(columns, document=document)
+        require_order(columns)
+    except DataError as error:
+        raise InputError(
+            f"a {name} row is not to be learned so: {error.what}",
+            got=error.got,
+            why=error.why,
+            remedy="drop such rows (dataset.filter), or the column, where it says something else "
+            "(dataset.remove_columns)",
+        ) from None
+
+
 def other_meaning(lost: str, row: Mapping[str, Any], name: str, number: int) -> InputError:
     """The error about a row of which TRL would lose something."""
     tokens = (
@@ -173,17 +236,10 @@ def other_meaning(lost: str, row: Mapping[str, Any], name: str, number: int) -> 
     )
 
 
-def lost_of_row(
+def _lost_of_row(
     row: Mapping[str, Any], read: set[str], beside: Sequence[str], tokenizer: Any
 ) -> str:
-    """Content of a row that TRL would ignore, or its chat template not write; or "".
-
-    Args:
-        row: in TRL's form.
-        read: columns that TRL reads.
-        beside: columns that change what a row says, and that TRL does not read.
-        tokenizer: with the chat template that TRL writes with.
-    """
+    """Content of a row that TRL would ignore, or its chat template not write; or ""."""
     for column in sorted(read):
         if row.get(column) is None:
             return f"{column!r} is null"
@@ -291,22 +347,14 @@ def _text_of_chat(
 # --- texts ----------------------------------------------------------------------------------------
 
 
-def lost_of_texts(
+def _lost_text(
     row: Mapping[str, Any], read: Collection[str], tokenizer: Any
 ) -> tuple[str, list[str]]:
-    """Find text of a row that the chat template does not write.
+    """Text or thought of a response that the chat template does not write, or ""; and a note.
 
     Of a response TRL learns every turn, whatever its role (``completion_mask`` is 1 from end to
-    end); of a whole chat the assistant's turns are the responses.
-
-    Args:
-        row: in TRL's form.
-        read: columns that TRL reads.
-        tokenizer: with the chat template that TRL writes with.
-
-    Returns:
-        Text or thought of a response that is lost, or ""; and a note where something beside the
-        responses is left out, as a command's.
+    end); of a whole chat the assistant's turns are the responses. What is left out beside them is
+    noted.
     """
     notes = list[str]()
     for column, before, chat in chats_of({name: row[name] for name in read}):
@@ -327,17 +375,10 @@ def lost_of_texts(
     return "", notes
 
 
-def unread_fields(
+def _unread_fields(
     own: Mapping[str, Any], row: Mapping[str, Any], read: Collection[str], tokenizer: Any
 ) -> Iterator[str]:
-    """Fields of messages and of text parts that nothing reads, each with its column.
-
-    Args:
-        own: the row as the caller wrote it, whose contents may have parts.
-        row: the same in TRL's form.
-        read: columns that TRL reads.
-        tokenizer: with the chat template, which may name a field.
-    """
+    """Fields of messages and of text parts that no template names, each with its column."""
     for column in [name for name in TRL_CHATS if name in read]:
         for message in _messages_of({column: own[column]}):
             content = content_of(message)
@@ -352,14 +393,8 @@ def unread_fields(
                 yield f"{column}.{field}"
 
 
-def notes_of_row(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> Iterator[str]:
-    """Notes about the texts of a row: control tokens in them, doubled ones, turns of the user.
-
-    Args:
-        row: in TRL's form.
-        read: columns that TRL reads.
-        tokenizer: of the model.
-    """
+def _notes(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> Iterator[str]:
+    """Notes on the texts of a row: control tokens in them, doubled ones, turns of the user."""
     columns = {name: row[name] for name in read}
     if _learns_questions(columns):
         yield WHOLE

@@ -1,4 +1,4 @@
-"""Data sets for training, in whatever they are held: checked, and rows that teach nothing left out.
+"""Data sets for training, of whatever library: checked, and rows that teach nothing left out.
 
 TRL trains on whatever its preparation leaves over: an empty response, a pair with two equal
 responses or a prompt that fills the whole length cost a place in a batch and teach nothing, or are

@@ -18,19 +18,11 @@ from itertools import islice
 from typing import Any
 
 from alphatoken.data import Survey
-from alphatoken.data.marks import require_learned, require_order
 from alphatoken.data.messages import CHANGING, CHATS, PROMPTS, RESPONSES, answer_text
 from alphatoken.data.pairs import pair_problem
-from alphatoken.data.survey import Columns
-from alphatoken.data.trl_rows import (
-    in_trls_form,
-    lost_of_row,
-    lost_of_texts,
-    notes_of_row,
-    other_meaning,
-    unread_fields,
-)
-from alphatoken.errors import DataError, InputError
+from alphatoken.data.token_rows import check_tokens, has_labels
+from alphatoken.data.trl_rows import check_row, in_trls_form
+from alphatoken.errors import InputError
 from alphatoken.train.datasets import as_dataset, columns_of, plain_rows, without_rows
 from alphatoken.train.loading import (
     find_parts,
@@ -39,7 +31,6 @@ from alphatoken.train.loading import (
     rows_tokenizer,
     text_tokenizer,
 )
-from alphatoken.train.token_rows import has_labels, lost_of_tokens, notes_of_tokens
 
 __all__ = ["form_of", "read_pairs", "read_rows", "require_tokens", "tokenizer_of"]
 
@@ -164,7 +155,7 @@ def require_tokens(
         return _looked_at(dataset, name, arguments, None, _survey_of(rows, name), problem)
     unread = sorted(columns_of(rows, name) - {*read, "attention_mask"})
     survey = _survey_of(rows, name, unread)
-    check = partial(_check_tokens, name=name, read=read, unread=unread, survey=survey)
+    check = partial(check_tokens, name=name, read=read, unread=unread, survey=survey)
     return _looked_at(dataset, name, arguments, check, survey, problem)
 
 
@@ -188,15 +179,10 @@ def _looked_at(
     survey: Survey,
     problem: Problem | None,
 ) -> Any:
-    """The data set in TRL's form, without rows that cannot be trained on; the survey is logged.
+    """The data set in TRL's form, without rows that cannot be trained on; logs the survey.
 
-    Args:
-        dataset: of rows; a Fisher's may have empty responses, which are not read.
-        name: of it.
-        arguments: of the trainer.
-        check: refuses a row, or gives its columns in TRL's form; of a stream as it is read, too.
-        survey: counts the rows; ``check`` fills it.
-        problem: looked for in each row, except in those of a stream.
+    ``check`` refuses a row, or gives its columns in TRL's form; of a stream as it is read, too. A
+    ``problem`` is looked for in each row but a Fisher's, whose responses are not read.
     """
     rows, args = plain_rows(dataset), arguments["args"]
     whole = hasattr(rows, "__len__")
@@ -229,21 +215,6 @@ def _reads_no_more(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("data_collator") is None and bool(arguments["args"].remove_unused_columns)
 
 
-def _require_unmarked(columns: Columns, name: str, *, document: bool = False) -> None:
-    """Refuse a row whose columns say that it is not to be learned so."""
-    try:
-        require_learned(columns, document=document)
-        require_order(columns)
-    except DataError as error:
-        raise InputError(
-            f"a {name} row is not to be learned so: {error.what}",
-            got=error.got,
-            why=error.why,
-            remedy="drop such rows (dataset.filter), or the column, where it says something else "
-            "(dataset.remove_columns)",
-        ) from None
-
-
 # --- texts and messages ---------------------------------------------------------------------------
 
 
@@ -255,22 +226,13 @@ def _texts(
     arguments: Mapping[str, Any],
     problem: Problem,
 ) -> Any:
-    """The data set of texts or messages, checked; what nothing reads is named.
-
-    Args:
-        dataset: of rows.
-        name: of it.
-        read: columns that TRL reads.
-        other: columns that change what a row says, and that TRL does not read.
-        arguments: of the trainer.
-        problem: looked for in each row, except in those of a stream.
-    """
+    """The data set of texts or messages, checked; ``other`` columns change what a row says."""
     rows = plain_rows(dataset)
     columns = columns_of(rows, name)
     unread = sorted(columns - read - _TRLS) if _reads_no_more(arguments) else []
     survey = _survey_of(rows, name, unread)
     check = partial(
-        _check_texts,
+        check_row,
         name=name,
         read=read,
         unread=unread,
@@ -281,62 +243,18 @@ def _texts(
     return _looked_at(dataset, name, arguments, check, survey, problem)
 
 
-def _check_texts(
-    own: Mapping[str, Any],
-    number: int,
-    *,
-    name: str,
-    read: set[str],
-    unread: Sequence[str],
-    beside: Sequence[str],
-    tokenizer: Any,
-    survey: Survey,
-) -> dict[str, Any]:
-    """Columns of a row in TRL's form, where it has another one; refuses what TRL would lose.
-
-    Args:
-        own: the row as the caller wrote it.
-        number: of the row, from 0.
-        name: of the data set.
-        read: columns that TRL reads.
-        unread: columns that nothing reads.
-        beside: those that change what a row says.
-        tokenizer: with the chat template that TRL writes with.
-        survey: counts the row.
-    """
-    changes = in_trls_form(own, number, name)
-    row = {**own, **changes}
-    if lost := lost_of_row(row, read, beside, tokenizer):
-        raise other_meaning(lost, row, name, number)
-    lost, notes = lost_of_texts(row, read, tokenizer)
-    if lost:
-        raise InputError(
-            f"the text of a {name} response would be lost",
-            got=f"row {number}: {lost}",
-            why="TRL trains on what the chat template writes of a message",
-            remedy="a processing_class whose chat template writes it; or texts in place of the "
-            "messages, with the template's markers in them, which TRL takes as they are",
-        )
-    rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
-    if name != "Fisher":  # of which prompts are read
-        _require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
-    notes = [*rest.notes, *notes, *notes_of_row(row, read, tokenizer)]
-    survey.add(", ".join(sorted(read)), unread_fields(own, row, read, tokenizer), notes)
-    return changes
-
-
 def _with_trls_template(args: Any, tokenizer: Any) -> Any:
     """The tokenizer as TRL writes with it: where it marks the answers, by another template."""
     tokenizer = rows_tokenizer(args, tokenizer)
-    template = str(getattr(tokenizer, "chat_template", None))
-    if getattr(args, "assistant_only_loss", False) and not re.search(
-        r"{%-?\s*generation", template
-    ):
+    template = getattr(tokenizer, "chat_template", None)
+    marks = re.search(r"{%-?\s*generation", str(template))
+    if getattr(args, "assistant_only_loss", False) and marks is None:
         from trl import get_training_chat_template
 
         with suppress(ValueError):  # raised where TRL makes the rows
+            template = get_training_chat_template(tokenizer) or template
             tokenizer = deepcopy(tokenizer)
-            tokenizer.chat_template = get_training_chat_template(tokenizer)
+            tokenizer.chat_template = template
     return tokenizer
 
 
@@ -360,36 +278,6 @@ def _tokens(dataset: Any, name: str, arguments: Mapping[str, Any]) -> Any:
         return None if has_labels(row, read) else "the response is empty"
 
     return require_tokens(dataset, name, read, arguments, problem)
-
-
-def _check_tokens(
-    row: Mapping[str, Any],
-    number: int,
-    *,
-    name: str,
-    read: Collection[str],
-    unread: Sequence[str],
-    survey: Survey,
-) -> dict[str, Any]:
-    """Refuse a tokenised row of which something would be lost; nothing of it is to be changed.
-
-    Arguments are those of :func:`_check_texts`.
-    """
-    if lost := lost_of_tokens(row, read):
-        raise InputError(
-            f"a {name} row would be learned otherwise than it says",
-            got=f"row {number}: {lost}",
-            why="given labels are taken as they are, and positions count from 0",
-            remedy="write -100 into 'labels' where nothing is to be learned; give one document "
-            "a row, without padding; drop columns that say something else",
-        )
-    of_row = {column: row.get(column) for column in unread}
-    of_row = {column: value for column, value in of_row.items() if not isinstance(value, list)}
-    rest = Columns(of_row, f"row {number}")
-    if name != "Fisher":
-        _require_unmarked(rest, name)
-    survey.add(", ".join(sorted(read)), notes=[*rest.notes, *notes_of_tokens(row, read)])
-    return {}
 
 
 def _completions_only(arguments: Mapping[str, Any]) -> bool:

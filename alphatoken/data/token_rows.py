@@ -10,13 +10,46 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from alphatoken.data.survey import Columns, Survey
+from alphatoken.data.trl_rows import require_unmarked
+from alphatoken.errors import InputError
 from alphatoken.model.batch import IGNORE, weighs_tokens
 
-__all__ = ["has_labels", "lost_of_tokens", "notes_of_tokens"]
+__all__ = ["check_tokens", "has_labels", "lost_of_tokens"]
 
 _MASKS = ("completion_mask", "assistant_masks")
 """Columns that TRL makes labels of where a row has none; beside labels they say nothing."""
 _BY_TOKEN = ("labels", "attention_mask", "position_ids", "token_type_ids", *_MASKS)
+
+
+def check_tokens(
+    row: Mapping[str, Any],
+    number: int,
+    *,
+    name: str,
+    read: Collection[str],
+    unread: Sequence[str],
+    survey: Survey,
+) -> dict[str, Any]:
+    """Refuse a tokenised row of which something would be lost; nothing of it is to be changed.
+
+    Arguments and errors are those of :func:`alphatoken.data.trl_rows.check_row`.
+    """
+    if lost := lost_of_tokens(row, read):
+        raise InputError(
+            f"a {name} row would be learned otherwise than it says",
+            got=f"row {number}: {lost}",
+            why="given labels are taken as they are, and positions count from 0",
+            remedy="write -100 into 'labels' where nothing is to be learned; give one document "
+            "a row, without padding; drop columns that say something else",
+        )
+    of_row = {column: row.get(column) for column in unread}
+    of_row = {column: value for column, value in of_row.items() if not isinstance(value, list)}
+    rest = Columns(of_row, f"row {number}")
+    if name != "Fisher":
+        require_unmarked(rest, name)
+    survey.add(", ".join(sorted(read)), notes=[*rest.notes, *_notes(row, read)])
+    return {}
 
 
 def lost_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
@@ -62,7 +95,7 @@ def _usual(documents: Sequence[int]) -> list[int]:
     return [position for length in documents for position in range(length)]
 
 
-def notes_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
+def _notes(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """Note about a tokenised row: labels that are other tokens than those they stand at."""
     pairs = zip(_labels(row, read), row["input_ids"], strict=True)
     if all(label in (IGNORE, token) for label, token in pairs):
