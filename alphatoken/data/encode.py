@@ -11,7 +11,7 @@ Whatever wrote the text, the text of each response must be found in what is lear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -135,12 +135,8 @@ class EncodeReport:
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
         self.format = self.format or other.format
-        self.note(other.notes)
         self.first_skipped = [*self.first_skipped, *other.first_skipped][:10]
-
-    def note(self, notes: Mapping[str, int]) -> None:
-        """Count notes of further rows."""
-        for note, count in notes.items():
+        for note, count in other.notes.items():
             self.notes[note] = self.notes.get(note, 0) + count
 
 
@@ -177,8 +173,9 @@ def encode_rows(
             report.add(EncodeReport(skipped_bad=1, first_skipped=[f"{row.place}: {error}"]))
             counts.leave_out(error.what, row.place)
             continue
-        report.note(dict.fromkeys(whole.notes, 1))
-        counts.notes.update(dict.fromkeys(whole.notes, 1))
+        notes = dict.fromkeys(whole.notes, 1)
+        report.add(EncodeReport(notes=notes))
+        counts.notes.update(notes)
         example = _cut(whole, options.max_length)
         if example.response_tokens:
             examples.append(example)

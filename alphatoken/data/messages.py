@@ -7,12 +7,14 @@ text, or a list of parts, of which those of type ``text`` are text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, TypeGuard
 
 __all__ = [
     "answer_text",
     "are_messages",
     "chats_of",
+    "common_length",
     "content_of",
     "content_parts",
     "is_answer",
@@ -144,21 +146,29 @@ def with_standard_names(message: Mapping[str, Any]) -> dict[str, Any]:
     return standard
 
 
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of first items in which two sequences agree."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def chats_of(
     row: Mapping[str, Any],
 ) -> Iterator[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]]:
     """Conversations of a row as TRL hands them to the chat template.
 
+    Two conversations without a prompt begin with it.
+
     Returns:
         The column of each, the messages of the prompt before it, and its own.
     """
-    prompt = row.get("prompt")
-    for column in TRL_CHATS[1:]:
-        chat = row.get(column)
-        if are_messages(chat):
-            before = prompt if column in TRL_RESPONSES and are_messages(prompt) else []
-            yield (
-                column,
-                [with_standard_names(message) for message in before],
-                [with_standard_names(message) for message in chat],
-            )
+    chats = {column: chat for column in TRL_CHATS if are_messages(chat := row.get(column))}
+    prompt = chats.pop("prompt", [])
+    shared = 0
+    if row.get("prompt") is None and {"chosen", "rejected"} <= chats.keys():
+        shared = common_length(chats["chosen"], chats["rejected"])
+    for column, messages in chats.items():
+        before, chat = prompt if column in TRL_RESPONSES else [], messages
+        if column in ("chosen", "rejected"):
+            before, chat = [*before, *messages[:shared]], messages[shared:]
+        yield column, list(map(with_standard_names, before)), list(map(with_standard_names, chat))

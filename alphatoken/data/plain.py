@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
+from alphatoken.data.messages import common_length
 from alphatoken.data.rows import Turn
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "PLAIN_FORMAT",
     "added_start",
     "bare_ids",
-    "common_length",
     "open_text",
     "text_pieces",
     "whole_text",
@@ -68,12 +67,6 @@ def whole_text(
         stop = len(ids) if last else border(index + 1)
         labels[start:stop] = ids[start:stop]
     return ids, labels
-
-
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of first items in which two sequences agree."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _tokens(text: str, tokenizer: Any) -> list[int]:

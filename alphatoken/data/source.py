@@ -116,11 +116,8 @@ def usable_rows(
 ) -> list[T]:
     """The rows that ``make`` makes of records, without those that are left out; logs the survey.
 
-    Args:
-        records: of a source.
-        make: gives a row, as for :func:`each_row`; None where it has left one out itself.
-        survey: counts the rows, and those that are left out.
-        on_bad_rows: "skip" leaves out records that are no row; "error" stops at the first.
+    Other arguments are those of :func:`each_row`; ``make`` gives None where it has left a row out
+    itself, and told the survey.
 
     Raises:
         DataError: as of :func:`each_row`; the first record's, where none is a row.
@@ -451,11 +448,7 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
     try:
         line = raw.removeprefix(_BOM).decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        return DataError(
-            "the data file is not UTF-8",
-            got=f"{place}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
-            remedy="convert the file: iconv -f ENCODING -t UTF-8 FILE > NEW",
-        )
+        return _not_utf8(place, error, f" at column {error.start + 1}")
     try:
         record = _object(line)
     except json.JSONDecodeError as error:
@@ -473,6 +466,14 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
             remedy='write {"prompt": ..., "response": ...} on each line',
         )
     return record
+
+
+def _not_utf8(place: str, error: UnicodeDecodeError, column: str = "") -> DataError:
+    return DataError(
+        "the data file is not UTF-8",
+        got=f"{place}: byte 0x{error.object[error.start]:02x}{column}",
+        remedy="convert the file: iconv -f ENCODING -t UTF-8 FILE > NEW",
+    )
 
 
 def _object(line: str) -> Any:
@@ -515,11 +516,7 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
                     )
                 yield table.line_num, record
         except UnicodeDecodeError as error:
-            raise DataError(
-                "the data file is not UTF-8",
-                got=f"{path.name}: byte 0x{error.object[error.start]:02x}",
-                remedy="convert the file: iconv -f ENCODING -t UTF-8 FILE > NEW",
-            ) from None
+            raise _not_utf8(path.name, error) from None
         except csv.Error as error:
             raise DataError(
                 "the table cannot be read",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from alphatoken.data.markers import find_markers, in_tags
-from alphatoken.data.messages import THOUGHTS
-from alphatoken.data.plain import IGNORE, common_length
+from alphatoken.data.messages import THOUGHTS, common_length
+from alphatoken.data.plain import IGNORE
 from alphatoken.data.rows import Row, Turn
 from alphatoken.errors import DataError
 

@@ -26,7 +26,6 @@ from alphatoken.data.messages import (
     are_messages,
     chats_of,
     content_of,
-    content_parts,
     is_answer,
     is_prompt,
     part_text,
@@ -36,7 +35,7 @@ from alphatoken.data.messages import (
 )
 from alphatoken.data.pairs import WHOLE, pair_of
 from alphatoken.data.pieces import LEFT_OUT
-from alphatoken.data.plain import added_start, common_length
+from alphatoken.data.plain import added_start
 from alphatoken.data.rows import Row, Turn
 from alphatoken.data.survey import Columns, Survey, short
 from alphatoken.data.template import messages_of
@@ -74,7 +73,7 @@ def in_trls_form(row: Mapping[str, Any], number: int, name: str) -> dict[str, An
         messages = list(map(_trl_message, value))
         if column == "conversations":  # which TRL reads by these names alone
             names = {standard: other for other, standard in SHAREGPT.items()}
-            messages = [{names.get(k, k): v for k, v in one.items()} for one in messages]
+            messages = [{names.get(k, k): v for k, v in own.items()} for own in messages]
         if messages != value:
             changes[column] = messages
     row = {**row, **changes}
@@ -181,7 +180,8 @@ def check_row(
     row = {**own, **changes}
     if lost := _lost_of_row(row, read, beside, tokenizer):
         raise other_meaning(lost, row, name, number)
-    lost, notes = _lost_text(row, read, tokenizer)
+    texts = {column: row[column] for column in read}
+    lost, notes = _lost_text(texts, row, tokenizer)
     if lost:
         raise InputError(
             f"the text of a {name} response would be lost",
@@ -193,21 +193,17 @@ def check_row(
     rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
     if name != "Fisher":  # of which prompts are read
         require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
-    notes = [*rest.notes, *notes, *_notes(row, read, tokenizer)]
-    survey.add(", ".join(sorted(read)), _unread_fields(own, row, read, tokenizer), notes)
+    fields = [*_fields_of_parts({column: own[column] for column in read})]
+    fields += _fields_unnamed(texts, tokenizer)
+    survey.add(", ".join(sorted(read)), fields, [*rest.notes, *notes, *_notes(texts, tokenizer)])
     return changes
 
 
 def require_unmarked(columns: Columns, name: str, *, document: bool = False) -> None:
-    """Refuse a row whose columns say that it is not to be learned so.
-
-    Args:
-        columns: of the row, that nothing reads.
-        name: of its data set, for messages.
-        document: the row is a plain text.
+    """Refuse a row whose unread columns say that it is not to be learned so.
 
     Raises:
-        InputError: names the column.
+        InputError: names the column; ``require_learned`` says what speaks against a row.
     """
     try:
         require_learned(columns, document=document)
@@ -248,16 +244,16 @@ def _lost_of_row(
     for column in beside:
         if row.get(column):
             return f"column {column!r}"
-    if lost := lost_of_messages({k: row[k] for k in row if k in {*read, "image", "images"}}):
+    texts = {column: row[column] for column in read}
+    if lost := lost_of_messages({**texts, **{k: row[k] for k in ("image", "images") if k in row}}):
         return lost
     completion = row.get("completion")
     if are_messages(completion) and completion and is_prompt(completion[0]):
         return "a completion that begins with another turn than the assistant's"
-    messages = list(_messages_of({column: row[column] for column in read}))
-    roles = {str(message.get("role") or message.get("from")) for message in messages}
-    if read & {*CHATS} and not roles <= {*ROLES, *_TOOLS} and not any(map(is_answer, messages)):
+    roles = set(map(role_of, _messages_of(texts)))
+    if read & {*CHATS} and not roles <= {*ROLES.values(), *_TOOLS} and "assistant" not in roles:
         return f"roles {', '.join(sorted(roles))}, of which none is the assistant"
-    return _lost_field(row, read, tokenizer) or _lost_column(row, read, tokenizer)
+    return _lost_field(texts, tokenizer) or _lost_column(row, texts, tokenizer)
 
 
 def lost_of_messages(row: Mapping[str, Any]) -> str:
@@ -278,23 +274,23 @@ def _messages_of(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     return chain.from_iterable(value for value in columns if are_messages(value))
 
 
-def _lost_field(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> str:
+def _lost_field(texts: Mapping[str, Any], tokenizer: Any) -> str:
     """Field that changes the conversation and that the chat template does not write; or ""."""
-    for _, chat, fields in _fields_beside(row, read):
-        thoughts, changing = fields & {*THOUGHTS}, fields & ({*CHANGING} - {*THOUGHTS})
+    for _, chat, fields in _fields_beside(texts):
+        thoughts = fields & {*THOUGHTS}
         if thoughts and not _writes(chat, thoughts, tokenizer):
             return "a thought, which the chat template does not write"
-        for field in sorted(changing):
+        for field in sorted((fields & {*CHANGING}) - thoughts):
             if not _writes(chat, {field}, tokenizer):
                 return f"{field!r} of a message, which the chat template does not write"
     return ""
 
 
 def _fields_beside(
-    row: Mapping[str, Any], read: Collection[str]
+    texts: Mapping[str, Any],
 ) -> Iterator[tuple[str, list[dict[str, Any]], set[str]]]:
     """Column, conversation and fields of its messages that say more than role and content."""
-    for column, before, messages in chats_of({name: row[name] for name in read}):
+    for column, before, messages in chats_of(texts):
         chat = [*before, *messages]
         fields = {k for one in chat for k, v in one.items() if v not in (None, "", [], {})}
         yield column, chat, fields - {"role", "content"}
@@ -307,7 +303,7 @@ def _writes(chat: Sequence[Mapping[str, Any]], fields: Collection[str], tokenize
     return text is None or other is None or text != other
 
 
-def _lost_column(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> str:
+def _lost_column(row: Mapping[str, Any], texts: Mapping[str, Any], tokenizer: Any) -> str:
     """Column for the chat template that it makes nothing of; or ""."""
     source = str(getattr(tokenizer, "chat_template", None) or "")
     for column in ("tools", "chat_template_kwargs"):
@@ -319,9 +315,9 @@ def _lost_column(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) 
             if not names or any(_is_named(name, source) for name in names):
                 continue
         without = {**row, column: None}
-        chats = [[*before, *chat] for _, before, chat in chats_of({c: row[c] for c in read})]
-        texts = ({_text_of_chat(chat, r, tokenizer) for r in (row, without)} for chat in chats)
-        if all(len(pair) == 1 and None not in pair for pair in texts):
+        chats = [[*before, *chat] for _, before, chat in chats_of(texts)]
+        pairs = ({_text_of_chat(chat, r, tokenizer) for r in (row, without)} for chat in chats)
+        if all(len(pair) == 1 and None not in pair for pair in pairs):
             return f"column {column!r}, which the chat template does not write"
     return ""
 
@@ -348,7 +344,7 @@ def _text_of_chat(
 
 
 def _lost_text(
-    row: Mapping[str, Any], read: Collection[str], tokenizer: Any
+    texts: Mapping[str, Any], row: Mapping[str, Any], tokenizer: Any
 ) -> tuple[str, list[str]]:
     """Text or thought of a response that the chat template does not write, or ""; and a note.
 
@@ -357,7 +353,7 @@ def _lost_text(
     noted.
     """
     notes = list[str]()
-    for column, before, chat in chats_of({name: row[name] for name in read}):
+    for column, before, chat in chats_of(texts):
         text = _text_of_chat([*before, *chat], row, tokenizer)
         if text is None:
             continue
@@ -375,28 +371,29 @@ def _lost_text(
     return "", notes
 
 
-def _unread_fields(
-    own: Mapping[str, Any], row: Mapping[str, Any], read: Collection[str], tokenizer: Any
-) -> Iterator[str]:
-    """Fields of messages and of text parts that no template names, each with its column."""
-    for column in [name for name in TRL_CHATS if name in read]:
-        for message in _messages_of({column: own[column]}):
+def _fields_of_parts(own: Mapping[str, Any]) -> Iterator[str]:
+    """Fields that text parts of contents have beside their text, each with its column."""
+    for column in TRL_CHATS:
+        for message in _messages_of({column: own.get(column)}):
             content = content_of(message)
-            parts = content_parts(content) if isinstance(content, list) else ()
-            for part in filter(_is_plain_text, parts):
+            for part in filter(_is_plain_text, content if isinstance(content, list) else ()):
                 more = {k for k, v in part.items() if v is not None} - {"type", "text"}
                 yield from (f"{column}.content.{field}" for field in sorted(more))
+
+
+def _fields_unnamed(texts: Mapping[str, Any], tokenizer: Any) -> Iterator[str]:
+    """Fields of messages that the chat template does not name, each with its column."""
     template = str(getattr(tokenizer, "chat_template", ""))
-    for column, _, fields in _fields_beside(row, read):
+    for column, _, fields in _fields_beside(texts):
         for field in sorted(fields - {*CHANGING}):
             if not _is_named(field, template):
                 yield f"{column}.{field}"
 
 
-def _notes(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> Iterator[str]:
+def _notes(columns: Mapping[str, Any], tokenizer: Any) -> Iterator[str]:
     """Notes on the texts of a row: control tokens in them, doubled ones, turns of the user."""
-    columns = {name: row[name] for name in read}
-    if _learns_questions(columns):
+    responses_of = (chat for column, _, chat in chats_of(columns) if column in TRL_RESPONSES)
+    if any(map(is_prompt, chain.from_iterable(responses_of))):
         yield WHOLE
     texts = {name: value for name, value in columns.items() if isinstance(value, str)}
     responses = [text for name, text in texts.items() if name != "prompt"]
@@ -416,14 +413,3 @@ def _notes(row: Mapping[str, Any], read: Collection[str], tokenizer: Any) -> Ite
     end = getattr(tokenizer, "eos_token", None) or ""
     if end and any(text.rstrip().endswith(end) and not text.endswith(end) for text in responses):
         yield f"a response ends with {end} and white space, and TRL puts another one behind it"
-
-
-def _learns_questions(row: Mapping[str, Any]) -> bool:
-    """True if a response holds a turn of the user, which TRL learns as it learns the rest.
-
-    Two conversations without a prompt begin with it, and it is no part of the responses.
-    """
-    responses = [row[column] for column in TRL_RESPONSES if are_messages(row.get(column))]
-    if row.get("prompt") is None and len(responses) > 1:
-        responses = [one[common_length(*responses) :] for one in responses]
-    return any(map(is_prompt, chain.from_iterable(responses)))

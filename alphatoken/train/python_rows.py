@@ -102,12 +102,7 @@ def read_pairs(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     """Pairs for ``DPOTrainer``, of which TRL loses nothing, without those that teach nothing.
 
     A prompt by another name would not be refused by TRL: it would look for a common beginning of
-    the two responses instead.
-
-    Args:
-        rows: as the caller handed them over.
-        name: of them, for messages.
-        arguments: of the trainer.
+    the two responses instead. Arguments are those of :func:`read_rows`.
 
     Raises:
         InputError: no rows; a needed column is missing; TRL would read a pair otherwise than it is

@@ -265,6 +265,22 @@ def test_trl_learns_all_of_a_response_whatever_its_roles(
     assert "in 1 of 1 rows text of turns that are not learned is left out" in caplog.text
 
 
+def test_the_common_beginning_of_a_pair_is_no_response(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a template drops of it is noted, as of a prompt in a column of its own."""
+    logging.getLogger("alphatoken.data").propagate = True
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT.replace("in messages", "in messages if m.role != 'system'")
+    head = [_said("system", "be brief"), _said("user", "1+1")]
+    sides = {"chosen": [*head, _said("assistant", "2")], "rejected": [*head, _said("user", "3")]}
+    more = {"processing_class": tokenizer, "ref_model": tiny.model(), "policy": "random"}
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        tiny.dpo(tmp_path, train_dataset=[sides], **more)
+    assert "in 1 of 1 rows a response has turns of the user" in caplog.text
+    assert "in 1 of 1 rows text of turns that are not learned is left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("message", "answer", "prompt"),
     [
