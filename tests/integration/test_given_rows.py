@@ -273,7 +273,8 @@ def test_the_common_beginning_of_a_pair_is_no_response(
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = CHAT.replace("in messages", "in messages if m.role != 'system'")
     head = [_said("system", "be brief"), _said("user", "1+1")]
-    sides = {"chosen": [*head, _said("assistant", "2")], "rejected": [*head, _said("user", "3")]}
+    longer = [_said("assistant", "3"), _said("user", "sure"), ANSWER]
+    sides = {"chosen": [*head, ANSWER], "rejected": [*head, *longer]}
     more = {"processing_class": tokenizer, "ref_model": tiny.model(), "policy": "random"}
     with caplog.at_level("WARNING", logger="alphatoken.data"):
         tiny.dpo(tmp_path, train_dataset=[sides], **more)
