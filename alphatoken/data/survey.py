@@ -10,7 +10,7 @@ from typing import Any
 
 from alphatoken.errors import DataError
 
-__all__ = ["Columns", "Survey", "short"]
+__all__ = ["Columns", "Survey", "first_few", "short"]
 
 _log = logging.getLogger("alphatoken.data")
 _FORMS = 4
@@ -200,10 +200,10 @@ line (line 2)
     def _about_files(self) -> Iterator[str]:
         """Files of a folder: those that are read, and those that are not, by reason."""
         if self._files:
-            yield f"files read: {_first_few(self._files)}"
+            yield f"files read: {first_few(self._files, _FILES)}"
         for reason in dict.fromkeys(why for _, why in self._unread_files):
             names = [name for name, why in self._unread_files if why == reason]
-            yield f"files not read, {reason}: {_first_few(names)}"
+            yield f"files not read, {reason}: {first_few(names, _FILES)}"
 
     def log(self) -> None:
         """Log the line: as a warning where something was not read or is noted, else to inform."""
@@ -212,10 +212,10 @@ line (line 2)
             _log.log(logging.WARNING if lost else logging.INFO, "%s", self)
 
 
-def _first_few(names: Sequence[str]) -> str:
-    """Names, of which the first few stand for many."""
-    more = len(names) - _FILES
-    return ", ".join(names[:_FILES]) + (f" and {more} more" if more > 0 else "")
+def first_few(names: Sequence[str], count: int) -> str:
+    """The first ``count`` names, and how many more there are; for a message."""
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")
 
 
 def short(text: str, length: int = 80) -> str:
