@@ -111,7 +111,7 @@ class Columns:
 
 
 class Survey:
-    """How the rows of one source were read, and how many were left out for which reason.
+    """Counts of the rows of one source: how they were read, and left out for which reason.
 
     Every reader of rows counts here what becomes of them, and every sentence about rows that were
     left out is written here. ``str`` gives one line:

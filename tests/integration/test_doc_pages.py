@@ -73,13 +73,20 @@ def test_pairs_of_the_page_are_one_pair_in_three_forms() -> None:
 
 
 def test_every_known_field_is_named() -> None:
-    from alphatoken.data import marks, pairs, rows
+    from alphatoken.data import marks, messages, pairs
 
     page = (DOCS / "data-formats.md").read_text(encoding="utf-8")
-    known = (*rows.PROMPTS, *rows.RESPONSES, *rows.CHATS, *pairs.CHOSEN, *pairs.REJECTED)
-    known = (*known, *rows._ADDED, *rows.SYSTEMS, *rows.THOUGHTS, *marks._TRAINED, *marks._MASKED)
+    known = (
+        *messages.PROMPTS,
+        *messages.RESPONSES,
+        *messages.CHATS,
+        *pairs.CHOSEN,
+        *pairs.REJECTED,
+    )
+    known = (*known, *messages.ADDED, *messages.SYSTEMS, *messages.THOUGHTS)
+    known = (*known, *marks._TRAINED, *marks._MASKED)
     known = (*known, *marks._WEIGHTS, *marks._USED, *marks._RIGHT, *marks._WRONG, *marks._REWARDS)
-    for name in (*known, *rows.ROLES):
+    for name in (*known, *messages.ROLES):
         assert f"`{name}`" in page or f'"{name}"' in page or f"the {name}" in page, name
 
 
