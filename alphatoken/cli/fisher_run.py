@@ -18,7 +18,7 @@ from alphatoken.corpus.folder import check_output_file, require_writable
 from alphatoken.corpus.notes import about_encoding
 from alphatoken.corpus.rows import encode_some
 from alphatoken.data import EncodeOptions, Row, collate, leak_keys
-from alphatoken.data.encode import prompt_noted
+from alphatoken.data.encode import prompt_example
 from alphatoken.errors import DataError
 from alphatoken.model.layer_choice import read_layers
 
@@ -79,16 +79,16 @@ Read = tuple[Prompts, list[Row], list[str]]
 def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
     """Prompts that leave room for at least one new token."""
     prompts, used, long = [], [], 0
-    bad, said = dict[int, DataError](), Counter[str]()
+    bad, counts = dict[int, DataError](), Counter[str]()
     for row in rows:
         try:
-            ids, noted = prompt_noted(row, tokenizer, how)
+            prompt = prompt_example(row, tokenizer, how)
         except DataError as error:
             bad[row.index] = error
             continue
-        said.update(noted)
-        if how.max_length is None or len(ids) < how.max_length:
-            prompts.append(torch.tensor(ids))
+        counts.update(prompt.notes)
+        if how.max_length is None or len(prompt.input_ids) < how.max_length:
+            prompts.append(torch.tensor(prompt.input_ids))
             used.append(row)
         else:
             long += 1
@@ -100,7 +100,7 @@ def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
             got=f"{len(rows)} prompts, limit {how.max_length} tokens",
             remedy="give shorter prompts",
         )
-    notes = [f"in {count} of {len(rows)} prompts {what}" for what, count in said.items()]
+    notes = [f"in {count} of {len(rows)} prompts {what}" for what, count in counts.items()]
     if long:
         notes.append(f"{long} prompts leave no room for a response")
     if bad:

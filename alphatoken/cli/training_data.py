@@ -60,12 +60,12 @@ def load_run_data(arguments: Arguments, tokenizer: Any, vocabulary: int | None =
     }
     own = {name: reader.file_rows(file, name) for name, file in sources.items() if file is not None}
     fitted = None if data.fisher_file is None else FisherDrift.load(data.fisher_file)
-    kept, notes = _separate(arguments, validation, fisher, train, own, fitted)
-    found = {name: reader.dataset(rows) for name, rows in kept.items() if rows}
+    pools, notes = _separate(arguments, validation, fisher, train, own, fitted)
+    datasets = {name: reader.dataset(rows) for name, rows in pools.items() if rows}
     evaluation = None
     if evaluates(arguments):
         evaluation = reader.dataset(reader.file_rows(data.eval_data or "", "evaluation"))
-    return RunData(**found, evaluation=evaluation, fitted=fitted, notes=notes)
+    return RunData(**datasets, evaluation=evaluation, fitted=fitted, notes=notes)
 
 
 # --- how many rows are held out -----------------------------------------------------------------
@@ -175,10 +175,10 @@ def _separate(
         fisher_keys=keys,
         leak_key=arguments.data.leak_key,
     )
-    kept = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
-    kept["retention"] = retention
-    found = {name: [item_of[id(row)] for row in some] for name, some in kept.items()}
-    return found, _pool_notes(pools.counts, arguments)
+    separate = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
+    separate["retention"] = retention
+    items_of = {name: [item_of[id(row)] for row in some] for name, some in separate.items()}
+    return items_of, _pool_notes(pools.counts, arguments)
 
 
 def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:
@@ -189,9 +189,9 @@ def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:
         "drawn_validation": ("rows drawn for validation", judged, "--validation_rows 0"),
         "drawn_fisher": ("prompts drawn for the Fisher", args.needs_values, "--fisher_prompts 0"),
     }
-    said = []
+    notes = []
     for name, (what, read, option) in drawn.items():
         if counts.get(name):
             unread = f", though this run reads none of them: {option} trains on them"
-            said.append(f"{counts[name]} {what} and not trained on{'' if read else unread}.")
-    return said + about_pools(counts, "Fisher prompts")
+            notes.append(f"{counts[name]} {what} and not trained on{'' if read else unread}.")
+    return notes + about_pools(counts, "Fisher prompts")

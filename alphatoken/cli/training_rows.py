@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -11,14 +11,14 @@ from typing import Any
 
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.training_options import SOURCES
-from alphatoken.data import EncodeOptions, Example, Pair, Reading, pair_of, row_of
-from alphatoken.data.encode import encode_noted
-from alphatoken.data.learned import LEFT_OUT
+from alphatoken.data import EncodeOptions, Example, Pair, Survey, pair_of, row_of
+from alphatoken.data.encode import encode_example
 from alphatoken.data.markers import is_filled, require_one_form
+from alphatoken.data.pairs import is_longer, pair_problem, preference_record
+from alphatoken.data.pieces import LEFT_OUT
 from alphatoken.data.rows import KEEP_MARKS, UNLEARNED
-from alphatoken.data.source import Found, each_row, find_source
+from alphatoken.data.source import SourceRow, find_source, usable_rows
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.train.datasets import is_longer, pair_problem, preference_record
 from alphatoken.train.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
@@ -38,11 +38,11 @@ def check_source(arguments: Arguments) -> None:
         ConfigError: no source or two, a missing file, a stream, evaluation without rows.
     """
     data = arguments.data
-    given = [name for name in SOURCES if getattr(data, name)]
-    if len(given) != 1:
+    sources = [name for name in SOURCES if getattr(data, name)]
+    if len(sources) != 1:
         raise ConfigError(
             "training rows must come from one place",
-            got=" and ".join(given) or "none named",
+            got=" and ".join(sources) or "none named",
             remedy="give train_file (a local file or folder), dataset_name (of the hub), or in a "
             "recipe datasets (TRL's mixture)",
         )
@@ -101,18 +101,16 @@ class RowReader:
         if data.train_file is not None:
             return self.file_rows(data.train_file, "training", data.train_limit)
         if data.datasets:
-            return self._usable(
-                _of_mixture(data), Reading("datasets"), "training", data.train_limit
-            )
+            return self._usable(_of_mixture(data), Survey("datasets"), "training", data.train_limit)
         assert data.dataset_name is not None  # see check_source
-        found = _of_hub(data.dataset_name, data.dataset_config, data.dataset_train_split)
-        reading = Reading(Path(data.dataset_name).name)
-        return self._usable(found, reading, "training", data.train_limit)
+        records = _of_hub(data.dataset_name, data.dataset_config, data.dataset_train_split)
+        survey = Survey(Path(data.dataset_name).name)
+        return self._usable(records, survey, "training", data.train_limit)
 
     def file_rows(self, path: str, name: str, limit: int | None = None) -> list[Item]:
         """Rows of a local file or folder, called ``name``."""
         source = find_source(path)
-        return self._usable(source.read(), source.reading(), name, limit)
+        return self._usable(source.read(), source.survey(), name, limit)
 
     def dataset(self, items: Sequence[Item]) -> Any:
         """A data set in TRL's form."""
@@ -126,36 +124,21 @@ class RowReader:
         return preference_record(item, self.tokenizer, chat=self.chat)
 
     def _usable(
-        self, found: Iterator[Found], reading: Reading, name: str, limit: int | None = None
+        self, records: Iterable[SourceRow], survey: Survey, name: str, limit: int | None = None
     ) -> list[Item]:
         """Those rows that can be trained on; the others are left out, or refused, if so asked.
 
         Before anything is held out, so that as many are held out as was asked for.
         """
-        items, first = list[Item](), None
-        make = partial(self._item, reading=reading, held=name != "training")
-        for one, item in each_row(islice(found, limit), make, self.data.on_bad_rows):
-            if isinstance(item, DataError):
-                first = first or item
-                reading.leave(item.what, one.place)
-            elif (problem := self._problem(item)) is None:
-                items.append(item)
-            elif self.data.on_empty == "error":
-                raise InputError(
-                    f"a {name} row cannot be trained on: {problem}",
-                    got=one.place,
-                    remedy="mend it, or have such rows left out: --on_empty skip",
-                )
-            else:
-                reading.leave(problem, one.place)
-        reading.say()
+        make = partial(self._usable_item, survey=survey, name=name)
+        items: list[Item] = usable_rows(islice(records, limit), make, survey, self.data.on_bad_rows)
         self._require_one_form([item for item in items if isinstance(item, Pair)])
         if not items:
-            raise first or InputError(
+            raise InputError(
                 f"no {name} row is left",
-                got=str(reading),
+                got=str(survey),
                 remedy=KEEP_MARKS
-                if UNLEARNED in reading.left
+                if UNLEARNED in survey.left
                 else "look at the columns, max_length and max_prompt_length",
             )
         return items
@@ -173,33 +156,52 @@ class RowReader:
                 remedy="two files, one of each; or --no_chat_template, which takes all as texts",
             )
 
+    def _usable_item(
+        self, record: Mapping[str, Any], index: int, place: str, survey: Survey, name: str
+    ) -> Item | None:
+        """What one record is to training; None where nothing can be learned of it."""
+        item = self._item(record, index, place, survey, optional=name != "training")
+        if (problem := self._problem(item)) is None:
+            return item
+        if self.data.on_empty == "error":
+            raise InputError(
+                f"a {name} row cannot be trained on: {problem}",
+                got=place,
+                remedy="mend it, or have such rows left out: --on_empty skip",
+            )
+        survey.leave_out(problem, place)
+        return None
+
     def _item(
-        self, record: Mapping[str, Any], index: int, place: str, reading: Reading, *, held: bool
+        self, record: Mapping[str, Any], index: int, place: str, survey: Survey, *, optional: bool
     ) -> Item:
+        """The example or the pair of a record; the named columns are optional in other rows."""
         data, args = self.data, self.arguments.training
         if self.pairs:
-            named = replace(
+            columns = replace(
                 data.fields,
                 chosen=data.chosen_column,
                 rejected=data.rejected_column,
-                optional=held,
+                optional=optional,
             )
-            pair = pair_of(record, index, place, named, reading)
-            reading.notes.update(self._pair_notes(pair))
+            pair = pair_of(record, index, place, columns, survey)
+            survey.notes.update(self._pair_notes(pair))
             return pair
-        named = replace(data.fields, text=args.dataset_text_field, optional=held)
-        row = row_of(record, index, place, named, reading)
-        ids, labels, notes = encode_noted(row, self.tokenizer, self.how)
-        reading.notes.update(notes)
-        return Example(row, ids, ids if args.completion_only_loss is False else labels)
+        columns = replace(data.fields, text=args.dataset_text_field, optional=optional)
+        row = row_of(record, index, place, columns, survey)
+        example = encode_example(row, self.tokenizer, self.how)
+        survey.notes.update(dict.fromkeys(example.notes, 1))
+        if args.completion_only_loss is False:
+            example = replace(example, labels=example.input_ids)
+        return example
 
     def _pair_notes(self, pair: Pair) -> set[str]:
-        """What is to be said of a pair that can be written as tokens, both sides in one form."""
+        """Notes on a pair that can be written as tokens, both sides in one form."""
         sides = [replace(pair.row, turns=(*pair.prompt, *s)) for s in (pair.chosen, pair.rejected)]
         require_one_form(sides, self.tokenizer)
         how, notes = replace(self.how, turns="last"), set[str]()
         for row, turns in zip(sides, (pair.chosen, pair.rejected), strict=True):
-            of_side = encode_noted(row, self.tokenizer, how)[2]
+            of_side = encode_example(row, self.tokenizer, how).notes
             if len(turns) > 1 and LEFT_OUT in of_side:
                 raise DataError(
                     "the text of a response would be lost",
@@ -231,24 +233,24 @@ class RowReader:
         return None
 
 
-def _of_hub(name: str, config: str | None, split: str) -> Iterator[Found]:
+def _of_hub(name: str, config: str | None, split: str) -> Iterator[SourceRow]:
     """Rows of a data set of the hub, or of its cache."""
     from datasets import load_dataset
 
     place = f"{name}, split {split}"
-    return _found(lambda: load_dataset(name, name=config, split=split), name, place)
+    return _loaded(lambda: load_dataset(name, name=config, split=split), name, place)
 
 
-def _of_mixture(data: Any) -> Iterator[Found]:
+def _of_mixture(data: Any) -> Iterator[SourceRow]:
     """Rows of TRL's mixture of data sets, in the order and the shares that TRL gives them."""
     from trl.scripts.utils import DatasetMixtureConfig, get_dataset
 
     mixture = DatasetMixtureConfig(datasets=data.datasets)
     paths = ", ".join(str(one.data_files or one.data_dir or one.path) for one in data.datasets)
-    return _found(lambda: get_dataset(mixture)["train"], "datasets", paths)
+    return _loaded(lambda: get_dataset(mixture)["train"], "datasets", paths)
 
 
-def _found(load: Callable[[], Any], name: str, place: str) -> Iterator[Found]:
+def _loaded(load: Callable[[], Any], name: str, place: str) -> Iterator[SourceRow]:
     """Rows that a library loads; ``place`` says from where."""
     try:
         rows = load()
@@ -260,4 +262,4 @@ def _found(load: Callable[[], Any], name: str, place: str) -> Iterator[Found]:
             remedy="check path, name, config and split and the network, or give local files: "
             "train_file, validation_file",
         ) from None
-    return (Found(index, f"{name}, row {index}", row) for index, row in enumerate(rows))
+    return (SourceRow(index, f"{name}, row {index}", row) for index, row in enumerate(rows))

@@ -21,7 +21,7 @@ from alphatoken.corpus.folder import examples_digest, read_manifest
 from alphatoken.corpus.kept_rows import require_json
 from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.queries import encode_queries, query_rows, read_as
-from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
+from alphatoken.corpus.rows import Corpus, CorpusSurvey, draw_rows, encode_some
 from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys
 from alphatoken.data.source import find_source, source_of
 from alphatoken.errors import ConfigError
@@ -63,7 +63,7 @@ class Job:
     encoded: EncodeReport
     fisher: FisherDrift | None
     model: nn.Module
-    survey: Survey | None = None
+    survey: CorpusSurvey | None = None
     second: nn.Module | None = None
 
     @property
@@ -194,7 +194,7 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
         drawn = frozenset(row.index for row in held)
     # Of a query the rows that say the same are the answer that is looked for.
     keys = frozenset(key for row in held if not options.queries for key in leak_keys(row))
-    return replace(corpus, drawn=drawn, held=keys), held, fisher
+    return replace(corpus, drawn=drawn, validation=keys), held, fisher
 
 
 def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | None]:
@@ -227,7 +227,7 @@ def _job(
     corpus: Corpus,
     held: list[Row],
     fisher: FisherDrift | None,
-    survey: Survey | None = None,
+    survey: CorpusSurvey | None = None,
 ) -> Job:
     if options.queries:
         validation, encoded = encode_queries(held, corpus.tokenizer, corpus.how)
@@ -277,7 +277,7 @@ def seal_job(job: Job) -> None:
         "settings": job.settings,
         "source": asdict(job.corpus.source),
         "drawn": sorted(job.corpus.drawn),
-        "held": sorted(job.corpus.held),
+        "held": sorted(job.corpus.validation),
     }
     path = job.options.folder / "job" / "job.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -293,7 +293,8 @@ def open_job(options: ScoreOptions) -> Job:
     document = read_manifest(options.folder / "job" / "job.json")
     corpus, fisher = _corpus(options, source_of(document["source"]))
     drawn = document["drawn"]
-    corpus = replace(corpus, drawn=frozenset(drawn), held=frozenset(document["held"]))
+    keys = frozenset(document["held"])
+    corpus = replace(corpus, drawn=frozenset(drawn), validation=keys)
     rows = (corpus.row(index) for index in drawn)
     held = _given_rows(options) or [row for row in rows if isinstance(row, Row)]
     job = _job(options, corpus, held, fisher)

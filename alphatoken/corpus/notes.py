@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from alphatoken import FisherDrift
 from alphatoken.corpus.job import Job
-from alphatoken.corpus.rows import Survey
-from alphatoken.data import EncodeReport
+from alphatoken.corpus.rows import CorpusSurvey
+from alphatoken.data import EncodeReport, Survey
+from alphatoken.data.encode import NO_RESPONSE
 from alphatoken.report import ValueSummary
 from alphatoken.values import derivative_notes
 
@@ -21,7 +22,7 @@ _APPROXIMATE = (
 
 
 def write_notes(
-    job: Job, survey: Survey, summary: ValueSummary, warned: Sequence[str]
+    job: Job, survey: CorpusSurvey, summary: ValueSummary, warned: Sequence[str]
 ) -> list[str]:
     """Sentences for the report, the summary and the console; what is trivially so is left out."""
     estimator, queries = job.options.estimator, len(job.options.queries)
@@ -81,12 +82,14 @@ def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list
 
 
 def about_encoding(name: str, report: EncodeReport) -> list[str]:
-    """Sentences about rows called ``name`` that were cut or skipped."""
-    name = "training" if name == "train" else name
-    cut = f"are longer than allowed; {report.truncated_tokens} tokens were cut off their ends"
-    lost = {
-        cut: report.truncated_rows,
-        "have no response within the length and were skipped": report.skipped_empty,
-        "cannot be written as tokens and were skipped": report.skipped_bad,
-    }
-    return [f"{count} {name} rows {what}." for what, count in lost.items() if count]
+    """Sentences about rows called ``name`` that were cut or left out."""
+    rows = f"{'training' if name == 'train' else name} rows"
+    notes, survey = [], Survey(rows)
+    if report.truncated_rows:
+        notes.append(
+            f"{report.truncated_rows} {rows} are longer than allowed; {report.truncated_tokens} "
+            "tokens were cut off their ends."
+        )
+    survey.leave_out(NO_RESPONSE, count=report.skipped_empty)
+    survey.leave_out("they cannot be written as tokens", count=report.skipped_bad)
+    return notes + [f"{sentence}." for sentence in survey.left_out(f"{rows} left out")]

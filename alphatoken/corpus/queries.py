@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, Fields, Row, Turn, encode_rows
-from alphatoken.data.reading import short
 from alphatoken.data.rows import require_text, row_of
+from alphatoken.data.survey import short
 from alphatoken.errors import DataError
 
 __all__ = ["encode_queries", "query_rows", "read_as"]

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, encode_rows
-from alphatoken.data.encode import encode_silently
-from alphatoken.data.reading import Reading
+from alphatoken.data.encode import survey_of
 from alphatoken.data.rows import UNLEARNED, Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row
 from alphatoken.data.split import check_draw, none_left, repeated_in
+from alphatoken.data.survey import Survey
 from alphatoken.errors import DataError
 
-__all__ = ["OUTCOMES", "Corpus", "CorpusRow", "Survey", "draw_rows", "encode_some"]
+__all__ = ["OUTCOMES", "Corpus", "CorpusRow", "CorpusSurvey", "draw_rows", "encode_some"]
 
 OUTCOMES = (
     "drawn_validation",
@@ -33,12 +33,6 @@ OUTCOMES = (
 )
 """Outcome of a row; only "train" is valued."""
 
-_LEFT = {
-    "bad_rows": "cannot be read or written as tokens",
-    "without_response": "no response within the length",
-}
-"""Sentences about rows that are left out."""
-
 
 @dataclass(frozen=True)
 class CorpusRow:
@@ -48,7 +42,7 @@ class CorpusRow:
         index: its number in the source.
         place: how a person finds it.
         outcome: one of :data:`OUTCOMES`.
-        reason: what is wrong with a bad row, or why one without response has none.
+        reason: what is wrong with a bad row, and where.
         example: its tokens, where it is valued.
         encoded: what was cut or dropped, where it could be written as tokens.
     """
@@ -60,14 +54,9 @@ class CorpusRow:
     example: Example | None = None
     encoded: EncodeReport | None = None
 
-    @property
-    def what(self) -> str:
-        """Reason why a row is left out, as the line about the file says it: no place, no remedy."""
-        return self.reason.partition(". Got: ")[0] or _LEFT[self.outcome]
-
 
 @dataclass(frozen=True)
-class Survey:
+class CorpusSurvey:
     """Outcomes of all rows of a source.
 
     Attributes:
@@ -91,7 +80,7 @@ class Corpus:
         tokenizer: of the model.
         how: rows become tokens, and which of them stop the run.
         drawn: rows that are validation rows themselves.
-        held: ``leak_keys`` of the validation rows.
+        validation: ``leak_keys`` of the validation rows.
         fisher: those of the rows that the Fisher was fitted on.
         leak_key: rows repeat each other by their "prompt", or by the "conversation" only.
     """
@@ -101,25 +90,27 @@ class Corpus:
     tokenizer: Any
     how: EncodeOptions = field(default_factory=EncodeOptions)
     drawn: frozenset[int] = frozenset()
-    held: frozenset[str] = frozenset()
+    validation: frozenset[str] = frozenset()
     fisher: frozenset[str] = frozenset()
     leak_key: str = "prompt"
 
     def rows(
-        self, start: int = 0, stop: int | None = None, reading: Reading | None = None
+        self, start: int = 0, stop: int | None = None, survey: Survey | None = None
     ) -> Iterator[CorpusRow]:
-        """Outcome of each row; ``reading`` records how columns were read.
+        """Outcome of each row; ``survey`` counts how rows were read, and those left out.
 
         Raises:
             DataError: a row that is to stop the run, by ``how``.
         """
-        make = partial(row_of, fields=self.fields, reading=reading)
+        survey = survey or self.source.survey()
+        make = partial(row_of, fields=self.fields, survey=survey)
         records = self.source.read(start, stop)
-        for found, row in each_row(records, make, self.how.on_bad_rows):
+        for record, row in each_row(records, make, self.how.on_bad_rows):
             if isinstance(row, DataError):
-                yield CorpusRow(found.index, found.place, "bad_rows", str(row))
+                survey.leave_out(row.what, record.place)
+                yield CorpusRow(record.index, record.place, "bad_rows", str(row))
             else:
-                yield self._become(row)
+                yield self._outcome(row, survey)
 
     def row(self, index: int) -> Row | DataError:
         """One row, also of those that are drawn, or what is wrong with it."""
@@ -127,23 +118,22 @@ class Corpus:
         ((_, row),) = each_row(records, partial(row_of, fields=self.fields), "skip")
         return row
 
-    def _become(self, row: Row) -> CorpusRow:
+    def _outcome(self, row: Row, survey: Survey) -> CorpusRow:
         """Outcome of a row that could be read."""
         if row.index in self.drawn:
             return CorpusRow(row.index, row.place, "drawn_validation")
-        pools = {"validation": self.held, "fisher": self.fisher}
+        pools = {"validation": self.validation, "fisher": self.fisher}
         if (pool := repeated_in(row, pools, self.leak_key)) is not None:
             return CorpusRow(row.index, row.place, f"removed_same_as_{pool}")
-        examples, report = encode_silently([row], self.tokenizer, self.how)
+        examples, report = encode_rows([row], self.tokenizer, self.how, survey)
         if report.skipped_bad:
             reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
             return CorpusRow(row.index, row.place, "bad_rows", reason)
         if examples:
             return CorpusRow(row.index, row.place, "train", "", examples[0], report)
-        reason = "" if row.is_learned else UNLEARNED
-        return CorpusRow(row.index, row.place, "without_response", reason, encoded=report)
+        return CorpusRow(row.index, row.place, "without_response", encoded=report)
 
-    def survey(self, report: Callable[[int], None] = lambda _: None) -> Survey:
+    def survey(self, report: Callable[[int], None] = lambda _: None) -> CorpusSurvey:
         """Go through all rows once, before any work; one line says what was read and left out.
 
         Args:
@@ -153,26 +143,23 @@ class Corpus:
             DataError: as of :meth:`rows`; or no row is left.
         """
         outcomes, encoded, bad = Counter[str](), EncodeReport(), list[dict[str, Any]]()
-        reading = self.source.reading()
-        for number, row in enumerate(self.rows(reading=reading)):
+        survey = self.source.survey()
+        for number, row in enumerate(self.rows(survey=survey)):
             outcomes[row.outcome] += 1
-            if row.outcome in _LEFT:
-                reading.leave(row.what, row.place)
             if row.outcome == "bad_rows":
                 bad.append({"index": row.index, "place": row.place, "reason": row.reason})
             if row.encoded is not None:
                 encoded.add(row.encoded)
-                reading.notes.update(row.encoded.notes)
             if number % 256 == 0:
                 report(number)
         report(self.source.rows)  # so that what was read has a line of its own
-        reading.say()
+        survey.log()
         always = OUTCOMES[: OUTCOMES.index("train") + 1]
         shown = [name for name in OUTCOMES if outcomes[name] or name in always]
         counts = {"rows": self.source.rows, **{name: outcomes[name] for name in shown}}
         if not outcomes["train"]:
-            raise none_left(counts, marked=UNLEARNED in reading.left)
-        return Survey(counts, encoded, bad)
+            raise none_left(counts, marked=UNLEARNED in survey.left)
+        return CorpusSurvey(counts, encoded, bad)
 
 
 def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
@@ -188,12 +175,12 @@ def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
     check_draw(count, total, "validation rows")
     draw = random.Random(seed)
     chosen, bad = set(draw.sample(range(total), count)), set[int]()
-    found: dict[int, Row] = {}
-    while left := sorted(chosen - found.keys()):
+    rows: dict[int, Row] = {}
+    while left := sorted(chosen - rows.keys()):
         for index in left:
             row = corpus.row(index)
             if isinstance(row, Row):
-                found[index] = row
+                rows[index] = row
                 continue
             if corpus.how.on_bad_rows == "error":
                 corpus.survey()  # stops at the first bad row of the file, not of the draw
@@ -205,7 +192,7 @@ def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
                 other = draw.randrange(total)
                 if other not in bad:
                     chosen.add(other)
-    return [found[index] for index in sorted(found)]
+    return [rows[index] for index in sorted(rows)]
 
 
 def encode_some(
@@ -216,12 +203,14 @@ def encode_some(
     Raises:
         DataError: none is left; the message says of ``what``.
     """
-    examples, report = encode_rows(rows, tokenizer, how)
+    survey = survey_of(rows)
+    examples, report = encode_rows(rows, tokenizer, how, survey)
+    if survey.notes:
+        survey.log()
     if not examples:
         raise DataError(
             f"no {what} row is left",
-            got=f"{len(rows)} rows, {report.skipped_empty} without response within the length, "
-            f"{report.skipped_bad} that cannot be written as tokens",
+            got="; ".join([f"{len(rows)} rows", *survey.left_out()]),
             remedy="look at --response_column, --max_length, --on_empty and --on_bad_rows, or give "
             "other rows",
         )

@@ -12,7 +12,7 @@ Small steps, each usable by itself:
 
 from __future__ import annotations
 
-from alphatoken.data.collate import batches, collate
+from alphatoken.data.collate import WeightedCollator, batches, collate
 from alphatoken.data.encode import (
     EncodeOptions,
     EncodeReport,
@@ -24,11 +24,10 @@ from alphatoken.data.encode import (
 from alphatoken.data.pairs import Pair, pair_of, read_pairs
 from alphatoken.data.pieces import token_texts
 from alphatoken.data.plain import PLAIN_FORMAT
-from alphatoken.data.reading import Reading
 from alphatoken.data.rows import Fields, Row, Turn, row_of
 from alphatoken.data.source import read_records, read_rows
 from alphatoken.data.split import Pools, leak_keys, split_pools
-from alphatoken.data.weighted import WeightedCollator
+from alphatoken.data.survey import Survey
 
 __all__ = [
     "PLAIN_FORMAT",
@@ -38,8 +37,8 @@ __all__ = [
     "Fields",
     "Pair",
     "Pools",
-    "Reading",
     "Row",
+    "Survey",
     "Turn",
     "WeightedCollator",
     "batches",

@@ -11,13 +11,11 @@ Whatever wrote the text, the text of each response must be found in what is lear
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from alphatoken.data.learned import LEFT_OUT, lost_text
 from alphatoken.data.markers import (
     bare,
     control_notes,
@@ -26,9 +24,11 @@ from alphatoken.data.markers import (
     is_filled,
     verbatim_note,
 )
+from alphatoken.data.messages import THOUGHTS
+from alphatoken.data.pieces import LEFT_OUT, lost_text
 from alphatoken.data.plain import IGNORE, PLAIN_FORMAT, bare_ids, open_text, text_pieces, whole_text
-from alphatoken.data.reading import short
-from alphatoken.data.rows import KEEP_MARKS, THOUGHTS, UNLEARNED, Row, Turn
+from alphatoken.data.rows import KEEP_MARKS, UNLEARNED, Row, Turn
+from alphatoken.data.survey import Survey, short
 from alphatoken.data.template import Encoded, encode_chat, render
 from alphatoken.errors import ConfigError, DataError, require_choice
 
@@ -36,15 +36,16 @@ __all__ = [
     "EncodeOptions",
     "EncodeReport",
     "Example",
-    "encode_noted",
+    "encode_example",
     "encode_prompt",
     "encode_row",
     "encode_rows",
-    "encode_silently",
-    "prompt_noted",
+    "prompt_example",
+    "survey_of",
 ]
 
-_log = logging.getLogger("alphatoken.data")
+NO_RESPONSE = "no response within the length"
+"""Reason for which a row without response tokens is left out."""
 
 _SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate and merge)"
 _WITHOUT = (
@@ -101,6 +102,8 @@ class Example:
     input_ids: list[int]
     labels: list[int]
     tokens_cut: int = 0
+    notes: tuple[str, ...] = ()
+    """Notes on how the row was written, for the survey of its source."""
 
     @property
     def response_tokens(self) -> int:
@@ -123,8 +126,8 @@ class EncodeReport:
     format: str = ""
     first_skipped: list[str] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
-    """What is to be said of how rows were written, and of how many: texts taken as they are,
-    control tokens in texts, text that the template leaves out."""
+    """Notes on how rows were written, and of how many rows: texts that stay as they are, control
+    tokens in texts, text that the template leaves out."""
 
     def add(self, other: EncodeReport) -> None:
         """Count what happened to further rows as well."""
@@ -132,51 +135,48 @@ class EncodeReport:
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
         self.format = self.format or other.format
-        self.note(other.notes)
         self.first_skipped = [*self.first_skipped, *other.first_skipped][:10]
-
-    def note(self, notes: Mapping[str, int]) -> None:
-        """Count notes of further rows."""
-        for note, count in notes.items():
+        for note, count in other.notes.items():
             self.notes[note] = self.notes.get(note, 0) + count
 
 
 def encode_rows(
-    rows: Sequence[Row], tokenizer: Any, options: EncodeOptions | None = None
+    rows: Sequence[Row],
+    tokenizer: Any,
+    options: EncodeOptions | None = None,
+    survey: Survey | None = None,
 ) -> tuple[list[Example], EncodeReport]:
     """Encode rows in their order; see :class:`EncodeOptions` for what is dropped, and when.
 
-    What is to be said of the rows stands in the report, and is logged (``alphatoken.data``).
+    Notes on the rows stand in the report, and are logged (``alphatoken.data``).
+
+    Args:
+        rows: of any source.
+        tokenizer: of the model.
+        options: how rows become tokens.
+        survey: counts the notes and the rows that are dropped; its caller then logs them.
 
     Raises:
         DataError: an empty response, a template that gives no consistent assistant span, or a
             response whose text is not in what would be learned; the message names the row.
     """
-    examples, report = encode_silently(rows, tokenizer, options)
-    if report.notes:
-        said = (f"in {count} of {len(rows)} rows {note}" for note, count in report.notes.items())
-        _log.warning("rows from %s: %s", rows[0].place, "; ".join(said))
-    return examples, report
-
-
-def encode_silently(
-    rows: Sequence[Row], tokenizer: Any, options: EncodeOptions | None = None
-) -> tuple[list[Example], EncodeReport]:
-    """Encode rows as :func:`encode_rows` does, for callers that log the notes themselves."""
     options = options or EncodeOptions()
     report = EncodeReport(rows=len(rows), format=format_name(tokenizer, options))
+    counts = survey_of(rows) if survey is None else survey
     examples = []
     for row in rows:
         try:
-            ids, labels, notes = encode_noted(row, tokenizer, options)
+            whole = encode_example(row, tokenizer, options)
         except DataError as error:
             if options.on_bad_rows == "error":
                 raise
             report.add(EncodeReport(skipped_bad=1, first_skipped=[f"{row.place}: {error}"]))
+            counts.leave_out(error.what, row.place)
             continue
-        report.note(dict.fromkeys(notes, 1))
-        limit = options.max_length or len(ids)
-        example = Example(row, ids[:limit], labels[:limit], max(0, len(ids) - limit))
+        notes = dict.fromkeys(whole.notes, 1)
+        report.add(EncodeReport(notes=notes))
+        counts.notes.update(notes)
+        example = _cut(whole, options.max_length)
         if example.response_tokens:
             examples.append(example)
             report.truncated_rows += example.tokens_cut > 0
@@ -185,13 +185,31 @@ def encode_silently(
             report.response_tokens += example.response_tokens
             continue
         if options.on_empty == "error":
-            raise _no_response(example, len(ids), options.max_length)
+            raise _no_response(example, options.max_length)
         report.add(EncodeReport(skipped_empty=1, first_skipped=[f"{row.place}: empty"]))
+        counts.leave_out(NO_RESPONSE if row.is_learned else UNLEARNED, row.place)
     report.examples = len(examples)
+    if survey is None and report.notes:
+        counts.log()
     return examples, report
 
 
-def _no_response(example: Example, length: int, limit: int | None) -> DataError:
+def survey_of(rows: Sequence[Row]) -> Survey:
+    """An empty survey of rows that were read before."""
+    survey = Survey(f"rows from {rows[0].place}" if rows else "no rows")
+    survey.rows = len(rows)
+    return survey
+
+
+def _cut(example: Example, limit: int | None) -> Example:
+    """The example cut at its end to a length."""
+    ids, labels = example.input_ids, example.labels
+    limit = limit or len(ids)
+    beyond = max(0, len(ids) - limit)
+    return replace(example, input_ids=ids[:limit], labels=labels[:limit], tokens_cut=beyond)
+
+
+def _no_response(example: Example, limit: int | None) -> DataError:
     """There was no response to be learned, or the prompt has left no room for it."""
     if not example.row.is_learned:
         return DataError(
@@ -201,6 +219,7 @@ def _no_response(example: Example, length: int, limit: int | None) -> DataError:
             remedy=f"drop such rows with --on_empty skip (on_empty='skip'); or {KEEP_MARKS}",
         )
     if example.tokens_cut:
+        length = len(example.input_ids) + example.tokens_cut
         return DataError(
             "the prompt of a row leaves no room for its response",
             got=f"{example.row.place}: {length} tokens, all of the response beyond the limit of "
@@ -240,21 +259,22 @@ def encode_row(
         DataError: the template refuses the conversation, or its prefixes do not agree; the text
             of a response is not in what is learned; a token is beyond the model's embedding.
     """
-    return encode_noted(row, tokenizer, options)[:2]
+    example = encode_example(row, tokenizer, options)
+    return example.input_ids, example.labels
 
 
-def encode_noted(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> Encoded:
-    """Encode a row as :func:`encode_row` does, with notes for the line about its file."""
-    options, row = options or EncodeOptions(), _cut_after_answers(row)
-    verbatim = is_filled(row, tokenizer)
+def encode_example(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> Example:
+    """Encode a row as :func:`encode_row` does, with notes on how it was written."""
+    options, answered = options or EncodeOptions(), _cut_after_answers(row)
+    verbatim = is_filled(answered, tokenizer)
     try:
-        ids, labels, notes = _encode(row, tokenizer, options)
+        ids, labels, notes = _encode(answered, tokenizer, options)
     except DataError as error:
-        further = _ways(row, tokenizer, options, verbatim=verbatim)
+        further = _ways(answered, tokenizer, options, verbatim=verbatim)
         ways = [*filter(None, [error.remedy]), *further, _SKIP]
         raise DataError(error.what, got=error.got, why=error.why, remedy=_either(ways)) from None
-    _require_known(ids, row, tokenizer, options)
-    return ids, labels, notes
+    _require_embedded(ids, row, tokenizer, options)
+    return Example(row, ids, labels, notes=tuple(notes))
 
 
 def _encode(row: Row, tokenizer: Any, options: EncodeOptions) -> Encoded:
@@ -293,7 +313,7 @@ def _says(turn: Turn, tokenizer: Any) -> bool:
 def _notes(
     row: Row, answers: Sequence[int], text: str, tokenizer: Any, *, verbatim: bool
 ) -> Iterator[str]:
-    """What is to be said of a row that became ``text``, in the line about its file."""
+    """Notes on a row that became ``text``, for the survey of its source."""
     texts = [(i, part) for i, turn in enumerate(row.turns) for part in (turn.thought, turn.text)]
     if verbatim:
         yield verbatim_note(tokenizer)
@@ -366,7 +386,7 @@ def _either(ways: Sequence[str]) -> str:
     return f"{', '.join(first)}, or {last}" if first else last
 
 
-def _require_known(ids: Sequence[int], row: Row, tokenizer: Any, options: EncodeOptions) -> None:
+def _require_embedded(ids: Sequence[int], row: Row, tokenizer: Any, options: EncodeOptions) -> None:
     """Check that the model's embedding has a row for each token."""
     if options.vocabulary is None or max(ids, default=0) < options.vocabulary:
         return
@@ -389,25 +409,24 @@ def encode_prompt(row: Row, tokenizer: Any, options: EncodeOptions | None = None
         DataError: the prompt is empty and the tokenizer has no start token to begin from; as of
             :func:`encode_row`.
     """
-    return prompt_noted(row, tokenizer, options)[0]
+    return prompt_example(row, tokenizer, options).input_ids
 
 
-def prompt_noted(
-    row: Row, tokenizer: Any, options: EncodeOptions | None = None
-) -> tuple[list[int], list[str]]:
-    """Encode a prompt as :func:`encode_prompt` does, with notes for the line about its file."""
+def prompt_example(row: Row, tokenizer: Any, options: EncodeOptions | None = None) -> Example:
+    """Encode a prompt as :func:`encode_prompt` does, with notes on how it was written."""
     options = options or EncodeOptions()
     verbatim = is_filled(_cut_after_answers(row), tokenizer)
-    row = replace(row, turns=tuple(takewhile(lambda turn: turn.role != "assistant", row.turns)))
-    if _uses_template(tokenizer, options) and row.turns and not verbatim:
+    turns = tuple(takewhile(lambda turn: turn.role != "assistant", row.turns))
+    prompt = replace(row, turns=turns)
+    if _uses_template(tokenizer, options) and turns and not verbatim:
         try:
-            text = render(row, tokenizer, generation=True)
+            text = render(prompt, tokenizer, generation=True)
         except DataError as error:
             ways = _either([error.remedy, _WITHOUT, _SKIP])
             raise DataError(error.what, got=error.got, why=error.why, remedy=ways) from None
         ids = bare_ids(tokenizer, text)
     else:
-        text = "".join(text_pieces(row.turns, tokenizer, verbatim=verbatim))
+        text = "".join(text_pieces(turns, tokenizer, verbatim=verbatim))
         ids = open_text(text, tokenizer)
     if not ids:
         raise DataError(
@@ -416,5 +435,6 @@ def prompt_noted(
             why="there is nothing for the model to continue",
             remedy=f"drop the row, or {_SKIP}",
         )
-    _require_known(ids, row, tokenizer, options)
-    return ids, list(_notes(row, [], text, tokenizer, verbatim=verbatim))
+    _require_embedded(ids, row, tokenizer, options)
+    notes = tuple(_notes(prompt, [], text, tokenizer, verbatim=verbatim))
+    return Example(row, ids, [IGNORE] * len(ids), notes=notes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.data.file_kinds import open_bytes, unpacked
-from alphatoken.data.rows import CHATS, PROMPTS, RESPONSES
+from alphatoken.data.messages import CHATS, PROMPTS, RESPONSES
 from alphatoken.errors import DataError
 
 __all__ = ["json_items", "json_layout"]

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from alphatoken.data.reading import short
-from alphatoken.data.rows import SYSTEMS, THOUGHTS, Row
+from alphatoken.data.messages import SYSTEMS, THOUGHTS
+from alphatoken.data.rows import Row
+from alphatoken.data.survey import short
 from alphatoken.errors import DataError
 
 __all__ = [

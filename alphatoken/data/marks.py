@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from alphatoken.data.reading import Columns, short
+from alphatoken.data.messages import content_of
+from alphatoken.data.survey import Columns, short
 from alphatoken.errors import DataError
 
 __all__ = ["is_learned", "mark_of", "require_learned", "require_order"]
@@ -125,10 +126,10 @@ def mark_of(message: Mapping[str, Any], *, rejected: bool = False) -> str:
 
     Arguments are those of :func:`is_learned`.
     """
-    content = message.get("content", message.get("value"))
+    content = content_of(message)
     parts = content if isinstance(content, list) else []
-    for one in (message, *(part for part in parts if isinstance(part, Mapping))):
-        for name, value in one.items():
+    for fields in (message, *(part for part in parts if isinstance(part, Mapping))):
+        for name, value in fields.items():
             if value is None or (rejected and _plain(name) in _JUDGES):
                 continue
             if _meaning(name, value) not in (None, True):
@@ -214,17 +215,17 @@ def require_order(columns: Columns) -> None:
         own = _plain(name)
         other = plain.get(own.replace("chosen", "rejected"), name)
         against = _MARGINS.search(own) and _is_number(value) and value < 0
-        said = f"{name!r} is {value!r}"
+        scores = f"{name!r} is {value!r}"
         if other != name and _is_score(own) and _is_number(value):
             worse = left[other]
             against = _is_number(worse) and value < worse
-            said += f", {other!r} is {worse!r}"
+            scores += f", {other!r} is {worse!r}"
             if value == worse:
                 columns.notes.append("both responses have the same score")
         if against:
             raise DataError(
                 "the scores of a pair contradict its order",
-                got=f"{columns.place}: {said}",
+                got=f"{columns.place}: {scores}",
                 why="the response that is scored lower would be learned as the better one",
                 remedy="swap or drop such pairs, or have them passed over (--on_bad_rows skip; not "
                 f"in evaluate); if {name!r} says something else, leave it aside: --unread_columns "
@@ -242,10 +243,10 @@ def _scalar(value: Any) -> Any:
     if not isinstance(value, str) or len(value) > _LONGEST:
         return value
     try:
-        said = json.loads(value.strip().lower() if value.strip() in _TRUTHS else value)
+        parsed = json.loads(value.strip().lower() if value.strip() in _TRUTHS else value)
     except (ValueError, RecursionError):
         return value
-    return said if isinstance(said, (bool, int, float, list)) else value
+    return parsed if isinstance(parsed, (bool, int, float, list)) else value
 
 
 _TRUTHS = ("True", "False", "TRUE", "FALSE")

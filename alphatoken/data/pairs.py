@@ -1,4 +1,4 @@
-"""Preference pairs: one prompt, a chosen and a rejected response.
+"""Preference pairs: one prompt, a chosen and a rejected response; and pairs as TRL reads them.
 
 A pair is written in many ways: three texts; a prompt with messages; two whole conversations that
 begin alike. All become turns here.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from alphatoken.data.markers import is_filled
 from alphatoken.data.marks import require_learned, require_order
-from alphatoken.data.reading import Columns, Reading, short
+from alphatoken.data.messages import CHATS, PROMPTS, answer_text
+from alphatoken.data.plain import added_start, text_pieces
 from alphatoken.data.rows import (
-    CHATS,
-    PROMPTS,
     Fields,
     Row,
     Turn,
@@ -25,10 +26,21 @@ from alphatoken.data.rows import (
     value_turns,
     with_system,
 )
-from alphatoken.data.source import take_rows
+from alphatoken.data.source import find_source, usable_rows
+from alphatoken.data.survey import Columns, Survey, short
+from alphatoken.data.template import messages_of
 from alphatoken.errors import DataError
 
-__all__ = ["CHOSEN", "REJECTED", "Pair", "pair_of", "read_pairs"]
+__all__ = [
+    "CHOSEN",
+    "REJECTED",
+    "Pair",
+    "is_longer",
+    "pair_of",
+    "pair_problem",
+    "preference_record",
+    "read_pairs",
+]
 
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
@@ -64,7 +76,10 @@ def read_pairs(
     Raises:
         DataError: as for ``read_rows``; a record that is no pair. The message names file and line.
     """
-    return take_rows(path, pair_of, fields, limit)
+    source = find_source(path)
+    survey = source.survey()
+    make = partial(pair_of, fields=fields, survey=survey)
+    return usable_rows(source.read(0, limit), make, survey)
 
 
 def pair_of(
@@ -72,7 +87,7 @@ def pair_of(
     index: int,
     place: str,
     fields: Fields | None = None,
-    reading: Reading | None = None,
+    survey: Survey | None = None,
 ) -> Pair:
     """One record, of a file or of any other source, as a pair; see ``row_of``.
 
@@ -97,36 +112,37 @@ def pair_of(
     notes = list(columns.notes)
     good = value_turns(chosen, "assistant", "chosen", columns)
     bad = value_turns(rejected, "assistant", "rejected", columns)
-    asked, *said = _of_messages(prompt, good, bad, place, name)
+    question, *responses = _of_messages(prompt, good, bad, place, name)
     if prompt is None:
-        asked = with_system(columns, asked)
+        question = with_system(columns, question)
     # A pair is learned whole, whoever says it: what is noted of a user's turn is untrue here.
-    several = any(turn.role != "assistant" for turns in said for turn in turns)
+    several = any(turn.role != "assistant" for turns in responses for turn in turns)
     columns.notes = [*notes, WHOLE] if several else notes
     require_read(columns)
     require_learned(columns)
     require_order(columns)
-    for turns in (asked, *said):
+    for turns in (question, *responses):
         require_text(turns, place)
-    if not all(turn.learned for turns in said for turn in turns):
+    if not all(turn.learned for turns in responses for turn in turns):
         raise DataError(
             "a response of a pair is marked as not to be trained on",
             got=place,
             why="a pair is learned as a whole",
             remedy="drop the pair, or the mark",
         )
-    if reading is not None:
-        reading.add(columns)
-    return Pair(index, place, asked, *said)
+    if survey is not None:
+        survey.add_columns(columns)
+    return Pair(index, place, question, *responses)
 
 
 Turns = tuple[Turn, ...]
 Parts = tuple[Turns, Turns, Turns]
 
 
-def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) -> str:
-    name = asked or columns.first(known)
-    null = next((one for one in ((asked,) if asked else known) if one in columns.null), None)
+def _name(columns: Columns, column: str | None, usual: Sequence[str], kind: str) -> str:
+    name = column or columns.first(usual)
+    names = (column,) if column else usual
+    null = next((name for name in names if name in columns.null), None)
     if null is not None and (name is None or name == null):
         raise DataError(
             f"the {kind} response of a pair is null",
@@ -139,7 +155,7 @@ def _name(columns: Columns, asked: str | None, known: Sequence[str], kind: str) 
         raise DataError(
             f"the row has no {kind} response",
             got=f"{columns.place} has {columns}",
-            remedy=f"name its column with --{kind}_column (known: {', '.join(known)})",
+            remedy=f"name its column with --{kind}_column (known: {', '.join(usual)})",
         )
     return name
 
@@ -153,7 +169,7 @@ def _of_messages(
     if chosen[0].role == rejected[0].role == "assistant":
         return prompt, chosen, rejected
     system = prompt[:1] if prompt[0].role == "system" else ()
-    head, *said = _split(chosen, rejected, place)
+    head, *responses = _split(chosen, rejected, place)
     if head[0].role == "system":
         system = ()
     if prompt[-1] not in head:
@@ -164,7 +180,7 @@ def _of_messages(
             remedy=f"mend the row, or leave the prompt's column aside: --unread_columns {name} "
             f"(in Python Fields(unread=({name!r},)))",
         )
-    return (*system, *head), said[0], said[1]
+    return (*system, *head), responses[0], responses[1]
 
 
 def _split(chosen: Turns, rejected: Turns, place: str) -> Parts:
@@ -180,3 +196,53 @@ def _split(chosen: Turns, rejected: Turns, place: str) -> Parts:
             remedy="mend the row, or name the column of the prompt with --prompt_column",
         )
     return chosen[:count], chosen[count:], rejected[count:]
+
+
+# --- pairs as TRL reads them --------------------------------------------------------------------
+
+
+def preference_record(pair: Pair, tokenizer: Any, *, chat: bool) -> dict[str, Any]:
+    """A pair as a record ``prompt``, ``chosen``, ``rejected`` for TRL's ``DPOTrainer``.
+
+    Messages go through the chat template, and texts are taken as they are, with an end token and
+    the start token that the tokenizer puts before a text. A pair of texts that hold the template's
+    own markers is one of texts, whatever ``chat`` says.
+
+    Args:
+        pair: of which both responses are texts, or both messages.
+        tokenizer: of the model.
+        chat: write pairs with the chat template.
+    """
+    sides = (pair.chosen, pair.rejected)
+    verbatim = is_filled(pair.row, tokenizer)
+    if chat and not verbatim:
+        parts = [messages_of(turns, tokenizer) for turns in (pair.prompt, *sides)]
+        return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+    prompt, *responses = (
+        "".join(text_pieces(turns, tokenizer, verbatim=verbatim)) for turns in (pair.prompt, *sides)
+    )
+    end = getattr(tokenizer, "eos_token", None) or ""
+    # TRL puts an end token behind each response that has none.
+    texts = [
+        prompt.removeprefix(added_start(tokenizer)),
+        *(text.removesuffix(end) for text in responses),
+    ]
+    return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
+
+
+def pair_problem(row: Mapping[str, Any]) -> str | None:
+    """Reason for which DPO cannot train on a pair.
+
+    The gradients of two equal responses cancel, and a mask would make noise of them.
+    """
+    if not (answer_text(row["chosen"]) and answer_text(row["rejected"])):
+        return "a response is empty"
+    return "chosen and rejected are equal" if row["chosen"] == row["rejected"] else None
+
+
+def is_longer(prompt: Any, tokenizer: Any, limit: int) -> bool:
+    """True if a prompt, a text or messages, has more tokens than ``limit``."""
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt, verbose=False)["input_ids"]) > limit
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) > limit

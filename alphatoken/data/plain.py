@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
+from alphatoken.data.messages import common_length
 from alphatoken.data.rows import Turn
 
 __all__ = [
     "IGNORE",
     "PLAIN_FORMAT",
+    "added_start",
     "bare_ids",
-    "common_length",
     "open_text",
     "text_pieces",
     "whole_text",
@@ -69,12 +69,6 @@ def whole_text(
     return ids, labels
 
 
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of first items in which two sequences agree."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _tokens(text: str, tokenizer: Any) -> list[int]:
     """Ids of a text, with what the tokenizer puts around it of its own accord.
 
@@ -96,11 +90,19 @@ def open_text(text: str, tokenizer: Any) -> list[int]:
     """Ids of a text that is to be continued: nothing that the tokenizer puts after a text."""
     ids, inner = _tokens(text, tokenizer), bare_ids(tokenizer, text)
     if not inner:
-        start = getattr(tokenizer, "bos_token_id", None)
-        return ids[:1] if start is not None and ids[:1] == [start] else []
+        return ids[:1] if added_start(tokenizer) else []
     while len(ids) > len(inner) and ids[-len(inner) :] != inner:
         ids = ids[:-1]
     return ids
+
+
+def added_start(tokenizer: Any) -> str:
+    """The start token, if the tokenizer puts it before each text of its own accord; or ""."""
+    start = getattr(tokenizer, "bos_token", None) or ""
+    if not start:
+        return ""
+    first = list(tokenizer("", verbose=False)["input_ids"])[:1]
+    return start if first == [tokenizer.bos_token_id] else ""
 
 
 def bare_ids(tokenizer: Any, text: str) -> list[int]:

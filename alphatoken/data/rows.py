@@ -13,41 +13,29 @@ from itertools import takewhile
 from typing import Any
 
 from alphatoken.data.marks import is_learned, require_learned
-from alphatoken.data.reading import Columns, Reading, short
+from alphatoken.data.messages import (
+    ADDED,
+    CHANGING,
+    CHATS,
+    CONTENT_FIELDS,
+    PROMPTS,
+    RESPONSES,
+    ROLE_FIELDS,
+    ROLES,
+    SYSTEMS,
+    THOUGHTS,
+    content_parts,
+    is_chat,
+    part_text,
+)
+from alphatoken.data.survey import Columns, Survey, short
 from alphatoken.errors import ColumnsError, DataError
 
 __all__ = ["Fields", "Row", "Turn", "row_of"]
 
-PROMPTS = ("prompt", "instruction", "question", "query")
-RESPONSES = ("response", "output", "answer", "completion")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
-CHATS = ("messages", "conversations")
-_ADDED = ("input", "context")
-SYSTEMS = ("system", "system_prompt", "system_message")
-CHANGING = (
-    *_ADDED, *SYSTEMS, *THOUGHTS, "tools", "documents", "chat_template_kwargs", "history",
-    "functions", "function_call", "tool_calls", "tool_results", "document", "image", "images",
-    "image_url", "image_urls", "image_path", "img", "audio", "audios", "audio_path", "video",
-    "videos", "video_path", "files", "attachments",
-)  # fmt: skip
-"""Columns, and fields of messages, that change the conversation: read, or the row is refused."""
-
 _ASIDE = ("title", "url", "source", "author", "date", "time", "timestamp", "created", "license",
           "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
 """Texts about a text, beside which it is a document still."""
-
-TEXTS = (None, "text", "input_text", "output_text")
-"""Types of the parts of a content that are text."""
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "system",
-}
 
 
 @dataclass(frozen=True)
@@ -139,7 +127,7 @@ def row_of(
     index: int,
     place: str,
     fields: Fields | None = None,
-    reading: Reading | None = None,
+    survey: Survey | None = None,
 ) -> Row:
     """One record, of a file or of any other source, as a row.
 
@@ -148,7 +136,7 @@ def row_of(
         index: its number, from 0.
         place: how a message names it.
         fields: field names, where they are not among the known ones.
-        reading: is told which columns were read as what.
+        survey: counts which columns were read as what.
 
     Raises:
         DataError: a missing or wrong field, or one that would be lost; a row that is marked as a
@@ -161,8 +149,8 @@ def row_of(
     if not fields.prompt_only:
         require_learned(columns, document=len(turns) == 1)
     require_text(turns, place)
-    if reading is not None:
-        reading.add(columns)
+    if survey is not None:
+        survey.add_columns(columns)
     return Row(index, place, turns)
 
 
@@ -199,13 +187,13 @@ def _turns(columns: Columns, fields: Fields) -> tuple[Turn, ...]:
     chat = fields.messages or (None if named else columns.first(CHATS))
     if chat is not None:
         return _chat(columns, chat, fields.prompt_only)
-    known = columns.first(PROMPTS)
-    if fields.prompt is None and known is None:
+    usual = columns.first(PROMPTS)
+    if fields.prompt is None and usual is None:
         if fields.response is not None:
             return (Turn("assistant", columns.text(fields.response, "plain text")),)
         if columns.first([fields.text]):
             return _plain_text(columns, fields.text)
-    name = fields.prompt or known or _missing(columns, "prompt", PROMPTS)
+    name = fields.prompt or usual or _missing(columns, "prompt", PROMPTS)
     response = fields.response or columns.first(RESPONSES)
     if fields.prompt is None:
         name = _unfilled(columns, name, response)
@@ -214,13 +202,13 @@ def _turns(columns: Columns, fields: Fields) -> tuple[Turn, ...]:
         if not fields.prompt_only:
             _missing(columns, "response", RESPONSES)
         return (*prompt, _with_thought(columns, Turn("assistant", "")))
-    said = value_turns(columns.take(response, "response"), "assistant", response, columns)
-    said = _after(prompt, said, columns.place)
-    said = (*said[:-1], _with_thought(columns, said[-1]))
-    answer = said[-1].text.strip()
+    turns = value_turns(columns.take(response, "response"), "assistant", response, columns)
+    turns = _after(prompt, turns, columns.place)
+    turns = (*turns[:-1], _with_thought(columns, turns[-1]))
+    answer = turns[-1].text.strip()
     if answer and prompt[-1].text.rstrip().endswith(answer):
         columns.notes.append("the prompt ends with the response")
-    return _answered((*prompt, *said), columns.place, fields.prompt_only)
+    return _require_answer((*prompt, *turns), columns.place, fields.prompt_only)
 
 
 def _with_thought(columns: Columns, turn: Turn) -> Turn:
@@ -261,7 +249,7 @@ def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
             remedy="mend or drop the row, or have it passed over (--on_bad_rows skip; not in "
             "evaluate and merge)",
         )
-    chats = [name for name, value in columns.left.items() if _is_chat(value)]
+    chats = [name for name, value in columns.left.items() if is_chat(value)]
     if chats and kind == "prompt":
         raise DataError(
             "the row has no prompt, and no chat of a known name",
@@ -275,13 +263,6 @@ def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
         remedy=f"name it: --{kind}_column NAME; of a set in diagnose --retention_set: "
         f"FILE,{kind}=NAME; in Python "
         f"Fields({kind}=NAME) (known: {', '.join(names)}; chats: messages; plain texts: text)",
-    )
-
-
-def _is_chat(value: Any) -> bool:
-    """True for a list of messages."""
-    return isinstance(value, list) and all(
-        isinstance(one, Mapping) and not {"role", "from"}.isdisjoint(one) for one in value
     )
 
 
@@ -308,11 +289,11 @@ def _plain_text(columns: Columns, name: str) -> tuple[Turn, ...]:
 def prompt_turns(columns: Columns, name: str) -> tuple[Turn, ...]:
     """System text and prompt of a record, the prompt with what is put under it."""
     value = columns.take(name, "prompt")
-    asked = value_turns(value, "user", name, columns)
+    turns = value_turns(value, "user", name, columns)
     if isinstance(value, str):
-        added = [columns.text(n, "prompt") for n in _ADDED if n != name and columns.first([n])]
-        asked = (Turn("user", "\n".join([value, *filter(None, added)])),)
-    return with_system(columns, asked)
+        added = [columns.text(n, "prompt") for n in ADDED if n != name and columns.first([n])]
+        turns = (Turn("user", "\n".join([value, *filter(None, added)])),)
+    return with_system(columns, turns)
 
 
 def with_system(columns: Columns, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -332,15 +313,15 @@ def with_system(columns: Columns, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     )
 
 
-def _after(prompt: tuple[Turn, ...], said: tuple[Turn, ...], place: str) -> tuple[Turn, ...]:
+def _after(prompt: tuple[Turn, ...], turns: tuple[Turn, ...], place: str) -> tuple[Turn, ...]:
     """The turns of a response, without the prompt that a whole conversation repeats."""
-    if said[: len(prompt)] == prompt and len(said) > len(prompt):
-        said = said[len(prompt) :]
-    if said[0].role == "assistant":
-        return said
+    if turns[: len(prompt)] == prompt and len(turns) > len(prompt):
+        turns = turns[len(prompt) :]
+    if turns[0].role == "assistant":
+        return turns
     raise DataError(
         "the response begins with another turn than the assistant's",
-        got=f"{place}: {said[0].role}: {short(said[0].text, 40)!r}",
+        got=f"{place}: {turns[0].role}: {short(turns[0].text, 40)!r}",
         why="what is asked would stand in the conversation twice, or between two turns",
         remedy="the conversation after the prompt alone, or all of it as messages",
     )
@@ -350,8 +331,8 @@ def _unfilled(columns: Columns, name: str, response: str | None) -> str:
     """The column of the prompt; another one where this is a filled template, answer included."""
     filled, answer = columns.peek(name), columns.peek(response)
     for other in PROMPTS:
-        asked = columns.peek(other)
-        if other != name and asked and answer and asked in filled and answer in filled:
+        question = columns.peek(other)
+        if other != name and question and answer and question in filled and answer in filled:
             return other
     return name
 
@@ -365,10 +346,10 @@ def _chat(columns: Columns, name: str, prompt_only: bool) -> tuple[Turn, ...]:
             remedy='write [{"role": "user", "content": ...}, {"role": "assistant", ...}]',
         )
     turns = tuple(_turn(message, name, columns) for message in messages)
-    return _answered(with_system(columns, turns), place, prompt_only)
+    return _require_answer(with_system(columns, turns), place, prompt_only)
 
 
-def _answered(turns: tuple[Turn, ...], place: str, prompt_only: bool) -> tuple[Turn, ...]:
+def _require_answer(turns: tuple[Turn, ...], place: str, prompt_only: bool) -> tuple[Turn, ...]:
     """Turns of which one at least is the assistant's."""
     if any(turn.role == "assistant" for turn in turns):
         return turns
@@ -383,7 +364,7 @@ def _answered(turns: tuple[Turn, ...], place: str, prompt_only: bool) -> tuple[T
 
 
 def value_turns(value: Any, role: str, name: str, columns: Columns) -> tuple[Turn, ...]:
-    """A text, said by ``role``; a message, or a list of messages; from the column ``name``."""
+    """A text of ``role``; a message, or a list of messages; from the column ``name``."""
     if isinstance(value, str):
         return (Turn(role, value),)
     if isinstance(value, Mapping):
@@ -406,7 +387,7 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
     if not isinstance(message, Mapping):
         raise DataError("a message is not an object", got=f"{place}: {short(repr(message))}")
     fields = Columns(message, place, columns.unread)
-    role = fields.take_first(("role", "from"), "role")
+    role = fields.take_first(ROLE_FIELDS, "role")
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(
             "a message has an unknown role",
@@ -420,9 +401,7 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
             why="they are not text, and dropping them would change the conversation",
             remedy="write them into the content as text",
         )
-    text, parts_learned = _content(
-        fields.take_first(("content", "value"), "content"), name, columns
-    )
+    text, parts_learned = _content(fields.take_first(CONTENT_FIELDS, "content"), name, columns)
     thoughts = {key: fields.left[key] for key in THOUGHTS if fields.left.get(key)}
     thought = next(iter(thoughts.values()), "")
     for key in (key for key, other in thoughts.items() if other == thought):
@@ -440,15 +419,17 @@ def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:
     """Text of a message, and whether it is learned; text parts are joined, others are refused."""
     if isinstance(content, str):
         return content, True
-    parts = content if isinstance(content, Sequence) else [] if content is None else [content]
     texts, marks = list[str](), set[bool]()
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") not in TEXTS:
-            raise _not_text(content, columns)
+    for part in content_parts(content):
+        text = part_text(part)
+        if text is None or "text" in columns.unread:
+            raise DataError(
+                "the content of a message is not text",
+                got=f"{columns.place}: {short(repr(content))}",
+                remedy="only text can be valued; drop images and other parts",
+            )
         fields = Columns(part, columns.place, columns.unread)
-        text = fields.take_first(("text",), "text")
-        if not isinstance(text, str):
-            raise _not_text(content, columns)
+        fields.take("text", "text")
         fields.take_first(("type",), "type")
         marks.add(is_learned(fields, rejected=name == "rejected"))
         require_read(fields, "a field of a message's content")
@@ -463,11 +444,3 @@ def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:
             "with --unread_columns (in Python Fields(unread=...))",
         )
     return "".join(texts), False not in marks
-
-
-def _not_text(content: Any, columns: Columns) -> DataError:
-    return DataError(
-        "the content of a message is not text",
-        got=f"{columns.place}: {short(repr(content))}",
-        remedy="only text can be valued; drop images and other parts",
-    )

@@ -3,8 +3,8 @@
 Every command and every reader in Python takes its rows here.
 
 A source is a JSON, CSV or Parquet file (``file_kinds``), or a folder of such files. Finding it
-reads everything once, for the number of rows and a digest; what was found fits a small JSON
-document, with which another process reads the same rows at once.
+reads everything once, for the number of rows and a digest; a source fits a small JSON document,
+with which another process reads the same rows at once.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from alphatoken.data.file_kinds import (
     suffix_of,
 )
 from alphatoken.data.json_files import json_items, json_layout
-from alphatoken.data.reading import Reading, short
 from alphatoken.data.rows import Fields, Row, row_of
+from alphatoken.data.survey import Survey, short
 from alphatoken.errors import ColumnsError, DataError
 from alphatoken.support.storage import file_digest
 
 __all__ = [
-    "Found",
     "RowSource",
+    "SourceRow",
     "each_row",
     "find_source",
     "read_records",
     "read_rows",
     "source_of",
-    "take_rows",
+    "usable_rows",
 ]
 
 STRIDE = 256
@@ -63,10 +63,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Found:
-    """One row as it was found: its index, how a person finds it, and the record or what is wrong.
+class SourceRow:
+    """One record of a source, before a row is made of it.
 
-    ``record`` is a ``DataError`` where the row could not be read; the rows after it can be.
+    Attributes:
+        index: its number, from 0.
+        place: how a person finds it.
+        record: its columns, by name; or the error, where it cannot be read. The next ones can be.
     """
 
     index: int
@@ -74,53 +77,59 @@ class Found:
     record: Record | DataError
 
 
-# --- taking rows ----------------------------------------------------------------------------------
+# --- rows of records ------------------------------------------------------------------------------
 
 
 def each_row(
-    found: Iterable[Found], make: Callable[[Record, int, str], T], on_bad_rows: str = "error"
-) -> Iterator[tuple[Found, T | DataError]]:
+    records: Iterable[SourceRow],
+    make: Callable[[Record, int, str], T],
+    on_bad_rows: str = "error",
+) -> Iterator[tuple[SourceRow, T | DataError]]:
     """Every record with the row that is made of it, or with what is wrong with it.
 
-    ``make`` gives a row of a record, its index and its place. ``on_bad_rows`` "error" stops at the
-    first record that is no row, "skip" goes on after it.
+    ``make`` gives a row of the columns of a record, its index and its place. ``on_bad_rows``
+    "error" stops at the first record that is no row, "skip" goes on after it.
 
     Raises:
         DataError: such a record, under "error"; a choice about the columns of all rows, always.
     """
-    for one in found:
+    for source_row in records:
         row: T | DataError
         try:
-            if isinstance(one.record, DataError):
-                raise one.record
-            row = make(one.record, one.index, one.place)
+            if isinstance(source_row.record, DataError):
+                raise source_row.record
+            row = make(source_row.record, source_row.index, source_row.place)
         except ColumnsError:
             raise
         except DataError as error:
             if on_bad_rows == "error":
                 raise
             row = error
-        yield one, row
+        yield source_row, row
 
 
-def take_rows(
-    path: str | Path,
-    make: Callable[..., T],
-    fields: Fields | None,
-    limit: int | None,
+def usable_rows(
+    records: Iterable[SourceRow],
+    make: Callable[[Record, int, str], T | None],
+    survey: Survey,
     on_bad_rows: str = "error",
 ) -> list[T]:
-    """The rows of a file or folder as ``make`` reads them (``row_of``); see :func:`read_rows`."""
-    source = find_source(path)
-    found, reading = source.read(0, limit), source.reading()
+    """The rows that ``make`` makes of records, without those that are left out; logs the survey.
+
+    Other arguments are those of :func:`each_row`; ``make`` gives None where it has left a row out
+    itself, and told the survey.
+
+    Raises:
+        DataError: as of :func:`each_row`; the first record's, where none is a row.
+    """
     rows, first = list[T](), None
-    for one, row in each_row(found, partial(make, fields=fields, reading=reading), on_bad_rows):
+    for source_row, row in each_row(records, make, on_bad_rows):
         if isinstance(row, DataError):
             first = first or row
-            reading.leave(row.what, one.place)
-        else:
+            survey.leave_out(row.what, source_row.place)
+        elif row is not None:
             rows.append(row)
-    reading.say()
+    survey.log()
     if first is not None and not rows:
         raise first
     return rows
@@ -148,7 +157,10 @@ def read_rows(
         DataError: no such file, unknown suffix, not UTF-8, a broken line, a missing or wrong
             field, a file without rows, an unreadable Parquet file. The message names file and line.
     """
-    return take_rows(path, row_of, fields, limit, on_bad_rows)
+    source = find_source(path)
+    survey = source.survey()
+    make = partial(row_of, fields=fields, survey=survey)
+    return usable_rows(source.read(0, limit), make, survey, on_bad_rows)
 
 
 def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
@@ -158,10 +170,10 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
         DataError: as for :func:`read_rows`, but for the fields.
     """
     source = find_source(path)
-    source.reading().say()  # files that are not read; of columns nothing is known here
-    for found, record in each_row(source.read(), lambda record, *_: record):
+    source.survey().log()  # files that are not read; of columns nothing is known here
+    for row, record in each_row(source.read(), lambda record, *_: record):
         assert not isinstance(record, DataError)
-        yield found.place, record
+        yield row.place, record
 
 
 # --- sources --------------------------------------------------------------------------------------
@@ -176,7 +188,7 @@ class RowSource:
         path: of the file or folder.
         rows: how many there are.
         sha256: digest of what the rows were read from.
-        stamp: size and time of change of the file when it was found.
+        stamp: size and time of change of the file when its rows were counted.
         marks: where rows can be reached: byte and line of every ``STRIDE``-th row of "lines", the
             rows of each row group of "parquet".
         parts: the files of a "folder", one after the other by name.
@@ -192,11 +204,11 @@ class RowSource:
     parts: tuple[RowSource, ...] = ()
     unread: tuple[tuple[str, str], ...] = ()
 
-    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Found]:
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[SourceRow]:
         """Rows ``start`` to ``stop`` (the last one excluded), in order.
 
         Raises:
-            DataError: the file is not what it was when it was found, or cannot be read at all.
+            DataError: the file changed since its rows were counted, or cannot be read at all.
         """
         path = Path(self.path)
         if _stamp(path) != self.stamp:
@@ -210,10 +222,10 @@ class RowSource:
         if start < stop:
             yield from _READERS[self.kind](self, path, start, stop)
 
-    def reading(self) -> Reading:
-        """An empty record of how the rows are read, which knows the files of a folder."""
+    def survey(self) -> Survey:
+        """An empty survey of the rows, which knows the files of a folder."""
         files = [Path(part.path).name for part in self.parts]
-        return Reading(Path(self.path).name, files, self.unread)
+        return Survey(Path(self.path).name, files, self.unread)
 
     def limited(self, rows: int | None) -> RowSource:
         """The first rows alone; None leaves all."""
@@ -286,9 +298,9 @@ def _folder(path: Path) -> RowSource:
         )
     files, unread = _files_of(path)
     _require_one_split(path, files)
-    found = [_file(file) for file in files]
-    unread += [(Path(part.path).name, "no rows in it") for part in found if not part.rows]
-    parts = tuple(part for part in found if part.rows)
+    parts = tuple(map(_file, files))
+    unread += [(Path(part.path).name, "no rows in it") for part in parts if not part.rows]
+    parts = tuple(part for part in parts if part.rows)
     if not parts:
         deeper = [name for name, why in unread if why == _DEEPER]
         raise DataError(
@@ -313,11 +325,11 @@ def _require_one_split(folder: Path, files: Sequence[Path]) -> None:
     """Refuse a folder in which held-out rows lie beside training rows: all are read as one."""
     words = {file: set(re.split("[^a-z]+", file.name.lower())) for file in files}
     train = [file for file, own in words.items() if own & {"train", "training"}]
-    held = [file for file, own in words.items() if own & _HELD_OUT and file not in train]
-    if train and held:
+    others = [file for file, own in words.items() if own & _HELD_OUT and file not in train]
+    if train and others:
         raise DataError(
             "the folder holds several splits of a data set",
-            got=f"{folder}: {', '.join(file.name for file in held)} beside {train[0].name}",
+            got=f"{folder}: {', '.join(file.name for file in others)} beside {train[0].name}",
             why="all of its files are read as one, and held-out rows would be trained on",
             remedy=f"name the file: {train[0]}; or move the others into a folder inside, which is "
             "not read",
@@ -350,11 +362,11 @@ def _files_of(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
     return files, unread
 
 
-def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterator[SourceRow]:
     first = 0
     for part in source.parts:
-        for found in part.read(max(start - first, 0), stop - first):
-            yield replace(found, index=found.index + first)
+        for row in part.read(max(start - first, 0), stop - first):
+            yield replace(row, index=row.index + first)
         first += part.rows
         if first >= stop:
             return
@@ -369,7 +381,7 @@ def _items(path: Path, stamp: tuple[int, int]) -> list[Any]:
     return json_items(path)
 
 
-def _read_list(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+def _read_list(source: RowSource, path: Path, start: int, stop: int) -> Iterator[SourceRow]:
     """Rows of a file of one list, which no reader can enter in the middle: it is read whole."""
     for index, item in enumerate(_items(path, source.stamp)[start:stop], start=start):
         place = f"{path.name}, item {index + 1}"
@@ -379,7 +391,7 @@ def _read_list(source: RowSource, path: Path, start: int, stop: int) -> Iterator
                 got=f"{place}: {short(repr(item))}",
                 remedy='write {"prompt": ..., "response": ...} for each item',
             )
-        yield Found(index, place, item)
+        yield SourceRow(index, place, item)
 
 
 def _lines(path: Path) -> tuple[list[tuple[int, int]], int, str]:
@@ -397,7 +409,7 @@ def _lines(path: Path) -> tuple[list[tuple[int, int]], int, str]:
     return marks, rows, digest.hexdigest()
 
 
-def _read_lines(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+def _read_lines(source: RowSource, path: Path, start: int, stop: int) -> Iterator[SourceRow]:
     offset, line = source.marks[start // STRIDE]
     index = start // STRIDE * STRIDE
     with open_bytes(path) as file:
@@ -409,7 +421,7 @@ def _read_lines(source: RowSource, path: Path, start: int, stop: int) -> Iterato
                 return
             if index >= start:
                 place = f"{path.name}, line {number}"
-                yield Found(index, place, _json_line(raw, place))
+                yield SourceRow(index, place, _json_line(raw, place))
             index += 1
 
 
@@ -436,11 +448,7 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
     try:
         line = raw.removeprefix(_BOM).decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        return DataError(
-            "the data file is not UTF-8",
-            got=f"{place}: byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
-            remedy="convert the file: iconv -f ENCODING -t UTF-8 FILE > NEW",
-        )
+        return _not_utf8(place, error, f" at column {error.start + 1}")
     try:
         record = _object(line)
     except json.JSONDecodeError as error:
@@ -458,6 +466,14 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
             remedy='write {"prompt": ..., "response": ...} on each line',
         )
     return record
+
+
+def _not_utf8(place: str, error: UnicodeDecodeError, column: str = "") -> DataError:
+    return DataError(
+        "the data file is not UTF-8",
+        got=f"{place}: byte 0x{error.object[error.start]:02x}{column}",
+        remedy="convert the file: iconv -f ENCODING -t UTF-8 FILE > NEW",
+    )
 
 
 def _object(line: str) -> Any:
@@ -500,11 +516,7 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
                     )
                 yield table.line_num, record
         except UnicodeDecodeError as error:
-            raise DataError(
-                "the data file is not UTF-8",
-                got=f"{path.name}: byte 0x{error.object[error.start]:02x}",
-                remedy="convert the file: iconv -f ENCODING -t UTF-8 FILE > NEW",
-            ) from None
+            raise _not_utf8(path.name, error) from None
         except csv.Error as error:
             raise DataError(
                 "the table cannot be read",
@@ -526,12 +538,12 @@ def _require_one_of_each(path: Path, header: Sequence[str]) -> None:
         )
 
 
-def _read_table(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+def _read_table(source: RowSource, path: Path, start: int, stop: int) -> Iterator[SourceRow]:
     for index, (line, record) in enumerate(islice(_cells(path), start, stop), start=start):
-        yield Found(index, f"{path.name}, line {line}", record)
+        yield SourceRow(index, f"{path.name}, line {line}", record)
 
 
-def _read_parquet(source: RowSource, path: Path, start: int, stop: int) -> Iterator[Found]:
+def _read_parquet(source: RowSource, path: Path, start: int, stop: int) -> Iterator[SourceRow]:
     ends = list(accumulate(source.marks))
     first, last = bisect_right(ends, start), bisect_right(ends, stop - 1)
     index = ends[first] - source.marks[first]
@@ -542,7 +554,7 @@ def _read_parquet(source: RowSource, path: Path, start: int, stop: int) -> Itera
             if low < high:  # whole batches before it are passed over as columns
                 records = batch.slice(low, high - low).to_pylist(maps_as_pydicts="strict")
                 for own, record in enumerate(records, start=index + low):
-                    yield Found(own, f"{path.name}, row {own + 1}", _as_text(record))
+                    yield SourceRow(own, f"{path.name}, row {own + 1}", _as_text(record))
             index += batch.num_rows
 
 
@@ -581,7 +593,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         ) from None
 
 
-_READERS: dict[str, Callable[[RowSource, Path, int, int], Iterator[Found]]] = {
+_READERS: dict[str, Callable[[RowSource, Path, int, int], Iterator[SourceRow]]] = {
     "lines": _read_lines,
     "list": _read_list,
     "table": _read_table,

@@ -48,7 +48,7 @@ def leak_keys(row: Row, by: str = "prompt") -> set[str]:
 def repeated_in(row: Row, pools: Mapping[str, Collection[str]], by: str = "prompt") -> str | None:
     """The first of these pools, name -> ``leak_keys`` of its rows, that has this row as well."""
     keys = leak_keys(row, by)
-    return next((name for name, held in pools.items() if not keys.isdisjoint(held)), None)
+    return next((name for name, others in pools.items() if not keys.isdisjoint(others)), None)
 
 
 def _digest(kind: str, text: str) -> str:
@@ -95,17 +95,17 @@ def split_pools(
             "two sources for one held-out pool", remedy="give either a file or a number of rows"
         )
     drawn_validation, rest = _draw(data, validation_rows, "validation rows", seed)
-    held = list(validation) if validation is not None else drawn_validation
+    validation_pool = list(validation) if validation is not None else drawn_validation
     drawn_fisher, rest = _draw(rest, fisher_rows, "Fisher prompts", seed + 1)
     prompts = list(fisher) if fisher is not None else drawn_fisher
 
-    held_keys = _all_keys(held)
-    prompts_kept = [row for row in prompts if not held_keys & leak_keys(row, leak_key)]
-    kept_out = _all_keys(prompts_kept) | set(fisher_keys)
+    validation_keys = _all_keys(validation_pool)
+    fisher_pool = [row for row in prompts if not validation_keys & leak_keys(row, leak_key)]
+    kept_out = _all_keys(fisher_pool) | set(fisher_keys)
     train: list[Row] = []
     leaks = {"validation": 0, "fisher": 0}
     for row in rest:
-        pool = repeated_in(row, {"validation": held_keys, "fisher": kept_out}, leak_key)
+        pool = repeated_in(row, {"validation": validation_keys, "fisher": kept_out}, leak_key)
         if pool is None:
             train.append(row)
         else:
@@ -116,14 +116,14 @@ def split_pools(
         "drawn_fisher": len(drawn_fisher),
         "removed_same_as_validation": leaks["validation"],
         "removed_same_as_fisher": leaks["fisher"],
-        "fisher_removed_same_as_validation": len(prompts) - len(prompts_kept),
+        "fisher_removed_same_as_validation": len(prompts) - len(fisher_pool),
         "train": len(train),
-        "validation": len(held),
-        "fisher": len(prompts_kept),
+        "validation": len(validation_pool),
+        "fisher": len(fisher_pool),
     }
     if not train:
         raise none_left(counts)
-    return Pools(train, held, prompts_kept, counts)
+    return Pools(train, validation_pool, fisher_pool, counts)
 
 
 def none_left(counts: Mapping[str, int], *, marked: bool = False) -> DataError:

@@ -57,23 +57,23 @@ def _code_rows(count: int, seed: int) -> tuple[Row, ...]:
     draw.shuffle(files)
     # A file's functions are alike: a small draw takes few of each.
     most = 1 + count // 80
-    seen: set[str] = set()
-    found: list[tuple[str, str, str]] = []
+    texts: set[str] = set()
+    functions: list[tuple[str, str, str]] = []
     for path in files:
-        taken = 0
+        count_of_file = 0
         for place, prompt, response in _functions(path):
             keys = {normalise(prompt), normalise(response)}
-            if taken < most and not keys & seen:
-                seen |= keys
-                taken += 1
-                found.append((place, prompt, response))
-        if len(found) >= count:
+            if count_of_file < most and not keys & texts:
+                texts |= keys
+                count_of_file += 1
+                functions.append((place, prompt, response))
+        if len(functions) >= count:
             break
-    _require(count, len(found), "functions")
-    draw.shuffle(found)
+    _require(count, len(functions), "functions")
+    draw.shuffle(functions)
     return tuple(
         Row(i, place, (Turn("user", prompt), Turn("assistant", response)))
-        for i, (place, prompt, response) in enumerate(found[:count])
+        for i, (place, prompt, response) in enumerate(functions[:count])
     )
 
 
@@ -104,11 +104,12 @@ def text_rows(count: int, seed: int = 0) -> list[Row]:
         for text in topic.split("\n\n")
         if len(text.strip()) in _PASSAGE
     }
-    found = list(texts.values())
-    _require(count, len(found), "paragraphs")
-    random.Random(seed).shuffle(found)
+    passages = list(texts.values())
+    _require(count, len(passages), "paragraphs")
+    random.Random(seed).shuffle(passages)
     return [
-        Row(i, place, (Turn("assistant", text),)) for i, (place, text) in enumerate(found[:count])
+        Row(i, place, (Turn("assistant", text),))
+        for i, (place, text) in enumerate(passages[:count])
     ]
 
 
@@ -134,28 +135,28 @@ def write_files(
         )
     folder.mkdir(parents=True, exist_ok=True)
     rows = code_rows(train + 2 * held_out, seed)
-    asked = [{"prompt": row.prompt, "response": row.response} for row in rows]
+    records = [{"prompt": row.prompt, "response": row.response} for row in rows]
     pairs = code_pairs(len(rows), seed)[:train]
     contents: tuple[list[dict[str, str]], ...] = (
-        asked[:train],
-        asked[train : train + held_out],
-        asked[train + held_out :],
+        records[:train],
+        records[train : train + held_out],
+        records[train + held_out :],
         [{"text": row.response} for row in text_rows(held_out, seed)],
         [
             {name: getattr(pair, name)[0].text for name in ("prompt", "chosen", "rejected")}
             for pair in pairs
         ],
     )
-    for name, records in zip(_FILES, contents, strict=True):
-        write_jsonl(folder / f"{name}.jsonl", records)
+    for name, content in zip(_FILES, contents, strict=True):
+        write_jsonl(folder / f"{name}.jsonl", content)
 
 
 def _library() -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]  # others are not entered
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    return sorted(found)
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(paths)
 
 
 def _functions(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -190,12 +191,12 @@ def _text(lines: Sequence[str]) -> str:
     return textwrap.dedent("".join(lines)).strip("\n").rstrip()
 
 
-def _require(count: int, found: int, what: str) -> None:
-    if not 0 < count <= found:
+def _require(count: int, available: int, what: str) -> None:
+    if not 0 < count <= available:
         raise ConfigError(
             f"the standard library does not give that many {what}",
-            got=f"{count} asked for, {found} found",
-            remedy=f"ask for 1 to {found}",
+            got=f"{count} asked for, {available} found",
+            remedy=f"ask for 1 to {available}",
         )
 
 

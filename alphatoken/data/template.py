@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from alphatoken.data.markers import find_markers, in_tags
-from alphatoken.data.plain import IGNORE, common_length
-from alphatoken.data.rows import THOUGHTS, Row, Turn
+from alphatoken.data.messages import THOUGHTS, common_length
+from alphatoken.data.plain import IGNORE
+from alphatoken.data.rows import Row, Turn
 from alphatoken.errors import DataError
 
 __all__ = ["Encoded", "encode_chat", "messages_of", "render"]
@@ -22,7 +23,7 @@ _OTHERWISE = (
 _WHITE_SPACE = "the template changes white space of a response"
 
 Encoded = tuple[list[int], list[int], list[str]]
-"""Ids and labels of a row, and what is to be said of it."""
+"""Ids and labels of a row, and notes on how it was written."""
 
 
 def messages_of(turns: Sequence[Turn], tokenizer: Any = None) -> list[dict[str, str]]:
@@ -57,7 +58,7 @@ def render(row: Row, tokenizer: Any, generation: bool = False) -> str:
 
 
 def encode_chat(row: Row, labelled: Sequence[int], text: str, tokenizer: Any) -> Encoded:
-    """Ids of a conversation, labels of its turns ``labelled``, and what is to be said of it.
+    """Ids of a conversation, labels of its turns ``labelled``, and notes on how it was written.
 
     Args:
         row: the conversation.

@@ -71,7 +71,18 @@ def around_documents(batch: LabelledBatch) -> LabelledBatch:
 
 
 def columns_of_row(batch: LabelledBatch, row: int, begin: int, stop: int) -> LabelledBatch | None:
-    """Neighbouring positions of one row; None where an input cannot be cut."""
+    """Neighbouring positions of one row, of which the first has no label: nothing predicts it.
+
+    Args:
+        batch: labels (b, t).
+        row: number of the row, in [0, b).
+        begin: first position.
+        stop: position after the last; at most t.
+
+    Returns:
+        A batch of labels (1, stop - begin) with copies of labels and mask; None where an input of
+        the forward cannot be cut at positions.
+    """
     count, length = batch.labels.shape
     rows = torch.tensor([row], device=batch.labels.device)
     columns = torch.arange(begin, stop, device=rows.device)[None]

@@ -29,7 +29,17 @@ _SAME_NUMBERS = ("ToCopy", "Alias", "Clone", "View", "UnsafeView", "ReshapeAlias
 
 
 def register_source(scores: Tensor, source: Tensor) -> Tensor:
-    """Note that these scores follow from ``source`` alone, as losses do from logits."""
+    """Note that these scores follow from ``source`` alone, as losses do from logits.
+
+    Holds until either tensor is written to in place: their versions are noted too.
+
+    Args:
+        scores: computed from ``source`` and nothing else, in any shape.
+        source: scores that the model returned, or that were registered themselves.
+
+    Returns:
+        ``scores``.
+    """
     _SOURCES[scores] = source, scores._version, source._version
     return scores
 

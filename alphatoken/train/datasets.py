@@ -1,34 +1,32 @@
-"""Data sets for training: checked before any work, and made of rows that were read from files.
+"""Data sets for training, of whatever library: checked, and rows that teach nothing left out.
 
 TRL trains on whatever its preparation leaves over: an empty response, a pair with two equal
 responses or a prompt that fills the whole length cost a place in a batch and teach nothing, or are
-dropped without a word. Here they are found first, by row number.
+dropped without a word. Here they are named first, by row number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from alphatoken.data import Pair
-from alphatoken.data.markers import is_filled
-from alphatoken.data.plain import text_pieces
-from alphatoken.data.template import messages_of
+from alphatoken.data.survey import Survey
+from alphatoken.data.trl_rows import in_trls_form, lost_of_messages, other_meaning
 from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 
 __all__ = [
+    "as_dataset",
     "check_left",
     "columns_of",
     "cut_pair",
-    "is_longer",
-    "pair_problem",
     "plain_rows",
-    "preference_record",
-    "response_text",
-    "usable_rows",
+    "require_rows",
+    "require_trls_dataset",
+    "without_rows",
 ]
 
-# --- rows in whatever they are held --------------------------------------------------------------
+# --- sets of rows ---------------------------------------------------------------------------------
 
 
 class _PlainRows:
@@ -75,25 +73,167 @@ def plain_rows(dataset: Any) -> Any:
     return _PlainRows(dataset)
 
 
-# --- checks ------------------------------------------------------------------------------------
+def columns_of(dataset: Any, name: str) -> set[str]:
+    """Names of the columns; of a stream that does not know them, those of its first row.
+
+    Raises:
+        InputError: no rows.
+    """
+    columns = getattr(dataset, "column_names", None)
+    first = next(iter(dataset), None)
+    if first is None:
+        raise InputError(f"the {name} data set has no rows", got="0 rows", remedy="give some")
+    return set(columns if columns is not None else first)
 
 
-def check_left(given: Any, prepared: Any, args: Any) -> None:
+def as_dataset(rows: Any, name: str) -> Any:
+    """A list of records or of texts as a ``datasets.Dataset``; a data set as it is.
+
+    Args:
+        rows: as the caller handed them over.
+        name: of the data set, for messages.
+
+    Raises:
+        InputError: no rows, a path, or a mapping; records that are not of one form; the message
+            says what to give.
+    """
+    if not isinstance(rows, (str, Mapping, list, tuple)):
+        return rows
+    if isinstance(rows, (list, tuple)) and rows:
+        from datasets import Dataset
+
+        if all(isinstance(row, str) for row in rows):
+            return Dataset.from_dict({"text": list(rows)})
+        if all(isinstance(row, Mapping) for row in rows):
+            records = [{**row, **in_trls_form(row, n, name)} for n, row in enumerate(rows)]
+            # ``Dataset.from_list`` would take the first record's columns for all.
+            columns = dict.fromkeys(column for row in records for column in row)
+            return _of_columns({c: [row.get(c) for row in records] for c in columns}, name, records)
+    raise InputError(
+        f"the {name} data set is no set of rows",
+        got=f"{type(rows).__name__}: {str(rows)[:60]!r}",
+        remedy="give a datasets.Dataset (one split of it), a list of records or a list of texts; "
+        "load_dataset('json', data_files=FILE, split='train') reads a file",
+    )
+
+
+def _of_columns(columns: Mapping[str, list[Any]], name: str, rows: Sequence[Any]) -> Any:
+    """A data set of these columns, each of which holds values of one kind.
+
+    Raises:
+        InputError: one holds several; the message names what is lost of ``rows`` first.
+    """
+    import pyarrow as pa
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_dict(columns)
+    except pa.ArrowException as error:
+        for number, row in enumerate(rows):
+            if lost := lost_of_messages(row):
+                raise other_meaning(lost, row, name, number) from None
+        kinds = {c: {type(v).__name__ for v in own if v is not None} for c, own in columns.items()}
+        several = {c: " and ".join(sorted(k)) for c, k in kinds.items() if len(k) > 1}
+        raise InputError(
+            f"the {name} rows are of several forms",
+            got="; ".join(f"{c!r} holds {own}" for c, own in several.items()) or str(error),
+            why="a column of a data set holds values of one kind",
+            remedy="write a column in one kind for all rows: texts, or messages of which each "
+            "field is of one kind",
+        ) from None
+
+
+def require_rows(rows: Any, name: str) -> None:
+    """Refuse tables and iterators of other libraries, which TRL reads in none of its forms.
+
+    Raises:
+        InputError: names what makes a data set of them.
+    """
+    library = type(rows).__module__.partition(".")[0]
+    remedy = {
+        "pandas": "datasets.Dataset.from_pandas(rows, preserve_index=False)",
+        "polars": "datasets.Dataset.from_polars(rows)",
+        "pyarrow": "datasets.Dataset(rows)",
+        "numpy": "datasets.Dataset.from_list(rows.tolist())",
+    }.get(library)
+    if remedy is None and (isinstance(rows, Iterator) or inspect.isfunction(rows)):
+        remedy = (
+            "datasets.Dataset.from_list(list(rows)), or datasets.IterableDataset.from_generator"
+        )
+    if remedy is not None:
+        raise InputError(
+            f"the {name} data set is no set of rows",
+            got=f"{type(rows).__module__}.{type(rows).__qualname__}",
+            why="rows are looked at by their number before training, and again in it",
+            remedy=remedy,
+        )
+
+
+def require_trls_dataset(rows: Any) -> None:
+    """Refuse training rows that TRL does not take.
+
+    Raises:
+        InputError: they are no data set of ``datasets``.
+    """
+    from datasets import Dataset, IterableDataset
+
+    if not isinstance(rows, (Dataset, IterableDataset)):
+        raise InputError(
+            "the training data set is none that TRL reads",
+            got=f"{type(rows).__module__}.{type(rows).__qualname__}",
+            remedy="datasets.Dataset.from_list([dict(row) for row in rows])",
+        )
+
+
+# --- rows that are left out -----------------------------------------------------------------------
+
+
+def without_rows(problems: Mapping[int, str], dataset: Any, name: str, on_empty: str) -> Any:
+    """The data set without rows that cannot be trained on, or an error that names them.
+
+    Args:
+        problems: number of a row, from 0 -> reason for which it cannot be trained on.
+        dataset: the rows.
+        name: of the data set, for messages.
+        on_empty: "error", or "skip" to leave them out with a warning.
+
+    Raises:
+        InputError: holds count and row numbers.
+    """
+    if not problems:
+        return dataset
+    survey, total = Survey(f"{name} rows"), len(dataset)
+    for number, reason in problems.items():
+        survey.leave_out(reason, f"row {number}")
+    can_skip = hasattr(dataset, "select") and len(problems) < total
+    if on_empty == "error" or not can_skip:
+        raise InputError(
+            f"{len(problems)} of {total} {name} rows cannot be trained on",
+            got="; ".join(survey.left_out("rows")),
+            why="they would take a place in a batch and teach nothing, or noise",
+            remedy=f"mend them{', or on_empty=skip leaves them out' if can_skip else ''}",
+        )
+    sentences = survey.left_out(f"of {total} {name} rows left out")
+    warn_caller(f"{'; '.join(sentences)}. on_empty='error' stops instead.", AlphaTokenWarning)
+    return dataset.select([number for number in range(total) if number not in problems])
+
+
+def check_left(rows: Any, prepared: Any, args: Any) -> None:
     """Count the training rows that the trainer below left out, of which no response token is left.
 
     Packed rows are other rows, and are not counted.
 
     Args:
-        given: rows as they were handed to the trainer below.
+        rows: as they were handed to the trainer below.
         prepared: as it will train on them; of a stream nothing is known yet.
         args: of the trainer.
 
     Raises:
         InputError: no row is left.
     """
-    if not (hasattr(prepared, "__len__") and hasattr(given, "__len__")):
+    if not (hasattr(prepared, "__len__") and hasattr(rows, "__len__")):
         return
-    before, after, limit = len(given), len(prepared), getattr(args, "max_length", None)
+    before, after, limit = len(rows), len(prepared), getattr(args, "max_length", None)
     if before and not after:
         raise InputError(
             "no training row has a response token left",
@@ -102,11 +242,10 @@ def check_left(given: Any, prepared: Any, args: Any) -> None:
             remedy="a larger max_length, or shorter prompts",
         )
     if after < before and not getattr(args, "packing", False):
-        warn_caller(
-            f"{before - after} of {before} training rows have no response token within "
-            f"max_length={limit}, and are left out.",
-            AlphaTokenWarning,
-        )
+        survey = Survey("training rows")
+        survey.leave_out(f"no response token within max_length={limit}", count=before - after)
+        (sentence,) = survey.left_out(f"of {before} training rows left out")
+        warn_caller(f"{sentence}.", AlphaTokenWarning)
 
 
 def cut_pair(
@@ -125,121 +264,3 @@ def cut_pair(
     prompt = row["prompt_ids"] if max_prompt is None else row["prompt_ids"][-max_prompt:]
     responses = {name: row[name][:max_response] for name in ("chosen_ids", "rejected_ids")}
     return {**row, "prompt_ids": prompt, **responses}
-
-
-def pair_problem(row: Mapping[str, Any]) -> str | None:
-    """Reason for which DPO cannot train on a pair.
-
-    The gradients of two equal responses cancel, and a mask would make noise of them.
-    """
-    if not (response_text(row["chosen"]) and response_text(row["rejected"])):
-        return "a response is empty"
-    return "chosen and rejected are equal" if row["chosen"] == row["rejected"] else None
-
-
-def columns_of(dataset: Any, name: str) -> set[str]:
-    """Names of the columns; of a stream that does not know them, those of its first row.
-
-    Raises:
-        InputError: no rows.
-    """
-    columns = getattr(dataset, "column_names", None)
-    first = next(iter(dataset), None)
-    if first is None:
-        raise InputError(f"the {name} data set has no rows", got="0 rows", remedy="give some")
-    return set(columns if columns is not None else first)
-
-
-def usable_rows(problems: Mapping[str, list[int]], dataset: Any, name: str, on_empty: str) -> Any:
-    """The data set without rows that cannot be trained on, or an error that names them.
-
-    Args:
-        problems: problem -> numbers of the rows that have it, from 0.
-        dataset: the rows.
-        name: of the data set, for messages.
-        on_empty: "error", or "skip" to leave them out with a warning.
-
-    Raises:
-        InputError: holds count and row numbers.
-    """
-    if not problems:
-        return dataset
-    bad = {row for rows in problems.values() for row in rows}
-    parts = []
-    for what, rows in problems.items():
-        numbers = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
-        parts.append(f"{what}: {len(rows)} (row {numbers})")
-    can_skip = hasattr(dataset, "select") and len(bad) < len(dataset)
-    if on_empty == "error" or not can_skip:
-        raise InputError(
-            f"{len(bad)} of {len(dataset)} {name} rows cannot be trained on",
-            got="; ".join(parts),
-            why="they would take a place in a batch and teach nothing, or noise",
-            remedy=f"mend them{', or on_empty=skip leaves them out' if can_skip else ''}",
-        )
-    warn_caller(
-        f"{len(bad)} of {len(dataset)} {name} rows cannot be trained on and are left out "
-        f"({'; '.join(parts)}). on_empty='error' stops instead.",
-        AlphaTokenWarning,
-    )
-    return dataset.select([row for row in range(len(dataset)) if row not in bad])
-
-
-def response_text(value: Any) -> str:
-    """The text of a response, stripped: of a string, or of the assistant's messages and calls."""
-    if isinstance(value, str):
-        return value.strip()
-    texts = []
-    for message in value or []:
-        if message.get("role", message.get("from")) in ("assistant", "gpt", "model", "bot"):
-            content = message.get("content", message.get("value"))
-            texts.append(content if isinstance(content, str) else _parts_text(content))
-            texts += [str(call) for call in message.get("tool_calls") or ()]
-    return "".join(texts).strip()
-
-
-def _parts_text(content: Any) -> str:
-    return "".join(str(part.get("text", "")) for part in content or [])
-
-
-def is_longer(prompt: Any, tokenizer: Any, limit: int) -> bool:
-    """True if a prompt, a text or messages, has more tokens than ``limit``."""
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt, verbose=False)["input_ids"]) > limit
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) > limit
-
-
-# --- records in TRL's forms --------------------------------------------------------------------
-
-
-def preference_record(pair: Pair, tokenizer: Any, *, chat: bool) -> dict[str, Any]:
-    """A pair as a record ``prompt``, ``chosen``, ``rejected`` for TRL's ``DPOTrainer``.
-
-    Messages go through the chat template, and texts are taken as they are, with an end token and
-    the start token that the tokenizer puts before a text. A pair of texts that hold the template's
-    own markers is one of texts, whatever ``chat`` says.
-
-    Args:
-        pair: of which both responses are texts, or both messages.
-        tokenizer: of the model.
-        chat: write pairs with the chat template.
-    """
-    sides = (pair.chosen, pair.rejected)
-    verbatim = is_filled(pair.row, tokenizer)
-    if chat and not verbatim:
-        parts = [messages_of(turns, tokenizer) for turns in (pair.prompt, *sides)]
-        return dict(zip(_PARTS, parts, strict=True))
-    start, end = (getattr(tokenizer, name, None) or "" for name in ("bos_token", "eos_token"))
-    first = getattr(tokenizer, "bos_token_id", None)
-    if list(tokenizer("")["input_ids"])[:1] != [first]:
-        start = ""
-    prompt, *said = (
-        "".join(text_pieces(turns, tokenizer, verbatim=verbatim)) for turns in (pair.prompt, *sides)
-    )
-    # TRL puts an end token behind each response that has none.
-    texts = [prompt.removeprefix(start), *(text.removesuffix(end) for text in said)]
-    return dict(zip(_PARTS, texts, strict=True))
-
-
-_PARTS = ("prompt", "chosen", "rejected")

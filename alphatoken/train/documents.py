@@ -95,12 +95,12 @@ def split_batch(batch: Mapping[str, Any], mask: Tensor) -> list[Document]:
     Raises:
         InputError: a mask that is True on padding.
     """
-    found = _documents(*_arrays(batch, mask))
+    documents = _documents(*_arrays(batch, mask))
     if "completion_mask" in batch:
-        half = len(found) // 2
-        pairs = [_pair(*pair) for pair in zip(found[:half], found[half:], strict=True)]
-        found = [pair[branch] for branch in (0, 1) for pair in pairs]
-    return [one for one in found if len(one.positions)]
+        half = len(documents) // 2
+        pairs = [_pair(*pair) for pair in zip(documents[:half], documents[half:], strict=True)]
+        documents = [pair[branch] for branch in (0, 1) for pair in pairs]
+    return [document for document in documents if len(document.positions)]
 
 
 def _arrays(batch: Mapping[str, Any], mask: Tensor) -> tuple[Ints, Flags, Flags, Flags | None]:

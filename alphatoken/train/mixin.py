@@ -36,7 +36,7 @@ from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
-from alphatoken.train.datasets import check_left, plain_rows
+from alphatoken.train.datasets import check_left, plain_rows, require_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.fused_head import require_fused_head
 from alphatoken.train.gradient_weights import GradientWeightedModel
@@ -65,11 +65,7 @@ from alphatoken.train.records import RunRecords
 from alphatoken.train.reference import check_reference
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
 from alphatoken.train.step_guard import StepGuard
-from alphatoken.train.trainer_arguments import (
-    bind_arguments,
-    load_model_and_tokenizer,
-    require_rows,
-)
+from alphatoken.train.trainer_arguments import bind_arguments, load_model_and_tokenizer
 from alphatoken.train.valuation import Valuation
 from alphatoken.train.value_weigher import ValueWeigher
 
@@ -267,8 +263,8 @@ class AlphaTrainerMixin(_Base):
     # --- what a kind of trainer says of itself ----------------------------------------------------
 
     @staticmethod
-    def read(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
-        """Rows as they were given, as the trainer below reads them; see ``python_rows``."""
+    def read(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Rows of the caller in the form that the trainer below reads; see ``python_rows``."""
         raise NotImplementedError
 
     def refuse_base(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.data.file_kinds import LFS
+from alphatoken.data.survey import first_few
 from alphatoken.errors import AlphaTokenWarning, ModelError, UnsupportedError, warn_caller
 
 __all__ = [
@@ -29,6 +30,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _TOKENIZER = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model",
               "vocab.json", "vocab.txt", "sentencepiece.bpe.model")  # fmt: skip
+_NAMED = 4
+"""Files or weights that are named one by one."""
 _OTHER_TASKS = r"For(.*Classification|MaskedLM|QuestionAnswering|MultipleChoice)$"
 _AGAIN = "`git lfs pull` in the folder, or download the file itself"
 _QUANTISED = {"gptq": ".qweight", "awq": ".qweight", "fp8": "F8_", "fbgemm_fp8": "F8_"}
@@ -186,7 +189,7 @@ def require_weights(report: Mapping[str, Any], name: str | Path) -> None:
     if unexpected:
         warn_caller(
             f"{len(unexpected)} weights in the files of {name} have no place in the model and are "
-            f"not loaded: {_few(unexpected)}.",
+            f"not loaded: {first_few(unexpected, _NAMED)}.",
             AlphaTokenWarning,
         )
 
@@ -281,12 +284,7 @@ def _newest(folder: Path, file: str) -> Path | None:
 
 def _listing(folder: Path) -> str:
     """What lies in a folder, for messages."""
-    return _few(sorted(path.name for path in folder.iterdir())) or "nothing in it"
-
-
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - 4
-    return ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")
+    return first_few(sorted(path.name for path in folder.iterdir()), _NAMED) or "nothing in it"
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -318,7 +316,8 @@ def _require_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
             if gone:
                 raise ModelError(
                     "shards of the weights are missing",
-                    got=f"{folder}: no {_few(gone)}; {len(files) - len(gone)} of {len(files)} are "
+                    got=f"{folder}: no {first_few(gone, _NAMED)}; "
+                    f"{len(files) - len(gone)} of {len(files)} are "
                     "there",
                     remedy="copy or download them too",
                 )

@@ -55,17 +55,17 @@ class AlphaTrainer(LabelledRows, Trainer):
     """True once the model's own loss has agreed with the one that is built here."""
 
     @staticmethod
-    def read(rows: Any, name: str, given: Mapping[str, Any]) -> Any:
+    def read(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
         """Refuse rows that are not tokenised, or of which something would be lost.
 
         Those of a stream of ``datasets`` as they are read; of any other stream, none.
         """
-        seen = plain_rows(rows)
-        whole = hasattr(seen, "__len__") and len(seen) > 0
+        plain = plain_rows(rows)
+        whole = hasattr(plain, "__len__") and len(plain) > 0
         streamed = hasattr(rows, "map") and not hasattr(rows, "__len__")
         first: Any = {"input_ids": ()}
         if whole or streamed:
-            first = next(iter(seen), first)
+            first = next(iter(plain), first)
         if not isinstance(first, Mapping) or "input_ids" not in first:
             raise InputError(
                 f"rows of the {name} data set are not tokenised",
@@ -73,13 +73,13 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
-        if given.get("data_collator") is not None:
+        if arguments.get("data_collator") is not None:
             return rows
         if whole or streamed:
             read = {"input_ids", "labels", *AlphaTrainer.BESIDE}
-            rows, _ = require_tokens(rows, name, read, given)
+            rows = require_tokens(rows, name, read, arguments)
         if whole and name == "training":
-            _require_batches(seen, given["args"].train_batch_size)
+            _require_batches(plain, arguments["args"].train_batch_size)
         return rows
 
     def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:

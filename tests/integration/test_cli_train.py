@@ -336,7 +336,7 @@ def test_sft_rows_are_checked(records: Any, problem: str, bad: list[int]) -> Non
     if not bad:
         assert read_rows(dataset, "training", CHECKED) is dataset
         return
-    with pytest.raises(InputError, match=f"{problem}: 1 .row {bad[0]}"):
+    with pytest.raises(InputError, match=rf"1 rows: .*{problem} \(row {bad[0]}\)"):
         read_rows(dataset, "training", CHECKED)
 
 
@@ -355,7 +355,7 @@ def test_pairs_are_checked(record: dict[str, Any], problem: str) -> None:
     if isinstance(record["chosen"], list):
         fine = {k: [{"role": "assistant", "content": k}] for k in record}
     dataset = Dataset.from_list([fine, record])
-    with pytest.raises(InputError, match=rf"1 of 2 mine rows.*{problem}: 1 \(row 1\)"):
+    with pytest.raises(InputError, match=rf"1 of 2 mine rows.*1 rows: .*{problem} \(row 1\)"):
         read_pairs(dataset, "mine", CHECKED)
     read_pairs(dataset.select([0]), "mine", CHECKED)
 

@@ -163,8 +163,8 @@ def test_notes_say_each_number_with_its_noun() -> None:
     report = EncodeReport(truncated_rows=8, truncated_tokens=1058, skipped_empty=2, skipped_bad=3)
     assert about_encoding("train", report) == [
         "8 training rows are longer than allowed; 1058 tokens were cut off their ends.",
-        "2 training rows have no response within the length and were skipped.",
-        "3 training rows cannot be written as tokens and were skipped.",
+        "2 training rows left out: no response within the length.",
+        "3 training rows left out: they cannot be written as tokens.",
     ]
     assert about_encoding("validation", EncodeReport()) == []
 

@@ -422,10 +422,23 @@ def test_pairs_of_the_page_are_one_pair_in_three_forms() -> None:
 
 
 def test_the_page_names_every_field_that_is_read() -> None:
-    from alphatoken.data import marks, pairs, rows
+    from alphatoken.data import marks, messages, pairs
 
-    fields = (*rows.PROMPTS, *rows.RESPONSES, *rows.CHATS, *pairs.CHOSEN, *pairs.REJECTED)
-    fields = (*fields, *rows._ADDED, *rows.SYSTEMS, *rows.THOUGHTS, *marks._TRAINED, *marks._MASKED)
+    fields = (
+        *messages.PROMPTS,
+        *messages.RESPONSES,
+        *messages.CHATS,
+        *pairs.CHOSEN,
+        *pairs.REJECTED,
+    )
+    fields = (
+        *fields,
+        *messages.ADDED,
+        *messages.SYSTEMS,
+        *messages.THOUGHTS,
+        *marks._TRAINED,
+        *marks._MASKED,
+    )
     fields = (*fields, *marks._WEIGHTS, *marks._USED, *marks._RIGHT, *marks._WRONG, *marks._REWARDS)
-    for name in (*fields, *rows.ROLES):
+    for name in (*fields, *messages.ROLES):
         assert f"`{name}`" in PAGE or f'"{name}"' in PAGE or f"the {name}" in PAGE, name

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from alphatoken import AlphaTokenWarning, InputError
 from alphatoken.data import encode_row, pair_of, row_of
+from alphatoken.data.messages import is_answer, is_prompt
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
@@ -240,6 +241,62 @@ def test_turns_that_the_template_leaves_out_are_noted(
         f"training rows: messages; in 24 of 24 {said}",
         f"training rows: completion, prompt; in 1 of 1 {said}",
     ]
+
+
+@pytest.mark.parametrize("role", ["tool", "narrator"])
+def test_trl_learns_all_of_a_response_whatever_its_roles(
+    role: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a completion no text may be lost; of a chat the assistant's turns are the responses."""
+    logging.getLogger("alphatoken.data").propagate = True
+    more, drops = (
+        _said(role, "345"),
+        CHAT.replace("in messages", f"in messages if m.role != '{role}'"),
+    )
+    pair = [{"prompt": [_said("user", "1+1")], "completion": [ANSWER, more]}]
+    row = sft(tmp_path, pair, None, template=CHAT, policy="random").train_dataset[0]
+    learned = [token for token in row["labels"] if token != -100]
+    assert f"2{role}? 345" in tiny.tokenizer().decode(learned)
+    with pytest.raises(InputError, match="text of a training response would be lost.*'345'"):
+        sft(tmp_path, pair, None, template=drops, policy="random")
+    chat = [{"messages": [_said("user", "1+1"), more, ANSWER]}]
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        sft(tmp_path, chat, None, template=drops, policy="random")
+    assert "in 1 of 1 rows text of turns that are not learned is left out" in caplog.text
+
+
+def test_the_common_beginning_of_a_pair_is_no_response(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a template drops of it is noted, as of a prompt in a column of its own."""
+    logging.getLogger("alphatoken.data").propagate = True
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT.replace("in messages", "in messages if m.role != 'system'")
+    head = [_said("system", "be brief"), _said("user", "1+1")]
+    longer = [_said("assistant", "3"), _said("user", "sure"), ANSWER]
+    sides = {"chosen": [*head, ANSWER], "rejected": [*head, *longer]}
+    more = {"processing_class": tokenizer, "ref_model": tiny.model(), "policy": "random"}
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        tiny.dpo(tmp_path, train_dataset=[sides], **more)
+    assert "in 1 of 1 rows a response has turns of the user" in caplog.text
+    assert "in 1 of 1 rows text of turns that are not learned is left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("message", "answer", "prompt"),
+    [
+        ({"role": "assistant"}, True, False),
+        ({"role": None, "from": "gpt"}, True, False),
+        ({"from": "human"}, False, True),
+        ({"role": "developer"}, False, True),
+        ({"role": "tool"}, False, False),
+        ({"role": "narrator"}, False, False),
+        ({}, False, False),
+    ],
+)
+def test_roles_have_one_reader(message: dict[str, Any], answer: bool, prompt: bool) -> None:
+    """A role that nobody knows is neither the assistant's nor one that a response begins after."""
+    assert (is_answer(message), is_prompt(message)) == (answer, prompt)
 
 
 @pytest.mark.parametrize("kind", ["a marked turn", "tokens"])
@@ -516,7 +573,7 @@ def test_rows_that_cannot_be_trained_on_are_left_out_or_stop(tmp_path: Path) -> 
         more |= {"policy": "random", "retention": "none", "validation_dataset": None}
         return cast("AlphaSFTTrainer", tiny.sft(tmp_path, train_dataset=rows, **more))
 
-    with pytest.warns(AlphaTokenWarning, match=r"1 of 8 training rows .*empty: 1 \(row 3\)"):
+    with pytest.warns(AlphaTokenWarning, match=r"1 of 8 training rows left out: .*empty \(row 3\)"):
         assert len(made().train_dataset) == 7
     with pytest.raises(InputError, match=r"1 of 8 training rows .*on_empty=skip"):
         made(on_empty="error")

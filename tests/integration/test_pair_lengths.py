@@ -11,15 +11,16 @@ from datasets import Dataset, IterableDataset
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_data import load_run_data
+from alphatoken.data.pairs import is_longer
 from alphatoken.errors import AlphaTokenWarning, ConfigError
-from alphatoken.train.datasets import cut_pair, is_longer
+from alphatoken.train.datasets import cut_pair
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import model, options, preference_rows, tokenizer
 from tests.rows import jsonl
 
 LIMITS: dict[str, Any] = {"max_prompt_length": 5, "max_response_length": 9}
-DROPPED = "1 of 9 training rows have no response token within max_length=64"
+DROPPED = "1 of 9 training rows left out: no response token within max_length=64"
 PARTS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 

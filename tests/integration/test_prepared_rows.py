@@ -42,7 +42,7 @@ def test_rows_of_which_nothing_is_left_are_refused(kind: str, policy: str, tmp_p
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_left_out_are_counted(kind: str, tmp_path: Path) -> None:
-    said = r"3 of 8 training rows have no response token within max_length=16, and are left out"
+    said = r"3 of 8 training rows left out: no response token within max_length=16"
     with pytest.warns(AlphaTokenWarning, match=said):
         made = trainer(kind, tmp_path, [LONG] * 3 + [f"{n}+{n}=" for n in range(5)])
     assert len(made.train_dataset) == 5

@@ -17,7 +17,7 @@ from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import (
     EncodeOptions,
     Fields,
-    Reading,
+    Survey,
     encode_row,
     encode_rows,
     leak_keys,
@@ -187,19 +187,19 @@ def test_one_line_says_what_was_read_and_what_not(
 
 def test_a_column_without_a_name_is_named_as_such() -> None:
     """Such as pandas' index in a table."""
-    reading = Reading("a.csv")
-    row_of({"": "0", **ASKED}, 0, "here", reading=reading)
-    assert str(reading).endswith("; not read: the unnamed column")
+    survey = Survey("a.csv")
+    row_of({"": "0", **ASKED}, 0, "here", survey=survey)
+    assert str(survey).endswith("; not read: the unnamed column")
 
 
 def test_the_line_is_of_all_rows_and_counts_forms_beyond_four() -> None:
-    reading = Reading("a.jsonl")
+    survey = Survey("a.jsonl")
     for number, prompt in enumerate(("prompt", "instruction", "question", "query", "query")):
         answer = "response" if number < 4 else "output"
         record = {prompt: "Who?", answer: "Ada", **({"id": 0} if number == 0 else {"note": ""})}
-        row_of(record, number, "here", reading=reading)
-    assert str(reading).startswith("a.jsonl: prompt = prompt, response = response (1 rows); ")
-    assert str(reading).endswith("; 1 more forms; not read: id, note")
+        row_of(record, number, "here", survey=survey)
+    assert str(survey).startswith("a.jsonl: prompt = prompt, response = response (1 rows); ")
+    assert str(survey).endswith("; 1 more forms; not read: id, note")
 
 
 def test_a_filled_template_is_known_whatever_white_space_is_around_it() -> None:
@@ -210,10 +210,10 @@ def test_a_filled_template_is_known_whatever_white_space_is_around_it() -> None:
 
 
 def test_a_prompt_that_ends_with_its_response_is_seen_through_white_space() -> None:
-    reading = Reading("a.jsonl")
-    row_of({"prompt": "Say: yes \n", "response": " yes"}, 0, "here", reading=reading)
-    row_of({"prompt": "Say: yes", "response": " "}, 1, "here", reading=reading)
-    assert "in 1 of 2 rows the prompt ends with the response" in str(reading)
+    survey = Survey("a.jsonl")
+    row_of({"prompt": "Say: yes \n", "response": " yes"}, 0, "here", survey=survey)
+    row_of({"prompt": "Say: yes", "response": " "}, 1, "here", survey=survey)
+    assert "in 1 of 2 rows the prompt ends with the response" in str(survey)
 
 
 # --- verdicts on a row ----------------------------------------------------------------------------
@@ -276,24 +276,24 @@ def test_a_row_that_speaks_against_itself_is_refused_or_left_out(
      ("no_train", False), ("row_weight", 1), ("multiplier", 3), ("trained", "yes"), ("mask", 1)],
 )  # fmt: skip
 def test_what_speaks_not_against_a_row_is_named_only(name: str, value: Any) -> None:
-    reading = Reading("a.jsonl")
-    row_of({**ASKED, name: value}, 0, "here", reading=reading)
-    assert str(reading).endswith(f"response = output; not read: {name}")
+    survey = Survey("a.jsonl")
+    row_of({**ASKED, name: value}, 0, "here", survey=survey)
+    assert str(survey).endswith(f"response = output; not read: {name}")
 
 
 @pytest.mark.parametrize(("name", "value"), [("label", 0), ("reward", 0.0), ("score", 0)])
 def test_a_zero_that_may_be_a_verdict_is_counted(name: str, value: Any) -> None:
-    reading = Reading("a.jsonl")
+    survey = Survey("a.jsonl")
     for own in (value, 1):
-        row_of({**ASKED, name: own}, 0, "here", reading=reading)
+        row_of({**ASKED, name: own}, 0, "here", survey=survey)
     said = f"in 1 of 2 rows {name} is {value}, and the row counts as the others do"
-    assert str(reading).endswith(f"not read: {name}; {said}")
+    assert str(survey).endswith(f"not read: {name}; {said}")
 
 
 def test_the_class_of_a_plain_text_is_no_verdict() -> None:
-    reading = Reading("a.jsonl")
-    row_of({"text": "A story.", "label": False}, 0, "here", reading=reading)
-    assert "in 1 of 1 rows label is False, and the row counts as the others do" in str(reading)
+    survey = Survey("a.jsonl")
+    row_of({"text": "A story.", "label": False}, 0, "here", survey=survey)
+    assert "in 1 of 1 rows label is False, and the row counts as the others do" in str(survey)
     with pytest.raises(DataError, match="not to be learned"):
         row_of({"text": "A story.", "weight": 0}, 0, "here")
 
@@ -325,11 +325,11 @@ def test_a_pair_that_speaks_against_its_order_is_refused(more: dict[str, Any], a
 
 
 def test_a_rank_is_no_score_and_a_rejected_response_may_be_marked_as_a_bad_one() -> None:
-    reading = Reading("a.jsonl")
+    survey = Survey("a.jsonl")
     said = {k: [{"role": "assistant", "content": PAIR[k], "is_correct": k == "chosen"}]
             for k in ("chosen", "rejected")}  # fmt: skip
-    pair_of({**PAIR, **said, "chosen_rank": 1, "rejected_rank": 2}, 0, "here", reading=reading)
-    assert "not read: chosen.is_correct, rejected.is_correct, chosen_rank" in str(reading)
+    pair_of({**PAIR, **said, "chosen_rank": 1, "rejected_rank": 2}, 0, "here", survey=survey)
+    assert "not read: chosen.is_correct, rejected.is_correct, chosen_rank" in str(survey)
     with pytest.raises(DataError, match="marked as a bad one. Got: here: 'is_correct'"):
         pair_of({**PAIR, "chosen": said["rejected"]}, 0, "here")
     with pytest.raises(DataError, match="marked as not to be trained on"):
@@ -337,13 +337,13 @@ def test_a_rank_is_no_score_and_a_rejected_response_may_be_marked_as_a_bad_one()
 
 
 def test_scores_that_agree_with_a_pair_are_named_and_equal_ones_counted() -> None:
-    reading = Reading("a.jsonl")
+    survey = Survey("a.jsonl")
     for scores in ((8.0, 2.0), (3.0, 3.0), (8, None)):
         own = {"score_chosen": scores[0], "score_rejected": scores[1], "chosen_logps": -9.0,
                "rejected_logps": -3.0}  # fmt: skip
-        pair_of({**PAIR, **own}, 0, "here", reading=reading)
-    assert "not read: score_chosen, score_rejected, chosen_logps, rejected_logps; " in str(reading)
-    assert str(reading).endswith("in 1 of 3 rows both responses have the same score")
+        pair_of({**PAIR, **own}, 0, "here", survey=survey)
+    assert "not read: score_chosen, score_rejected, chosen_logps, rejected_logps; " in str(survey)
+    assert str(survey).endswith("in 1 of 3 rows both responses have the same score")
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -361,12 +361,12 @@ def test_a_conversation_after_its_prompt_is_read_once() -> None:
 
 def test_a_response_of_several_turns_is_learned_whole_and_that_is_said() -> None:
     """As TRL does: there are no labels in a pair."""
-    reading, longer = Reading("a.jsonl"), [SAID[1], *SAID]
+    survey, longer = Survey("a.jsonl"), [SAID[1], *SAID]
     for chosen in (longer, SAID[1:]):
         pair_of({"prompt": SAID[:1], "chosen": chosen, "rejected": [{**SAID[1], "content": "No."}]},
-                0, "here", reading=reading)  # fmt: skip
+                0, "here", survey=survey)  # fmt: skip
     said = "in 1 of 2 rows a response has turns of the user, which are learned with it"
-    assert str(reading).endswith(said)
+    assert str(survey).endswith(said)
 
 
 def test_tokenised_rows_are_no_rows_of_a_command() -> None:
@@ -412,20 +412,20 @@ def test_turns_marked_as_untrained_have_no_labels(
 ) -> None:
     marked: dict[str, Any] = {**SAID[1], "content": "Wrong.", mark: out}
     record = {"messages": [SAID[0], marked, *SAID]}
-    tokenizer, reading = byte_tokenizer(template), Reading("a.jsonl")
+    tokenizer, survey = byte_tokenizer(template), Survey("a.jsonl")
     end = "<|im_end|>" if template else "</s>"
-    row = row_of(record, 0, "here", reading=reading)
+    row = row_of(record, 0, "here", survey=survey)
     assert labelled_text(tokenizer, row) == [f"Good day.{end}"]
-    assert str(reading) == "a.jsonl: chat = messages"  # which is read, and no column that is not
+    assert str(survey) == "a.jsonl: chat = messages"  # which is read, and no column that is not
     marked[mark] = within
     both = [f"Wrong.{end}", f"Good day.{end}"]
     assert labelled_text(tokenizer, row_of(record, 0, "here")) == both
     marked[mark] = 0.5
     with pytest.raises(DataError, match=rf"(in part|not certain).*{mark!r} is 0.5.*'train' with"):
         row_of(record, 0, "here")
-    aside = row_of(record, 0, "here", Fields(unread=(mark,)), reading)
+    aside = row_of(record, 0, "here", Fields(unread=(mark,)), survey)
     assert labelled_text(tokenizer, aside) == both
-    assert f"not read: messages.{mark}" in str(reading)
+    assert f"not read: messages.{mark}" in str(survey)
 
 
 @pytest.mark.parametrize(
@@ -471,25 +471,25 @@ def test_turns_marked_as_untrained_have_no_labels(
 def test_what_a_message_says_beside_its_text_is_refused_or_named(
     field: str, value: Any, said: str | None
 ) -> None:
-    reading, more = Reading("a.jsonl"), {**SAID[1], field: value}
+    survey, more = Survey("a.jsonl"), {**SAID[1], field: value}
     record = {"messages": [SAID[0], more]}
     if said is not None:
         with pytest.raises(DataError, match=rf"{said}.*--unread_columns {field} "):
             row_of(record, 0, "here")
     fields = Fields(unread=(field,) if said else ())
-    row = row_of(record, 0, "here", fields, reading)
+    row = row_of(record, 0, "here", fields, survey)
     assert row.turns[1].learned
     named = "" if value is None else f"; not read: messages.{field}"
-    assert str(reading) == f"a.jsonl: chat = messages{named}"
+    assert str(survey) == f"a.jsonl: chat = messages{named}"
 
 
 def test_a_users_turn_that_is_marked_as_learned_is_counted() -> None:
-    reading = Reading("a.jsonl")
+    survey = Survey("a.jsonl")
     for weight in (1, 0):
         asked = {**SAID[0], "weight": weight}
-        row_of({"messages": [asked, {**SAID[1], "weight": 1}]}, 0, "here", reading=reading)
+        row_of({"messages": [asked, {**SAID[1], "weight": 1}]}, 0, "here", survey=survey)
     said = "in 1 of 2 rows a turn of the user or the system is marked as learned, and is not"
-    assert str(reading) == f"a.jsonl: chat = messages; {said}"
+    assert str(survey) == f"a.jsonl: chat = messages; {said}"
 
 
 def part(text: str, **more: Any) -> dict[str, Any]:
@@ -522,11 +522,11 @@ def test_parts_of_a_content_are_read_as_messages_are(parts: Any, learned: bool |
 
 
 def test_what_a_part_says_beside_its_text_is_named() -> None:
-    reading = Reading("a.jsonl")
+    survey = Survey("a.jsonl")
     content = [part("Good day.", cache_control={"type": "ephemeral"})]
     row_of({"prompt": "Hi.", "completion": [{**SAID[1], "content": content, "name": "Ada"}]},
-           0, "here", reading=reading)  # fmt: skip
-    assert "not read: completion.content.cache_control, completion.name" in str(reading)
+           0, "here", survey=survey)  # fmt: skip
+    assert "not read: completion.content.cache_control, completion.name" in str(survey)
 
 
 THINKS = CHATML.replace(
@@ -651,8 +651,8 @@ def test_rows_of_one_prompt_are_compared_as_wholes(tmp_path: Path) -> None:
     held = frozenset(key for row in pools.validation for key in leak_keys(row))
     drawn = frozenset(row.index for row in pools.validation)
     with pytest.raises(DataError, match="--leak_key conversation"):
-        replace(corpus, drawn=drawn, held=held).survey()
-    whole = replace(corpus, drawn=drawn, held=held, leak_key="conversation")
+        replace(corpus, drawn=drawn, validation=held).survey()
+    whole = replace(corpus, drawn=drawn, validation=held, leak_key="conversation")
     assert whole.survey().counts["train"] == len(pools.train) == 8
 
 

@@ -20,8 +20,8 @@ from alphatoken.corpus.rows import Corpus
 from alphatoken.data import (
     EncodeOptions,
     Fields,
-    Reading,
     Row,
+    Survey,
     Turn,
     encode_prompt,
     encode_row,
@@ -29,8 +29,8 @@ from alphatoken.data import (
     read_rows,
     row_of,
 )
-from alphatoken.data.encode import encode_noted
-from alphatoken.data.rows import THOUGHTS
+from alphatoken.data.encode import encode_example
+from alphatoken.data.messages import THOUGHTS
 from alphatoken.data.source import find_source
 from alphatoken.errors import DataError, InputError
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig
@@ -49,6 +49,14 @@ def trls(prompt: str, response: str, tokenizer: Any) -> tuple[list[int], list[in
     parts = (i for i, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1])
     start = next(parts, min(len(before), len(ids)))
     return ids, [-100] * start + ids[start:]
+
+
+def noted(
+    row: Row, tokenizer: Any, how: EncodeOptions | None = None
+) -> tuple[list[int], list[int], list[str]]:
+    """Ids and labels of a row, and the notes on it."""
+    example = encode_example(row, tokenizer, how)
+    return example.input_ids, example.labels, [*example.notes]
 
 
 def reader(command: str, tokenizer: Any, folder: Path, rows: list[Record], *more: str) -> RowReader:
@@ -187,7 +195,7 @@ def test_a_filled_template_is_taken_as_it_is(case: str, template: str | None) ->
     end = "" if response.rstrip().endswith("</s>") else "</s>"
     said = (response.rstrip() if not end else response) + end
     for how in (EncodeOptions(), EncodeOptions(chat_template=False)):
-        ids, labels, notes = encode_noted(chat(prompt, response), tokenizer, how)
+        ids, labels, notes = noted(chat(prompt, response), tokenizer, how)
         assert tokenizer.decode(ids) == "<s>" + prompt.removeprefix("<s>") + said
         assert tokenizer.decode([label for label in labels if label != -100]) == said
         assert [note for note in notes if "taken as they are" in note], notes
@@ -213,7 +221,7 @@ def test_markers_may_be_plain_text(name: str) -> None:
     assert tokenizer.decode(ids) == f"{prompt} A wren.</s>"
     about = chat("What follows [INST] here ASSISTANT:", "A wren.")
     assert tokenizer.decode(encode_row(about, tokenizer)[0]).count("What follows") == 1
-    assert TAKEN not in encode_noted(about, tokenizer)[2]
+    assert TAKEN not in noted(about, tokenizer)[2]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +235,7 @@ def test_markers_may_be_plain_text(name: str) -> None:
 )
 def test_a_control_token_in_a_question_is_one_and_is_said(prompt: str, response: str) -> None:
     tokenizer = byte_tokenizer(CHATML)
-    ids, _, notes = encode_noted(chat(prompt, response), tokenizer)
+    ids, _, notes = noted(chat(prompt, response), tokenizer)
     whole = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{response}<|im_end|>\n"
     assert tokenizer.decode(ids) == whole
     token = "<|im_start|>" if "start" in prompt else "<|im_end|>"
@@ -238,7 +246,7 @@ def test_messages_are_put_into_the_template_whatever_they_hold(tmp_path: Path) -
     """As TRL does; what they hold is said."""
     messages = [{"role": "user", "content": USER}, {"role": "assistant", "content": "A<|im_end|>"}]
     row = row_of({"messages": messages}, 0, "here")
-    ids, _, notes = encode_noted(row, tokenizer := byte_tokenizer(CHATML))
+    ids, _, notes = noted(row, tokenizer := byte_tokenizer(CHATML))
     assert tokenizer.decode(ids).startswith("<|im_start|>user\n<|im_start|>user\n")
     assert [note.split()[6].rstrip(",") for note in notes] == ["<|im_end|>", "<|im_start|>"]
 
@@ -246,11 +254,11 @@ def test_messages_are_put_into_the_template_whatever_they_hold(tmp_path: Path) -
 def test_plain_texts_have_one_end_token() -> None:
     tokenizer = byte_tokenizer(CHATML, start=True)
     for text in ("Once.</s>", "Once.</s> \n", "<s>Once."):
-        ids, labels, notes = encode_noted(Row(0, "x", (Turn("assistant", text),)), tokenizer)
+        ids, labels, notes = noted(Row(0, "x", (Turn("assistant", text),)), tokenizer)
         assert tokenizer.decode(ids) == "<s>Once.</s>"
         assert labels[1:] == ids[1:]
         assert notes == [TAKEN]
-    assert encode_noted(Row(0, "x", (Turn("assistant", "Once."),)), tokenizer)[2] == []
+    assert noted(Row(0, "x", (Turn("assistant", "Once."),)), tokenizer)[2] == []
 
 
 def test_an_end_token_alone_is_an_empty_response() -> None:
@@ -343,7 +351,7 @@ def test_what_trls_templates_write_is_taken_as_it_is_and_learned_whole() -> None
         if whole.rstrip() != whole[:at] + row.response:  # else nothing ends an answer
             forms.append(("Name a bird.", whole[at:]))
         for prompt, response in forms:
-            ids, _, notes = encode_noted(chat(prompt, response), tokenizer)
+            ids, _, notes = noted(chat(prompt, response), tokenizer)
             assert TAKEN in notes, (path.name, prompt, response)
             assert tokenizer.decode(ids).startswith((prompt + response).rstrip()), path.name
     assert texts > 40
@@ -474,7 +482,7 @@ def test_a_token_over_the_end_of_a_response_is_learned() -> None:
 def test_a_template_that_opens_an_answer_otherwise_is_said() -> None:
     """As TRL reads it: what is learned begins where the written answer leaves the opened one."""
     tokenizer = byte_tokenizer(TEMPLATES["cuts and opens"])
-    ids, labels, notes = encode_noted(ROWS["none"], tokenizer)
+    ids, labels, notes = noted(ROWS["none"], tokenizer)
     messages = [{"role": "user", "content": "17 times 3?"}]
     opened = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     start = next(i for i, label in enumerate(labels) if label != -100)
@@ -486,22 +494,20 @@ def test_a_template_that_opens_an_answer_otherwise_is_said() -> None:
 def test_text_that_is_not_learned_and_white_space_are_no_loss_and_are_said() -> None:
     tokenizer = byte_tokenizer(TEMPLATES["last turn only"])
     how = EncodeOptions(turns="last")
-    assert encode_noted(ROWS["two turns"], tokenizer, how)[2] == [
+    assert noted(ROWS["two turns"], tokenizer, how)[2] == [
         "text of turns that are not learned is left out"
     ]
     trims = byte_tokenizer(CHATML.replace("m.content", "m.content | trim"))
-    assert encode_noted(chat("a", "  b"), trims)[2] == [
-        "the template changes white space of a response"
-    ]
-    assert encode_noted(chat("a", "b\n"), trims)[2] == []
+    assert noted(chat("a", "  b"), trims)[2] == ["the template changes white space of a response"]
+    assert noted(chat("a", "b\n"), trims)[2] == []
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_a_thought_in_a_column_of_its_own_is_served_or_refused(name: str) -> None:
     record = {"question": "17 times 3?", name: THOUGHT, "answer": ANSWER}
-    reading = Reading("a.jsonl")
-    row = row_of(record, 0, "here", reading=reading)
-    assert str(reading) == f"a.jsonl: prompt = question, response = answer, thought = {name}"
+    survey = Survey("a.jsonl")
+    row = row_of(record, 0, "here", survey=survey)
+    assert str(survey) == f"a.jsonl: prompt = question, response = answer, thought = {name}"
     learned = labelled_text(byte_tokenizer(TEMPLATES["thinks"]), row)
     assert learned == [f"{THOUGHT}\n</think>\n\n{ANSWER}<|im_end|>"]
     for template in (CHATML, None):

@@ -13,11 +13,11 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq
 
+from alphatoken.data.token_rows import lost_of_tokens
 from alphatoken.errors import InputError
 from alphatoken.model.batch import read_batch
 from alphatoken.train import AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.python_rows import read_rows
-from alphatoken.train.token_rows import lost_of_tokens
 from tests.integration import tiny_training as tiny
 from tests.integration.test_given_rows import READ
 

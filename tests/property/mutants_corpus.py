@@ -110,12 +110,12 @@ MUTANTS = (
     _corpus(
         "drawn-rows-are-trained-on",
         "rows that were drawn for validation are valued where no other rule removes them",
-        f"{_ROW}._become", "if row.index in self.drawn:", "if False:", SPLIT,
+        f"{_ROW}._outcome", "if row.index in self.drawn:", "if False:", SPLIT,
     ),
     _corpus(
         "repeats-of-the-fisher-stay",
         "rows that the Fisher was fitted on are valued",
-        f"{_ROW}._become", '"fisher": self.fisher', '"fisher": frozenset()', SPLIT,
+        f"{_ROW}._outcome", '"fisher": self.fisher', '"fisher": frozenset()', SPLIT,
     ),
     _corpus(
         "marked-turns-are-learned",
@@ -125,6 +125,6 @@ MUTANTS = (
     _corpus(
         "null-is-a-column",
         "a column that is null counts as present",
-        "data.reading.Columns.__init__", "if v is not None and", "if", MARKED,
+        "data.survey.Columns.__init__", "if v is not None and", "if", MARKED,
     ),
 )  # fmt: skip

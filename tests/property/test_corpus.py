@@ -172,7 +172,7 @@ def test_corpus(
             held = draw_rows(corpus, drawn, seed)
             out = frozenset(row.index for row in held)
             held_keys = frozenset(key for row in held for key in leak_keys(row))
-            corpus = replace(corpus, drawn=out, held=held_keys)
+            corpus = replace(corpus, drawn=out, validation=held_keys)
             counts = corpus.survey().counts
             starts = range(0, corpus.source.rows, cut)
             rows = [row for first in starts for row in corpus.rows(first, first + cut)]

@@ -1,4 +1,4 @@
-"""Tokenised rows of one's own: given labels are taken as they are, and nothing else is lost.
+"""Tokenised rows of one's own: their labels stay as they are, and nothing else is lost.
 
 What a trainer does not read of such a row must say no more than its tokens and labels do: a mask
 that agrees with the labels, positions that count from 0, padding after the last label. Any other
@@ -10,28 +10,46 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from alphatoken.data.survey import Columns, Survey
+from alphatoken.data.trl_rows import require_unmarked
+from alphatoken.errors import InputError
 from alphatoken.model.batch import IGNORE, weighs_tokens
 
-__all__ = ["labels_of_tokens", "lost_of_tokens", "says_of_tokens"]
+__all__ = ["check_tokens", "has_labels", "lost_of_tokens"]
 
 _MASKS = ("completion_mask", "assistant_masks")
 """Columns that TRL makes labels of where a row has none; beside labels they say nothing."""
 _BY_TOKEN = ("labels", "attention_mask", "position_ids", "token_type_ids", *_MASKS)
 
 
-def labels_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> Sequence[int]:
-    """Labels of a tokenised row by TRL's rule: given ones as they are, else by the masks, else all.
+def check_tokens(
+    row: Mapping[str, Any],
+    number: int,
+    *,
+    name: str,
+    read: Collection[str],
+    unread: Sequence[str],
+    survey: Survey,
+) -> dict[str, Any]:
+    """Refuse a tokenised row of which something would be lost; nothing of it is to be changed.
 
-    Args:
-        row: with ``input_ids``.
-        read: columns that the trainer reads.
+    Arguments and errors are those of :func:`alphatoken.data.trl_rows.check_row`.
     """
-    labels: Sequence[int] | None = row.get("labels")
-    if labels is not None:
-        return labels
-    masks = [row[name] for name in _MASKS if name in read and row.get(name) is not None]
-    marked = zip(row["input_ids"], *masks, strict=False)
-    return [token if all(marks) else IGNORE for token, *marks in marked]
+    if lost := lost_of_tokens(row, read):
+        raise InputError(
+            f"a {name} row would be learned otherwise than it says",
+            got=f"row {number}: {lost}",
+            why="given labels are taken as they are, and positions count from 0",
+            remedy="write -100 into 'labels' where nothing is to be learned; give one document "
+            "a row, without padding; drop columns that say something else",
+        )
+    of_row = {column: row.get(column) for column in unread}
+    of_row = {column: value for column, value in of_row.items() if not isinstance(value, list)}
+    rest = Columns(of_row, f"row {number}")
+    if name != "Fisher":
+        require_unmarked(rest, name)
+    survey.add(", ".join(sorted(read)), notes=[*rest.notes, *_notes(row, read)])
+    return {}
 
 
 def lost_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
@@ -63,7 +81,7 @@ def _lost_of_column(
     padding = name == "attention_mask" and 0 in numbers
     if not (padding or (weighs_tokens(name) and name not in _MASKS)):
         return ""
-    weighs = [label != IGNORE for label in labels_of_tokens(row, read)]
+    weighs = [label != IGNORE for label in _labels(row, read)]
     weighs[:1] = numbers[:1]  # nothing predicts the first token
     if padding:
         behind = list(numbers).index(0)
@@ -77,12 +95,34 @@ def _usual(documents: Sequence[int]) -> list[int]:
     return [position for length in documents for position in range(length)]
 
 
-def says_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
+def _notes(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """Note about a tokenised row: labels that are other tokens than those they stand at."""
-    pairs = zip(labels_of_tokens(row, read), row["input_ids"], strict=True)
+    pairs = zip(_labels(row, read), row["input_ids"], strict=True)
     if all(label in (IGNORE, token) for label, token in pairs):
-        return ""
-    return "a label is another token than the one at its place (the loss itself shifts labels)"
+        return []
+    return ["a label is another token than the one at its place (the loss itself shifts labels)"]
+
+
+def has_labels(row: Mapping[str, Any], read: Collection[str]) -> bool:
+    """True if a label of the row is predicted by something, or a collator is to make them."""
+    if row.get("labels") == []:  # a collator of the caller's own makes them
+        return True
+    return any(label != IGNORE for label in _labels(row, read)[1:])
+
+
+def _labels(row: Mapping[str, Any], read: Collection[str]) -> Sequence[int]:
+    """Labels of a tokenised row by TRL's rule: its own as they are, else by the masks, else all.
+
+    Args:
+        row: with ``input_ids``.
+        read: columns that the trainer reads.
+    """
+    labels: Sequence[int] | None = row.get("labels")
+    if labels is not None:
+        return labels
+    masks = [row[name] for name in _MASKS if name in read and row.get(name) is not None]
+    marked = zip(row["input_ids"], *masks, strict=False)
+    return [token if all(marks) else IGNORE for token, *marks in marked]
 
 
 def _by_token(row: Mapping[str, Any]) -> dict[str, Sequence[Any]]:

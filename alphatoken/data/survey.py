@@ -1,23 +1,23 @@
-"""One line about a file: how its columns were read, which were not, and which rows dropped."""
+"""One line about a source of rows: how its columns were read, and which rows were left out."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from alphatoken.errors import DataError
 
-__all__ = ["Columns", "Reading", "short"]
+__all__ = ["Columns", "Survey", "first_few", "short"]
 
 _log = logging.getLogger("alphatoken.data")
 _FORMS = 4
 """Forms of row that are named one by one."""
 _FILES = 20
 """Files of a folder that are named one by one."""
-_NAMED = 3
+_PLACES = 3
 """Rows that are named of those that are left out for one reason."""
 
 
@@ -28,7 +28,7 @@ class Columns:
     their columns.
 
     Args:
-        record: as it was found.
+        record: columns and their values, before anything was read of them.
         place: of it, for messages.
         unread: columns that count as absent.
     """
@@ -36,7 +36,7 @@ class Columns:
     def __init__(self, record: Mapping[str, Any], place: str, unread: Collection[str] = ()) -> None:
         self.place, self.unread = place, unread
         self.notes: list[str] = []
-        """What else the line about the file says of the row: "in 3 of 10 rows", and the note."""
+        """What else the survey says of the row: "in 3 of 10 rows", and the note."""
         self._values = {k: v for k, v in record.items() if v is not None and k not in unread}
         self.aside = [
             name for name, value in record.items() if value is not None and name in unread
@@ -106,22 +106,27 @@ class Columns:
 
     def __str__(self) -> str:
         """The columns, for messages; those that are null as such."""
-        said = [*map(repr, self._values), *(f"{name!r} (null)" for name in self.null)]
-        return ", ".join(said) or "no fields"
+        names = [*map(repr, self._values), *(f"{name!r} (null)" for name in self.null)]
+        return ", ".join(names) or "no fields"
 
 
-class Reading:
-    """Record of how one file was read and what was left out; ``str`` gives it as a line.
+class Survey:
+    """Counts of the rows of one source: how they were read, and left out for which reason.
 
-    >>> reading = Reading("train.jsonl")
+    Every reader of rows counts here what becomes of them, and every sentence about rows that were
+    left out is written here. ``str`` gives one line:
+
+    >>> survey = Survey("train.jsonl")
     >>> columns = Columns({"question": "2 + 2?", "answer": "4", "id": 7}, "line 1")
     >>> _ = columns.text("question", "prompt"), columns.text("answer", "response")
-    >>> reading.add(columns)
-    >>> print(reading)
-    train.jsonl: prompt = question, response = answer; not read: id
+    >>> survey.add_columns(columns)
+    >>> survey.leave_out("broken JSON line", "line 2")
+    >>> print(survey)
+    train.jsonl: prompt = question, response = answer; not read: id; 1 rows left out: broken JSON \
+line (line 2)
 
     Args:
-        name: of the file or folder.
+        name: of the file, the folder or the data set.
         files: of a folder, those that are read.
         unread_files: of a folder, those that are not, each with the reason.
     """
@@ -133,66 +138,84 @@ class Reading:
         unread_files: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.name, self._files, self._unread_files = name, files, unread_files
+        self.rows = 0
+        """Rows that were read."""
         self.forms: Counter[str] = Counter()
         self.unread: dict[str, None] = {}
+        """Columns, and fields of messages, that were not read."""
         self.left: Counter[str] = Counter()
-        """Rows that were left out, by what is wrong with them."""
+        """Rows that were left out, by the reason."""
         self.notes: Counter[str] = Counter()
-        """Rows of which something else is said, by what it is."""
+        """Rows by what else there is to say of them."""
         self._places: dict[str, list[str]] = {}
 
-    def leave(self, what: str, place: str) -> None:
-        """Count one row that is left out, by what is wrong with it; the first few are named."""
-        self.left[what] += 1
-        if self.left[what] <= _NAMED:
-            self._places.setdefault(what, []).append(place)
+    def add(self, form: str, unread: Iterable[str] = (), notes: Iterable[str] = ()) -> None:
+        """Count one row that was read in this form, the notes on it each once."""
+        self.rows += 1
+        self.forms[form] += 1
+        self.unread |= dict.fromkeys(unread)
+        self.notes.update(dict.fromkeys(notes, 1))
 
-    def add(self, columns: Columns) -> None:
-        """Count one row in the reading."""
-        self.forms[columns.form] += 1
-        self.unread |= dict.fromkeys([*columns.aside, *columns.left])
-        self.notes.update(set(columns.notes))
+    def add_columns(self, columns: Columns) -> None:
+        """Count one row by what its columns were read as."""
+        self.add(columns.form, [*columns.aside, *columns.left], columns.notes)
+
+    def leave_out(self, reason: str, place: str = "", count: int = 1) -> None:
+        """Count rows that are left out for a reason; the places of the first few are named."""
+        if not count:
+            return
+        self.left[reason] += count
+        places = self._places.setdefault(reason, [])
+        if place and len(places) < _PLACES:
+            places.append(place)
+
+    def left_out(self, rows: str = "rows left out") -> list[str]:
+        """The sentence about rows that were left out, one for each reason.
+
+        Args:
+            rows: what is counted, such as "of 8 training rows are left out".
+        """
+        sentences = []
+        for reason, count in self.left.items():
+            places = self._places[reason]
+            named = ", ".join([*places, *["..."] * (count > len(places))])
+            sentences.append(f"{count} {rows}: {reason}" + (f" ({named})" if places else ""))
+        return sentences
 
     def __str__(self) -> str:
-        """One line about the file."""
+        """One line about the source."""
         several = len(self.forms) > 1
-        said = [
+        parts = [
             f"{form} ({count} rows)" if several else form
             for form, count in self.forms.most_common(_FORMS)
         ]
         if len(self.forms) > _FORMS:
-            said.append(f"{len(self.forms) - _FORMS} more forms")
+            parts.append(f"{len(self.forms) - _FORMS} more forms")
         if self.unread:
             names = (name if name.strip() else "the unnamed column" for name in self.unread)
-            said.append(f"not read: {', '.join(names)}")
-        total = self.forms.total()
-        said += [f"in {count} of {total} rows {note}" for note, count in self.notes.items()]
-        said += [
-            f"{count} rows left out: {what} ({', '.join(self._places[what])}"
-            f"{', ...' if count > _NAMED else ''})"
-            for what, count in self.left.items()
-        ]
-        return f"{self.name}: {'; '.join([*said, *self._about_files()])}"
+            parts.append(f"not read: {', '.join(names)}")
+        parts += [f"in {count} of {self.rows} rows {note}" for note, count in self.notes.items()]
+        return f"{self.name}: {'; '.join([*parts, *self.left_out(), *self._about_files()])}"
 
     def _about_files(self) -> Iterator[str]:
         """Files of a folder: those that are read, and those that are not, by reason."""
         if self._files:
-            yield f"files read: {_listed(self._files)}"
+            yield f"files read: {first_few(self._files, _FILES)}"
         for reason in dict.fromkeys(why for _, why in self._unread_files):
             names = [name for name, why in self._unread_files if why == reason]
-            yield f"files not read, {reason}: {_listed(names)}"
+            yield f"files not read, {reason}: {first_few(names, _FILES)}"
 
-    def say(self) -> None:
+    def log(self) -> None:
         """Log the line: as a warning where something was not read or is noted, else to inform."""
         lost = self.unread or self.left or self.notes or self._unread_files
-        if self.forms or self.left or self._unread_files:
+        if self.forms or lost:
             _log.log(logging.WARNING if lost else logging.INFO, "%s", self)
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Names, of which the first few stand for many."""
-    more = len(names) - _FILES
-    return ", ".join(names[:_FILES]) + (f" and {more} more" if more > 0 else "")
+def first_few(names: Sequence[str], count: int) -> str:
+    """The first ``count`` names, and how many more there are; for a message."""
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")
 
 
 def short(text: str, length: int = 80) -> str:
