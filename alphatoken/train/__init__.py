@@ -13,7 +13,7 @@ response tokens, the room is read from a step of training:
    rows and direction hold at a step, are in ``valuation`` and ``pool``.
    :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method
    (``policy``, ``policies``, ``policy_stage``).
-4. :mod:`~alphatoken.train.gradient_weights`: weights act on the update and not on the loss that
+4. :mod:`~alphatoken.train.log_prob_proxy`: weights act on the update and not on the loss that
    is reported.
 5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` for logs,
    ``ledger`` and ``documents`` for values over the run, ``results`` for what is left at the end.

@@ -28,8 +28,8 @@ from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.train.datasets import cut_pair
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.fields import PairFields, check_fields
-from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.layouts import sharding_of
+from alphatoken.train.log_prob_proxy import LogProbProxy, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
@@ -345,7 +345,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def final_coefficients(
         self,
-        gate: GradientWeightedModel,
+        proxy: LogProbProxy,
         coefficients: Tensor,
         weights: Tensor,
         inputs: Mapping[str, Any],
@@ -357,12 +357,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         """
         if not self.args.masked_logit:
             return coefficients
-        assert gate.log_probs is not None
+        assert proxy.log_probs is not None
         recording = _LogProbs(self._reference_model())
         self.compute_ref_log_probs(model=recording, inputs=dict(inputs))  # type: ignore[no-untyped-call]
         assert recording.log_probs is not None
-        current, reference = gate.log_probs.detach().chunk(2), recording.log_probs.chunk(2)
-        kept = weights[:, 1:].to(gate.log_probs).chunk(2)
+        current, reference = proxy.log_probs.detach().chunk(2), recording.log_probs.chunk(2)
+        kept = weights[:, 1:].to(proxy.log_probs).chunk(2)
         omega = masked_dpo_coefficient(
             current[0], current[1], reference[0], reference[1], kept[0], kept[1], self.beta
         )

@@ -2,7 +2,7 @@
 
 The trainer's hooks cannot hand anything to each other but the batch itself. So what is decided
 where the batches of a step are gathered (``get_batch_samples``) travels inside the batch, under the
-key ``CARRIED``, to where it is trained on. ``training_step`` takes it out again before anything
+key ``PLAN_KEY``, to where it is trained on. ``training_step`` takes it out again before anything
 else reads the batch: overrides of ``_prepare_inputs`` and ``compute_loss`` see what the collator
 made. Labels do not travel: they are read in ``compute_loss``, from the inputs of the loss.
 """
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = [
-    "CARRIED",
-    "Carried",
+    "PLAN_KEY",
     "MicroBatch",
-    "Scored",
+    "MicroBatchPlan",
+    "MicroBatchValues",
     "draw_seed",
     "normalised",
     "undivided",
 ]
 
-CARRIED = "alphatoken_carried"
-"""Key of a batch under which its ``Carried`` travels from one hook to the next."""
+PLAN_KEY = "alphatoken_carried"
+"""Key of a batch under which its ``MicroBatchPlan`` travels from one hook to the next."""
 
 
 @dataclass(frozen=True)
-class Carried:
-    """Facts known of a micro-batch when the batches of its step are gathered.
+class MicroBatchPlan:
+    """What the plan of the optimizer step decided for one micro-batch.
 
     Attributes:
         index: number of this micro-batch within its optimizer step.
@@ -51,7 +51,7 @@ class Carried:
     index: int
     kept_share: float | None = None
     weights: Tensor | None = None
-    scored: Scored | None = None
+    scored: MicroBatchValues | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
@@ -69,7 +69,7 @@ class MicroBatch:
         rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
         unit_of: (loss_mask, num_items) -> ``unit``; asked only where it is needed, because its
             answer waits for the device.
-        carried: what was decided of it ahead.
+        plan: what the plan of its step decided for it.
         num_items: transformers' count of the tokens of the step's loss, or None.
     """
 
@@ -79,7 +79,7 @@ class MicroBatch:
     loss_mask: Tensor
     rank_groups: Sequence[slice]
     unit_of: Callable[[Tensor, Any], float] = field(repr=False)
-    carried: Carried
+    plan: MicroBatchPlan
     num_items: Any = None
 
     @property
@@ -89,17 +89,17 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Scored:
+class MicroBatchValues:
     """Values of one micro-batch: totals to rank by, and what the records need.
 
     Attributes:
         totals: (b, t) value of each response token.
-        values: as the scorer gave them; None where there is no response to value.
+        token_values: as the scorer gave them; None where there is no response to value.
         seconds: spent on scoring, the shared forward not included.
     """
 
     totals: Tensor
-    values: TokenValues | None = None
+    token_values: TokenValues | None = None
     seconds: float = 0.0
 
 
@@ -133,6 +133,6 @@ def draw_seed(trainer: AlphaTrainerMixin, batch: MicroBatch) -> int:
         "micro-batch",
         trainer.args.value_seed,
         trainer.state.global_step,
-        batch.carried.index,
+        batch.plan.index,
         trainer.accelerator.process_index,
     )

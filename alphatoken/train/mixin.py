@@ -39,7 +39,6 @@ from alphatoken.train.checks import check_given, check_run, check_tokens
 from alphatoken.train.datasets import check_left, plain_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.fused_head import require_fused_head
-from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
     content_digest,
@@ -56,7 +55,8 @@ from alphatoken.train.layouts import (
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.loading import model_name, unsaid
-from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
+from alphatoken.train.log_prob_proxy import LogProbProxy
+from alphatoken.train.micro_batch import PLAN_KEY, MicroBatch, MicroBatchPlan
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
@@ -210,7 +210,7 @@ class AlphaTrainerMixin(_Base):
         # A Fisher that was handed over is part of what the run is, also where nothing reads it.
         self.rows = RunRows(fisher=fisher)
         # What the micro-batch that is in ``training_step`` just now came with; None outside it.
-        self._carried: Carried | None = None
+        self._plan: MicroBatchPlan | None = None
         self.step_guard = StepGuard(self)
         if plain:
             return
@@ -292,7 +292,7 @@ class AlphaTrainerMixin(_Base):
         return [slice(0, rows)]
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """The trainer's own loss, with the gate in the model's place."""
+        """The trainer's own loss, with the proxy in the model's place."""
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
         assert isinstance(loss, Tensor)
         return loss
@@ -317,7 +317,7 @@ class AlphaTrainerMixin(_Base):
 
     def final_coefficients(
         self,
-        gate: GradientWeightedModel,
+        proxy: LogProbProxy,
         coefficients: Tensor,
         weights: Tensor,
         inputs: Mapping[str, Any],
@@ -453,8 +453,8 @@ class AlphaTrainerMixin(_Base):
         # transformers sets it only after this call, and scoring ahead asks for it.
         self.current_gradient_accumulation_steps = len(samples)
         carrying = [copy.copy(sample) for sample in samples]  # of the collator's own type
-        for sample, carried in zip(carrying, self.weigher.plan(samples, num_items), strict=True):
-            sample[CARRIED] = carried
+        for sample, plan in zip(carrying, self.weigher.plan(samples, num_items), strict=True):
+            sample[PLAN_KEY] = plan
         return carrying, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -462,17 +462,17 @@ class AlphaTrainerMixin(_Base):
 
         Overrides of ``_prepare_inputs`` and ``compute_loss`` get the batch as the collator made it.
         """
-        if self.weigher is None or CARRIED not in inputs:
+        if self.weigher is None or PLAN_KEY not in inputs:
             return super().training_step(model, inputs, *args, **kwargs)
         inputs = copy.copy(inputs)
-        self._carried = inputs.pop(CARRIED)
+        self._plan = inputs.pop(PLAN_KEY)
         try:
             return super().training_step(model, inputs, *args, **kwargs)
         finally:
-            self._carried = None
+            self._plan = None
 
     def read_micro_batch(
-        self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
+        self, inputs: Mapping[str, Any], plan: MicroBatchPlan, num_items: Any
     ) -> MicroBatch:
         """Labels, masks and rank_groups of a batch."""
         labels = self.response_labels(inputs)
@@ -484,7 +484,7 @@ class AlphaTrainerMixin(_Base):
             loss_mask=label_mask(self.loss_labels(inputs)),
             rank_groups=self.rank_groups(len(mask)),
             unit_of=self.loss_unit,
-            carried=carried,
+            plan=plan,
             num_items=num_items,
         )
 
@@ -506,7 +506,7 @@ class AlphaTrainerMixin(_Base):
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        if self._carried is None:
+        if self._plan is None:
             raise UnsupportedError(
                 "a batch without its step cannot be weighed",
                 got="a batch that get_batch_samples did not make",
@@ -522,7 +522,7 @@ class AlphaTrainerMixin(_Base):
                 remedy="super().compute_loss(...) without return_outputs",
             )
         loss = self.weigher.loss(
-            model, self.read_micro_batch(inputs, self._carried, num_items_in_batch)
+            model, self.read_micro_batch(inputs, self._plan, num_items_in_batch)
         )
         self.step_guard.expect_gradient(loss)
         return loss

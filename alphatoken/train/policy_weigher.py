@@ -4,7 +4,7 @@ One micro-batch, on the training forward::
 
     columns        what the static pass left of each response token
     reference      token log-probabilities of the reference model, without gradients
-    base loss      the trainer's own forward, through the gate
+    base loss      the trainer's own forward, through the proxy
     weights        of the policy, from all of that
     coefficients   of the trainer's loss times the weights; or of the policy's own loss of the pairs
     surrogate      the loss in value, the weighted update in gradient
@@ -31,13 +31,13 @@ from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapt
 from alphatoken.support.storage import write_json
 from alphatoken.train.checks import has_pass
 from alphatoken.train.distributed import Ranks
-from alphatoken.train.gradient_weights import (
-    GradientWeightedModel,
+from alphatoken.train.log_prob_proxy import (
+    LogProbProxy,
     by_token,
     gated_loss,
     require_finite,
 )
-from alphatoken.train.micro_batch import Carried, MicroBatch, draw_seed, normalised
+from alphatoken.train.micro_batch import MicroBatch, MicroBatchPlan, draw_seed, normalised
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
 from alphatoken.train.policy_stage import kept_random_state, make_stage, select_rows
@@ -113,7 +113,7 @@ class PolicyWeigher:
 
     # --- one optimizer step -----------------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Any], num_items: Any) -> list[Carried]:
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[MicroBatchPlan]:
         """Kept tokens of the whole step, where they are known before the forward.
 
         Counted as the trainer counts ``num_items``: over the micro-batches, and over the processes
@@ -123,7 +123,7 @@ class PolicyWeigher:
             samples: batches of the step, as the collator made them.
             num_items: transformers' count of the step's response tokens, or None.
         """
-        trainer, plans = self._trainer, [Carried(index) for index in range(len(samples))]
+        trainer, plans = self._trainer, [MicroBatchPlan(index) for index in range(len(samples))]
         if self._divisor != "kept" or num_items is None:
             return plans
         batches, counts = [], []
@@ -150,7 +150,7 @@ class PolicyWeigher:
 
     def _policy_batch(self, batch: MicroBatch, **of_the_forward: Any) -> PolicyBatch:
         """The micro-batch as the policy sees it: columns of the static pass, and the forward's."""
-        columns, names = batch.carried.columns, self.policy.needs.columns
+        columns, names = batch.plan.columns, self.policy.needs.columns
         if columns is None:
             known = self._columns if names else None
             columns = {} if known is None else known.columns_of(batch.inputs, batch.mask, names)
@@ -181,10 +181,10 @@ class PolicyWeigher:
         """
         policy = self.policy
         inputs, reference = self._trainer.reference_log_probs(batch.inputs)
-        gate = GradientWeightedModel(model)
+        proxy = LogProbProxy(model)
         with self._last_attention() as attention:
-            loss = gated_loss(self._trainer, gate, replace(batch, inputs=inputs))
-        policy_batch = self._batch_after_forward(batch, gate, reference, attention)
+            loss = gated_loss(self._trainer, proxy, replace(batch, inputs=inputs))
+        policy_batch = self._batch_after_forward(batch, proxy, reference, attention)
         started = time.perf_counter()
         with selecting():
             weights = policy.weights(policy_batch)
@@ -192,7 +192,7 @@ class PolicyWeigher:
         log_probs = policy_batch.log_probs.clone().requires_grad_()
         policy_loss = policy.loss(policy_batch, log_probs, weights)
         if policy_loss is not None:
-            return self._loss_of_policy(gate, policy_loss, log_probs)
+            return self._loss_of_policy(proxy, policy_loss, log_probs)
         if type(policy).loss is not TokenPolicy.loss and not policy.needs.reference:
             raise ConfigError(
                 f"policy '{policy.name}' gave no loss for a batch",
@@ -201,23 +201,21 @@ class PolicyWeigher:
             )
         if bool((weights[batch.mask] == 1).all()):  # the trainer's own loss, of all its tokens
             weights = batch.loss_mask.to(weights)
-        divided = normalised(weights, batch, self._divisor, batch.carried.kept_share)
-        return gate.surrogate(loss, gate.coefficients(loss), divided)
+        divided = normalised(weights, batch, self._divisor, batch.plan.kept_share)
+        return proxy.surrogate(loss, proxy.coefficients(loss), divided)
 
-    def _loss_of_policy(
-        self, gate: GradientWeightedModel, loss: Tensor, log_probs: Tensor
-    ) -> Tensor:
+    def _loss_of_policy(self, proxy: LogProbProxy, loss: Tensor, log_probs: Tensor) -> Tensor:
         """A loss that the policy computed, as a surrogate on the model's graph.
 
         Its own graph stays: a term that reaches the model through another forward has its gradient
         there. What its backward adds to the gradient of ``log_probs`` is read by nobody.
 
         Args:
-            gate: of the training forward.
+            proxy: of the training forward.
             loss: what the policy computed.
             log_probs: the leaf that it was given.
         """
-        if gate.aux_loss is not None:
+        if proxy.aux_loss is not None:
             raise UnsupportedError(
                 "a policy with its own loss does not add the router loss of mixtures of experts",
                 remedy="router_aux_loss_coef=0",
@@ -228,18 +226,18 @@ class PolicyWeigher:
             grad = torch.autograd.grad(loss, log_probs, retain_graph=True, allow_unused=True)[0]
             coefficients = coefficients if grad is None else grad
         ones = torch.ones_like(log_probs)
-        return gate.surrogate(loss.detach(), coefficients[:, 1:], ones) + (loss - loss.detach())
+        return proxy.surrogate(loss.detach(), coefficients[:, 1:], ones) + (loss - loss.detach())
 
     def _batch_after_forward(
         self,
         batch: MicroBatch,
-        gate: GradientWeightedModel,
+        proxy: LogProbProxy,
         reference: Tensor | None,
         attention: Sequence[AttentionStatistics],
     ) -> PolicyBatch:
         """The micro-batch as the policy sees it after the training forward."""
         policy, mask = self.policy, batch.mask
-        assert gate.log_probs is not None
+        assert proxy.log_probs is not None
         if policy.needs.attention and not attention:
             raise UnsupportedError(
                 "the last layer's attention could not be seen in the training forward",
@@ -248,11 +246,11 @@ class PolicyWeigher:
             )
         return self._policy_batch(
             batch,
-            log_probs=by_token(gate.log_probs.detach()).masked_fill(~mask, 0.0),
+            log_probs=by_token(proxy.log_probs.detach()).masked_fill(~mask, 0.0),
             reference=None if reference is None else reference.masked_fill(~mask, 0.0),
             reference_logits=self._trainer.reference_logits(),
             attention=attention[0] if attention else None,
-            entropy=partial(gate.entropy, batch.labels) if policy.needs.entropy else None,
+            entropy=partial(proxy.entropy, batch.labels) if policy.needs.entropy else None,
             model=self._trainer.model if policy.needs.model else None,
             generator=torch.Generator().manual_seed(draw_seed(self._trainer, batch)),
         )

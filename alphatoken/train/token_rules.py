@@ -15,7 +15,7 @@ from alphatoken.select.masks import (
     select_top,
 )
 from alphatoken.support.precision import wide
-from alphatoken.train.micro_batch import MicroBatch, Scored
+from alphatoken.train.micro_batch import MicroBatch, MicroBatchValues
 
 __all__ = ["Ranked"]
 
@@ -39,7 +39,7 @@ class Ranked:
         return bool(self._options.policy == "all" or self._options.keep_ratio == 1)
 
     def weights(
-        self, batch: MicroBatch, scored: Scored | None, generator: torch.Generator
+        self, batch: MicroBatch, scored: MicroBatchValues | None, generator: torch.Generator
     ) -> Tensor:
         """Weights (b, t) of one micro-batch; 0 off the response."""
         mask, totals = batch.mask, self.ranks(batch, scored)
@@ -50,7 +50,7 @@ class Ranked:
         """The weights of one micro-batch, and of its tokens without a value."""
         return batch.loss_mask.to(weights) if self.keeps_all else weights
 
-    def ranks(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
+    def ranks(self, batch: MicroBatch, scored: MicroBatchValues | None) -> Tensor:
         """(b, t) by which tokens are ranked."""
         if scored is None:
             return torch.zeros(batch.mask.shape, device=batch.mask.device)

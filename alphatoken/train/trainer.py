@@ -15,7 +15,7 @@ from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask, token_losses
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.gradient_weights import GradientWeightedModel
+from alphatoken.train.log_prob_proxy import LogProbProxy
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.python_rows import require_tokens
 from alphatoken.train.sft import LabelledRows, refuse_losses
@@ -99,7 +99,7 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """Cross-entropy over the response tokens, divided as transformers divides it."""
-        assert isinstance(model, GradientWeightedModel)
+        assert isinstance(model, LogProbProxy)
         labels = inputs["labels"]
         rest = {k: v for k, v in inputs.items() if k != "labels"}
         if not self._loss_seen:
@@ -121,7 +121,7 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     @torch.no_grad()
     def _see_the_models_loss(
-        self, gate: GradientWeightedModel, inputs: dict[str, Any], num_items: Any
+        self, proxy: LogProbProxy, inputs: dict[str, Any], num_items: Any
     ) -> None:
         """See once, in a forward without dropout, that the loss built here is the model's own.
 
@@ -133,7 +133,7 @@ class AlphaTrainer(LabelledRows, Trainer):
         if num_items is not None and self.model_accepts_loss_kwargs:
             given["num_items_in_batch"] = num_items
         with evaluation_mode(self.model):
-            outputs = gate.plain(**given)
+            outputs = proxy.plain(**given)
         self._loss_seen = True  # on every process alike, whatever its first batch holds
         if not bool((labels[:, 1:] != IGNORE).any()):
             return

@@ -20,10 +20,10 @@ from alphatoken.support.progress import shown_progress
 from alphatoken.train.checks import check_pool
 from alphatoken.train.distributed import Ranks, even_micro_batches
 from alphatoken.train.fused_head import errors_only
-from alphatoken.train.gradient_weights import GradientWeightedModel, by_token, gated_loss
 from alphatoken.train.layouts import sharding_of
+from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, gated_loss
 from alphatoken.train.masters import masters_of
-from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
+from alphatoken.train.micro_batch import MicroBatch, MicroBatchValues, undivided
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.selecting import selecting
 
@@ -216,10 +216,10 @@ class Valuation:
     def read(
         self,
         observed: Observed,
-        gate: GradientWeightedModel,
+        proxy: LogProbProxy,
         coefficients: Tensor,
         batch: MicroBatch,
-    ) -> Scored:
+    ) -> MicroBatchValues:
         """Values of the micro-batch whose forward ``observed`` saw."""
         started = time.perf_counter()
         labels, mask = batch.labels, batch.mask
@@ -227,30 +227,30 @@ class Valuation:
         if empty:  # on another process there is a response; this one takes part, and counts nothing
             labels = _with_one_label(labels, batch.inputs)
             mask = label_mask(labels)
-        assert gate.log_probs is not None
+        assert proxy.log_probs is not None
         # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
         below = self.scorer.scored.first is not None
-        with errors_only(gate.log_probs) if below else nullcontext():
+        with errors_only(proxy.log_probs) if below else nullcontext():
             values = observed.values(
-                gate.scores,
+                proxy.scores,
                 labels,
                 token_weights=self._trainer.value_weights(coefficients, mask, batch.num_items),
                 step_weights=self._step_weights(coefficients, batch),
                 components=self._options.export_values,
             )
         if empty:
-            return Scored(torch.zeros_like(values.total))
-        return Scored(values.total, values, time.perf_counter() - started)
+            return MicroBatchValues(torch.zeros_like(values.total))
+        return MicroBatchValues(values.total, values, time.perf_counter() - started)
 
     @selecting()
-    def of_own_forward(self, batch: MicroBatch) -> Scored:
+    def of_own_forward(self, batch: MicroBatch) -> MicroBatchValues:
         """Values of a forward that nothing is trained on (dropout off)."""
         first = self.scorer.scored.first
-        gate = GradientWeightedModel(self._trainer.model)
+        proxy = LogProbProxy(self._trainer.model)
         with _untouched_metrics(self._trainer), self.observing() as observed:
             with scoring_forward(self.scorer.adapter, first):
-                loss = gated_loss(self._trainer, gate, batch)
-            return self.read(observed, gate, gate.coefficients(loss), batch)
+                loss = gated_loss(self._trainer, proxy, batch)
+            return self.read(observed, proxy, proxy.coefficients(loss), batch)
 
     # --- the step's gradient, for values of a full step -------------------------------------------
 

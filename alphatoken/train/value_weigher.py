@@ -3,7 +3,7 @@
 One micro-batch, with a forward that scoring and training share::
 
     begin          validation rows, direction M (once an optimizer step)
-    observing      the trainer's own forward, through the gate
+    observing      the trainer's own forward, through the proxy
     coefficients   c = d loss / d log-probabilities, of whatever loss the trainer computes
     read           one value a response token
     choose         weights of the values
@@ -25,9 +25,15 @@ from torch import Tensor
 
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import Ranks, global_selection
-from alphatoken.train.gradient_weights import GradientWeightedModel, gated_loss
 from alphatoken.train.layouts import needs_own_forward
-from alphatoken.train.micro_batch import Carried, MicroBatch, Scored, draw_seed, normalised
+from alphatoken.train.log_prob_proxy import LogProbProxy, gated_loss
+from alphatoken.train.micro_batch import (
+    MicroBatch,
+    MicroBatchPlan,
+    MicroBatchValues,
+    draw_seed,
+    normalised,
+)
 from alphatoken.train.selecting import selecting
 from alphatoken.train.token_rules import Ranked
 from alphatoken.train.valuation import Valuation
@@ -51,7 +57,7 @@ class ValueWeigher:
 
     # --- one optimizer step -----------------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Any], num_items: Any) -> list[Carried]:
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[MicroBatchPlan]:
         """Decide for a whole step before its first training forward.
 
         Under a global threshold all micro-batches are scored and weighed here.
@@ -60,7 +66,10 @@ class ValueWeigher:
             samples: batches of the step, as the collator made them.
             num_items: transformers' count of the step's response tokens, or None.
         """
-        options, plans = self._trainer.args, [Carried(index) for index in range(len(samples))]
+        options, plans = (
+            self._trainer.args,
+            [MicroBatchPlan(index) for index in range(len(samples))],
+        )
         threshold_of_step = options.keep_scope == "global"
         if threshold_of_step:
             samples = [self._trainer._prepare_inputs(sample) for sample in samples]
@@ -80,18 +89,18 @@ class ValueWeigher:
             plans = [replace(plan, kept_share=share) for plan in plans]
         return plans
 
-    def _scored_ahead(self, batch: MicroBatch) -> Carried:
+    def _scored_ahead(self, batch: MicroBatch) -> MicroBatchPlan:
         """Values of one micro-batch, and the inputs that scoring added to it."""
         if not self.valuation.wanted(batch):
-            return batch.carried
+            return batch.plan
         with self._trainer.compute_loss_context_manager():
             own = self._trainer.own_inputs(batch.inputs)
             scored = self.valuation.of_own_forward(replace(batch, inputs=own))
         extra = {k: v for k, v in own.items() if k not in batch.inputs}
-        return replace(batch.carried, scored=scored, extra=extra)
+        return replace(batch.plan, scored=scored, extra=extra)
 
     def _choose_globally(
-        self, batches: Sequence[MicroBatch], scores: Sequence[Scored | None]
+        self, batches: Sequence[MicroBatch], scores: Sequence[MicroBatchValues | None]
     ) -> list[Tensor]:
         """Weights of all micro-batches, each group ranked over the whole step."""
         totals = [self._rule.ranks(batch, one) for batch, one in zip(batches, scores, strict=True)]
@@ -110,7 +119,9 @@ class ValueWeigher:
                 weight[r] = part
         return [self._rule.completed(w, batch) for w, batch in zip(weights, batches, strict=True)]
 
-    def _kept_share(self, batches: Sequence[MicroBatch], plans: Sequence[Carried]) -> float | None:
+    def _kept_share(
+        self, batches: Sequence[MicroBatch], plans: Sequence[MicroBatchPlan]
+    ) -> float | None:
         """Kept tokens over those of the loss, of the whole step, over all processes.
 
         The budget says how many are kept before any is scored, so this costs no forward.
@@ -134,7 +145,7 @@ class ValueWeigher:
             NumericalError: the loss is not finite.
         """
         self.valuation.begin()
-        plan = batch.carried
+        plan = batch.plan
         if plan.weights is not None:
             batch = replace(batch, inputs={**batch.inputs, **plan.extra})
             return self._train(model, batch, plan.scored, plan.weights)
@@ -147,44 +158,44 @@ class ValueWeigher:
         return self._score_and_train(model, batch)
 
     @selecting()
-    def choose(self, batch: MicroBatch, scored: Scored | None) -> Tensor:
+    def choose(self, batch: MicroBatch, scored: MicroBatchValues | None) -> Tensor:
         """Weights (b, t) of one micro-batch by the run's policy; 0 off the response."""
         generator = torch.Generator().manual_seed(draw_seed(self._trainer, batch))
         return self._rule.weights(batch, scored, generator)
 
     def _score_and_train(self, model: Any, batch: MicroBatch) -> Tensor:
         """Score and train on one forward."""
-        gate = GradientWeightedModel(model)
+        proxy = LogProbProxy(model)
         with self.valuation.observing() as observed:
-            loss = gated_loss(self._trainer, gate, batch)
-            coefficients = gate.coefficients(loss)
+            loss = gated_loss(self._trainer, proxy, batch)
+            coefficients = proxy.coefficients(loss)
             # The head is whole in this process.
             if self.valuation.scorer.scored.sharding is None:
-                gate.share_head(batch.labels)
-            scored = self.valuation.read(observed, gate, coefficients, batch)
+                proxy.share_head(batch.labels)
+            scored = self.valuation.read(observed, proxy, coefficients, batch)
         weights = self.choose(batch, scored)
-        return self._surrogate(gate, loss, coefficients, batch, scored, weights)
+        return self._surrogate(proxy, loss, coefficients, batch, scored, weights)
 
     def _train(
-        self, model: Any, batch: MicroBatch, scored: Scored | None, weights: Tensor
+        self, model: Any, batch: MicroBatch, scored: MicroBatchValues | None, weights: Tensor
     ) -> Tensor:
         """Train with weights that are known before the forward."""
-        gate = GradientWeightedModel(model)
-        loss = gated_loss(self._trainer, gate, batch)
-        return self._surrogate(gate, loss, gate.coefficients(loss), batch, scored, weights)
+        proxy = LogProbProxy(model)
+        loss = gated_loss(self._trainer, proxy, batch)
+        return self._surrogate(proxy, loss, proxy.coefficients(loss), batch, scored, weights)
 
     def _surrogate(
         self,
-        gate: GradientWeightedModel,
+        proxy: LogProbProxy,
         loss: Tensor,
         coefficients: Tensor,
         batch: MicroBatch,
-        scored: Scored | None,
+        scored: MicroBatchValues | None,
         weights: Tensor,
     ) -> Tensor:
         """Write the micro-batch down; the trainer's loss in value, the weighted one in gradient."""
         self._trainer.records.micro_batch(batch, scored, weights)
-        kind, share = self._trainer.args.kept_normalization, batch.carried.kept_share
+        kind, share = self._trainer.args.kept_normalization, batch.plan.kept_share
         divided = normalised(weights.to(coefficients), batch, kind, share)
-        final = self._trainer.final_coefficients(gate, coefficients, weights, batch.inputs)
-        return gate.surrogate(loss, final, divided)
+        final = self._trainer.final_coefficients(proxy, coefficients, weights, batch.inputs)
+        return proxy.surrogate(loss, final, divided)

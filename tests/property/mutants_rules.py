@@ -96,7 +96,7 @@ MUTANTS = (
         "routers-loss-without-its-gradient",
         "the routers' loss is reported and not trained",
         (
-            "train.gradient_weights.GradientWeightedModel.surrogate",
+            "train.log_prob_proxy.LogProbProxy.surrogate",
             "loss if self.aux_loss is not None else",
             "",
         ),

@@ -241,7 +241,7 @@ TRAINERS = (
     _of(
         "draws-that-forget-the-micro-batch",
         "every micro-batch of a step draws the same random numbers",
-        ("train.micro_batch.draw_seed", "        batch.carried.index,\n", ""),
+        ("train.micro_batch.draw_seed", "        batch.plan.index,\n", ""),
         MASKS,
     ),
     _of(
@@ -322,7 +322,7 @@ TRAINERS = (
         "weights-shifted-by-one",
         "a token's weight acts on the token before it",
         (
-            "train.gradient_weights.GradientWeightedModel.surrogate",
+            "train.log_prob_proxy.LogProbProxy.surrogate",
             "weights[:, 1:]",
             "weights[:, :-1]",
         ),
@@ -331,7 +331,7 @@ TRAINERS = (
     _of(
         "coefficients-shifted-by-one",
         "log-probabilities are laid out as if the last token had none",
-        ("train.gradient_weights.by_token", "(1, 0)", "(0, 1)"),
+        ("train.log_prob_proxy.by_token", "(1, 0)", "(0, 1)"),
         PAIRS,
     ),
     _of(

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken.errors import ConfigError
-from alphatoken.train.micro_batch import Carried, draw_seed
+from alphatoken.train.micro_batch import MicroBatchPlan, draw_seed
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.run_rows import RunRows
@@ -139,7 +139,7 @@ def _draw_seed(seed: int, step: int, micro_batch: int, process: int) -> int:
         state=SimpleNamespace(global_step=step),
         accelerator=SimpleNamespace(process_index=process),
     )
-    batch: Any = SimpleNamespace(carried=Carried(micro_batch))
+    batch: Any = SimpleNamespace(plan=MicroBatchPlan(micro_batch))
     return draw_seed(trainer, batch)
 
 

@@ -1,4 +1,4 @@
-"""The gradient gate: token weights act on the update only, never on the loss that is reported.
+"""The log-probability proxy: token weights act on the update, never on the reported loss.
 
 Stands in the model's place for one call of a trainer's ``compute_loss``. The trainer sees the token
 log-probabilities as a leaf, so whatever loss it builds of them (cross-entropy, DFT, any of TRL's
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from alphatoken.train.micro_batch import MicroBatch
     from alphatoken.train.mixin import AlphaTrainerMixin
 
-__all__ = ["GradientWeightedModel", "by_token", "gated_loss", "require_finite"]
+__all__ = ["LogProbProxy", "by_token", "gated_loss", "require_finite"]
 
 
-class GradientWeightedModel:
+class LogProbProxy:
     """Callable in the place of ``model`` that keeps the token log-probabilities of its forward.
 
     With all weights 1 the surrogate's gradient is the loss's own, bit for bit, and its value always
@@ -46,7 +46,7 @@ class GradientWeightedModel:
         self._logits: Tensor | None = None
         # The same log-probabilities after ``share_head``, and where the next token is labelled.
         self._shared: Tensor | None = None
-        self._asked: Tensor | None = None
+        self._labelled: Tensor | None = None
         self.aux_loss: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -97,9 +97,9 @@ class GradientWeightedModel:
         is taken of ``log_probs`` all the same: such a step is TRL's, bit for bit.
         """
         assert self.log_probs is not None
-        self._asked = labels[:, 1:] != IGNORE
+        self._labelled = labels[:, 1:] != IGNORE
         if self._logits is None:
-            self._shared = shared_log_probs(self.log_probs, self._asked)
+            self._shared = shared_log_probs(self.log_probs, self._labelled)
             if self._shared is not None:
                 register_source(self._shared, self.log_probs)
         else:
@@ -153,7 +153,7 @@ class GradientWeightedModel:
         assert self.log_probs is not None
         by_prediction = weights[:, 1:]
         factor = (by_prediction.to(coefficients) * coefficients).detach()
-        whole = self._shared is None or bool((by_prediction[self._asked] == 1).all())
+        whole = self._shared is None or bool((by_prediction[self._labelled] == 1).all())
         update = (factor * (self.log_probs if whole else self.scores)).sum()
         base = loss if self.aux_loss is not None else loss.detach()
         return base + (update - update.detach()).to(base.dtype)
@@ -164,15 +164,13 @@ def by_token(by_prediction: Tensor) -> Tensor:
     return F.pad(by_prediction, (1, 0))
 
 
-def gated_loss(
-    trainer: AlphaTrainerMixin, gate: GradientWeightedModel, batch: MicroBatch
-) -> Tensor:
-    """The trainer's own loss of one micro-batch, of the gate's log-probabilities.
+def gated_loss(trainer: AlphaTrainerMixin, proxy: LogProbProxy, batch: MicroBatch) -> Tensor:
+    """The trainer's own loss of one micro-batch, of the proxy's log-probabilities.
 
     Raises:
         NumericalError: it is not finite; the last checkpoint is as it was.
     """
-    loss = trainer.base_loss(gate, dict(batch.inputs), batch.num_items)
+    loss = trainer.base_loss(proxy, dict(batch.inputs), batch.num_items)
     require_finite(loss, trainer.state.global_step)
     return loss
 
