@@ -8,7 +8,7 @@ the gradient of ``sum_k w_k c_k lp_k`` through the model's one graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,7 @@ from alphatoken.model.head import take_as_of, watched_head
 from alphatoken.model.observed_forward import register_source
 from alphatoken.train.fused_head import head_entropy, shared_log_probs, top_entropy
 
-if TYPE_CHECKING:
-    from alphatoken.train.micro_batch import MicroBatch
-    from alphatoken.train.mixin import AlphaTrainerMixin
-
-__all__ = ["LogProbProxy", "by_token", "gated_loss", "require_finite"]
+__all__ = ["LogProbProxy", "by_token", "require_finite"]
 
 
 class LogProbProxy:
@@ -122,25 +118,33 @@ class LogProbProxy:
             UnsupportedError: the head's weights are spread over processes.
         """
         assert self.log_probs is not None
-        asked = labels[:, 1:] != IGNORE
+        labelled = labels[:, 1:] != IGNORE
         if self._logits is None:
-            found = head_entropy(self.log_probs, asked, k)
+            entropy = head_entropy(self.log_probs, labelled, k)
         else:
-            of_asked = top_entropy(self._logits[:, :-1][asked], k)
-            found = of_asked.new_zeros(asked.shape).index_put((asked,), of_asked)
-        if found is None:
+            own = top_entropy(self._logits[:, :-1][labelled], k)
+            entropy = own.new_zeros(labelled.shape).index_put((labelled,), own)
+        if entropy is None:
             raise UnsupportedError(
                 "the next token's entropy cannot be read from the training forward",
                 got="an output head that is spread over processes, or none of TRL's",
                 remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
             )
-        return by_token(found)
+        return by_token(entropy)
 
-    def coefficients(self, loss: Tensor) -> Tensor:
-        """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response."""
-        assert self._leaf is not None
-        gradient = torch.autograd.grad(loss, self._leaf, retain_graph=True, allow_unused=True)[0]
-        return torch.zeros_like(self._leaf) if gradient is None else gradient
+    def coefficients(self, loss: Tensor, leaf: Tensor | None = None) -> Tensor:
+        """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response.
+
+        Args:
+            loss: computed of the leaf that the forward gave.
+            leaf: another one that it was computed of, whose shape the coefficients then have.
+        """
+        own = self._leaf if leaf is None else leaf
+        assert own is not None
+        gradient = None
+        if leaf is None or loss.requires_grad:  # what a policy computes may be constant
+            gradient = torch.autograd.grad(loss, own, retain_graph=True, allow_unused=True)[0]
+        return torch.zeros_like(own) if gradient is None else gradient
 
     def surrogate(self, loss: Tensor, coefficients: Tensor, weights: Tensor) -> Tensor:
         """Value of ``loss``, gradient of ``sum w c lp`` (plus that of router losses).
@@ -162,17 +166,6 @@ class LogProbProxy:
 def by_token(by_prediction: Tensor) -> Tensor:
     """(b, t - 1) in TRL's layout to (b, t) at token indices; index 0 is 0."""
     return F.pad(by_prediction, (1, 0))
-
-
-def gated_loss(trainer: AlphaTrainerMixin, proxy: LogProbProxy, batch: MicroBatch) -> Tensor:
-    """The trainer's own loss of one micro-batch, of the proxy's log-probabilities.
-
-    Raises:
-        NumericalError: it is not finite; the last checkpoint is as it was.
-    """
-    loss = trainer.base_loss(proxy, dict(batch.inputs), batch.num_items)
-    require_finite(loss, trainer.state.global_step)
-    return loss
 
 
 def require_finite(loss: Tensor, step: int) -> None:

@@ -11,22 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from alphatoken.support.seeds import seed_of
 from alphatoken.values import TokenValues
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = [
     "PLAN_KEY",
     "MicroBatch",
     "MicroBatchPlan",
     "MicroBatchValues",
-    "draw_seed",
     "normalised",
     "undivided",
 ]
@@ -43,15 +38,15 @@ class MicroBatchPlan:
         index: number of this micro-batch within its optimizer step.
         kept_share: kept tokens over those of the loss, of the whole step, where they divide it.
         weights: (b, t), where a threshold over the whole step decided them; None otherwise.
-        scored: the values that the weights came from, if any.
-        extra: inputs that scoring added, such as the reference's log-probabilities.
+        values: that the weights came from, if any.
+        extra: inputs that valuing added, such as the reference's log-probabilities.
         columns: of a policy's static pass, where counting needed them already.
     """
 
     index: int
     kept_share: float | None = None
     weights: Tensor | None = None
-    scored: MicroBatchValues | None = None
+    values: MicroBatchValues | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
@@ -67,8 +62,8 @@ class MicroBatch:
         loss_mask: (b, t) tokens that the trainer's own loss counts: beside ``mask`` those that
             padding predicts, as it does the first one of a row padded on the left.
         rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
-        unit_of: (loss_mask, num_items) -> ``unit``; asked only where it is needed, because its
-            answer waits for the device.
+        unit_of: (loss_mask, num_items) -> ``unit``; called only where it is needed, because it
+            waits for the device.
         plan: what the plan of its step decided for it.
         num_items: transformers' count of the tokens of the step's loss, or None.
     """
@@ -125,14 +120,3 @@ def normalised(
     if kept_share is not None:
         return weights * (1 / kept_share)
     return weights * (batch.loss_mask.sum() / weights.sum().clamp(min=1e-12))
-
-
-def draw_seed(trainer: AlphaTrainerMixin, batch: MicroBatch) -> int:
-    """A seed that is a function of (run seed, step, micro-batch, rank)."""
-    return seed_of(
-        "micro-batch",
-        trainer.args.value_seed,
-        trainer.state.global_step,
-        batch.plan.index,
-        trainer.accelerator.process_index,
-    )

@@ -11,10 +11,9 @@
     log                 adds the run's statistics to the trainer's own
     _save_checkpoint    saves completely or not at all
 
-The parts have state of their own and are handed the trainer, of which they ask what it says of
-itself: ``ValueWeigher`` or ``PolicyWeigher`` makes weights of tokens, ``RunRecords`` writes down
-what was trained with which weight, ``RunCheckpoints`` saves and resumes. Nothing else of the
-trainer is touched.
+The parts have state of their own. ``TrainerLoss`` says what the trainer's loss, labels and
+coefficients are; ``Weigher`` is handed that and the policy, and makes the loss of a step of them.
+``RunRecords`` writes down what was trained with which weight, ``RunCheckpoints`` saves and resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,7 +31,6 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, UnsupportedError
-from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
@@ -55,12 +53,11 @@ from alphatoken.train.layouts import (
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.loading import model_name, unsaid
-from alphatoken.train.log_prob_proxy import LogProbProxy
-from alphatoken.train.micro_batch import PLAN_KEY, MicroBatch, MicroBatchPlan
+from alphatoken.train.micro_batch import PLAN_KEY, MicroBatchPlan
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.policy_weigher import PolicyWeigher
+from alphatoken.train.policy_stage import prepare_policy
 from alphatoken.train.records import RunRecords
 from alphatoken.train.reference import check_reference
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
@@ -70,8 +67,9 @@ from alphatoken.train.trainer_arguments import (
     load_model_and_tokenizer,
     require_rows,
 )
+from alphatoken.train.trainer_loss import TrainerLoss
 from alphatoken.train.valuation import Valuation
-from alphatoken.train.value_weigher import ValueWeigher
+from alphatoken.train.weigher import Weigher
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -151,6 +149,8 @@ class AlphaTrainerMixin(_Base):
     """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
     """Our configuration of that trainer."""
+    LOSS: ClassVar[type[TrainerLoss]] = TrainerLoss
+    """What there is to know of its loss."""
     BESIDE: ClassVar[tuple[str, ...]] = ()
     """Columns of a row that its collator hands to the model beside tokens and labels."""
 
@@ -177,9 +177,8 @@ class AlphaTrainerMixin(_Base):
         given["args"] = _own_config(given.get("args"), self.CONFIG)
         options = given["args"]
         self._policy = chosen_policy(options, policy, options.FAMILY)
-        plain = self._policy is None and not options.weighs
         check_fisher_rows(options, fisher, fisher_dataset)
-        if not plain:
+        if self._policy is not None:
             options.check_settings()
             check_given(
                 options, self._policy,
@@ -198,6 +197,7 @@ class AlphaTrainerMixin(_Base):
         load_model_and_tokenizer(self.BASE, given)
         with unsaid(self.BASE.__module__, "your model is already instantiated"):
             super().__init__(**given)
+        self.trainer_loss = self.LOSS(self, super().compute_loss)
         # As it was handed over: training may move it.
         self._reference_digest = weights_fingerprint(self.reference_weights())
         check_left(given.get("train_dataset"), self.train_dataset, self.args)
@@ -206,13 +206,13 @@ class AlphaTrainerMixin(_Base):
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
         options = self.args
         self.records = RunRecords(self)
-        self.weigher: ValueWeigher | PolicyWeigher | None = None
+        self.weigher: Weigher | None = None
         # A Fisher that was handed over is part of what the run is, also where nothing reads it.
         self.rows = RunRows(fisher=fisher)
         # What the micro-batch that is in ``training_step`` just now came with; None outside it.
         self._plan: MicroBatchPlan | None = None
         self.step_guard = StepGuard(self)
-        if plain:
+        if self._policy is None:
             return
         self._refuse_virtual_tokens()
         # Under ZeRO-3 TRL gathers every head's weight, and values read none that is spread.
@@ -222,15 +222,17 @@ class AlphaTrainerMixin(_Base):
         check_run(self.model, self.accelerator, options, self._policy)
         check_same_weights(self.accelerator, self.model)
         self.add_callback(self.step_guard)
-        if self._policy is not None:
-            self.weigher = PolicyWeigher(self, self._policy, validation_dataset)
-            return
-        if options.needs_values:
+        options.check_policy(self._policy)
+        columns = prepare_policy(self, self._policy, validation_dataset)
+        if self._policy.needs.values:
             self.say_objective()
             self.rows = prepare_run_rows(
                 self, validation_dataset, retention_dataset, fisher, fisher_dataset
             )
-        self.weigher = ValueWeigher(self)
+        valuation = Valuation(
+            self.trainer_loss, self.rows, self.monitor, needed=self._policy.needs.values
+        )
+        self.weigher = Weigher(self.trainer_loss, self._policy, valuation, self.records, columns)
 
     def _read_rows(self, given: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
         """All rows in the form that the trainer below reads, checked, compared with each other.
@@ -277,63 +279,9 @@ class AlphaTrainerMixin(_Base):
     def say_objective(self) -> None:
         """Warn where validation rows are measured by another loss than training descends."""
 
-    def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Labels (b, t) of a training batch, unshifted, as the trainer's own loss counts them."""
-        labels: Tensor = inputs["labels"]
-        return labels
-
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Those of them that have a value; -100 where padding would predict the token."""
-        mask = inputs.get("attention_mask")
-        return predicted_labels(self.loss_labels(inputs), mask, "training batch")
-
-    def rank_groups(self, rows: int) -> list[slice]:
-        """Rows of a batch that are ranked together: all of them, or branch by branch."""
-        return [slice(0, rows)]
-
-    def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """The trainer's own loss, with the proxy in the model's place."""
-        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
-        assert isinstance(loss, Tensor)
-        return loss
-
-    def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs of a pass that is not the training forward."""
-        return dict(inputs)
-
-    def value_weights(self, coefficients: Tensor, mask: Tensor, num_items: Any) -> Tensor | None:
-        """Factor on each token's loss in its value (b, t); None for 1."""
-        return None
-
-    def loss_unit(self, mask: Tensor, num_items: Any) -> float:
-        """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
-        count = mask.sum() if num_items is None else num_items
-        share = 1 if num_items is not None else self.current_gradient_accumulation_steps
-        return 1.0 / (max(float(count), 1.0) * share)
-
-    def step_scale(self, num_items: Any) -> float:
-        """Factor from a micro-batch's gradient to an estimate of the whole step's."""
-        return float(self.current_gradient_accumulation_steps) if num_items is not None else 1.0
-
-    def final_coefficients(
-        self,
-        proxy: LogProbProxy,
-        coefficients: Tensor,
-        weights: Tensor,
-        inputs: Mapping[str, Any],
-    ) -> Tensor:
-        """Coefficients of the update once the weights are known, before they are normalised."""
-        return coefficients
-
-    def reference_log_probs(
-        self, inputs: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """Inputs, and (b, t) log-probabilities of the reference model where the policy asks."""
-        return dict(inputs), None
-
-    def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
-        """Inputs of a forward to logits of the reference model; None where there is none."""
-        return None
+        """Labels (b, t) of the tokens of a training batch that have a value; -100 elsewhere."""
+        return self.trainer_loss.response_labels(inputs)
 
     def reference_weights(self) -> dict[str, Tensor]:
         """Weights of a reference model that training may move, this process's part of each."""
@@ -378,7 +326,7 @@ class AlphaTrainerMixin(_Base):
 
     @property
     def token_policy(self) -> TokenPolicy | None:
-        """The policy whose weights are trained with; None where they come from values."""
+        """The policy whose weights are trained with; None where every token is, unweighed."""
         return self._policy
 
     @property
@@ -394,7 +342,7 @@ class AlphaTrainerMixin(_Base):
     @property
     def valuation(self) -> Valuation:
         """Values of the run's tokens, and their scorer."""
-        assert isinstance(self.weigher, ValueWeigher)
+        assert self.weigher is not None
         return self.weigher.valuation
 
     # --- the trainer's hooks ----------------------------------------------------------------------
@@ -471,23 +419,6 @@ class AlphaTrainerMixin(_Base):
         finally:
             self._plan = None
 
-    def read_micro_batch(
-        self, inputs: Mapping[str, Any], plan: MicroBatchPlan, num_items: Any
-    ) -> MicroBatch:
-        """Labels, masks and rank_groups of a batch."""
-        labels = self.response_labels(inputs)
-        mask = label_mask(labels)
-        return MicroBatch(
-            inputs=inputs,
-            labels=labels,
-            mask=mask,
-            loss_mask=label_mask(self.loss_labels(inputs)),
-            rank_groups=self.rank_groups(len(mask)),
-            unit_of=self.loss_unit,
-            plan=plan,
-            num_items=num_items,
-        )
-
     def compute_loss(
         self,
         model: Any,
@@ -521,18 +452,17 @@ class AlphaTrainerMixin(_Base):
                 why="the loss is made of token log-probabilities, and logits are not kept",
                 remedy="super().compute_loss(...) without return_outputs",
             )
-        loss = self.weigher.loss(
-            model, self.read_micro_batch(inputs, self._plan, num_items_in_batch)
-        )
+        batch = self.trainer_loss.micro_batch(inputs, self._plan, num_items_in_batch)
+        loss = self.weigher.loss(model, batch)
         self.step_guard.expect_gradient(loss)
         return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Clip as in transformers; a weigher of values gets the norm before the cut."""
+        """Clip as in transformers; the run's valuation gets the norm before the cut."""
         # accelerate's own method is passed by where gradients lie on several device meshes.
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        if isinstance(self.weigher, ValueWeigher):
-            self.weigher.valuation.gradient_cut(norm)
+        if self.weigher is not None:
+            self.valuation.gradient_cut(norm)
         return norm
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -588,8 +518,8 @@ class AlphaTrainerMixin(_Base):
         """Ledger, statistics since the last log, norm of the last gradient, and a walk's end."""
         walk: dict[str, Tensor] = {}
         values: dict[str, Any] | None = None
-        if isinstance(self.weigher, ValueWeigher):
-            walk, values = self.weigher.valuation.state()
+        if self.weigher is not None:
+            walk, values = self.valuation.state()
         ledger = self.ledger.state_tensors()
         tensors = {**ledger, **{f"{_WALK}{name}": end for name, end in walk.items()}}
         return tensors, {"monitor": self.monitor.state_values(), "values": values}
@@ -603,8 +533,8 @@ class AlphaTrainerMixin(_Base):
         walk = {n.removeprefix(_WALK): t for n, t in tensors.items() if n.startswith(_WALK)}
         self.ledger.load_tensors({n: t for n, t in tensors.items() if not n.startswith(_WALK)})
         self.monitor.load_values(values["monitor"])
-        if isinstance(self.weigher, ValueWeigher):
-            self.weigher.valuation.load(walk, values["values"])
+        if self.weigher is not None:
+            self.valuation.load(walk, values["values"])
 
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""
