@@ -90,7 +90,7 @@ class LogProbProxy:
         """Let values and the update take one error of the head, in place of one each.
 
         The update then equals the one of ``log_probs`` up to rounding. Where all weights are 1 it
-        is taken of ``log_probs`` all the same: such a step is TRL's, bit for bit.
+        is of ``log_probs`` all the same: such a step is TRL's bit for bit.
         """
         assert self.log_probs is not None
         self._labelled = labels[:, 1:] != IGNORE
@@ -106,7 +106,7 @@ class LogProbProxy:
 
     @property
     def scores(self) -> Tensor:
-        """The log-probabilities that values are taken of."""
+        """The log-probabilities from which values are computed."""
         assert self.log_probs is not None
         return self.log_probs if self._shared is None else self._shared
 

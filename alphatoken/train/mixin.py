@@ -97,22 +97,22 @@ def choose_bf16(args: Any) -> None:
         args.bf16 = False
 
 
-def _own_config(given: Any, ours: type[Any]) -> Any:
-    """``given``, a configuration of the class ``ours``; its defaults for None.
+def _own_config(args: Any, ours: type[Any]) -> Any:
+    """``args``, a configuration of the class ``ours``; its defaults for None.
 
     Raises:
         ConfigError: it is another one, of TRL's or transformers' too.
     """
-    if given is None:
+    if args is None:
         return ours()
-    if not isinstance(given, ours):
+    if not isinstance(args, ours):
         raise ConfigError(
             f"args must be an {ours.__name__}",
-            got=type(given).__name__,
+            got=type(args).__name__,
             why="it has all fields of the configuration below it, and those of token weights",
             remedy=f"{ours.__name__}(...) with the same fields",
         )
-    return given
+    return args
 
 
 class AlphaTrainerMixin(_Base):
@@ -173,9 +173,9 @@ class AlphaTrainerMixin(_Base):
         **kwargs: Any,
     ) -> None:
         own = inspect.signature(AlphaTrainerMixin.__init__).parameters
-        given = bind_arguments(type(self), list(own)[2:-1], args, kwargs)
-        given["args"] = _own_config(given.get("args"), self.CONFIG)
-        options = given["args"]
+        arguments = bind_arguments(type(self), list(own)[2:-1], args, kwargs)
+        arguments["args"] = _own_config(arguments.get("args"), self.CONFIG)
+        options = arguments["args"]
         self._policy = chosen_policy(options, policy, options.FAMILY)
         check_fisher_rows(options, fisher, fisher_dataset)
         if self._policy is not None:
@@ -184,23 +184,23 @@ class AlphaTrainerMixin(_Base):
                 options, self._policy,
                 validation=validation_dataset is not None, retention=retention_dataset is not None,
             )  # fmt: skip
-        held = {
+        datasets = {
             "validation": validation_dataset,
             "retention": retention_dataset,
             "fisher": fisher_dataset,
         }
-        if given.get("formatting_func") is None:  # else only that knows what a row is
-            held = self._read_rows(given, held)
-        validation_dataset, retention_dataset, fisher_dataset = held.values()
-        check_reference(given)
-        self.own_collator = given.get("data_collator")
-        load_model_and_tokenizer(self.BASE, given)
+        if arguments.get("formatting_func") is None:  # else only that knows what a row is
+            datasets = self._read_rows(arguments, datasets)
+        validation_dataset, retention_dataset, fisher_dataset = datasets.values()
+        check_reference(arguments)
+        self.own_collator = arguments.get("data_collator")
+        load_model_and_tokenizer(self.BASE, arguments)
         with unsaid(self.BASE.__module__, "your model is already instantiated"):
-            super().__init__(**given)
+            super().__init__(**arguments)
         self.trainer_loss = self.LOSS(self, super().compute_loss)
         # As it was handed over: training may move it.
         self._reference_digest = weights_fingerprint(self.reference_weights())
-        check_left(given.get("train_dataset"), self.train_dataset, self.args)
+        check_left(arguments.get("train_dataset"), self.train_dataset, self.args)
         if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
             check_tokens(self.train_dataset, self.model, "training")
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
@@ -234,27 +234,27 @@ class AlphaTrainerMixin(_Base):
         )
         self.weigher = Weigher(self.trainer_loss, self._policy, valuation, self.records, columns)
 
-    def _read_rows(self, given: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+    def _read_rows(self, arguments: dict[str, Any], datasets: dict[str, Any]) -> dict[str, Any]:
         """All rows in the form that the trainer below reads, checked, compared with each other.
 
-        Puts the training rows into ``given``, and returns the others.
+        Puts the training rows into ``arguments``, and returns the others.
         """
-        args = given["args"]
+        args = arguments["args"]
         with args.main_process_first(desc="reading rows"):
-            found = {name: rows for name, rows in held.items() if rows is not None}
-            if given.get("train_dataset") is not None:
-                found["train"] = given["train_dataset"]
-            for name, rows in found.items():
+            by_name = {name: rows for name, rows in datasets.items() if rows is not None}
+            if arguments.get("train_dataset") is not None:
+                by_name["train"] = arguments["train_dataset"]
+            for name, rows in by_name.items():
                 require_rows(rows, _SAID.get(name, name))
-                found[name] = self.read(rows, _SAID.get(name, name), given)
-        plain = {name: plain_rows(rows) for name, rows in found.items()}
-        train = found.pop("train", None)
+                by_name[name] = self.read(rows, _SAID.get(name, name), arguments)
+        plain = {name: plain_rows(rows) for name, rows in by_name.items()}
+        train = by_name.pop("train", None)
         if train is not None:
-            given["train_dataset"] = train
+            arguments["train_dataset"] = train
             if args.process_index == 0:
                 text_field = getattr(args, "dataset_text_field", "text")
                 warn_of_leaks(plain.pop("train"), plain, text_field=text_field)
-        return {name: found.get(name) for name in held}
+        return {name: by_name.get(name) for name in datasets}
 
     def _refuse_virtual_tokens(self) -> None:
         """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""
@@ -400,10 +400,10 @@ class AlphaTrainerMixin(_Base):
             return samples, num_items
         # transformers sets it only after this call, and scoring ahead asks for it.
         self.current_gradient_accumulation_steps = len(samples)
-        carrying = [copy.copy(sample) for sample in samples]  # of the collator's own type
-        for sample, plan in zip(carrying, self.weigher.plan(samples, num_items), strict=True):
+        copies = [copy.copy(sample) for sample in samples]  # of the collator's own type
+        for sample, plan in zip(copies, self.weigher.plan(samples, num_items), strict=True):
             sample[PLAN_KEY] = plan
-        return carrying, num_items
+        return copies, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Train as transformers does; take out the micro-batch's facts for ``compute_loss``.

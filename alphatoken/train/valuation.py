@@ -37,11 +37,11 @@ class Valuation:
 
     Everything that it draws is a function of (seed, step). Checkpoints hold the norm of the step's
     gradient, which the next step's values need under a full preconditioner, and the end of the
-    walk that values are taken to.
+    walk along which values are computed.
 
     Args:
         trainer_loss: of the run's trainer.
-        rows: that values are taken against, prepared.
+        rows: against which values are computed, prepared.
         monitor: is told how long directions take, and of the validation objective.
         needed: whether the run's policy or its ledger needs values; if not, there are none.
     """
@@ -68,9 +68,9 @@ class Valuation:
         self._scorer: Scorer | None = None
         self._step: int | None = None
         self._built: int | None = None
-        # In a log too the first direction, or walk, is seen at work; then steps are logged.
+        # In a log too the first direction, or walk, shows its progress; then steps are logged.
         self._shown: bool | None = not options.disable_tqdm
-        # Norm of the last step's gradient before it was cut; None where it was not taken.
+        # Norm of the last step's gradient before it was cut; None where it is not kept.
         self._norm: Any = None
         self._walk: tuple[int, dict[str, Tensor]] | None = None
 
@@ -118,7 +118,7 @@ class Valuation:
         return scorer
 
     def _resume(self, scorer: Scorer, built: int, end: dict[str, Tensor]) -> None:
-        """Go on with a walk that was taken at step ``built`` of the run."""
+        """Go on with a walk that began at step ``built`` of the run."""
         self._built = built
         scorer.pin(("step", built))
         places = {name: p.device for name, p in scorer.scored.parameters.items()}
@@ -216,7 +216,7 @@ class Valuation:
     def observing(self, wanted: bool = True) -> Iterator[Observed | None]:
         """The scorer's ``observe``, the time on entering it logged as the direction's.
 
-        On entering, the scorer builds the direction that this step's values are taken against,
+        On entering, the scorer builds the direction that this step's values are computed against,
         where it is new. None, and nothing is observed, where it is not ``wanted``.
         """
         if not wanted:
@@ -289,7 +289,7 @@ class Valuation:
         """Weight (b, t) of each token's gradient in the step's, as the optimizer gets it.
 
         It is that of a step in which all tokens are kept. The step's gradient is estimated from
-        this micro-batch, and its clipping is taken to be the last step's.
+        this micro-batch, and its clipping is estimated by the last step's.
         """
         if self._options.preconditioner != "full":
             return None
@@ -340,7 +340,7 @@ class Valuation:
 
 
 def _with_one_label(labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-    """Some token that the model predicts, labelled: values are taken of at least one."""
+    """Some token that the model predicts, labelled: a scorer needs at least one."""
     ids = inputs["input_ids"]
     every = label_mask(labels_of_all(ids, inputs.get("attention_mask")))
     row, index = every.nonzero()[0].tolist()

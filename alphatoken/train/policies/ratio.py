@@ -26,7 +26,7 @@ class TopRatioPolicy(TokenPolicy):
         unit: "token"; or "response", ranked by its mean value and kept or dropped whole.
 
     Raises:
-        NumericalError: a value that is NaN or infinite, when weights are asked for.
+        NumericalError: a value to rank by is NaN or infinite.
 
     Source: eq. sft_masked_loss. Oracle: ``tests/property/test_trainer_oracle.py``.
     """
@@ -90,7 +90,7 @@ class RandomRatioPolicy(TopRatioPolicy):
 
 
 class AllTokensPolicy(TopRatioPolicy):
-    """Every token with weight 1; values are taken for the ledger and the page only."""
+    """Every token with weight 1; values are for the ledger and the page only."""
 
     name: ClassVar[str] = "all"
 
