@@ -132,9 +132,9 @@ def test_kept_is_divided_over_the_whole_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "more"),
     [
-        (sft, {"retention": "none"}),
-        pytest.param(sft, {"scoring_forward": "own"}, marks=pytest.mark.slow),
-        pytest.param(dpo, {"kept_normalization": "kept"}, marks=pytest.mark.slow),
+        (tiny.sft, {"retention": "none"}),
+        pytest.param(tiny.sft, {"scoring_forward": "own"}, marks=pytest.mark.slow),
+        pytest.param(tiny.dpo, {"kept_normalization": "kept"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_policy_of_ones_own_that_needs_values_is_top(
@@ -143,7 +143,7 @@ def test_a_policy_of_ones_own_that_needs_values_is_top(
     """The same values rank the same tokens: weights after the run and ledger have the same bits."""
     shared = {"max_steps": 3, "keep_ratio": 0.4, "policy_mode": "budget", **more}
     top = make(tmp_path / "top", policy="top", **shared)
-    own = make(tmp_path / "own", examples.Valuable, **shared)
+    own = make(tmp_path / "own", policy=examples.Valuable, **shared)
     for trainer in (top, own):
         trainer.train()
     assert isinstance(top.token_policy, TopRatioPolicy)

@@ -128,7 +128,7 @@ TRAINERS = (
         (
             f"{PAIR_LOSS}.value_weights",
             "-by_token(coefficients) *",
-            "-by_token(coefficients) * self.beta *",
+            "-by_token(coefficients) * self._trainer.beta *",
         ),
         PAIRS,
     ),
