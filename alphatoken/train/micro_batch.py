@@ -32,7 +32,7 @@ PLAN_KEY = "alphatoken_carried"
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """What the plan of the optimizer step decided for one micro-batch.
+    """Decisions of the optimizer step's plan for one micro-batch.
 
     Attributes:
         index: number of this micro-batch within its optimizer step.

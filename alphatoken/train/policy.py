@@ -236,7 +236,7 @@ class TokenPolicy:
 
     @property
     def replaces_loss(self) -> bool:
-        """Whether it has a loss of its own, in place of the trainer's."""
+        """True if the policy has a loss of its own, in place of the trainer's."""
         return type(self).loss is not TokenPolicy.loss
 
     # --- before training --------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class TokenPolicy:
         return select_top(scores, mask, ratio, scope=self._ranked, rounding=self.rounding)
 
     def keeps_all(self, full: bool) -> bool:
-        """Whether a micro-batch is trained as the trainer below trains it.
+        """True if a micro-batch is trained as the trainer below trains it.
 
         It then has the tokens without a value too, which only padding predicts.
 

@@ -40,7 +40,7 @@ class TrainerLoss:
 
     @property
     def args(self) -> Any:
-        """The trainer's configuration."""
+        """Configuration of the run, one of ours."""
         return self._trainer.args
 
     @property

@@ -1,4 +1,4 @@
-"""From a policy to the loss of a step: a plan for the step, then one function a micro-batch.
+"""The way from a policy to the loss of a step: a plan, then one function a micro-batch.
 
 ``Weigher.plan`` does work only where a threshold (``keep_scope="global"``) or a divisor (kept
 tokens) needs the whole step. ``Weigher.loss`` is the whole story of a micro-batch::

@@ -166,9 +166,9 @@ TRAINERS = (
         "pools-exchanged",
         "weights of the chosen go to the rejected, and the other way",
         (
-            f"{PAIR_LOSS}.rank_groups",
-            "[slice(0, rows // 2), slice(rows // 2, rows)]",
-            "[slice(rows // 2, rows), slice(0, rows // 2)]",
+            "train.policy.TokenPolicy.best",
+            "kept[rows] = self.select(",
+            "kept[batch.rank_groups[-1 if rows.start == 0 else 0]] = self.select(",
         ),
         "retention by pairs",
     ),

@@ -46,7 +46,7 @@ class TopRatioPolicy(TokenPolicy):
         return {}
 
     def keeps_all(self, full: bool) -> bool:
-        """Whether the budget is every token, whatever it happens to be in one micro-batch."""
+        """True if the budget is every token, whatever happens to be kept in one micro-batch."""
         return self.settings.keep_ratio == 1
 
     def scores(self, batch: PolicyBatch) -> Tensor:
