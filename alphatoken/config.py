@@ -24,8 +24,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "estimator": (*ESTIMATORS, WALK),
     "objective": ("both", "adaptation", "stability"),
     "part": ("both", "direct", "causal"),
-    "head_reduction": ("per_head", "mean"),
-    "causal_position": ("label", "context"),
     "uncovered": ("error", "skip"),
     "derivative": ("auto", "forward_mode", *FORMS),
 }
@@ -36,8 +34,8 @@ class ScorerConfig:
     """Options of the values. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
 
     Attributes:
-        estimator: "alphatoken" (direct + Value-Propagation), "direct", "same_layer_hop", "path",
-            "label" or "paper_literal", see ``alphatoken.estimate.estimators``; or "walk", what a
+        estimator: "alphatoken" (direct + Value-Propagation), "direct", "path", "label" or
+            "paper_literal", see ``alphatoken.estimate.estimators``; or "walk", what a
             token's loss falls by along AdamW steps on the validation rows, all that trains moving.
             For "walk" ``layers`` and ``parameters`` play no part.
         objective: the sides of M that are built and summed: "both" (adaptation, and stability if
@@ -50,9 +48,6 @@ class ScorerConfig:
         window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
         stability_weight: lambda. It has no natural unit: compare ``||lambda V||`` with ``||G||``
             (``Direction.balance``) before choosing it.
-        head_reduction: "per_head" attention weights, or "mean" (the paper's scalar alpha).
-        causal_position: the causal column of token i is taken where the token is predicted
-            ("label", position i - 1) or where it is read ("context", position i).
         preconditioner: None; "frozen" or "full", from the optimizer handed to the scorer;
             "kronecker", which is (K + mu)^-1 by the influence factors handed to it (of weights of
             linears, ``alphatoken.direction.influence``); or a mapping from parameter name to P.
@@ -86,8 +81,6 @@ class ScorerConfig:
             ``observe`` without dropout, else central; forward mode for the last layers alone,
             which it runs from their input on. Where one of the two cannot be had, the other is
             taken, said once. ``TokenValues`` say which it was, and the estimated error.
-        curvature: label values by "central" or "one_sided" come with ``<M, H_k M>`` of each token
-            (``TokenValues.curvature``), along the whole M: three forwards more.
         walk_steps: n, the steps of a walk, each on the next of the validation batches.
         walk_learning_rate: of its AdamW, constant, without weight decay; None takes 5e-5, and in a
             trainer the run's.
@@ -104,8 +97,6 @@ class ScorerConfig:
     layers: int | str | Sequence[int] = DEFAULT_LAYERS
     window: int | None = 32
     stability_weight: float = 1.5
-    head_reduction: str = "per_head"
-    causal_position: str = "label"
     preconditioner: str | Mapping[str, Tensor] | None = None
     precondition_after: int = 30
     damping: float = 0.1
@@ -114,7 +105,6 @@ class ScorerConfig:
     max_relative_drift: float | None = 1.0
     standard_errors: bool = False
     derivative: str = "auto"
-    curvature: bool = False
     walk_steps: int = 24
     walk_learning_rate: float | None = None
     walk_refresh: int = 0
@@ -191,11 +181,11 @@ class ScorerConfig:
     def _check_walk(self) -> None:
         """Raise for options that a walk has no use for, and for a walk's that nothing reads."""
         if self.estimator != WALK:
-            given = [n for n in WALK_OPTIONS if getattr(self, n) != getattr(ScorerConfig, n)]
-            if given:
+            changed = [n for n in WALK_OPTIONS if getattr(self, n) != getattr(ScorerConfig, n)]
+            if changed:
                 raise ConfigError(
-                    f"{given[0]} is an option of the estimator 'walk' alone",
-                    got=f"{given[0]}={getattr(self, given[0])!r}, estimator={self.estimator!r}",
+                    f"{changed[0]} is an option of the estimator 'walk' alone",
+                    got=f"{changed[0]}={getattr(self, changed[0])!r}, estimator={self.estimator!r}",
                     remedy="estimator='walk', or leave it out",
                 )
             return
@@ -225,13 +215,6 @@ class ScorerConfig:
                 why="the others contract errors of a backward with M",
                 remedy="estimator='label', or derivative='auto'",
             )
-        if self.curvature and self.derivative not in FORMS:
-            raise ConfigError(
-                "curvature=True is for label values by differences alone",
-                got=f"estimator={self.estimator!r}, derivative={self.derivative!r}",
-                why="it is a second difference of losses at moved weights",
-                remedy="estimator='label', derivative='central'",
-            )
         if self.part != "both" and self.estimator not in SPLIT:
             raise ConfigError(
                 "only one of the two parts can be had from an estimator that splits them",
@@ -244,7 +227,7 @@ class ScorerConfig:
                 "estimator='direct' has no causal part",
                 got="part='causal'",
                 why="every value would be zero",
-                remedy="estimator='alphatoken' or 'same_layer_hop'",
+                remedy="estimator='alphatoken' or 'paper_literal'",
             )
         if self.standard_errors and self.objective == "stability":
             raise ConfigError(

@@ -127,36 +127,36 @@ def quoted(error: BaseException, width: int = 300) -> str:
 
 def require_choice(
     name: str,
-    given: object,
+    value: object,
     allowed: Iterable[object],
     error: type[AlphaTokenError] = ConfigError,
 ) -> None:
     """Raise ``error`` if the option's value is none of its choices; the same words everywhere."""
     choices = list(allowed)
-    if given not in choices:
-        raise error(f"{name} must be one of {', '.join(map(str, choices))}", got=repr(given))
+    if value not in choices:
+        raise error(f"{name} must be one of {', '.join(map(str, choices))}", got=repr(value))
 
 
 def refuse_unknown(
     owner: str,
     kind: str,
     names: Iterable[str],
-    known: Iterable[str],
+    allowed: Iterable[str],
     renamed: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise for the first of the names that is none of those known.
+    """Raise for the first of the names that is not allowed.
 
     Args:
         owner: what takes them, such as a class.
         kind: of name: "option" or "argument".
         names: as they were written.
-        known: all that there are.
+        allowed: all that there are.
         renamed: names of earlier versions, by what they are called today, if this owner has that.
 
     Raises:
         ConfigError: names it, and those that it may stand for.
     """
-    there = list(known)
+    there = list(allowed)
     for name in names:
         if name in there:
             continue

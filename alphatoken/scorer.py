@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.age import require_gradients
 from alphatoken.direction.algebra import Direction
-from alphatoken.direction.build import Ingredients
-from alphatoken.direction.current import DirectionBuilder
+from alphatoken.direction.cache import DirectionCache
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.influence import InfluenceFactors
+from alphatoken.direction.inputs import DirectionInputs, ScorerArguments
 from alphatoken.direction.objective import GradientReducer
-from alphatoken.direction.scored import ScoredParameters, choose_parameters
-from alphatoken.direction.walk import WalkBuilder
+from alphatoken.direction.scored import ScoredParameters
+from alphatoken.direction.walk import end_of_walk, walk_age
 from alphatoken.errors import (
     AlphaTokenWarning,
     ConfigError,
@@ -31,8 +31,8 @@ from alphatoken.errors import (
     UnsupportedError,
 )
 from alphatoken.estimate.estimators import SPLIT, WALK
-from alphatoken.estimate.proofs import CaptureCheck, CoverageReport
-from alphatoken.model.batch import PreferenceBatch, as_batches
+from alphatoken.estimate.proofs import CoverageReport
+from alphatoken.model.batch import LabelledBatch, PreferenceBatch, read_batch
 from alphatoken.model.capture import record
 from alphatoken.model.fingerprint import (
     Written,
@@ -43,46 +43,24 @@ from alphatoken.model.fingerprint import (
 )
 from alphatoken.model.head import watch_head
 from alphatoken.model.modes import is_compiled, is_wrapper
-from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import MasterWeights, Sharding
+from alphatoken.scoring.captured import Captured
+from alphatoken.scoring.estimator import Estimator
+from alphatoken.scoring.label import Label
 from alphatoken.scoring.observed import Observed
-from alphatoken.scoring.passes import Pass
-from alphatoken.scoring.valuing import Valuer
+from alphatoken.scoring.recording import Recording, read_weights
+from alphatoken.scoring.walk import Walk
 from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import ProgressSink
-from alphatoken.values import TokenValues
+from alphatoken.values import Certificate, TokenValues
 
-if TYPE_CHECKING:
-    from alphatoken.certificate.certify import Certificate
-
-__all__ = ["AlphaTokenWarning", "CoverageReport", "HandedOver", "Observed", "Scorer"]
+__all__ = ["AlphaTokenWarning", "CoverageReport", "Observed", "Scorer"]
 
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Scores of one model are taken one after the other, since each puts hooks on it for a while."""
-
-
-@dataclass(frozen=True)
-class HandedOver:
-    """The user's arguments to a :class:`Scorer`, unchanged: all that the certificate takes."""
-
-    model: nn.Module
-    validation: Any
-    retention: Any
-    config: ScorerConfig
-    optimizer: torch.optim.Optimizer | None
-    adapter: DecoderAdapter | None
-    reduce: GradientReducer | None
-    sharding: Sharding | None
-    masters: MasterWeights | None
-    reference: nn.Module | None
-    influence: InfluenceFactors | None
-
-    @property
-    def whole(self) -> bool:
-        """True if this process has everything: there is no ``reduce`` and no ``sharding``."""
-        return self.reduce is None and self.sharding is None
 
 
 class Scorer:
@@ -114,9 +92,8 @@ class Scorer:
             every process.
 
     Attributes:
-        adapter: of the model.
-        builder: M at the current parameters.
-        valuer: what turns a pass into values.
+        estimator: ``Captured``, ``Label`` or ``Walk``; its ``cache`` keeps M.
+        arguments: as they were handed over, with the rows that were set since.
 
     Own forwards run in evaluation mode (dropout off). Model, gradients, hooks, modes and RNG
     state are afterwards as before, also after an exception. G and V are rebuilt when anything has
@@ -192,7 +169,7 @@ class Scorer:
         # G is rebuilt whenever the weights change; an iterator would be empty the second time.
         if isinstance(validation, Iterator):
             validation = list(validation)
-        self.given = HandedOver(
+        self.arguments = ScorerArguments(
             model, validation, retention, config, optimizer, adapter, reduce, sharding, masters,
             reference, influence,
         )  # fmt: skip
@@ -202,39 +179,25 @@ class Scorer:
         self._stamps: dict[str, object] | None = None
         self._written: Written = {}
         self._observing = False
-        self._build()
+        self.estimator = self._built()
 
-    def _build(self) -> None:
-        """Choose scope and parameters in the model as it is now; nothing is proved of it yet."""
-        given, config = self.given, self.given.config
-        self.adapter = given.adapter or find_adapter(given.model)
-        scored = choose_parameters(self.adapter, config, given.sharding)
-        made_of = Ingredients(
-            self.adapter, scored, config, given.optimizer, given.reduce, given.masters,
-            to_reference=given.reference is not None, influence=given.influence,
-        )  # fmt: skip
-        made_of.check_preconditioner()
-        made_of = made_of.against(() if given.validation is None else as_batches(given.validation))
-        made_of = made_of.retaining(given.retention)
-        if config.estimator == WALK:
-            second = None if given.reference is None else find_adapter(given.reference)
-            self.builder: DirectionBuilder = WalkBuilder(made_of, second)
+    def _built(self) -> Estimator[Any]:
+        """The estimator of the model as it is now; nothing is proved of it yet."""
+        estimator: Estimator[Any]
+        inputs = DirectionInputs.read(self.arguments)
+        if inputs.config.estimator == WALK:
+            lasts = inputs.config.walk_refresh
+            walks = DirectionCache(inputs, end_of_walk, age_of=walk_age, lasts=lasts)
+            estimator = Walk(walks)
         else:
-            self.builder = DirectionBuilder(made_of)
-        capture_check = CaptureCheck(
-            self.adapter,
-            scored.scope,
-            scored.parameters,
-            scored.names,
-            config.estimator,
-            skipped=scored.scope.uncovered if config.uncovered == "skip" else {},
-            sharding=given.sharding,
-        )
-        self.valuer = Valuer(self.adapter, self.builder, capture_check)
-        self._trained = trained_of(self.adapter.model)
-        if scored.sharding is None:
-            self._settings = settings_of(self.adapter.model, self._written)
-            self._stamps = stamps_of(self.adapter.model)
+            kind = Captured if inputs.config.captured else Label
+            estimator = kind(DirectionCache(inputs, DirectionInputs.direction))
+        model = inputs.adapter.model
+        self._trained = trained_of(model)
+        if inputs.scored.sharding is None:
+            self._settings = settings_of(model, self._written)
+            self._stamps = stamps_of(model)
+        return estimator
 
     def _follow(self) -> None:
         """Build anew where the model is not the one that scope and proofs are of.
@@ -242,20 +205,17 @@ class Scorer:
         Parameters may have been replaced, frozen or released, adapters switched. Under ``pin`` a
         change of a mere setting waits for the next version, as one of weights does.
         """
-        builder, model = self.builder, self.adapter.model
+        model = self.adapter.model
         if self.scored.sharding is not None:  # weights come and go with each layer that runs
             return
         same = trained_of(model) == self._trained
-        if same and builder.pinned is not None:
+        if same and self.estimator.cache.pinned is not None:
             return
         if same and settings_of(model, self._written) == self._settings:
             return
-        warned = self.valuer
-        self._build()
-        self.builder.pin(builder.pinned)
-        if same:
-            self.builder.follow(builder)
-        self.valuer.warned_as(warned)
+        estimator = self._built()
+        estimator.carry_over(self.estimator, same_parameters=same)
+        self.estimator = estimator
 
     def _settle(self) -> None:
         """Learn of the forwards that M was built by which attributes a forward writes to itself.
@@ -264,7 +224,7 @@ class Scorer:
         What a first forward makes is one from here on.
         """
         before, self._stamps = self._stamps, None
-        if before is None or self.builder.pinned is not None:
+        if before is None or self.estimator.cache.pinned is not None:
             return
         after = stamps_of(self.adapter.model)
         self._written = {**written_between(before, after), **self._written}
@@ -276,38 +236,43 @@ class Scorer:
     def __repr__(self) -> str:
         """Model, layers, what values are taken against, and the options that were changed."""
         layers = ", ".join(map(str, self.scored.scope.layers))
-        retention = self.given.retention
+        retention = self.arguments.retention
         count = len(self.validation)
         against = f"{count} validation batch{'es' * (count != 1)}"
         if retention is not None:
             kind = repr(retention) if isinstance(retention, FisherDrift) else "retention rows"
             against += f", {kind}"
-        name = type(self.given.model).__name__
+        name = type(self.arguments.model).__name__
         return f"Scorer({name}, layers {layers}; {against}; {self.config!r})"
 
     @property
     def config(self) -> ScorerConfig:
         """The options of the scorer."""
-        return self.given.config
+        return self.arguments.config
+
+    @property
+    def adapter(self) -> DecoderAdapter:
+        """The adapter of the model."""
+        return self.estimator.adapter
 
     @property
     def scored(self) -> ScoredParameters:
         """The parameters as they were last chosen; ``scope`` and ``parameters`` look anew."""
-        return self.builder.made_of.scored
+        return self.estimator.scored
 
     @property
     def warn(self) -> bool:
-        """True if the scorer warns, once, when one side of M decides the ranking alone."""
-        return self.valuer.warn
+        """Whether the scorer warns, once, when one side of M decides the ranking alone."""
+        return self.estimator.warn
 
     @warn.setter
     def warn(self, warn: bool) -> None:
-        self.valuer.warn = warn
+        self.estimator.warn = warn
 
     @property
     def validation(self) -> Sequence[Any]:
         """The validation batches of the scorer."""
-        return self.builder.made_of.validation
+        return self.estimator.inputs.validation
 
     @property
     def coverage(self) -> CoverageReport:
@@ -315,7 +280,7 @@ class Scorer:
 
         Proofs run at the first use, on a few short rows; ``verify`` compares whole batches.
         """
-        return self.valuer.capture_check.report
+        return self.estimator.proofs.report
 
     @property
     def scope(self) -> Scope:
@@ -338,15 +303,21 @@ class Scorer:
         """
         with self._lock():
             self._follow()
-            return self.builder.direction()
+            estimator = self.estimator
+            if isinstance(estimator, Walk):
+                return estimator.way()
+            direction: Direction | None = estimator.cache.peek()
+            # Where M is stale it is built but not kept. ``prepare`` alone keeps it: it runs the
+            # proofs, and what is kept may be contracted.
+            return estimator.inputs.direction() if direction is None else direction
 
     # --- what changes over a run -----------------------------------------------------------------
 
     def refresh(self) -> None:
         """Drop G, V and a walk; the next use builds them anew, as a new scorer would."""
         self._require_outside("refresh")
-        self.builder.invalidate()
-        self.valuer.forget()
+        self.estimator.cache.invalidate()
+        self.estimator.forget()
 
     def set_validation(
         self, validation: Mapping[str, Any] | PreferenceBatch | Sequence[Any]
@@ -354,17 +325,17 @@ class Scorer:
         """Value against other validation batches from now on; the next use builds G anew."""
         if isinstance(validation, Iterator):
             validation = list(validation)
-        self.builder.set_validation(as_batches(validation))
-        self.given = replace(self.given, validation=validation)
+        self.estimator.cache.set_validation(validation)
+        self.arguments = self.estimator.inputs.arguments
 
     def set_retention(
         self, retention: FisherDrift | Mapping[str, Any] | Sequence[Any] | None
     ) -> None:
         """Use another retention term from now on; the next use builds V anew."""
-        self.builder.set_retention(retention)
+        self.estimator.cache.set_retention(retention)
         # Only now: a retention term that was refused must not be what the certificate compares
         # with.
-        self.given = replace(self.given, retention=retention)
+        self.arguments = self.estimator.inputs.arguments
 
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale: they are rebuilt when it changes.
@@ -373,7 +344,7 @@ class Scorer:
         that are known not to change, which then need not be read to see it. None returns to
         rebuilding whenever something has changed.
         """
-        self.builder.pin(version)
+        self.estimator.cache.pin(version)
 
     # --- values --------------------------------------------------------------------------------
 
@@ -399,17 +370,27 @@ class Scorer:
         with float16_named(self.adapter.model), self._lock():
             self._require_outside("score")
             self._follow()
-            valuer = self.valuer
-            checked, weights = valuer.read(batch, token_weights, step_weights)
+            estimator = self.estimator
+            checked = self._read(batch)
+            weights = (
+                read_weights("token", token_weights, checked.mask),
+                read_weights("step", step_weights, checked.mask),
+            )
             require_gradients(self.adapter.model)
-            valuer.capture_check.see_arguments(checked)
-            frame = valuer.prepare(checked)
+            estimator.proofs.see_arguments(checked)
+            direction = estimator.prepare(checked)
             self._settle()
             # Label values along a fixed M run a dual forward of their own, and nothing before it.
-            if not valuer.needs_recording:
-                return valuer.values(frame, Pass(checked, weights), components=components)
-            with valuer.forward(checked, weights) as seen:
-                return valuer.values(frame, valuer.with_kept_errors(seen), components=components)
+            if not estimator.needs_forward:
+                recording = Recording(checked, *weights)
+                return estimator.values(recording, direction, components=components)
+            with estimator.forward(checked, *weights) as recording:
+                return estimator.values(recording, direction, components=components)
+
+    def _read(self, batch: Mapping[str, Any]) -> LabelledBatch:
+        """The batch, checked: the first step of every valuation."""
+        adapter = self.adapter
+        return read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
 
     @contextmanager
     def observe(self) -> Iterator[Observed]:
@@ -427,7 +408,7 @@ class Scorer:
         self._require_uncompiled()
         lock = self._lock()
         with lock:  # proofs and walks move the weights
-            frame = self.valuer.prepare()
+            direction = self.estimator.prepare()
             self._settle()
         self_only = self.config.estimator in SPLIT
         scope, sharding = self.scored.scope, self.scored.sharding
@@ -435,7 +416,7 @@ class Scorer:
             watch_head(self.adapter),
             record(self.adapter, scope, attention=self_only, sharding=sharding) as recorder,
         ):
-            observed = Observed(self.valuer, frame, recorder, self_only=self_only, lock=lock)
+            observed = Observed(self.estimator, direction, recorder, lock)
             self._observing = True
             try:
                 yield observed
@@ -454,7 +435,7 @@ class Scorer:
 
     def _require_uncompiled(self) -> None:
         """Raise where the user's forward is compiled code, which calls none of our hooks."""
-        wrapped = is_wrapper(self.given.model)
+        wrapped = is_wrapper(self.arguments.model)
         if wrapped or (self.config.captured and is_compiled(self.adapter.model)):
             raise UnsupportedError(
                 f"'{self.config.estimator}' cannot observe a compiled model",
@@ -475,11 +456,11 @@ class Scorer:
         if self.config.preconditioner != "full":
             return self.direction
         self._follow()
-        valuer = self.valuer
-        checked, weights = valuer.read(batch, None, step_weights)
-        frame = valuer.prepare(checked)
-        with valuer.forward(checked, weights) as seen:
-            return valuer.at(frame, seen).direction
+        estimator, checked = self.estimator, self._read(batch)
+        direction = estimator.prepare(checked)
+        weights = read_weights("step", step_weights, checked.mask)
+        with estimator.forward(checked, step_weights=weights) as recording:
+            return estimator.at_step(recording, direction)
 
     def verify(
         self,
@@ -492,7 +473,7 @@ class Scorer:
         fisher_file: str | os.PathLike[str] | None = None,
         progress: bool | ProgressSink | None = None,
     ) -> Certificate:
-        """Certify what ``score`` and ``observe`` return; see ``fidelity.certificate``.
+        """Certify what ``score`` and ``observe`` return; see ``alphatoken.certificate``.
 
         The oracle builds scope, labels, G, V, P and M anew from what was handed to this scorer,
         and compares every component of every sampled token by itself.
@@ -512,9 +493,9 @@ class Scorer:
             UnsupportedError: weights or gradients are spread over processes, or P comes from an
                 optimizer that the oracle does not know.
         """
-        from alphatoken.certificate.certify import certify  # with it come the oracles
-
-        return certify(
+        # By name: the certificate imports this file, and with it come the oracles.
+        certificate = importlib.import_module("alphatoken.certificate.certify")
+        certified: Certificate = certificate.certify(
             self,
             batch,
             tokens=tokens,
@@ -524,3 +505,4 @@ class Scorer:
             fisher_file=fisher_file,
             progress=progress,
         )
+        return certified

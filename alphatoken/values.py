@@ -1,7 +1,8 @@
-"""The scorer's results: one value a token, and its components."""
+"""The scorer's results: one value a token with its components, and the certificate of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,14 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["TokenValues", "derivative_notes", "derivative_text", "standard_error"]
+__all__ = [
+    "Certificate",
+    "Check",
+    "TokenValues",
+    "derivative_notes",
+    "derivative_text",
+    "standard_error",
+]
 
 _WHOLE = ("adaptation", "stability")
 _SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
@@ -53,11 +61,6 @@ class TokenValues:
             What rounding adds to it is this batch's own; what truncation adds is measured on some
             batches, and on any whose values are of another size.
         error_age: batches since the truncation in ``error`` was measured; 0 on this one.
-        curvature: (b, t) ``<M, H_k M>``, H_k the second derivatives of the token's loss; None
-            unless the scorer was asked for ``curvature``. A step of size s along -M changes the
-            loss by ``-s total + s^2 curvature / 2``: at ``s = |total / curvature|`` the first term
-            is off by half.
-        curvature_error: as ``error``, of the curvatures.
     """
 
     total: Tensor
@@ -77,8 +80,6 @@ class TokenValues:
     derivative: str | None = None
     error: float = 0.0
     error_age: int = 0
-    curvature: Tensor | None = field(default=None, repr=False)
-    curvature_error: float = 0.0
 
     def __repr__(self) -> str:
         """Sizes and shares in one line; the numbers are in the attributes.
@@ -109,11 +110,11 @@ class TokenValues:
 
         Empty where they were not asked for.
         """
-        held = {name: getattr(self, name) for name in (*_SPLIT, *_WHOLE)}
+        components = {name: getattr(self, name) for name in (*_SPLIT, *_WHOLE)}
         # Both sets sum to the total, so only one of them may be given: the finer where there is
         # one.
-        names = _WHOLE if all(held[name] is None for name in _SPLIT) else _SPLIT
-        parts = {name: held[name] for name in names if held[name] is not None}
+        names = _WHOLE if all(components[name] is None for name in _SPLIT) else _SPLIT
+        parts = {name: components[name] for name in names if components[name] is not None}
         weight = self.stability_weight
         return {k: v * weight if k.startswith("stability") else v for k, v in parts.items()}
 
@@ -208,3 +209,121 @@ def standard_error(parts: Tensor, shares: Tensor) -> Tensor:
     moved = (shares.to(parts) * value - parts) / (1 - shares.to(parts))
     error: Tensor = torch.sqrt(moved.square().sum(-1) * ((count - 1) / count))
     return error
+
+
+@dataclass(frozen=True)
+class Check:
+    """The worst entry of one component.
+
+    Attributes:
+        component: a field of ``TokenValues``; or "scope", "mask", "direction", "attention" and
+            the like.
+        error: difference from the oracle relative to the entry's absolute terms; inf for
+            something that is missing, or not zero where it must be.
+        tolerance: what the model's arithmetic allows.
+        where: the token or row, in words.
+        parameter: the linear map or parameter that the difference comes from, where it is known.
+        found: what the scorer returned.
+        expected: what the oracle says.
+    """
+
+    component: str
+    error: float
+    tolerance: float
+    where: str = ""
+    parameter: str | None = None
+    found: float = math.nan
+    expected: float = math.nan
+
+    @property
+    def passed(self) -> bool:
+        """True if the error is within the tolerance."""
+        return self.error <= self.tolerance  # False for NaN
+
+    def __str__(self) -> str:
+        place = ", ".join(part for part in (self.where, self.parameter or "") if part)
+        numbers = ""
+        if not math.isnan(self.expected):
+            numbers = f": {self.found:.6g} where the oracle has {self.expected:.6g}"
+        return (
+            f"{self.component}{' at ' if place else ''}{place}{numbers}; off by "
+            f"{self.error:.1e} of the absolute terms (tolerance {self.tolerance:.0e})"
+        )
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of ``Scorer.verify``.
+
+    Attributes:
+        estimator: its name.
+        checks: the worst entry of each component that was compared.
+        tokens: response tokens sent through the oracle one by one.
+        compared: response tokens of which every component was compared.
+        batch_tokens: response tokens of the batch.
+        arithmetic: row of the table of tolerances.
+        seconds: that everything took.
+        dtype: of the model's weights.
+        derivative: as in ``TokenValues``.
+        stated_error: of values by differences, as in ``TokenValues``, the largest of all ways;
+            three times as much is allowed beside the tolerance.
+    """
+
+    estimator: str
+    checks: tuple[Check, ...]
+    tokens: int
+    compared: int
+    batch_tokens: int
+    arithmetic: str
+    seconds: float
+    dtype: str
+    derivative: str | None = None
+    stated_error: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """True if every component agrees with the oracle within the tolerance."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The components that are off."""
+        return tuple(check for check in self.checks if not check.passed)
+
+    @property
+    def error(self) -> float:
+        """The worst error of all components."""
+        errors = [check.error for check in self.checks]
+        return math.nan if any(math.isnan(e) for e in errors) else max(errors)
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error that the model's arithmetic allows."""
+        return self.checks[0].tolerance
+
+    def __str__(self) -> str:
+        """A short table that ends in the verdict."""
+        lines = [
+            f"Certificate for estimator '{self.estimator}' ({self.arithmetic}): {self.compared} of "
+            f"{self.batch_tokens} tokens compared, {self.tokens} of them sent back one by one; "
+            f"{self.seconds:.0f} s"
+        ]
+        for check in self.checks:
+            off = "" if check.passed else "  <- off"
+            lines.append(f"  {check.component:<22} {check.error:8.1e}{off}")
+        if self.stated_error:
+            lines.append(
+                f"  label values by differences ({self.derivative}): estimated relative error "
+                f"{self.stated_error:.1e}, three times as much is allowed"
+            )
+        if self.passed:
+            worst = max(self.checks, key=lambda check: check.error)
+            lines.append(
+                f"  every component agrees with the per-token oracle: error {worst.error:.1e} of "
+                f"the absolute terms of its entry (tolerance {worst.tolerance:.1e})"
+            )
+        else:
+            lines += [f"  {check}" for check in self.failures]
+            names = ", ".join(check.component for check in self.failures)
+            lines.append(f"  DOES NOT AGREE with the per-token oracle: {names} does not agree")
+        return "\n".join(lines)

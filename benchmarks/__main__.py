@@ -40,7 +40,7 @@ def pages() -> list[Path]:
 
 
 def main() -> None:
-    """Write every page anew whose tables differ, and the prices that prose is filled in from."""
+    """Write every page anew whose tables differ, and the prices that prose is compared with."""
     prices.write()
     for page in pages():
         text = page.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """What values cost, in training steps: one table, from what the frontier and the targets measured.
 
-``docs/prices.json`` holds its numbers for the marks in prose, so that a price is the same wherever
-it stands. FLOPs are those of ``benchmarks.frontier.price``, whose step forms the head where a loss
+``docs/prices.json`` holds its numbers for ``docs/numbers.toml``, so that every page states the same
+price. FLOPs are those of ``benchmarks.frontier.price``, whose step forms the head where a loss
 reads it. The other columns are against the step as PyTorch runs it, with logits at all positions.
 """
 
@@ -122,5 +122,5 @@ def table_of_prices() -> str:
 
 
 def write() -> None:
-    """``docs/prices.json``, from which ``tests.page_numbers`` fills in the numbers in prose."""
+    """Write ``docs/prices.json``, with which the prices in prose are compared."""
     write_json(FILE, prices())

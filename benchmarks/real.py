@@ -250,7 +250,7 @@ def _build(scorer: Scorer) -> None:
     scorer.refresh()
     # What builds G for values, and stores it: ``scorer.direction`` would leave it to the next of
     # the scorer's sides to build it once more, inside that side's own time.
-    scorer.builder.prepare()
+    scorer.estimator.cache.current()
 
 
 def _first_use(

@@ -163,7 +163,7 @@ def outcome(model: nn.Module, config: ScorerConfig) -> str:
 
 
 def _compared(scorer: Scorer, found: Tensor, estimator: str, derivative: str | None) -> str:
-    model: Any = scorer.given.model
+    model: Any = scorer.arguments.model
 
     def forward(inputs: Mapping[str, Tensor]) -> Tensor:
         logits: Tensor = model(**inputs, use_cache=False).logits

@@ -20,9 +20,7 @@ from alphatoken_lab.methods.preference import PreferencePolicy
 OF_SCORER = {"layers": "score_layers", "parameters": "value_parameters"}
 """Fields of ``ScorerConfig`` that trainers call otherwise."""
 
-ALONE = (
-    "standard_errors", "head_reduction", "causal_position", "derivative", "curvature", "damping",
-)  # fmt: skip
+ALONE = ("standard_errors", "derivative", "damping")
 """Fields of ``ScorerConfig`` that trainers leave at their defaults."""
 
 _HEAD = """\

@@ -25,7 +25,7 @@ PROGRAMS: dict[str, Callable[..., int]] = {
     "alphatoken-lab": alphatoken_lab.commands.main,
 }
 COMMANDS = {
-    "alphatoken": ("score", "filter", "fisher", "sft", "dpo", "diagnose"),
+    "alphatoken": ("score", "fisher", "sft", "dpo", "diagnose"),
     "alphatoken-lab": tuple(alphatoken_lab.commands.COMMANDS),
 }
 
@@ -127,9 +127,6 @@ class Sandbox:
                 self._link(path)
             elif option == "adapter":
                 _write_adapter(self._model, path)
-            elif option == "logprobs":
-                at = words.index(value)
-                _write_logprobs(self._folder, words[at : at + 2])
             elif option in _ROWS:
                 self._rows(value, draw, pairs)
                 draw += 1
@@ -197,19 +194,6 @@ def _write_adapter(model: Path, path: Path) -> None:
     config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, r=2)
     base = AutoModelForCausalLM.from_pretrained(model)
     get_peft_model(base, config).save_pretrained(path)
-
-
-def _write_logprobs(folder: Path, names: list[str]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    for shift, name in enumerate(names):
-        rows = [
-            {"input_ids": [1, 5, 6, n], "labels": [-100, -100, 6, n],
-             "logprobs": [None, -2.0, -1.5 + 0.1 * shift, -1.0 - 0.01 * n * shift]}
-            for n in range(7, 12)
-        ]  # fmt: skip
-        pq.write_table(pa.Table.from_pylist(rows), folder / name)
 
 
 def bin_of_python(environment: Mapping[str, str], python: str) -> dict[str, str]:

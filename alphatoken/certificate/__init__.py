@@ -1,10 +1,10 @@
 """The certificate: every number that a scorer returns, against the oracle (``Scorer.verify``).
 
 ``certify`` compares every component of what the user gets with ``expected``, which builds labels,
-scope, G, V, P, lambda and M anew from what the user gave, by the oracles alone, and how far
-rounding may move each number, ``tolerances`` how far right code may be off, ``localise``
+scope, G, V, P, lambda and M anew from the scorer's arguments, by the oracles alone, and says how
+far rounding may move each number. ``tolerances`` says how far right code may be off, ``localise``
 which linear map a wrong value comes from, and ``metrics`` how far two sets of values agree.
 
-**May import** the core and the ``oracle``, not the scorer that it certifies, which it is handed.
+**May import** the scorer, the core and the ``oracle``. ``Scorer.verify`` loads it when called.
 **Tests**: ``tests/property/test_certificate.py``: mutants of the core that it must notice.
 """

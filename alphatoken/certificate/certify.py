@@ -16,144 +16,24 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alphatoken.certificate.expected import SIDES, Entry, Expected, Oracle
 from alphatoken.certificate.localise import values_by_parameter
+from alphatoken.direction.algebra import Direction
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
 from alphatoken.model.batch import to_token_index
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.oracle.composite import read_drift
+from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
-from alphatoken.values import TokenValues
+from alphatoken.values import Certificate, Check, TokenValues
 
-if TYPE_CHECKING:
-    from alphatoken.direction.algebra import Direction
-    from alphatoken.scorer import Scorer
-
-__all__ = ["Certificate", "Check", "certify"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The worst entry of one component.
-
-    Attributes:
-        component: a field of ``TokenValues``; or "scope", "mask", "direction", "attention" and
-            the like.
-        error: difference from the oracle relative to the entry's absolute terms; inf for
-            something that is missing, or not zero where it must be.
-        tolerance: what the model's arithmetic allows.
-        where: the token or row, in words.
-        parameter: the linear map or parameter that the difference comes from, where it is known.
-        found: what the scorer returned.
-        expected: what the oracle says.
-    """
-
-    component: str
-    error: float
-    tolerance: float
-    where: str = ""
-    parameter: str | None = None
-    found: float = math.nan
-    expected: float = math.nan
-
-    @property
-    def passed(self) -> bool:
-        """True if the error is within the tolerance."""
-        return self.error <= self.tolerance  # False for NaN
-
-    def __str__(self) -> str:
-        place = ", ".join(part for part in (self.where, self.parameter or "") if part)
-        numbers = ""
-        if not math.isnan(self.expected):
-            numbers = f": {self.found:.6g} where the oracle has {self.expected:.6g}"
-        return (
-            f"{self.component}{' at ' if place else ''}{place}{numbers}; off by "
-            f"{self.error:.1e} of the absolute terms (tolerance {self.tolerance:.0e})"
-        )
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The result of ``Scorer.verify``.
-
-    Attributes:
-        estimator: its name.
-        checks: the worst entry of each component that was compared.
-        tokens: response tokens sent through the oracle one by one.
-        compared: response tokens of which every component was compared.
-        batch_tokens: response tokens of the batch.
-        arithmetic: row of the table of tolerances.
-        seconds: that everything took.
-        dtype: of the model's weights.
-        derivative: as in ``TokenValues``.
-        stated_error: of values by differences, as in ``TokenValues``, the largest of all ways;
-            three times as much is allowed beside the tolerance.
-    """
-
-    estimator: str
-    checks: tuple[Check, ...]
-    tokens: int
-    compared: int
-    batch_tokens: int
-    arithmetic: str
-    seconds: float
-    dtype: str
-    derivative: str | None = None
-    stated_error: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """True if every component agrees with the oracle within the tolerance."""
-        return all(check.passed for check in self.checks)
-
-    @property
-    def failures(self) -> tuple[Check, ...]:
-        """The components that are off."""
-        return tuple(check for check in self.checks if not check.passed)
-
-    @property
-    def error(self) -> float:
-        """The worst error of all components."""
-        errors = [check.error for check in self.checks]
-        return math.nan if any(math.isnan(e) for e in errors) else max(errors)
-
-    @property
-    def tolerance(self) -> float:
-        """The relative error that the model's arithmetic allows."""
-        return self.checks[0].tolerance
-
-    def __str__(self) -> str:
-        """A short table that ends in the verdict."""
-        lines = [
-            f"Certificate for estimator '{self.estimator}' ({self.arithmetic}): {self.compared} of "
-            f"{self.batch_tokens} tokens compared, {self.tokens} of them sent back one by one; "
-            f"{self.seconds:.0f} s"
-        ]
-        for check in self.checks:
-            off = "" if check.passed else "  <- off"
-            lines.append(f"  {check.component:<22} {check.error:8.1e}{off}")
-        if self.stated_error:
-            lines.append(
-                f"  label values by differences ({self.derivative}): estimated relative error "
-                f"{self.stated_error:.1e}, three times as much is allowed"
-            )
-        if self.passed:
-            worst = max(self.checks, key=lambda check: check.error)
-            lines.append(
-                f"  every component agrees with the per-token oracle: error {worst.error:.1e} of "
-                f"the absolute terms of its entry (tolerance {worst.tolerance:.1e})"
-            )
-        else:
-            lines += [f"  {check}" for check in self.failures]
-            names = ", ".join(check.component for check in self.failures)
-            lines.append(f"  DOES NOT AGREE with the per-token oracle: {names} does not agree")
-        return "\n".join(lines)
+__all__ = ["certify"]
 
 
 def certify(
@@ -178,14 +58,15 @@ def certify(
     """
     if tokens < 1:
         raise InputError("tokens must be at least 1", got=repr(tokens))
-    if not scorer.given.whole:
+    arguments = scorer.arguments
+    if not arguments.one_process:
         raise UnsupportedError(
             "a certificate needs whole weights and gradients in one process",
             got="a scorer with sharding=... or reduce=...",
             why="the oracle builds everything anew, from what this process was given",
             remedy="build a Scorer without them, on the whole model and validation set",
         )
-    if scorer.config.estimator == "walk":
+    if arguments.config.estimator == "walk":
         raise UnsupportedError(
             "values along a walk have no certificate",
             got="estimator='walk'",
@@ -195,10 +76,10 @@ def certify(
         )
     start = time.monotonic()
     weights = {"token_weights": token_weights, "step_weights": step_weights}
-    found, given = _ways(scorer, batch, weights), scorer.given
+    found = _ways(scorer, batch, weights)
     if fisher_file is not None:
-        given = replace(given, retention=read_drift(fisher_file))
-    oracle = Oracle(given, batch, **weights)
+        arguments = replace(arguments, retention=read_drift(fisher_file))
+    oracle = Oracle(arguments, batch, **weights)
     sampled = _sample(oracle.mask, tokens, seed)
     count = int(sampled.sum())
     tracker = Tracker("Certificate", count, progress)
@@ -214,10 +95,10 @@ def certify(
     if not all(check.passed for check in checks):
         # The fault that is to be named may stop this as well.
         with suppress(AlphaTokenError, RuntimeError, LookupError):
-            inside = values_by_parameter(scorer, batch, **weights)
+            inside = values_by_parameter(scorer.estimator, batch, **weights)
             checks = [one if one.passed else _named(one, inside, expected) for one in checks]
     return Certificate(
-        estimator=scorer.given.config.estimator,
+        estimator=arguments.config.estimator,
         checks=tuple(checks),
         tokens=count,
         compared=int(expected.seen.sum()),

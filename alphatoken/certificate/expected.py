@@ -10,26 +10,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alphatoken.certificate.tolerances import Narrowest, tolerance_of
+from alphatoken.direction.inputs import ScorerArguments
 from alphatoken.model.modes import evaluation_mode, kept_frequencies
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
 from alphatoken.oracle import composite, evaluate, readouts, scope
 from alphatoken.support.progress import Tracker
-
-if TYPE_CHECKING:
-    from alphatoken.scorer import HandedOver
 
 __all__ = ["SIDES", "Entry", "Expected", "Oracle"]
 
 SIDES = ("adaptation", "stability")
 Matrices = dict[str, Tensor]
 """By parameter name."""
-_SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
+_SELF_ONLY = ("alphatoken", "direct")
 _SPLIT = (*_SELF_ONLY, "paper_literal")
 _NOT_INPUTS = frozenset(
     (
@@ -123,28 +121,28 @@ class Oracle:
     """Everything that ``Expected`` is computed from.
 
     Args:
-        given: what the scorer's user handed over.
+        arguments: the scorer's, as its user handed them over.
         batch: labelled, as the user has it.
         token_weights: (b, t) factors on token losses, or None.
         step_weights: (b, t) derivative of the step's loss by each token loss, or None.
     """
 
-    given: HandedOver
+    arguments: ScorerArguments
     batch: Mapping[str, Any]
     token_weights: Tensor | None
     step_weights: Tensor | None
 
     def __post_init__(self) -> None:
         """Find the scope."""
-        given, config = self.given, self.given.config
-        self.model = scope.bare_model(given.model)
-        if given.adapter is not None:
-            self.model = given.adapter.model
-        self.adapter: DecoderAdapter = given.adapter or find_adapter(self.model)
+        arguments, config = self.arguments, self.arguments.config
+        self.model = scope.bare_model(arguments.model)
+        if arguments.adapter is not None:
+            self.model = arguments.adapter.model
+        self.adapter: DecoderAdapter = arguments.adapter or find_adapter(self.model)
         self.scope = scope.find_scored(
             self.model,
             config.layers,
-            blocks=None if given.adapter is None else given.adapter.layers(),
+            blocks=None if arguments.adapter is None else arguments.adapter.layers(),
             parameters=config.parameters,
             loose=config.uncovered == "error",
         )
@@ -157,8 +155,8 @@ class Oracle:
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits of the untouched model."""
-        if self.given.adapter is not None:
-            return self.given.adapter.forward(inputs)
+        if self.arguments.adapter is not None:
+            return self.arguments.adapter.forward(inputs)
         kept = {k: v for k, v in inputs.items() if k not in _NOT_INPUTS}
         if hasattr(getattr(self.model, "config", None), "use_cache"):
             kept["use_cache"] = False
@@ -172,16 +170,16 @@ class Oracle:
 
     def direction(self) -> dict[str, Matrices]:
         """``G`` and ``V``, before P."""
-        given, found = self.given, dict[str, Matrices]()
-        if given.config.objective != "stability":
-            found["adaptation"] = self._gradient(given.validation)
-        if given.config.objective != "adaptation" and given.retention is not None:
-            if isinstance(given.retention, composite.Drift):
+        arguments, found = self.arguments, dict[str, Matrices]()
+        if arguments.config.objective != "stability":
+            found["adaptation"] = self._gradient(arguments.validation)
+        if arguments.config.objective != "adaptation" and arguments.retention is not None:
+            if isinstance(arguments.retention, composite.Drift):
                 found["stability"] = composite.fisher_drift(
-                    given.retention, self.scope.parameters, self.names.__getitem__
+                    arguments.retention, self.scope.parameters, self.names.__getitem__
                 )
             else:
-                found["stability"] = self._gradient(given.retention)
+                found["stability"] = self._gradient(arguments.retention)
         return found
 
     def _gradient(self, items: Any) -> Matrices:
@@ -190,7 +188,7 @@ class Oracle:
 
     def scale(self) -> Matrices:
         """P; where it is missing, 1."""
-        config, parameters = self.given.config, self.scope.parameters
+        config, parameters = self.arguments.config, self.scope.parameters
         kind = config.preconditioner
         if isinstance(kind, Mapping):
             return {
@@ -205,7 +203,7 @@ class Oracle:
                 weights = self.step_weights[tuple(self.places.T)].to(self.losses)
             gradients = self._gradients((weights.detach() * self.losses).sum())
         found = composite.adam_scale(
-            self.given.optimizer, parameters, gradients, after=config.precondition_after
+            self.arguments.optimizer, parameters, gradients, after=config.precondition_after
         )
         return found or {}
 
@@ -218,7 +216,7 @@ class Oracle:
         return dict(zip(parameters, found, strict=True))
 
     def _preconditioned(self, side: Matrices, p: Matrices) -> Matrices:
-        factors, damping = self.given.influence, self.given.config.damping
+        factors, damping = self.arguments.influence, self.arguments.config.damping
         if factors is not None:
             return composite.damped_directions(factors, side, damping, self.names.__getitem__)
         return {n: m * p[n] if n in p else m for n, m in side.items()}
@@ -228,7 +226,7 @@ class Oracle:
     def expect(self, sampled: Tensor, tracker: Tracker) -> Expected:
         """The values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
         self._sampled, self._tracker = sampled, tracker
-        captured, hooked = self.given.config.estimator != "label", self.scope
+        captured, hooked = self.arguments.config.estimator != "label", self.scope
         if not captured:  # rows of Psi need no linears to hook
             hooked = replace(self.scope, blocks=(), linears=(), mixtures=())
         with only_trainable(self.model, self.scope.parameters), evaluation_mode(self.model):
@@ -292,7 +290,7 @@ class Oracle:
 
     def _columns(self, trace: readouts.Trace) -> Expected:
         """Direct and causal columns of every position; direct ones of some tokens one by one."""
-        config, parameters = self.given.config, self.scope.parameters
+        config, parameters = self.arguments.config, self.scope.parameters
         weights = self._weights
         rounding = (weights * self._conditions()).to(self.losses)
         by_id = {
@@ -340,16 +338,12 @@ class Oracle:
 
             (direct, causal), (unsure, later) = both(weights), both(rounding)
             direct, causal = loosened(direct, unsure), loosened(causal, later)
-            if config.estimator == "same_layer_hop":
-                # The library takes its own k = t terms away from the kernel's backward.
-                causal = loosened(causal, direct)
             if split:
                 own_error = self._replace_sampled(direct, by_id, trace)
         direct = none if config.part == "causal" else direct
         causal = none if config.part == "direct" else causal
         one = {side: self._by_token(entry) for side, entry in direct.items()}
-        stays = config.causal_position == "context"
-        two = {side: self._by_token(entry, stays=stays) for side, entry in causal.items()}
+        two = {side: self._by_token(entry) for side, entry in causal.items()}
         rest = {}
         for side in by_id:
             columns, assigned = direct[side] + causal[side], one[side].value + two[side].value
@@ -361,17 +355,12 @@ class Oracle:
 
     def _causal(self, trace: readouts.Trace, heads: Sequence[Tensor | None], read: Any) -> Entries:
         """Causal columns, as the estimator defines them, from errors at the heads' outputs."""
-        config, spread = self.given.config, None
+        config, spread = self.arguments.config, None
         errors: list[Tensor | None] = [None] * len(trace.linears)
-        if config.estimator == "same_layer_hop":
-            errors = readouts.hop_errors(trace, heads)
-        elif config.estimator != "direct":
-            mean = config.estimator == "paper_literal"
+        if config.estimator != "direct":
+            reduction = "mean" if config.estimator == "paper_literal" else "per_head"
             errors, spread = readouts.propagated_errors(
-                trace,
-                heads,
-                window=config.window,
-                head_reduction="mean" if mean else config.head_reduction,
+                trace, heads, window=config.window, head_reduction=reduction
             )
         found: Entries = read(trace, errors, spread)
         return found
@@ -440,19 +429,19 @@ class Oracle:
 
     # --- assembling ----------------------------------------------------------------------------
 
-    def _by_token(self, entry: Entry, *, stays: bool = False) -> Entry:
-        """Columns by position to values by token, the next one unless it ``stays``; 0 elsewhere."""
+    def _by_token(self, entry: Entry) -> Entry:
+        """Columns by position to values of the next token; 0 off the response."""
 
         def move(columns: Tensor) -> Tensor:
             moved = torch.zeros_like(columns)
-            moved[:, 1:] = columns[:, 1:] if stays else columns[:, :-1]
+            moved[:, 1:] = columns[:, :-1]
             return moved * self.mask.to(moved)
 
         return entry.map(move)
 
     def _answer(self, direct: Entries, causal: Entries, rest: Entries, **found: Any) -> Expected:
         """Entries by token, and what no token has by row, put together."""
-        split = self.given.config.estimator in _SPLIT
+        split = self.arguments.config.estimator in _SPLIT
         zero, components, sides = Entry.zero(self._shape, ()), dict[str, Entry | None](), Entries()
         for side in SIDES:
             one, two = direct.get(side, zero), causal.get(side, zero)
@@ -473,7 +462,7 @@ class Oracle:
     def _total(self, sides: Entries, zero: Entry) -> Entry:
         """Adaptation + lambda stability."""
         gain, keep = (sides.get(side, zero) for side in SIDES)
-        return gain + keep.times(self.given.config.stability_weight)
+        return gain + keep.times(self.arguments.config.stability_weight)
 
 
 def _inner(gradients: Matrices, side: Matrices) -> dict[str, tuple[float, float]]:

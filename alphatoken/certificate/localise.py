@@ -7,22 +7,23 @@ so that the certificate can name the place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alphatoken.estimate.columns import ColumnSums
 from alphatoken.estimate.forward_mode import label_values
-
-if TYPE_CHECKING:
-    from alphatoken.scorer import Scorer
+from alphatoken.model.batch import read_batch
+from alphatoken.scoring.captured import Captured
+from alphatoken.scoring.estimator import Estimator
+from alphatoken.scoring.recording import read_weights
 
 __all__ = ["values_by_parameter"]
 
 
 def values_by_parameter(
-    scorer: Scorer,
+    estimator: Estimator[Any],
     batch: Mapping[str, Any],
     token_weights: Tensor | None,
     step_weights: Tensor | None,
@@ -32,30 +33,34 @@ def values_by_parameter(
     Components are "adaptation_direct" and so on, lambda not applied; for label "adaptation" and
     "stability", by token.
     """
-    valuer, scored = scorer.valuer, scorer.scored
-    checked, weights = valuer.read(batch, token_weights, step_weights)
-    frame = valuer.prepare(checked)
-    with valuer.forward(checked, weights) as seen:
-        *sides, _ = valuer.at(frame, seen).sides(components=True)
+    scored, adapter = estimator.scored, estimator.adapter
+    checked = read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
+    weights = (
+        read_weights("token", token_weights, checked.mask),
+        read_weights("step", step_weights, checked.mask),
+    )
+    direction = estimator.prepare(checked)
+    with estimator.forward(checked, *weights) as recording:
+        sides = estimator.at_step(recording, direction).sides(components=True)
         present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
-        if not scorer.config.captured:
+        if not isinstance(estimator, Captured):
             return {
                 name: {
                     parameter: label_values(
-                        scorer.adapter, checked, {parameter: m}, first=scored.first or 0
+                        adapter, checked, {parameter: m}, first=scored.first or 0
                     ).double().cpu()
-                    for parameter, m in side.whole().items()
+                    for parameter, m in side.items()
                 }
                 for name, side in present.items()
             }  # fmt: skip
-        recorder, _ = seen.recorded
+        recorder, _ = recording.recorded
         sums = ColumnSums(recorder, list(present.values()), scored.names)
-        valuer.errors(seen, sums.add)
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, parts in zip(present, sums.found, strict=True):
+        estimator.errors(recording, sums.add)
+        by_place: dict[str, dict[str, Tensor]] = {}
+        for name, parts in zip(present, sums.by_use, strict=True):
             for (part, index), value in parts.items():
                 linear = recorder.linears[index].linear.name
-                before = found.setdefault(f"{name}_{part}", {})
+                before = by_place.setdefault(f"{name}_{part}", {})
                 zero = torch.zeros(checked.labels.shape, dtype=torch.float64)
                 before[linear] = before.get(linear, zero) + value.detach().double().cpu()
-        return found
+        return by_place

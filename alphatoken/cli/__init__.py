@@ -3,8 +3,8 @@
 Each command is listed below with the module that runs it, and a module is loaded only when its
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
 
-- ``score``, ``filter``, ``fisher``: options in the module of that name, the work there or in
-  ``filter_run``, ``fisher_run``; rows are read and valued by ``alphatoken.corpus``.
+- ``score``, ``fisher``: options in the module of that name, the work in ``alphatoken.corpus``,
+  which reads and values rows, or in ``fisher_run``.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   and ``training_data`` to a trainer; ``recipes`` reads options from a file.
 - ``diagnose``: ``diagnose_options``, ``diagnose_subject``, ``diagnose_run``.
@@ -32,11 +32,6 @@ _COMMANDS = {
         "value the response tokens of a training file",
         "alphatoken.cli.score:run",
         "alphatoken.cli.score:read",
-    ),
-    "filter": Command(
-        "value whole rows, and say which to keep",
-        "alphatoken.cli.filter_run:run",
-        "alphatoken.cli.filter:read",
     ),
     "fisher": Command(
         "fit and save the Fisher of the reference model",

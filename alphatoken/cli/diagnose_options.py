@@ -106,8 +106,8 @@ class _Work:
 
     budget: str = option(
         "10m",
-        "time after which each diagnostic stops reading (15m, 90s, 2h), or none; sizes that are "
-        "given stay",
+        "time in which each diagnostic should end (15m, 90s, 2h), or none; it then reads less, but "
+        "sizes that are given stay",
         metavar="TIME",
     )
     tokens: int | None = _size("most response tokens that are valued", "tokens")
@@ -148,7 +148,7 @@ class Request:
         entries: the diagnostics, in their order.
         options: name -> its ``Options``.
         shared: everything else.
-        given: sizes that the command line says, and which no budget makes smaller.
+        fixed: names of sizes on the command line, which no budget makes smaller.
         command: the whole command line, for the report.
         budget: seconds of each diagnostic; None for no limit.
     """
@@ -156,7 +156,7 @@ class Request:
     entries: tuple[Entry, ...]
     options: Mapping[str, Any]
     shared: DiagnoseOptions
-    given: frozenset[str]
+    fixed: frozenset[str]
     command: str
     budget: float | None
 
@@ -177,12 +177,12 @@ def read_request(name: str, *words: str) -> Request:
     given = {} if name == ALL else {name: own}
     options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
     command = shlex.join(["alphatoken", "diagnose", name, *words])
-    ours = {one for one in SIZES if getattr(shared, one) is not None}
+    fixed = {one for one in SIZES if getattr(shared, one) is not None}
     # Whoever draws them from the training rows must say how many; the budget may stop before.
     if shared.validation_rows is not None and shared.validation_file is not None:
-        ours |= {"objective_rows"}
+        fixed |= {"objective_rows"}
     budget = parse_budget(shared.budget)
-    return Request(entries, options, shared, frozenset(ours), command, budget)
+    return Request(entries, options, shared, frozenset(fixed), command, budget)
 
 
 def parse_budget(text: str) -> float | None:

@@ -30,7 +30,7 @@ from alphatoken.fidelity.clouds import require_sklearn
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.page import LEAD, section_of
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
-from alphatoken.fidelity.rounds import diagnosed_within
+from alphatoken.fidelity.rounds import diagnosed_before
 from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import render_page
 from alphatoken.support.progress import shown_progress
@@ -110,13 +110,7 @@ def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
             print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
         start = time.monotonic()
         try:
-            diagnosis = diagnosed_within(
-                request.budget,
-                subject,
-                request.given,
-                partial(_one_round, entry, request.options[entry.name]),
-                said=request.shared.budget,
-            )
+            diagnosis = _diagnosed(request, entry, subject)
         except Exception as error:
             if count == 1 or isinstance(error, OSError) or request.shared.traceback:
                 raise
@@ -128,18 +122,30 @@ def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
         _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
 
 
-def _one_round(entry: Entry, options: Any, subject: Subject) -> Diagnosis:
-    """A diagnosis of these sizes; it does not depend on what ran before it."""
-    torch.manual_seed(subject.seed)
+def _diagnosed(request: Request, entry: Entry, subject: Subject) -> Diagnosis:
+    """The largest diagnosis within the budget, or of all sizes where there is none."""
+    budget = request.budget
     try:
-        with collected_warnings() as warned:
-            diagnosis: Diagnosis = entry.load().diagnose(subject, options)
+        return diagnosed_before(
+            None if budget is None else time.monotonic() + budget,
+            subject,
+            request.fixed,
+            partial(_one_round, entry, request.options[entry.name]),
+            budget=request.shared.budget,
+        )
     except torch.OutOfMemoryError as error:
         raise ModelError(
             "out of memory",
             got=str(error)[:200],
             remedy="a smaller --per_device_train_batch_size, --tokens or --max_length",
         ) from None
+
+
+def _one_round(entry: Entry, options: Any, subject: Subject) -> Diagnosis:
+    """A diagnosis of these sizes; it does not depend on what ran before it."""
+    torch.manual_seed(subject.seed)
+    with collected_warnings() as warned:
+        diagnosis: Diagnosis = entry.load().diagnose(subject, options)
     more = [sentence for sentence in warned if sentence not in diagnosis.notes]
     return replace(diagnosis, notes=(*diagnosis.notes, *more))
 

@@ -5,7 +5,8 @@
 * ``queries``: texts in place of validation rows;
 * ``job``: all that the values depend on, read and checked, and sealed in the output folder;
 * ``blocks``: a stretch of rows to one value file; ``engines``: who values which of them;
-* ``results``: selection over all files, data set, summary, page; ``notes``: their sentences;
+* ``results``: selection over all files, summary, page; ``kept_rows``: rows to train on, and both
+  ends; ``notes``: sentences about all of these;
 * ``run``: :func:`score_corpus` does all of this; ``folder``: what a folder of results holds.
 
 It knows no command line. **Tests**: ``tests/integration/test_corpus.py``.

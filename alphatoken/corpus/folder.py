@@ -119,7 +119,7 @@ def refuse_foreign(
     manifest: Path,
     made: Iterable[Path],
     *,
-    resume: bool | None,
+    resume: bool,
     overwrite: bool,
     diagnoses: bool = False,
 ) -> None:
@@ -128,7 +128,7 @@ def refuse_foreign(
     Args:
         manifest: of an earlier run, if there was one.
         made: what a run makes in the folder.
-        resume: continue an earlier run; None where the command cannot.
+        resume: continue an earlier run.
         overwrite: replace it.
         diagnoses: whether the run is one of ``diagnose``.
 
@@ -148,11 +148,10 @@ def refuse_foreign(
             what = "the output folder holds something else"
             raise ConfigError(what, got=str(foreign[0]), remedy=f"give {remedy}")
     elif not (resume or overwrite):
-        go_on = "" if resume is None else "--resume to continue it, "
         raise ConfigError(
             "the output folder holds an earlier run",
             got=str(manifest.parent),
-            remedy=f"{go_on}--overwrite_output to replace it, or {remedy}",
+            remedy=f"--resume to continue it, --overwrite_output to replace it, or {remedy}",
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer
 from alphatoken.corpus.folder import examples_digest, read_manifest
+from alphatoken.corpus.kept_rows import require_json
 from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.queries import encode_queries, query_rows, read_as
 from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
@@ -170,6 +171,8 @@ def prepare_job(options: ScoreOptions) -> Job:
     reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
     survey = corpus.survey(reading.report)
     survey.counts["validation"] = len(held)
+    if options.write_rows in ("mean", "sum"):
+        require_json(corpus.source)
     job = _job(options, corpus, held, fisher, survey)
     for query in job.validation if options.queries and not options.quiet else ():
         print(read_as(query), file=sys.stderr)

@@ -28,7 +28,6 @@ __all__ = [
     "EarlierOptions",
     "EngineOptions",
     "LeftOutOptions",
-    "LogprobOptions",
     "ModelOptions",
     "ReadingOptions",
     "ResultOptions",
@@ -109,8 +108,12 @@ class ResultOptions:
     shard_size: int | None = option(
         None, "rows in each value file (default: 64 or more, for about 1,000 files)", least=1
     )
-    write_dataset: bool = option(
-        False, "write the rows as a data set too: labels, which any trainer reads, and loss_weights"
+    write_rows: Literal["tokens", "mean", "sum"] | None = option(
+        None,
+        "write rows.jsonl to train on: 'tokens' all rows with labels and loss_weights of the kept "
+        "tokens; 'mean' or 'sum' the best rows by their tokens' values, as they are, up to "
+        "--keep_ratio of the response tokens",
+        flag="rows",
     )
     verify: int | None = option(
         None,
@@ -141,9 +144,7 @@ PARAMETERS = (
 )
 
 # Those of alphatoken.estimate.estimators, which imports torch.
-_Estimator = Literal[
-    "alphatoken", "direct", "same_layer_hop", "path", "label", "paper_literal", "walk"
-]
+_Estimator = Literal["alphatoken", "direct", "path", "label", "paper_literal", "walk"]
 
 
 @dataclass(kw_only=True)
@@ -359,22 +360,3 @@ class ScoreOptions(
     def folder(self) -> Path:
         """Folder of the results."""
         return Path(self.output_dir)
-
-
-@dataclass(kw_only=True)
-class _Files:
-    """Options for log-probabilities that another engine wrote."""
-
-    logprobs: list[str] = option(help="two Parquet files: of the model before and after the walk")
-    model_name_or_path: str | None = option(
-        None, "model whose tokenizer made the tokens, for the report's texts"
-    )
-    estimator: Literal["walk"] = option("walk", "estimator of token values")
-    output_dir: str = option(help="folder for the results")
-    report: bool = option(True, "write an HTML report")
-    overwrite_output: bool = option(False, "replace existing output")
-
-
-@dataclass(kw_only=True)
-class LogprobOptions(_Files, BudgetOptions, _Scope, RunningOptions):
-    """Everything that ``alphatoken score --logprobs`` is told."""

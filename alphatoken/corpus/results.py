@@ -1,10 +1,10 @@
-"""Results made from value files: selection, data set, summary, page."""
+"""Results made from value files: selection, rows to train on, summary, page."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from alphatoken import Scorer
-from alphatoken.certificate.certify import Certificate
 from alphatoken.corpus.job import Job, on_device
+from alphatoken.corpus.kept_rows import row_ends, write_rows
 from alphatoken.corpus.notes import about_encoding, write_notes
 from alphatoken.corpus.queries import read_as
-from alphatoken.data import Example, collate, token_texts
+from alphatoken.data import Example, Row, collate, token_texts
+from alphatoken.data.reading import short
 from alphatoken.errors import DataError, ModelError
 from alphatoken.report import (
     ScoredExample,
@@ -28,19 +29,18 @@ from alphatoken.report import (
     write_report,
     write_values,
 )
-from alphatoken.report.dataset import DatasetCounts, write_dataset
 from alphatoken.report.examples import responses
 from alphatoken.report.files import value_files
 from alphatoken.report.queries import QueryRanks, ShownQuery, write_query_report
 from alphatoken.select.masks import top_mask
 from alphatoken.support.storage import write_json, write_jsonl
-from alphatoken.values import derivative_text
+from alphatoken.values import Certificate, derivative_text
 
-__all__ = ["keep_over_all", "write_results"]
+__all__ = ["write_results"]
 
 
 def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float) -> None:
-    """Write selection, data set, summary and page, all from the value files.
+    """Write selection, rows, summary and page, all from the value files.
 
     Args:
         job: prepared; each of its blocks has a value file.
@@ -58,8 +58,9 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
         write_jsonl(folder / "bad_rows.jsonl", survey.bad)
     certificate = _certificate(scorer, job)
     if options.scope == "dataset":
-        keep_over_all(folder, options.ratio)
-    dataset = _dataset(job)
+        _keep_over_all(folder, options.ratio)
+    rows = row_ends(folder / "values", options.write_rows or "mean")
+    written = _written_rows(job)
     ranks, texts = QueryRanks(len(options.queries)), partial(token_texts, job.corpus.tokenizer)
     summary = summarise(ranks.through(_checked(job)), seed=options.seed, texts=texts)
     notes = write_notes(job, survey, summary, warned)
@@ -70,7 +71,7 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
         "values": summary.as_dict(),
         "queries": ranks.as_dict(),
         "certificate": None if certificate is None else str(certificate),
-        "dataset": None if dataset is None else vars(dataset),
+        "rows": {**rows, "written": written},
         "notes": notes,
         "seconds": round(time.monotonic() - start, 3),
     }
@@ -92,6 +93,8 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
             write_report(page, summary, title=f"Token values of {name}", **more)
     # Rows that are left out were counted aloud before the work.
     told = about_encoding("train", replace(survey.encoded, truncated_rows=0))
+    if not options.quiet:
+        _say_ends(job, rows)
     _say(job, summary, certificate, [note for note in notes if note not in told])
 
 
@@ -116,7 +119,7 @@ def _checked(job: Job) -> Iterator[ScoredExample]:
 # --- selection ------------------------------------------------------------------------------------
 
 
-def keep_over_all(folder: Path, ratio: float) -> None:
+def _keep_over_all(folder: Path, ratio: float) -> None:
     """Rank all tokens of all files together and write the files again, each whole or not.
 
     The totals of all response tokens are in memory: 8 bytes a token, and as much again to rank.
@@ -142,17 +145,19 @@ def keep_over_all(folder: Path, ratio: float) -> None:
         write_values(path, selected(path))
 
 
-def _dataset(job: Job) -> DatasetCounts | None:
-    """The rows with their weights, for other trainers, where that is asked for."""
-    if not job.options.write_dataset:
+def _written_rows(job: Job) -> dict[str, int] | None:
+    """Counts of the rows that were written to train on; None without ``--rows``."""
+    options = job.options
+    if options.write_rows is None:
         return None
-    folder = job.options.folder
-    counts = write_dataset(folder / "values", folder / "dataset")
-    if not job.options.quiet:
+    path = options.folder / "rows.jsonl"
+    counts = write_rows(
+        options.write_rows, options.folder / "values", job.corpus.source, options.ratio, path
+    )
+    if not options.quiet:
         print(
-            f"{counts.rows} rows with {counts.trained_tokens} of {counts.response_tokens} response "
-            f"tokens; {counts.rows_without_weight} rows without weight left out: "
-            f"{folder / 'dataset'}",
+            f"{counts['rows']} rows with {counts['kept_tokens']} of {counts['response_tokens']} "
+            f"response tokens; {counts['rows_left_out']} rows left out: {path}",
             file=sys.stderr,
         )
     return counts
@@ -174,6 +179,20 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
         fisher_file=options.fisher_file,
         progress=not options.quiet,
     )
+
+
+def _say_ends(job: Job, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+    """Print the rows of highest and lowest value, each in one line."""
+    unit = "sum" if job.options.write_rows == "sum" else "mean"
+    for side, ends in rows.items():
+        print(f"{side} rows by the {unit} of their values:")
+        for one in ends:
+            row = job.corpus.row(int(one["row"]))
+            assert isinstance(row, Row)  # it was valued
+            print(
+                f"  mean {one['value_mean']:+.4g}, sum {one['value_sum']:+.4g} of "
+                f"{one['response_tokens']} tokens  {short(row.response, 60)!r}  ({row.place})"
+            )
 
 
 def _say(

@@ -7,6 +7,7 @@ depends on itself and on the held-out keys, so that any process can start at any
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,13 +73,11 @@ class Survey:
     Attributes:
         counts: of rows, by what becomes of them.
         encoded: sums up those that became tokens.
-        outcomes: of each row, its place in :data:`OUTCOMES`.
         bad: index, place and reason of each row that cannot be read or written as tokens.
     """
 
     counts: dict[str, int]
     encoded: EncodeReport
-    outcomes: bytearray
     bad: list[dict[str, Any]]
 
 
@@ -153,10 +152,10 @@ class Corpus:
         Raises:
             DataError: as of :meth:`rows`; or no row is left.
         """
-        outcomes, encoded, bad = bytearray(), EncodeReport(), list[dict[str, Any]]()
+        outcomes, encoded, bad = Counter[str](), EncodeReport(), list[dict[str, Any]]()
         reading = self.source.reading()
         for number, row in enumerate(self.rows(reading=reading)):
-            outcomes.append(OUTCOMES.index(row.outcome))
+            outcomes[row.outcome] += 1
             if row.outcome in _LEFT:
                 reading.leave(row.what, row.place)
             if row.outcome == "bad_rows":
@@ -168,13 +167,12 @@ class Corpus:
                 report(number)
         report(self.source.rows)  # so that what was read has a line of its own
         reading.say()
-        seen = {name: outcomes.count(place) for place, name in enumerate(OUTCOMES)}
         always = OUTCOMES[: OUTCOMES.index("train") + 1]
-        counts = {name: count for name, count in seen.items() if count or name in always}
-        counts = {"rows": self.source.rows, **counts}
-        if not seen["train"]:
+        shown = [name for name in OUTCOMES if outcomes[name] or name in always]
+        counts = {"rows": self.source.rows, **{name: outcomes[name] for name in shown}}
+        if not outcomes["train"]:
             raise none_left(counts, marked=UNLEARNED in reading.left)
-        return Survey(counts, encoded, outcomes, bad)
+        return Survey(counts, encoded, bad)
 
 
 def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:

@@ -63,7 +63,7 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
     """The first process: all but the blocks of others."""
     start, folder = time.monotonic(), options.folder
     with _alone(folder), collected_warnings() as warned:
-        made = [folder / "values", folder / "job", folder / "dataset"]
+        made = [folder / "values", folder / "job", folder / "rows.jsonl"]
         refuse_foreign(
             folder / "run.json", made, resume=options.resume, overwrite=options.overwrite_output
         )
@@ -120,9 +120,9 @@ def _open(job: Job) -> None:
     manifest = folder / "run.json"
     if job.options.overwrite_output and manifest.exists():
         manifest.unlink()
-        for name in ("values", "job", "dataset"):
+        for name in ("values", "job"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in ("summary.json", "report.html", "bad_rows.jsonl"):
+        for name in ("summary.json", "report.html", "bad_rows.jsonl", "rows.jsonl"):
             (folder / name).unlink(missing_ok=True)
     if manifest.exists():
         same_settings(read_manifest(manifest)["settings"], job.settings)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from alphatoken.direction.build import Ingredients
 from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.inputs import DirectionInputs
 from alphatoken.errors import ModelError
 from alphatoken.model.batch import PreferenceBatch
 from alphatoken.model.fingerprint import numbers_of
@@ -21,36 +21,36 @@ def weights_age(model: nn.Module) -> object:
     return numbers_of(model.parameters())
 
 
-def age_of(made_of: Ingredients) -> tuple[object, ...]:
+def age_of(inputs: DirectionInputs) -> tuple[object, ...]:
     """A value that is equal at two times only if G and V need not be rebuilt in between.
 
     The first entry is ``weights_age``.
     """
-    if made_of.scored.sharding is not None:  # each process sees its own parts: always stale
+    if inputs.scored.sharding is not None:  # each process sees its own parts: always stale
         return (object(),)
     # Every parameter of the model counts and not only those in scope: G is a gradient through
     # all of them, and moves with frozen ones too if somebody writes to them.
-    model, p = made_of.adapter.model, made_of.config.preconditioner
+    model, p = inputs.adapter.model, inputs.config.preconditioner
     return (
         weights_age(model),
         numbers_of(model.buffers()),
         # Autocast rounds the products that G is made of.
         [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
-        numbers_of(_tensors_in((made_of.validation, made_of.retention))),
-        _identity(made_of.retention),
-        numbers_of(_tensors_in(p)) if isinstance(p, Mapping) else _optimizer_age(made_of),
-        _versions(vars(made_of.influence).values() if made_of.influence else ()),
+        numbers_of(_tensors_in((inputs.validation, inputs.arguments.retention))),
+        _identity(inputs.arguments.retention),
+        numbers_of(_tensors_in(p)) if isinstance(p, Mapping) else _optimizer_age(inputs),
+        _versions(vars(inputs.arguments.influence).values() if inputs.arguments.influence else ()),
     )
 
 
-def _optimizer_age(made_of: Ingredients) -> object:
+def _optimizer_age(inputs: DirectionInputs) -> object:
     """State of P, if it is the optimizer's and the same for every batch."""
-    optimizer = made_of.optimizer
-    if made_of.config.preconditioner != "frozen" or optimizer is None:
+    optimizer = inputs.arguments.optimizer
+    if inputs.config.preconditioner != "frozen" or optimizer is None:
         return None
-    made_of.check_preconditioner()  # a hook may have been put beside the step
+    inputs.check_preconditioner()  # a hook may have been put beside the step
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    state = [optimizer.state.get(p, {}) for p in made_of.scored.parameters.values()]
+    state = [optimizer.state.get(p, {}) for p in inputs.scored.parameters.values()]
     return numbers_of(_tensors_in((state, groups))), repr(groups)
 
 
@@ -61,8 +61,8 @@ def _identity(retention: object) -> object:
     return _versions(m for m in (retention.fisher, retention.reference) if isinstance(m, dict))
 
 
-def _versions(held: Iterable[object]) -> list[tuple[int, int]]:
-    return [(id(tensor), tensor._version) for m in held for tensor in _tensors_in(m)]
+def _versions(tensors: Iterable[object]) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for m in tensors for tensor in _tensors_in(m)]
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:

@@ -7,8 +7,9 @@ Dictionaries map parameter names to tensors in the parameter's own shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from alphatoken.support.precision import full_precision, wide
 
 __all__ = [
     "Direction",
+    "SummedDirection",
     "diagonal_drift",
     "first_not_finite",
     "kronecker_drift",
@@ -61,8 +63,8 @@ def precondition(
 
 def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:
     """Frobenius norm of each parameter's matrix."""
-    found = read_together([torch.linalg.vector_norm(m) for m in direction.values()])
-    return dict(zip(direction, found, strict=True))
+    lengths = read_together([torch.linalg.vector_norm(m) for m in direction.values()])
+    return dict(zip(direction, lengths, strict=True))
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
@@ -76,8 +78,40 @@ def read_together(numbers: Sequence[Tensor]) -> list[float]:
     if not numbers:
         return []
     together = torch.stack([number.double().to(numbers[0].device) for number in numbers])
-    found: list[float] = together.tolist()
-    return found
+    read: list[float] = together.tolist()
+    return read
+
+
+class SummedDirection(Mapping[str, Tensor]):
+    """``G + lambda V`` by parameter name; each sum is made when it is read.
+
+    It is let go after its use, so that the whole M never lies in memory beside the two sides that
+    it is the sum of.
+
+    Args:
+        adaptation: ``P o G``.
+        stability: ``P o V``, for the same parameters.
+        stability_weight: lambda.
+    """
+
+    def __init__(
+        self,
+        adaptation: Mapping[str, Tensor],
+        stability: Mapping[str, Tensor],
+        stability_weight: float,
+    ) -> None:
+        self._sides, self._weight = (adaptation, stability), stability_weight
+
+    def __getitem__(self, name: str) -> Tensor:
+        """M of one parameter."""
+        adaptation, stability = self._sides
+        return adaptation[name] + self._weight * stability[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sides[0])
+
+    def __len__(self) -> int:
+        return len(self._sides[0])
 
 
 @dataclass(frozen=True)
@@ -91,6 +125,8 @@ class Direction:
         parts: what each validation batch gives to ``adaptation``, which is their sum; empty unless
             ``standard_errors`` are asked for.
         shares: of the validation tokens that each batch has; they sum to 1.
+        norms_of: norms of the matrices of a side; under sharded weights of the whole ones, taken
+            by all processes together.
     """
 
     adaptation: dict[str, Tensor]
@@ -98,6 +134,7 @@ class Direction:
     stability_weight: float
     parts: tuple[dict[str, Tensor], ...] = ()
     shares: tuple[float, ...] = ()
+    norms_of: Callable[[Mapping[str, Tensor]], dict[str, float]] = field(default=norms, repr=False)
 
     def total(self) -> dict[str, Tensor]:
         """``M = P o (G + lambda V)``."""
@@ -107,15 +144,29 @@ class Direction:
             whole[name] = whole[name] + weighted if name in whole else weighted
         return whole
 
-    def balance(
-        self, norms: Callable[[Mapping[str, Tensor]], dict[str, float]] = norms
-    ) -> dict[str, float]:
+    def sides(
+        self, *, components: bool
+    ) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]:
+        """(adaptation, stability) to take products with, None for no such side.
+
+        Without ``components`` both are summed to M as one side, the first, which saves a
+        contraction. With ``parts`` they are never summed: these are contracted in place of the
+        adaptation side.
+        """
+        adaptation, stability = self.adaptation or None, self.stability
+        if components or self.parts or adaptation is None or stability is None:
+            return adaptation, stability
+        return SummedDirection(adaptation, stability, self.stability_weight), None
+
+    @cached_property
+    def balance(self) -> dict[str, float]:
         """``||lambda V|| / ||G||`` per parameter, both preconditioned, to choose lambda by.
 
         It is 0 without a retention term or before any drift, inf where G vanishes and V does not.
+        Measured at the first look.
         """
-        stability, ratios = norms(self.stability or {}), dict[str, float]()
-        for name, g in norms(self.adaptation).items():
+        stability, ratios = self.norms_of(self.stability or {}), dict[str, float]()
+        for name, g in self.norms_of(self.adaptation).items():
             v = abs(self.stability_weight) * stability.get(name, 0.0)
             ratios[name] = v / g if g > 0 else (float("inf") if v > 0 else 0.0)
         return ratios

@@ -166,14 +166,14 @@ def fitting(
         raise ConfigError("checkpoint_every must be 1 or more", got=repr(checkpoint_every))
     adapter = find_adapter(model) if adapter is None else adapter
     scope = ParameterChoice.read(settings.parameters).scope(adapter, layers)
-    given = read_sequences(prompts, labels=settings.labels)[: settings.samples]
+    sequences = read_sequences(prompts, labels=settings.labels)[: settings.samples]
     # Prompts and their lengths are checked before the first sample: a fit can take hours.
-    budgets = _budgets(given, settings, adapter)
+    budgets = _budgets(sequences, settings, adapter)
     with _undisturbed(adapter):
         trained = _trained(scope, settings)
         require_derivatives(adapter.model, trained)
         drawn = {} if responses is None else responses
-        fit = _Fit(adapter, scope, settings, given, budgets, trained, drawn, corrected)
+        fit = _Fit(adapter, scope, settings, sequences, budgets, trained, drawn, corrected)
         tracker = Tracker("Fisher", fit.total, progress)
         store = None if checkpoint is None else _Checkpoint(Path(checkpoint), fit, checkpoint_every)
         fit.run(tracker, store)
@@ -217,7 +217,7 @@ class _Fit:
     adapter: DecoderAdapter
     scope: Scope
     settings: Settings
-    given: list[LabelledSequence]
+    sequences: list[LabelledSequence]
     budgets: list[int]
     trained: dict[str, Tensor]
     drawn: dict[int, Tensor]
@@ -229,7 +229,7 @@ class _Fit:
     first: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompts_given = len(self.given)
+        self.prompts_given = len(self.sequences)
         # A weight tied to the embeddings has a part of its gradient below the first scored layer.
         outside = used_outside(self.adapter, self.scope.first, self.trained.values())
         self.first = None if outside else self.scope.first
@@ -294,7 +294,7 @@ class _Fit:
         which = [index % self.prompts_given for index in batch]
         drawn = sample_responses(
             self.adapter,
-            [self.given[i].prompt for i in which],
+            [self.sequences[i].prompt for i in which],
             [sample_generator(self.settings.seed, index) for index in batch],
             [self.budgets[i] for i in which],
             [f"sample {index} (prompt {i})" for index, i in zip(batch, which, strict=True)],
@@ -304,12 +304,12 @@ class _Fit:
     def _add(self, index: int) -> None:
         """Add one sequence to the moments: a forward, its sampled labels, their log-likelihood."""
         i = index % self.prompts_given
-        given = self.given[i]
+        sequence = self.sequences[i]
         response = None if self.settings.labels == "token" else self.drawn[index]
         if response is None:
-            ids, positions = given.ids, given.predicted.nonzero().flatten() - 1
+            ids, positions = sequence.ids, sequence.predicted.nonzero().flatten() - 1
         else:
-            prompt = given.prompt
+            prompt = sequence.prompt
             ids = torch.cat([prompt, response])
             positions = torch.arange(len(prompt), len(ids)) - 1
         device = next(self.adapter.model.parameters()).device
@@ -378,12 +378,12 @@ def _trained(scope: Scope, settings: Settings) -> dict[str, Tensor]:
 
 
 def _budgets(
-    given: list[LabelledSequence], settings: Settings, adapter: DecoderAdapter
+    sequences: list[LabelledSequence], settings: Settings, adapter: DecoderAdapter
 ) -> list[int]:
     """Longest response per prompt: max_new_tokens, or what the model's limit leaves."""
     limit = adapter.max_positions()
     budgets = []
-    for i, one in enumerate(given):
+    for i, one in enumerate(sequences):
         require_rows(one.ids, adapter.model, f"prompt {i}")
         # A prompt must leave room for one token at least; a given sequence must fit as it is.
         if settings.labels == "sequence":
@@ -433,7 +433,7 @@ class _Checkpoint:
             "model": json.dumps(fit.adapter.identity(), sort_keys=True),
             "weights": weights_digest(fit.adapter.model),
             "trained": json.dumps(list(fit.trained)),
-            "prompts": _prompts_fingerprint(fit.given),
+            "prompts": _prompts_fingerprint(fit.sequences),
         }
 
     def write_when_due(self) -> None:
@@ -474,9 +474,9 @@ class _Checkpoint:
         tracker.resume(fit.done)
 
 
-def _prompts_fingerprint(given: list[LabelledSequence]) -> str:
+def _prompts_fingerprint(sequences: list[LabelledSequence]) -> str:
     digest = hashlib.sha256()
-    for one in given:
+    for one in sequences:
         digest.update(len(one.ids).to_bytes(8, "little"))
         digest.update(one.ids.numpy().tobytes())
         digest.update(one.predicted.numpy().tobytes())

@@ -75,12 +75,12 @@ class InfluenceFactors:
             FisherError: one has not; the message names it.
         """
         for name, shape in shapes.items():
-            found = self.eigenvalues.get(name)
-            if found is None or tuple(found.shape) != tuple(shape):
+            eigenvalues = self.eigenvalues.get(name)
+            if eigenvalues is None or tuple(eigenvalues.shape) != tuple(shape):
                 raise FisherError(
                     "the influence factors do not fit every scored parameter",
                     got=f"'{name}' {tuple(shape)}: "
-                    + ("none" if found is None else str(tuple(found.shape))),
+                    + ("none" if eigenvalues is None else str(tuple(eigenvalues.shape))),
                     remedy="fit_influence for (at least) the scored layers",
                 )
         fitted = self.metadata.get("model", identity)
@@ -113,12 +113,12 @@ class InfluenceFactors:
     def _solved(self, name: str, matrix: Tensor, damping: float) -> Tensor:
         dtype = wide(matrix.dtype)
         left, right, eigenvalues = (
-            held[name].to(matrix.device, dtype)
-            for held in (self.left, self.right, self.eigenvalues)
+            part[name].to(matrix.device, dtype)
+            for part in (self.left, self.right, self.eigenvalues)
         )
         mu = damping * eigenvalues.mean()
-        found = left @ ((left.T @ matrix.to(dtype) @ right) / (eigenvalues + mu)) @ right.T
-        if not bool(torch.isfinite(found).all()):
+        solved = left @ ((left.T @ matrix.to(dtype) @ right) / (eigenvalues + mu)) @ right.T
+        if not bool(torch.isfinite(solved).all()):
             raise FisherError(
                 f"the Fisher of '{name}' has no inverse",
                 got=f"largest eigenvalue {float(eigenvalues.max()):.3g}, damping {damping:g}",
@@ -126,7 +126,7 @@ class InfluenceFactors:
                 remedy="damping above 0; a LoRA factor A has no Fisher while B is zero: fit after "
                 "some steps of training",
             )
-        return found
+        return solved
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, whole or not at all; :meth:`load` gives it back exactly.
@@ -152,11 +152,11 @@ class InfluenceFactors:
                 got=f"kind {described.get('kind')!r}",
                 remedy="a file that InfluenceFactors.save wrote",
             )
-        held: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+        parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
         for key, tensor in tensors.items():
             part, _, name = key.partition("/")
-            held[part][name] = tensor
-        return cls(**held, metadata=json.loads(described["metadata"]))
+            parts[part][name] = tensor
+        return cls(**parts, metadata=json.loads(described["metadata"]))
 
 
 def fit_influence(

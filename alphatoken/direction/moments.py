@@ -209,14 +209,14 @@ class CorrectedMoments(KroneckerMoments):
 
     def corrected(self, count: int) -> tuple[dict[str, Tensor], ...]:
         """Left, right and eigenvalues, by weight in its stored layout; see ``influence``."""
-        found: tuple[dict[str, Tensor], ...] = {}, {}, {}
+        factors: tuple[dict[str, Tensor], ...] = {}, {}, {}
         for name, key in self._key.items():
             left, right = self.sums[f"S/{key}"], self.sums[f"A/{key}"]
             values = self.sums[f"square/{key}"] / count
             turned = self._linears[name].transposed
-            found[0][name], found[1][name] = (right, left) if turned else (left, right)
-            found[2][name] = values.T if turned else values
-        return found
+            factors[0][name], factors[1][name] = (right, left) if turned else (left, right)
+            factors[2][name] = values.T if turned else values
+        return factors
 
 
 def _rows(use: LinearUse, error: Tensor | None) -> tuple[Tensor, Tensor]:

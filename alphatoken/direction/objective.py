@@ -269,28 +269,28 @@ def objective_sums(
         total[name] += gradient.to(total[name].dtype)
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
-        taken: set[str] = set()
+        summed: set[str] = set()
 
         def take(name: str, gradient: Tensor) -> Tensor | None:
-            taken.add(name)
+            summed.add(name)
             add_up(name, gradient)
             # What autograd holds until its backward ends, in the gradient's place: one number.
             return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
         # Each gradient is added as the backward makes it and let go, so that sums and gradients of
         # all parameters never lie in memory side by side.
-        held = list(parameters.items())
+        watched = list(parameters.items())
         if sharding is not None:
-            held = [(name, one) for name, one in in_use.values() if one.requires_grad]
-        hooks = [one.register_hook(partial(take, name)) for name, one in held]
+            watched = [(name, one) for name, one in in_use.values() if one.requires_grad]
+        hooks = [one.register_hook(partial(take, name)) for name, one in watched]
         try:
             with nullcontext() if sharding is None else sharding.repeatable():
-                gradient_of(weighted, [one for _, one in held])
+                gradient_of(weighted, [one for _, one in watched])
         finally:
             for hook in hooks:
                 hook.remove()
         for name in parameters:  # ``reduce`` is collective, also where no loss leads to a parameter
-            if sharding is not None and name not in taken:
+            if sharding is not None and name not in summed:
                 add_up(name, weighted.new_zeros(sharding.shape(name)))
 
     using: AbstractContextManager[dict[int, tuple[str, Tensor]]] = nullcontext({})

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from alphatoken.direction.algebra import first_not_finite
 from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
-from alphatoken.direction.updates import Held, Rule, class_of, known_classes, rule_of
+from alphatoken.direction.updates import OptimizerState, Rule, class_of, known_classes, rule_of
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 
 __all__ = [
@@ -137,7 +137,7 @@ def read_update(
     # Coupled decay is part of the gradient that the moments see, so the derivative is taken there.
     if g is not None and decay and rule.couples(inner, group):
         g = g + decay * local.detach().to(g)
-    return rule.update(Held(inner, group, local, state, g)), g
+    return rule.update(OptimizerState(inner, group, local, state, g)), g
 
 
 # --- inside --------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def _by_parameter(
     of them together would be several models.
     """
     check_optimizer(optimizer, parameters)
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if gradients is not None and name not in gradients:
             raise InputError(
@@ -168,11 +168,11 @@ def _by_parameter(
         read = read_update(optimizer, parameter, None if gradients is None else gradients[name])
         # All parameters or none: scaled and unscaled ones in one sum would mix two units.
         if read is None or read[0].steps < after:
-            _require_finite(found)
+            _require_finite(by_name)
             return None
-        found[name] = make(*read)
-    _require_finite(found)
-    return found
+        by_name[name] = make(*read)
+    _require_finite(by_name)
+    return by_name
 
 
 def _opened(optimizer: Any) -> Any:

@@ -138,17 +138,17 @@ def full_preconditioner(update: Update, gradient: Tensor, *, floor: float = 1e-1
     Exactness: exact to first order in the token's weight; ``factor`` counts as constant.
     Oracle: ``alphatoken.oracle.utility.adam_step_derivative``.
     """
-    given = {field.name: getattr(update, field.name) for field in fields(update)}
-    entries = {n: x for n, x in given.items() if isinstance(x, Tensor) and x.dim()}
+    values = {field.name: getattr(update, field.name) for field in fields(update)}
+    entries = {n: x for n, x in values.items() if isinstance(x, Tensor) and x.dim()}
     if any(x.shape != gradient.shape for x in entries.values()):
         return _derivative(update, gradient, floor)
     # A dozen numbers an entry lie side by side: of a large embedding that would be several models.
     dtype = _dtype(update, gradient)
-    found = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
-    for into, g, *rest in blocks(found, gradient, *entries.values()):
+    result = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    for into, g, *rest in blocks(result, gradient, *entries.values()):
         of_block: dict[str, Any] = dict(zip(entries, rest, strict=True))
         into.copy_(_derivative(replace(update, **of_block), g, floor))
-    return found
+    return result
 
 
 def _dtype(update: Update, gradient: Tensor) -> torch.dtype:

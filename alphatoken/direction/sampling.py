@@ -74,7 +74,7 @@ def read_sequences(prompts: Prompts, *, labels: str) -> list[LabelledSequence]:
         InputError: no prompts, an empty one, none to predict, not integer ids, packed rows.
     """
     if isinstance(prompts, Mapping):
-        given = _from_batch(prompts)
+        sequences = _from_batch(prompts)
     elif isinstance(prompts, (str, Tensor)):
         raise InputError(
             "prompts are neither a list of 1-D id tensors nor a batch",
@@ -83,17 +83,19 @@ def read_sequences(prompts: Prompts, *, labels: str) -> list[LabelledSequence]:
             remedy="pass a list of 1-D tensors of ids, or a dict with input_ids and attention_mask",
         )
     else:
-        given = [_from_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
+        sequences = [_from_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
     if labels == "sequence" and not (isinstance(prompts, Mapping) and "labels" in prompts):
         # Nothing says where a response would begin: all of it is prompt.
-        given = [LabelledSequence(one.ids, torch.zeros_like(one.predicted)) for one in given]
-    if not given:
+        sequences = [
+            LabelledSequence(one.ids, torch.zeros_like(one.predicted)) for one in sequences
+        ]
+    if not sequences:
         raise InputError(
             "there are no prompts",
             why="the Fisher is an expectation over prompts",
             remedy="pass at least one",
         )
-    for i, one in enumerate(given):
+    for i, one in enumerate(sequences):
         if len(one.ids) == 0:
             raise InputError(
                 f"prompt {i} is empty",
@@ -106,7 +108,7 @@ def read_sequences(prompts: Prompts, *, labels: str) -> list[LabelledSequence]:
                 got=f"{len(one.ids)} token(s), none of them labelled after the first",
                 remedy='drop it, or fit with labels="sequence"',
             )
-    return [_cut(one) for one in given] if labels == "token" else given
+    return [_cut(one) for one in sequences] if labels == "token" else sequences
 
 
 def _cut(one: LabelledSequence) -> LabelledSequence:
@@ -157,14 +159,14 @@ def _from_batch(batch: Mapping[str, Any]) -> list[LabelledSequence]:
     ids = _integers(batch["input_ids"], "input_ids")
     if ids.dim() != 2:
         raise InputError("input_ids is not (batch, length)", got=f"shape {tuple(ids.shape)}")
-    given = {
+    inputs = {
         name: _rows(batch[name], ids, name)
         for name in ("attention_mask", "position_ids", "labels")
         if batch.get(name) is not None
     }
-    real = given.setdefault("attention_mask", torch.ones_like(ids)) != 0
+    real = inputs.setdefault("attention_mask", torch.ones_like(ids)) != 0
     packed = [key for key in ("cu_seq_lens_q", "cu_seqlens", "seq_idx") if key in batch]
-    starts = LabelledBatch(given, ids, real).document_starts
+    starts = LabelledBatch(inputs, ids, real).document_starts
     if packed or starts is not None:
         raise InputError(
             "the batch of prompts is packed",
@@ -172,9 +174,9 @@ def _from_batch(batch: Mapping[str, Any]) -> list[LabelledSequence]:
             why="several documents in a row would be read as one prompt",
             remedy="pass one prompt per row or per list entry",
         )
-    wanted = given.get("labels", ids)
+    wanted = inputs.get("labels", ids)
     return [
-        _from_row(ids[row], real[row], wanted[row], "labels" not in given, row)
+        _from_row(ids[row], real[row], wanted[row], "labels" not in inputs, row)
         for row in range(len(ids))
     ]
 

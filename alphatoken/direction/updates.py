@@ -19,11 +19,11 @@ from alphatoken.direction.preconditioner import Update, adam_update
 from alphatoken.errors import ConfigError
 from alphatoken.support.precision import wide
 
-__all__ = ["RULES", "Held", "Rule", "class_of", "known_classes", "rule_of"]
+__all__ = ["RULES", "OptimizerState", "Rule", "class_of", "known_classes", "rule_of"]
 
 
 @dataclass(frozen=True)
-class Held:
+class OptimizerState:
     """A parameter as its optimizer holds it: group, state, and the gradient of the next step.
 
     Tensors are the local shards under FSDP2. ``gradient`` is None for the frozen form; else it
@@ -68,12 +68,12 @@ class Held:
             or entry.shape != self.parameter.shape
             or not entry.is_floating_point()
         ):
-            given = type(entry).__name__
+            kind = type(entry).__name__
             if isinstance(entry, Tensor):
-                given = f"{tuple(entry.shape)} {entry.dtype}"
+                kind = f"{tuple(entry.shape)} {entry.dtype}"
             raise ConfigError(
                 "the optimizer's state does not have the parameter's shape",
-                got=f"{key} of {type(self.optimizer).__qualname__}: {given}",
+                got=f"{key} of {type(self.optimizer).__qualname__}: {kind}",
                 why="a factored, flattened or quantised state cannot be read entry by entry",
                 remedy="use an optimizer with full-size state, or preconditioner=None",
             )
@@ -83,27 +83,27 @@ class Held:
 # --- torch.optim --------------------------------------------------------------------------------
 
 
-def _adam(held: Held, **options: Any) -> Update:
+def _adam(state: OptimizerState, **options: Any) -> Update:
     """Adam, AdamW; with amsgrad, largest is the running maximum."""
-    if held.group.get("amsgrad"):
-        options["largest"] = held.tensor("max_exp_avg_sq")
+    if state.group.get("amsgrad"):
+        options["largest"] = state.tensor("max_exp_avg_sq")
     return adam_update(
-        held.steps,
-        held.tensor("exp_avg"),
-        held.tensor("exp_avg_sq"),
-        *held.betas,
-        held.eps,
+        state.steps,
+        state.tensor("exp_avg"),
+        state.tensor("exp_avg_sq"),
+        *state.betas,
+        state.eps,
         **options,
     )
 
 
-def _rectified(held: Held, length: float) -> float | None:
+def _rectified(state: OptimizerState, length: float) -> float | None:
     """RAdam's rectification of step s, or None while the variance is not tractable.
 
     ``length`` is the approximated length of the average from which an implementation rectifies:
     5 in both RAdams, 4 in AdaBelief.
     """
-    beta2, number = held.betas[1], held.steps + 1
+    beta2, number = state.betas[1], state.steps + 1
     limit = 2 / (1 - beta2) - 1
     now = limit - 2 * number * beta2**number / (1 - beta2**number)
     if now <= length:
@@ -120,64 +120,64 @@ def _plain(update: Update, offset: float = 1.0) -> Update:
     )
 
 
-def _radam(held: Held) -> Update:
+def _radam(state: OptimizerState) -> Update:
     """Adam with rectification, a factor without g; in the early steps the numerator m^ only."""
-    update = _adam(held, raw_eps=True)  # both RAdams add eps before they correct the bias of v
-    factor = _rectified(held, 5.0)
+    update = _adam(state, raw_eps=True)  # both RAdams add eps before they correct the bias of v
+    factor = _rectified(state, 5.0)
     return _plain(update) if factor is None else replace(update, factor=factor)
 
 
-def _rmsprop(held: Held) -> Update:
+def _rmsprop(state: OptimizerState) -> Update:
     """``g / (sqrt(w) + eps)``, w = v - mean^2 if centered; momentum adds a constant."""
-    alpha, v = held.number("alpha"), held.tensor("square_avg")
+    alpha, v = state.number("alpha"), state.tensor("square_avg")
     rest, share, center, before = alpha * v, 1 - alpha, 0.0, v
     mean: Tensor | float = center
-    if held.group.get("centered"):
-        mean = held.tensor("grad_avg")
+    if state.group.get("centered"):
+        mean = state.tensor("grad_avg")
         before = v - mean.square()
         # v_s - mean_s^2, with the square completed.
         rest, share = alpha * before, alpha * (1 - alpha)
-    return Update(held.steps, 1.0, rest, share, before, held.eps, center=mean)
+    return Update(state.steps, 1.0, rest, share, before, state.eps, center=mean)
 
 
-def _adagrad(held: Held) -> Update:
-    total = held.tensor("sum")
-    factor = 1 / (1 + held.steps * held.number("lr_decay"))
-    return Update(held.steps, 1.0, total, 1.0, total, held.eps, factor=factor)
+def _adagrad(state: OptimizerState) -> Update:
+    total = state.tensor("sum")
+    factor = 1 / (1 + state.steps * state.number("lr_decay"))
+    return Update(state.steps, 1.0, total, 1.0, total, state.eps, factor=factor)
 
 
 # --- torch_optimizer ----------------------------------------------------------------------------
 
 
-def _adabelief(held: Held) -> Update:
+def _adabelief(state: OptimizerState) -> Update:
     """Adam with the variance around the mean: w = ``beta2 v + (1 - beta2) (g - m_s)^2 + eps``."""
-    (beta1, beta2), number = held.betas, held.steps + 1
-    m, v, two = held.tensor("exp_avg"), held.tensor("exp_avg_var"), 1 - beta2**number
-    old = 1 - beta2**held.steps if held.steps else 1.0
+    (beta1, beta2), number = state.betas, state.steps + 1
+    m, v, two = state.tensor("exp_avg"), state.tensor("exp_avg_var"), 1 - beta2**number
+    old = 1 - beta2**state.steps if state.steps else 1.0
     # Adam's numerator; the second moment of g itself is then replaced by that of g - m_s.
-    update = adam_update(held.steps, m, v, beta1, beta2, held.eps)
+    update = adam_update(state.steps, m, v, beta1, beta2, state.eps)
     # g - m_s = beta1 (g - m). Without amsgrad the state keeps the eps that every step adds.
     update = replace(
-        update, rest=(beta2 * v + held.eps) / two, center=m, share=beta1**2 * update.share
+        update, rest=(beta2 * v + state.eps) / two, center=m, share=beta1**2 * update.share
     )
-    if held.group["amsgrad"]:
-        largest = held.tensor("max_exp_avg_var") + held.eps
+    if state.group["amsgrad"]:
+        largest = state.tensor("max_exp_avg_var") + state.eps
         update = replace(update, largest=largest / two, before=largest / old)
-    if not held.optimizer._rectify:
+    if not state.optimizer._rectify:
         return update
-    factor = _rectified(held, 4.0)
+    factor = _rectified(state, 4.0)
     # The early step is m_s, without bias correction.
     return _plain(update, 1 - beta1**number) if factor is None else replace(update, factor=factor)
 
 
-def _yogi(held: Held) -> Update:
+def _yogi(state: OptimizerState) -> Update:
     """``v_s = v - (1 - beta2) sign(v - g^2) g^2``."""
-    update, v, g = _adam(held), held.tensor("exp_avg_sq"), held.gradient
-    two = 1 - held.betas[1] ** (held.steps + 1)
+    update, v, g = _adam(state), state.tensor("exp_avg_sq"), state.gradient
+    two = 1 - state.betas[1] ** (state.steps + 1)
     # The sign counts as constant, since its derivative is 0 almost everywhere. The frozen form has
     # no g and reads ``before`` only.
     sign = torch.zeros_like(v) if g is None else (v - g.square()).sign()
-    return replace(update, rest=v / two, share=(held.betas[1] - 1) * sign / two)
+    return replace(update, rest=v / two, share=(state.betas[1] - 1) * sign / two)
 
 
 # --- who is served by what ----------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Rule:
         coupled: weight decay is added to the gradient; a flag of the group or class may say else.
     """
 
-    update: Callable[[Held], Update]
+    update: Callable[[OptimizerState], Update]
     marker: str = "exp_avg_sq"
     coupled: bool = True
 
@@ -239,7 +239,7 @@ def _key(cls: type) -> tuple[str, str]:
 def known_classes() -> str:
     """The classes that have a rule, by package, as an error names them."""
     packages = {
-        package: ", ".join(name for known, name in RULES if known == package)
+        package: ", ".join(name for origin, name in RULES if origin == package)
         for package in ("torch", "torch_optimizer")
     }
     return "; ".join(f"{names} of {package}" for package, names in packages.items())

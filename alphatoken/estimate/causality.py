@@ -95,12 +95,12 @@ def prove_causality(adapter: DecoderAdapter, batch: LabelledBatch) -> bool:
     size = error[rows].float().flatten(2).norm(dim=-1)
     later = torch.where(places >= first[:, None], size, 0.0).amax(-1)
     # A kernel may leave rounding where it ought to leave nothing.
-    seen = later > 1e-4 * size.amax(-1)
-    if bool(seen.any()):
+    leaks = later > 1e-4 * size.amax(-1)
+    if bool(leaks.any()):
         bounds = batch.inputs.get("cu_seq_lens_q")
         if isinstance(bounds, Tensor):  # a document that goes on in the next row is seen from there
             documents_in_rows(bounds, *batch.labels.shape)
-        row = int(seen.nonzero()[0])
+        row = int(leaks.nonzero()[0])
         raise ModelError(
             "this model looks ahead: a prediction depends on its own token or later ones",
             got=f"row {int(rows[row])}: the loss of token {int(first[row])} has a gradient from "

@@ -23,7 +23,6 @@ __all__ = [
     "ColumnSums",
     "Columns",
     "Gather",
-    "Side",
     "contract_columns",
     "uses_by_weight",
 ]
@@ -35,34 +34,6 @@ class Columns:
 
     direct: Tensor
     causal: Tensor
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of M as it is contracted; or both sides in one, ``matrices + weight * others``.
-
-    Attributes:
-        matrices: parameter name -> M, or this process's part of it.
-        others: matrices to be added; None for none.
-        weight: of ``others``.
-    """
-
-    matrices: Mapping[str, Tensor]
-    others: Mapping[str, Tensor] | None = None
-    weight: float = 0.0
-
-    def of(self, name: str) -> Tensor:
-        """The matrix of this parameter, with ``weight * others`` added where there are others.
-
-        The sum is made for the parameter that is contracted next and let go after it, so that
-        the whole M never lies in memory beside the two sides that it is the sum of.
-        """
-        matrix = self.matrices[name]
-        return matrix if self.others is None else matrix + self.weight * self.others[name]
-
-    def whole(self) -> dict[str, Tensor]:
-        """All matrices of this side, by the parameters' names."""
-        return {name: self.of(name) for name in self.matrices}
 
 
 Gather = Callable[[str, Tensor], Tensor]
@@ -79,14 +50,22 @@ class ColumnSums:
 
     Args:
         recorder: the recorded forward.
-        sides: the directions.
+        sides: of M, each by parameter name.
         names: place of a parameter (``weight_name`` of a linear) -> its name among the parameters
             in scope; tied places have one name.
+
+    Attributes:
+        by_use: of each side, the values (b, t) of each use by ("direct" or "causal", its index).
     """
 
-    def __init__(self, recorder: Recorder, sides: Sequence[Side], names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        sides: Sequence[Mapping[str, Tensor]],
+        names: Mapping[str, str],
+    ) -> None:
         self._recorder, self._sides, self._names = recorder, sides, names
-        self.found: list[dict[tuple[str, int], Tensor]] = [{} for _ in sides]
+        self.by_use: list[dict[tuple[str, int], Tensor]] = [{} for _ in sides]
 
     @full_precision
     def add(self, part: str, index: int, error: Tensor) -> None:
@@ -95,9 +74,9 @@ class ColumnSums:
         Hooks call this inside the backward, with each error as it comes by. ``full_precision``
         matters there: the user may have asked for values inside ``torch.autocast``.
         """
-        for side, results in zip(self._sides, self.found, strict=True):
+        for side, by_use in zip(self._sides, self.by_use, strict=True):
             name = self._names[self._recorder.linears[index].linear.weight_name]
-            results[part, index] = self.contract(index, error, side.of(name))
+            by_use[part, index] = self.contract(index, error, side[name])
 
     def contract(self, index: int, error: Tensor, whole: Tensor) -> Tensor:
         """The values (b, t) of one use; ``whole`` is its matrix of one side."""
@@ -113,13 +92,13 @@ class ColumnSums:
         """The sums over all uses, for each side."""
         order = [i for _, uses in uses_by_weight(self._recorder, self._names) for i in uses]
         like, sums = self._recorder.linears[0].x, []
-        for results in self.found:
-            dtype = wide(*(value.dtype for value in results.values()))
+        for by_use in self.by_use:
+            dtype = wide(*(value.dtype for value in by_use.values()))
             zero = torch.zeros(like.shape[:2], dtype=dtype, device=like.device)
             parts = {}
             for part in ("direct", "causal"):  # one that was not computed is zero
-                found = [results[part, i] for i in order if (part, i) in results]
-                parts[part] = reduce(torch.add, found).to(dtype) if found else zero
+                values = [by_use[part, i] for i in order if (part, i) in by_use]
+                parts[part] = reduce(torch.add, values).to(dtype) if values else zero
             sums.append(Columns(**parts))
         return sums
 
@@ -128,7 +107,7 @@ class ColumnSums:
 def contract_columns(
     recorder: Recorder,
     errors: TokenErrors,
-    sides: Sequence[Side],
+    sides: Sequence[Mapping[str, Tensor]],
     names: Mapping[str, str],
     gather: Gather | None = None,
 ) -> list[Columns]:
@@ -142,7 +121,7 @@ def contract_columns(
     Args:
         recorder: the recorded forward.
         errors: direct and causal errors at its linear uses.
-        sides: the directions.
+        sides: as in ``ColumnSums``.
         names: as in ``ColumnSums``.
         gather: how a part becomes whole; None where every process has the whole direction.
 
@@ -152,15 +131,15 @@ def contract_columns(
     parts = {"direct": errors.direct, "causal": errors.causal}
     sums = ColumnSums(recorder, sides, names)
     for name, uses in uses_by_weight(recorder, names):
-        for side, results in zip(sides, sums.found, strict=True):
-            whole = side.of(name)
+        for side, by_use in zip(sides, sums.by_use, strict=True):
+            whole = side[name]
             # Once for all uses of the weight and both parts; let go of with the next weight.
             if gather is not None:
                 whole = gather(name, whole)
             for part, index in ((p, i) for i in uses for p in parts):
                 error = parts[part][index]
                 if error is not None:
-                    results[part, index] = sums.contract(index, error, whole)
+                    by_use[part, index] = sums.contract(index, error, whole)
     return sums.columns()
 
 

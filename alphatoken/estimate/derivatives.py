@@ -247,10 +247,10 @@ def _tolerance(device: str, dtypes: Iterable[torch.dtype]) -> float:
     return _TOLERANCE_HALF if coarse else max(_TOLERANCE.get(d, _TOLERANCE_HALF) for d in dtypes)
 
 
-def _refusal(name: str, found: float) -> UnsupportedError:
+def _refusal(name: str, relative: float) -> UnsupportedError:
     return UnsupportedError(
         "'label' meets a module whose backward is not the derivative of its forward",
-        got=f"{name}: the losses' derivative and autograd differ by {found:.1e} of the gradient",
+        got=f"{name}: the losses' derivative and autograd differ by {relative:.1e} of the gradient",
         why="training moves weights by what the backward gives (a gradient hook that clips or "
         "masks, a straight-through estimator, a branch under torch.no_grad), and label values "
         "would be of another gradient",

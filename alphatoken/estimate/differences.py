@@ -2,7 +2,6 @@
 
     central     v_k ~ ( l_k(theta + h M) - l_k(theta - h M) ) / (2 h)
     one-sided   v_k ~ ( l_k(theta) - l_k(theta - h M) ) / h
-    curvature   <M, H_k M> ~ ( l_k(theta + h M) + l_k(theta - h M) - 2 l_k(theta) ) / h^2
 
 Nothing but forwards of the model as it is: no rule for any kernel or layer is needed. The step h is
 found on a few short rows, from differences at h and at 2 h, and the same two say how far the values
@@ -35,18 +34,12 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["CURVATURE", "FORMS", "TOLERANCE", "Differences", "Quotient", "drowned"]
+__all__ = ["FORMS", "TOLERANCE", "Differences", "DirectionalDerivative", "drowned"]
 
 FORMS = ("central", "one_sided")
 
-CURVATURE = "curvature"
-"""The form of a second difference."""
-
 TOLERANCE = 2e-2
 """Estimated relative error beyond which differences are refused."""
-
-CURVATURE_TOLERANCE = 0.1
-"""The same of second differences, whose rounding is divided by h^2: a length is read of them."""
 
 _JUMP = 5 * TOLERANCE
 """Part of a token's value, or of the mean one, that its values at h and 2 h may differ by."""
@@ -153,26 +146,28 @@ _UNLIKE = 3.0
 
 
 @dataclass(frozen=True)
-class Quotient:
-    """Differences of one batch.
+class DirectionalDerivative:
+    """Derivatives of the token losses of one batch along one side of M.
 
     Attributes:
         values: (b, t), 0 off the response.
-        error: estimated, relative to the norm of the values.
-        age: batches since the truncation in it was measured; 0: on this one.
+        way: "forward_mode", "central" or "one_sided".
+        error: estimated, relative to the norm of ``values``; 0 where it is rounding alone.
+        age: batches since the truncation in ``error`` was measured; 0: on this one.
         doubt: why they are not exact enough; None if they are.
         negligible: the error is small beside the values of other batches, as of rows that M hardly
             reaches.
     """
 
     values: Float[Tensor, "b t"]
-    error: float
+    way: str
+    error: float = 0.0
     age: int = 0
     doubt: UnsupportedError | None = None
     negligible: bool = False
 
-    def require_exact(self) -> Quotient:
-        """Return these differences, where they are exact enough.
+    def require_exact(self) -> DirectionalDerivative:
+        """Return these derivatives, where they are exact enough.
 
         Raises:
             UnsupportedError: they are not exact enough.
@@ -206,13 +201,13 @@ class Differences:
         side: int = 0,
         shown: Callable[[], LabelledBatch | None] | None = None,
         see: Callable[[Tensor], None] | None = None,
-    ) -> Quotient:
+    ) -> DirectionalDerivative:
         """``<grad l_k, M>`` for every response token k, and the estimated relative error.
 
         Args:
             batch: the tokens to value; dropout is off.
             direction: parameter name -> M in the parameter's shape.
-            form: "central" or "one_sided"; or "curvature", for ``<M, H_k M>``.
+            form: "central" or "one_sided".
             base: for "one_sided", the losses (b, t) at the weights as they are; None to run them.
             side: which direction this is of those that are taken in turn; each has a step.
             shown: gives the batch on a slice of which a step is found, so that values do not
@@ -227,19 +222,19 @@ class Differences:
             on every 32nd from there on, on batches whose values have another size, and on all
             batches of a model that chooses among its parts (a router).
 
-        Where that error is more than ``TOLERANCE`` (of "curvature", ``CURVATURE_TOLERANCE``), or a
-        loss jumps, they come with a doubt: other batches may be exact.
+        Where that error is more than ``TOLERANCE``, or a loss jumps, they come with a doubt: other
+        batches may be exact.
 
         Raises:
             UnsupportedError: no step gives such an error on this model.
 
         Exactness: the error that is returned, within a factor of 3. Source: ours, of the
-        definition of the derivative. Oracles: ``label_values`` and ``label_curvatures`` of
-        ``alphatoken.oracle.gradients``.
+        definition of the derivative. Oracle: ``alphatoken.oracle.gradients.label_values``.
         """
         shift = Shift(self._adapter.model, direction, self._sharding)
         norm = self._length(shift, direction)
-        nothing = Quotient(torch.zeros(batch.labels.shape, device=batch.labels.device), 0.0)
+        zeros = torch.zeros(batch.labels.shape, device=batch.labels.device)
+        nothing = DirectionalDerivative(zeros, form)
         if norm == 0.0:  # M = 0, as V is before the first step: every value is 0
             return nothing
         if not math.isfinite(norm):
@@ -249,9 +244,11 @@ class Differences:
             step = self._step_for(batch, shift, form, side, norm, shown)
             if step is None:
                 return nothing
-            if step.relative > _tolerance(form):
+            if step.relative > TOLERANCE:
                 raise _inexact(form, step.relative, "model")
-            return self._taken(self._quotients(batch, shift, form, base), step, batch, side, see)
+            return self._derivative(
+                self._quotients(batch, shift, form, base), step, batch, side, see
+            )
 
     def _step_for(
         self,
@@ -273,45 +270,46 @@ class Differences:
             batch, shift, form, weights, norm
         )
 
-    def _taken(
+    def _derivative(
         self,
         quotients: _Quotients,
         step: Step,
         batch: LabelledBatch,
         side: int,
         see: Callable[[Tensor], None] | None,
-    ) -> Quotient:
+    ) -> DirectionalDerivative:
         """Values at a step, their stated error, and the step's record for the next batch."""
         form = quotients.form
         values = quotients.values(step.length)
         for losses in quotients.sides(step.length):
             require_finite(losses, batch.mask, "batch")
         size, truncation = quotients.size(step.length), None
-        unsure = step.is_due(size) or step.error(size) > _tolerance(form) or self._chooses
+        unsure = step.is_due(size) or step.error(size) > TOLERANCE or self._chooses
         if unsure and size > 0.0:
             truncation = quotients.spread(step.length)
             step = step.looked(size, truncation)
         self._steps[form, side] = replace(step, left=step.left - 1, age=step.age + 1)
         error = step.error(size, truncation)
-        taken = Quotient(values.masked_fill(~batch.mask, 0.0), error, step.age)
+        own = values.masked_fill(~batch.mask, 0.0)
+        derivative = DirectionalDerivative(own, form, error, step.age)
         jumps = self._chooses and quotients.jumps(step.length)
-        if error > _tolerance(form) or jumps:
-            small = not jumps and error * size <= _tolerance(form) * step.sizes[1]
+        if error > TOLERANCE or jumps:
+            small = not jumps and error * size <= TOLERANCE * step.sizes[1]
             doubt = _inexact(form, error, "batch")
-            return replace(taken, doubt=doubt, negligible=small)
+            return replace(derivative, doubt=doubt, negligible=small)
         here = quotients.here(step.length)
         if see is not None and here is not None:
             see(here)
-        return taken
+        return derivative
 
     def _length(self, shift: Shift, direction: Mapping[str, Tensor]) -> float:
         """Norm of M, which is read once and not for each batch."""
         first = next(iter(direction.values()))
         stamp = [(name, id(m), m._version) for name, m in direction.items()]
-        known = self._lengths.get(first)
-        if known is None or known[0] != stamp:
-            known = self._lengths[first] = stamp, shift.length()
-        return float(known[1])
+        cached = self._lengths.get(first)
+        if cached is None or cached[0] != stamp:
+            cached = self._lengths[first] = stamp, shift.length()
+        return float(cached[1])
 
     def _find(
         self, rows: LabelledBatch, shift: Shift, form: str, weights: float, norm: float
@@ -357,16 +355,15 @@ class _Quotients:
         summed: Callable[[Sequence[float]], list[float]],
     ) -> None:
         self._losses, self._mask, self.form, self._summed = losses, mask, form, summed
-        self._power = 2 if form == CURVATURE else 1  # of h, which roundings are divided by
         self._based = base is not None
-        self._known: dict[float, Tensor] = {} if base is None else {0.0: base.detach()}
+        self._cached: dict[float, Tensor] = {} if base is None else {0.0: base.detach()}
         self._rounding = 0.0  # of a loss, where it was measured
 
     def at(self, step: float) -> Tensor:
         """Losses (b, t) at a step."""
-        if step not in self._known:
-            self._known[step] = self._losses(step)
-        return self._known[step]
+        if step not in self._cached:
+            self._cached[step] = self._losses(step)
+        return self._cached[step]
 
     def sides(self, length: float) -> tuple[Tensor, Tensor]:
         """Losses (b, t) whose difference is taken: ahead, or where the weights are; and behind."""
@@ -383,15 +380,12 @@ class _Quotients:
             return (ahead + behind) / 2
         if not self._based:
             return self.at(0.0)
-        farther = self._known.get(-2 * length)
+        farther = self._cached.get(-2 * length)
         return None if farther is None else 2 * self.at(-length) - farther
 
     def values(self, length: float) -> Tensor:
         """The quotient (b, t) at step ``length``."""
         ahead, behind = (side.to(wide(side.dtype)) for side in self.sides(length))
-        if self.form == CURVATURE:
-            here = self.at(0.0).to(ahead.dtype)
-            return ((ahead - here) + (behind - here)) / length**2
         width = 2 * length if self.form == "central" else length
         return (ahead - behind) / width
 
@@ -399,7 +393,7 @@ class _Quotients:
         """How far values at h are from those at 2 h (root mean square over tokens): Richardson's.
 
         Truncation makes those at 2 h off by four times (one-sided: twice) what those at h are off
-        by, and rounding by half (curvature: a quarter).
+        by, and rounding by half.
         """
         return self._mean(self.values(length) - self.values(2 * length))
 
@@ -421,7 +415,7 @@ class _Quotients:
         """
         losses = self.at(-length)
         digit = torch.finfo(losses.dtype).eps * self._mean(losses)
-        return max(self._rounding, digit) / length**self._power
+        return max(self._rounding, digit) / length
 
     def away(self, length: float) -> float:
         """``spread`` and the rounding of the last digit together, relative to the values.
@@ -430,7 +424,7 @@ class _Quotients:
         or too large all of it is noise, or nothing follows M any more, and this is near 1.
         """
         size, losses = self.size(length), self.at(-length)
-        digit = torch.finfo(losses.dtype).eps * self._mean(losses) / length**self._power
+        digit = torch.finfo(losses.dtype).eps * self._mean(losses) / length
         error = math.hypot(self.spread(length), digit)
         # All zeros say that the move drowned, unless no move shows; see ``best``.
         finite = math.isfinite(error) and math.isfinite(size)
@@ -446,12 +440,11 @@ class _Quotients:
         """Estimated relative error of the values at this step.
 
         What is seen at h alone may be small by chance, the more so as the least of many is
-        chosen: half (curvature: a quarter) of what is seen at h / 2, and a quarter (one-sided:
-        half) of that at 2 h, are what the one at h / 2 rounds and the one at 2 h truncates, brought
-        to h.
+        chosen: half of what is seen at h / 2, and a quarter (one-sided: half) of that at 2 h, are
+        what the one at h / 2 rounds and the one at 2 h truncates, brought to h.
         """
         truncated = self.away(2 * length) / (2 if self.form == "one_sided" else 4)
-        return max(self.away(length), self.away(length / 2) / 2.0**self._power, truncated)
+        return max(self.away(length), self.away(length / 2) / 2, truncated)
 
     def best(self, weights: float, norm: float) -> float | None:
         """The step of least error; the weights move by 1e-8 to 1e-2 of their norm.
@@ -479,22 +472,16 @@ class _Quotients:
                 best *= factor
         # Values at the shortest step and its double, and at the best one, which is nearly exact.
         shortest = coarse[0]
-        self._rounding = self.spread(shortest) * shortest**self._power
+        self._rounding = self.spread(shortest) * shortest
         return best
 
 
-def _tolerance(form: str) -> float:
-    return CURVATURE_TOLERANCE if form == CURVATURE else TOLERANCE
-
-
 def _inexact(form: str, error: float, where: str) -> UnsupportedError:
-    what = f"label values by {form.replace('_', '-')} differences are"
+    values = f"label values by {form.replace('_', '-')} differences"
     return UnsupportedError(
-        f"{'curvatures are' if form == CURVATURE else what} not exact enough on this {where}",
+        f"{values} are not exact enough on this {where}",
         got=f"an estimated relative error of {error:.1e} at the best step",
-        why=f"more than {_tolerance(form):.0e}: losses are rounded too coarsely, a forward "
+        why=f"more than {TOLERANCE:.0e}: losses are rounded too coarsely, a forward "
         "draws random numbers, or M hardly reaches the rows",
-        remedy="the model in float64, or curvature=False"
-        if form == CURVATURE
-        else "derivative='forward_mode'",
+        remedy="derivative='forward_mode'",
     )

@@ -6,8 +6,6 @@ same for all. With Psi[k, t] the influence of the use of weights at position t o
 
     direct          diagonal                                   exact
     alphatoken      diagonal + Value-Propagation               the paper; causal part approximate
-    same_layer_hop  diagonal + ordinary attention backward of  approximate; exact (= path) for K = 1
-                    the self-only errors, per layer
     path            column sums                                exact, all hops
     paper_literal   column sums + Value-Propagation of the     counts the causal path twice
                     aggregated errors, head-mean alpha
@@ -36,15 +34,17 @@ __all__ = [
     "SPLIT",
     "WALK",
     "TokenErrors",
+    "pull_back",
+    "scored_attentions",
     "token_errors",
 ]
 
-CAPTURED = ("alphatoken", "direct", "same_layer_hop", "path", "paper_literal")
+CAPTURED = ("alphatoken", "direct", "path", "paper_literal")
 ESTIMATORS = (*CAPTURED, "label")
 """First-order values: contractions of gradients with M."""
 WALK = "walk"
 """Loss differences along a walk; see ``direction.walk``."""
-SELF_ONLY = ("alphatoken", "direct", "same_layer_hop")
+SELF_ONLY = ("alphatoken", "direct")
 """Estimators that need the self-only backward."""
 SPLIT = (*SELF_ONLY, "paper_literal")
 """Estimators with a direct and a causal part: they need the attention calls, recorded through the
@@ -75,7 +75,6 @@ def token_errors(
     estimator: str,
     *,
     window: int | None,
-    head_reduction: str,
     part: str = "both",
     consume: Consume | None = None,
 ) -> TokenErrors:
@@ -86,7 +85,6 @@ def token_errors(
         loss: scalar, sum of (weighted) token losses of that forward.
         estimator: one of ``CAPTURED``.
         window: W of Value-Propagation; None for no limit.
-        head_reduction: "per_head" or "mean".
         part: the parts that are wanted; what is not asked for is neither computed nor returned.
             "direct" needs no attention errors, "causal" none at the linears.
         consume: gets each error as soon as it is there, and none is kept: the direct ones inside
@@ -115,12 +113,13 @@ def token_errors(
     for attention, error in zip(scored, heads, strict=True):
         if error is None:
             continue
-        if estimator == "same_layer_hop":
-            carried = hop_errors(recorder, attention, error)
-        else:
-            reduction = "mean" if estimator == "paper_literal" else head_reduction
-            carried = value_errors(recorder, attention, error, window, reduction)
-        for index, propagated in carried.items():
+        start, at_start = attention.propagated(
+            error, window, head_mean=estimator == "paper_literal"
+        )
+        # An error at the value states (of a delta net: at its convolution's input). Autograd
+        # carries it to the linears that made them, through whatever the model puts in between: the
+        # slice of a fused projection, LoRA factors, a value norm.
+        for index, propagated in pull_back(recorder, attention, start, at_start).items():
             if consume is None:
                 causal[index] = propagated
             else:
@@ -157,68 +156,32 @@ def scored_attentions(recorder: Recorder) -> list[AttentionUse | DeltaUse]:
     return [a for a in recorder.attentions if a.execution in executions]
 
 
-def _same_execution(recorder: Recorder, attention: AttentionUse | DeltaUse) -> dict[int, Tensor]:
-    """Outputs of the linears that ran in the attention's own call of its decoder block, by index.
+def pull_back(
+    recorder: Recorder, attention: AttentionUse | DeltaUse, outputs: Tensor, error: Tensor
+) -> dict[int, Tensor]:
+    """Send ``error`` from ``outputs`` back to the linears of the attention's own block execution.
 
-    Both causal parts are hops within one layer. Without this limit the backward would go on from
-    the value states into the layers below.
+    Args:
+        recorder: of the forward.
+        attention: one of its calls.
+        outputs: a tensor of that call, in the graph.
+        error: at ``outputs``, of its shape.
+
+    Returns:
+        Index in ``recorder.linears`` -> error (b, t, d_out), of the linears that lead to
+        ``outputs``: most (the output projection, the MLP) come after the attention.
     """
-    return {
+    # A causal part is hops within one layer. Without this limit the backward would go on from the
+    # value states into the layers below.
+    targets = {
         index: use.s
         for index, use in enumerate(recorder.linears)
         if use.execution == attention.execution
     }
-
-
-def _pull_back(
-    recorder: Recorder,
-    attention: AttentionUse | DeltaUse,
-    outputs: Tensor,
-    error: Tensor,
-    targets: dict[int, Tensor],
-) -> dict[int, Tensor]:
-    """Send ``error`` from ``outputs`` back to those ``targets`` of the block that lead to it."""
     if not targets or not outputs.requires_grad:  # as with adapters on the query projection only
         return {}
     with recorder.repeatable(attention.module):
-        # Most targets (the output projection, the MLP) come after the attention: no path, None.
         errors = torch.autograd.grad(
             outputs, list(targets.values()), error, retain_graph=True, allow_unused=True
         )
     return {i: e for i, e in zip(targets, errors, strict=True) if e is not None}
-
-
-def value_errors(
-    recorder: Recorder,
-    attention: AttentionUse | DeltaUse,
-    error: Tensor,
-    window: int | None,
-    head_reduction: str,
-) -> dict[int, Tensor]:
-    """Value-Propagation of head-output errors, carried back to the value projection's linears.
-
-    The propagated error is an error at the value states. Autograd carries it from there to the
-    outputs of the linears that made them, through whatever the model puts in between: the slice of
-    a fused projection, LoRA factors, a value norm. Of a delta net it is an error at the input of
-    the convolution, which the value projection makes.
-    """
-    start, propagated = attention.propagated(error, window, head_reduction)
-    uses = _same_execution(recorder, attention)
-    return _pull_back(recorder, attention, start, propagated, uses)
-
-
-def hop_errors(
-    recorder: Recorder, attention: AttentionUse | DeltaUse, error: Tensor
-) -> dict[int, Tensor]:
-    """All same-layer hops of head-output errors, score path included: ordinary less self-only.
-
-    Through a delta net a hop may be the convolution's, the rule's or both.
-    """
-    uses = _same_execution(recorder, attention)
-
-    def pulled(mode: str) -> dict[int, Tensor]:
-        with recorder.switch.to(mode):
-            return _pull_back(recorder, attention, attention.output, error, uses)
-
-    own = pulled("self")  # the direct part has it already
-    return {i: e - own[i] if i in own else e for i, e in pulled("ordinary").items()}

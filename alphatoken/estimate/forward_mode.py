@@ -71,12 +71,12 @@ def _run(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except NotImplementedError as error:
-        found = str(error)
-        if not any(word in found for word in ("forward AD", "jvp")):
+        message = str(error)
+        if not any(word in message for word in ("forward AD", "jvp")):
             raise
     raise UnsupportedError(
         "'label' meets a kernel without forward mode",
-        got=found.partition(". ")[0],
+        got=message.partition(". ")[0],
         why="label values are one pass of forward-mode differentiation",
         remedy="plain layers in place of fused ones (no Liger, no kernels of the hub), or "
         "estimator='alphatoken', 'direct' or 'path'",

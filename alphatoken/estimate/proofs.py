@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -79,13 +78,13 @@ def _covering(scope: Scope) -> list[str]:
     experts = [why for why in reasons if "linears,experts" in why]
     routed = any("router" in why for why in reasons)
     slow = " and model.set_experts_implementation('eager')" if experts or routed else ""
-    found = [f"estimator='label'{slow}"]
+    remedies = [f"estimator='label'{slow}"]
     if experts:
         rest = ", uncovered='skip' for the others" if len(experts) < len(reasons) else ""
-        found.append(f"parameters='linears,experts' (in a trainer value_parameters){rest}")
+        remedies.append(f"parameters='linears,experts' (in a trainer value_parameters){rest}")
     if scope.linears:
-        found.append("uncovered='skip' to leave them out and say so")
-    return found
+        remedies.append("uncovered='skip' to leave them out and say so")
+    return remedies
 
 
 def require_self_rule(recorder: Recorder, estimator: str) -> None:
@@ -287,12 +286,12 @@ def as_observed(adapter: DecoderAdapter) -> Iterator[Forward]:
 
     def forward(inputs: Mapping[str, Any]) -> Tensor:
         # Those of a loss are left out, and none is added, such as ``use_cache=False``.
-        given = {k: v for k, v in adapter.arguments(inputs).items() if k in inputs}
-        given |= {"use_cache": inputs["use_cache"]} if "use_cache" in inputs else {}
+        arguments = {k: v for k, v in adapter.arguments(inputs).items() if k in inputs}
+        arguments |= {"use_cache": inputs["use_cache"]} if "use_cache" in inputs else {}
         torch.set_rng_state(drawn)
         for device, state in by_device.items():
             torch.cuda.set_rng_state(state, device)
-        return adapter.logits_of(adapter.model(**given))
+        return adapter.logits_of(adapter.model(**arguments))
 
     devices = {p.device for p in adapter.model.parameters() if p.is_cuda}
     drawn, by_device = torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices}
@@ -435,9 +434,9 @@ _SHARDED_ALONE = "it needs forwards of its own, which the processes may not run 
 class CaptureCheck:
     """Runs each proof once, on the first recorded forward that can show it.
 
-    ``Valuer.prepare`` shows it a slice of the first batch that M is built from, and under sharded
-    weights that whole batch. Where there is none, or where it could not show everything, the first
-    pass that is valued is looked at instead.
+    ``Estimator.prepare`` shows it a slice of the first batch that M is built from, and under
+    sharded weights that whole batch. Where there is none, or where it could not show everything,
+    the first recording that is valued is looked at instead.
 
     Args:
         adapter: of the model.
@@ -469,8 +468,8 @@ class CaptureCheck:
         self._documents: set[frozenset[str]] = set()  # kinds of packed batches that were proved
         self._causal: set[frozenset[str]] = set()  # and kinds of arguments
         self._padding_seen = False  # whether one on the left was, which is warned of once
-        self._direction: ref[object] | None = None
-        self._directions = 0
+        self._version: int | None = None
+        self._versions = 0
         self.pending = self._to_prove = estimator in CAPTURED or (
             estimator != WALK and sharding is None
         )
@@ -502,20 +501,20 @@ class CaptureCheck:
             )
             self.pending = False
 
-    def see_direction(self, direction: object) -> None:
-        """Ask for all proofs again at the 2nd, 4th, 8th, ... direction.
+    def see_version(self, version: int) -> None:
+        """Ask for all proofs again at the 2nd, 4th, 8th, ... version of the weights.
 
         They are of the weights as they were: a branch behind a gate that opens in training, or
         behind matrices that begin at 0, had no part in the predictions that were looked at.
 
         Args:
-            direction: in use from now on; M is built anew as the weights move.
+            version: of the direction in use, which is built anew as the weights move.
         """
-        if self._direction is not None and self._direction() is direction:
+        if version == self._version:
             return
-        self._direction = ref(direction)
-        self._directions += 1
-        if self._directions > 1 and self._directions.bit_count() == 1:
+        self._version = version
+        self._versions += 1
+        if self._versions > 1 and self._versions.bit_count() == 1:
             self.pending = self._to_prove
             self._documents.clear()
             self._causal.clear()

@@ -49,9 +49,9 @@ class _TrainedEmbedding(TorchFunctionMode):
         return torch.where(padding, row.to(rows), rows)
 
 
-def _own(weight: Tensor, known: Mapping[int, Any]) -> Tensor | None:
+def _own(weight: Tensor, moved: Mapping[int, Any]) -> Tensor | None:
     """The moved weight itself: PEFT's LoRA on an embedding looks rows up in a transposed view."""
-    return weight if id(weight) in known else weight._base
+    return weight if id(weight) in moved else weight._base
 
 
 def _put(parameter: Tensor, memory: Tensor) -> None:
@@ -88,9 +88,9 @@ class Moved:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Keep the weights inside, and put them back at the end, whatever happened."""
-        found = self._found()
-        self._before = found if self._sharding is None else [part.clone() for part in found]
-        self._targets = [] if self._sharding is None else found
+        targets = self._memory()
+        self._before = targets if self._sharding is None else [part.clone() for part in targets]
+        self._targets = [] if self._sharding is None else targets
         try:
             with self._inside():
                 yield
@@ -107,7 +107,7 @@ class Moved:
             if raised is not None:
                 raise raised
 
-    def _found(self) -> list[Tensor]:
+    def _memory(self) -> list[Tensor]:
         """The memory of each parameter, or of this process's part of it."""
         return [self._moving(name, self._part(name))[0] for name in self._parameters]
 
@@ -195,7 +195,7 @@ class Shift(Moved):
         self._direction = {name: direction[name] for name in self._parameters}
         self._along: list[Tensor] = []
 
-    def _found(self) -> list[Tensor]:
+    def _memory(self) -> list[Tensor]:
         pairs = [self._moving(name, m) for name, m in self._direction.items()]
         self._along = [m for _, m in pairs]
         return [target for target, _ in pairs]
@@ -225,10 +225,10 @@ class Shift(Moved):
             by_identity = {id(p): (p, before) for p, before in moved}
 
             def row_before(weight: Tensor, row: int) -> Tensor | None:
-                known = by_identity.get(id(_own(weight, by_identity)))
-                if known is None:
+                moved_weight = by_identity.get(id(_own(weight, by_identity)))
+                if moved_weight is None:
                     return None
-                p, before = known
+                p, before = moved_weight
                 if weight is not p:
                     at = weight.storage_offset() - p.storage_offset() + before.storage_offset()
                     before = before.as_strided(weight.shape, weight.stride(), at)
@@ -250,7 +250,7 @@ class Shift(Moved):
     def _padding_rows(self, sharding: Sharding) -> dict[str, Tensor]:
         """Rows of embeddings that no backward reaches; gathered with the others, then kept."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        found = {}
+        rows_by_name = {}
         for module in self._model.modules():
             # PEFT looks up its first factor, (rank, tokens), with the padding of what it adapts.
             table = getattr(module, "base_layer", module)
@@ -259,5 +259,5 @@ class Shift(Moved):
             for name in (names[id(p)] for p in of_table if id(p) in names):
                 full = sharding.full(name, self._parameters[name])
                 if rows in full.shape:
-                    found[name] = (full if len(full) == rows else full.mT)[padding].clone()
-        return found
+                    rows_by_name[name] = (full if len(full) == rows else full.mT)[padding].clone()
+        return rows_by_name

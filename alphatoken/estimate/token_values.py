@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from alphatoken.support.finite import refuse_first
 from alphatoken.values import TokenValues
 
 __all__ = [
+    "DirectCausal",
     "assign_columns",
     "combine",
     "finite",
@@ -24,33 +25,45 @@ __all__ = [
 ]
 
 
-def undivided(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values by token as (direct, causal, unassigned), without a split or a foreign column."""
-    return values, torch.zeros_like(values), torch.zeros_like(values[:, 0])
+class DirectCausal(NamedTuple):
+    """Values along one side of M by token.
+
+    Attributes:
+        direct: (b, t) direct part; the whole value of an estimator that has no split.
+        causal: (b, t) causal part.
+        unassigned: (b,) sum of what belongs to no response token, both parts.
+    """
+
+    direct: Tensor
+    causal: Tensor
+    unassigned: Tensor
 
 
-def assign_columns(
-    columns: Columns, mask: Tensor, causal_position: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns by position to values by token: (direct, causal, unassigned).
+def undivided(values: Tensor) -> DirectCausal:
+    """Values (b, t) of an estimator that has neither a split nor columns of prompt positions."""
+    return DirectCausal(values, torch.zeros_like(values), torch.zeros_like(values[:, 0]))
 
-    The direct column of token i is position i - 1, where it is predicted. The causal one is the
-    same position ("label") or position i, where the token is read ("context"). What belongs to no
+
+def assign_columns(columns: Columns, mask: Tensor) -> DirectCausal:
+    """Columns by position to values by token.
+
+    Both columns of token i are those of position i - 1, where it is predicted. What belongs to no
     response token is summed per row into ``unassigned``.
     """
-    shifted = columns.causal if causal_position == "context" else to_token_index(columns.causal)
-    direct = to_token_index(columns.direct).masked_fill(~mask, 0.0)
-    causal = shifted.masked_fill(~mask, 0.0)
+    direct, causal = (
+        to_token_index(column).masked_fill(~mask, 0.0)
+        for column in (columns.direct, columns.causal)
+    )
     # Causal columns of prompt positions belong to no response token. They are reported and not
     # dropped, so that values and ``unassigned`` together are <grad L, M> for the path estimator.
     everything = columns.direct.sum(-1) + columns.causal.sum(-1)
     unassigned = everything - direct.sum(-1) - causal.sum(-1)
-    return direct, causal, unassigned
+    return DirectCausal(direct, causal, unassigned)
 
 
 def combine(
-    adaptation: tuple[Tensor, Tensor, Tensor] | None,
-    stability: tuple[Tensor, Tensor, Tensor] | None,
+    adaptation: DirectCausal | None,
+    stability: DirectCausal | None,
     *,
     mask: Tensor,
     estimator: str,
@@ -58,10 +71,10 @@ def combine(
     stability_weight: float = 0.0,
     balance: dict[str, float] | None = None,
 ) -> TokenValues:
-    """TokenValues from (direct, causal, unassigned) of both sides; a side that is None is zero."""
-    given = adaptation or stability
-    assert given is not None
-    zeros = tuple(torch.zeros_like(part) for part in given)
+    """TokenValues from the values along both sides of M; a side that is None is zero."""
+    either = adaptation or stability
+    assert either is not None
+    zeros = DirectCausal(*(torch.zeros_like(part) for part in either))
     g_direct, g_causal, g_rest = adaptation or zeros
     v_direct, v_causal, v_rest = stability or zeros
     g, v = g_direct + g_causal, v_direct + v_causal
@@ -88,13 +101,10 @@ def require_finite_values(values: TokenValues) -> TokenValues:
         NumericalError: one is not; names the first one's row and token.
     """
     # What is not finite in a component is not finite in the sum of all, ``total``.
-    sums = [x for x in (values.total, values.curvature, values.unassigned) if x is not None]
-    if all(bool(torch.isfinite(x).all()) for x in sums):
+    if all(bool(torch.isfinite(x).all()) for x in (values.total, values.unassigned)):
         return values
-    for kind in (*values.components(), "total", "curvature"):
-        numbers = getattr(values, kind)
-        if numbers is not None:
-            require_finite_numbers(numbers, f"the {kind.replace('_', ' ')} of a token")
+    for kind in (*values.components(), "total"):
+        require_finite_numbers(getattr(values, kind), f"the {kind.replace('_', ' ')} of a token")
     require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
     return values
 

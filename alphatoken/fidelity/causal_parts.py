@@ -3,10 +3,12 @@
     causal = column sum - diagonal  of Psi  =  path value - direct value        exact
            = value path within W            what the estimator ``alphatoken`` computes
            + value path beyond W
-           + score path                     same-layer hop - value path without window
-           + longer hops                    through later layers: causal - same-layer hop
+           + score path                     hop - value path without window
+           + longer hops                    through later layers: causal - hop
 
-One recorded forward serves all of them; a layer's part is the contraction of its own linears.
+where the hop is the ordinary backward of a layer's attention, its scores included, less what stays
+at its position. One recorded forward serves all of them; a layer's part is the contraction of its
+own linears.
 """
 
 from __future__ import annotations
@@ -23,13 +25,20 @@ from torch import Tensor
 
 from alphatoken.data import Example
 from alphatoken.direction.objective import forward_losses, scoring_forward
-from alphatoken.estimate.columns import Side, contract_columns
-from alphatoken.estimate.estimators import TokenErrors, token_errors
+from alphatoken.estimate.columns import contract_columns
+from alphatoken.estimate.estimators import (
+    TokenErrors,
+    pull_back,
+    scored_attentions,
+    token_errors,
+)
 from alphatoken.fidelity.intervals import bootstrap
 from alphatoken.fidelity.subject import Subject, gathered
 from alphatoken.fidelity.valuing import Setting, scorer_for
+from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import LabelledBatch, read_batch, to_token_index
-from alphatoken.model.capture import record
+from alphatoken.model.capture import Recorder, record
+from alphatoken.model.uses import AttentionUse, DeltaUse
 from alphatoken.scorer import Scorer
 
 __all__ = [
@@ -49,6 +58,42 @@ PARTS = {
     "longer": "longer hops",
 }
 """The four parts of the exact causal value, and how they are called."""
+
+
+def hop_errors(recorder: Recorder, loss: Tensor) -> list[Tensor | None]:
+    """Errors of all hops within one layer, at the linears: ordinary less self-only.
+
+    Args:
+        recorder: one recorded forward.
+        loss: scalar, sum of its token losses.
+
+    Returns:
+        A list parallel to ``recorder.linears``: (b, t, d_out), or None where no hop ends.
+
+    Exactness: one hop of the self-only errors within each layer, exactly. Oracle:
+    ``alphatoken.oracle.propagation.one_hop``.
+    """
+    scored = scored_attentions(recorder)
+    heads = accumulate_errors(recorder, loss, [one.output for one in scored], "self")
+    hops: list[Tensor | None] = [None] * len(recorder.linears)
+    for attention, error in zip(scored, heads, strict=True):
+        if error is not None:
+            for index, hop in _hop_errors_of(recorder, attention, error).items():
+                hops[index] = hop
+    return hops
+
+
+def _hop_errors_of(
+    recorder: Recorder, attention: AttentionUse | DeltaUse, error: Tensor
+) -> dict[int, Tensor]:
+    """Hops through one call, from the errors at its heads' outputs."""
+
+    def pulled(mode: str) -> dict[int, Tensor]:
+        with recorder.switch.to(mode):
+            return pull_back(recorder, attention, attention.output, error)
+
+    own = pulled("self")  # the direct part has it already
+    return {i: e - own[i] if i in own else e for i, e in pulled("ordinary").items()}
 
 
 def causal_columns(
@@ -75,9 +120,7 @@ def causal_columns(
             loss = losses.sum()
 
         def errors(estimator: str, part: str, limit: int | None = None) -> TokenErrors:
-            return token_errors(
-                recorder, loss, estimator, window=limit, head_reduction="per_head", part=part
-            )
+            return token_errors(recorder, loss, estimator, window=limit, part=part)
 
         own, every = errors("direct", "both").direct, errors("path", "both").direct
         columns = {
@@ -85,12 +128,12 @@ def causal_columns(
                 whole if whole is None or part is None else whole - part
                 for whole, part in zip(every, own, strict=True)
             ],
-            "hop": errors("same_layer_hop", "causal").causal,
+            "hop": hop_errors(recorder, loss),
             "near": errors("alphatoken", "causal", window).causal,
             "value": errors("alphatoken", "causal").causal,
         }
         found: dict[int, dict[str, Tensor]] = {}
-        sides, names = [Side(direction)], scorer.scored.names
+        sides, names = [direction], scorer.scored.names
         for layer in sorted({use.linear.layer for use in recorder.linears}):
             here = [use.linear.layer == layer for use in recorder.linears]
             kept = {
@@ -115,7 +158,7 @@ def causal_columns(
 
 def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:
     """A scorer of these layers along the validation gradient, for scope, names and direction."""
-    config = Setting("same_layer_hop", tuple(layers)).config(subject.config)
+    config = Setting("alphatoken", tuple(layers)).config(subject.config)
     return scorer_for(subject, config=replace(config, uncovered="skip"))
 
 

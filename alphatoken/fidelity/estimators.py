@@ -130,7 +130,7 @@ def _costs(
         config, place = setting.config(subject.config), (setting.layers, setting.everything)
         validation = subject.validation[: 1 if place in known else count]
         scorer = scorer_for(subject, rows=validation, config=config)
-        scorer.valuer.capture_check.take(proved[setting.estimator])
+        scorer.estimator.proofs.take(proved[setting.estimator])
         if place not in known:
             known[place] = direction_flops(scorer) / step
         values = values_flops(scorer, batch) / step

@@ -187,9 +187,7 @@ def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
     """(name, options, whether they are the user's) of every prediction."""
     adaptive = bench.options.optimizer == "adamw"
     kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
-    given = replace(
-        bench.subject.config, objective="adaptation", precondition_after=1, curvature=False
-    )
+    given = replace(bench.subject.config, objective="adaptation", precondition_after=1)
     own = given if adaptive else replace(given, preconditioner=None)
     exact = replace(own, estimator="label", part="both", derivative="forward_mode")
     whole = replace(exact, layers="all", parameters="all")

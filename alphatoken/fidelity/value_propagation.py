@@ -223,7 +223,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         figures,
         valued=rows,
         notes=notes,
-        settings={"pairs": options.pairs, "head_reduction": "per_head"},
+        settings={"pairs": options.pairs},
     )
 
 
@@ -259,6 +259,4 @@ def _notes(
             + ", ".join(map(str, sorted(below)))
             + ": a layer above them has no self-only backward."
         )
-    if subject.config.head_reduction != "per_head":
-        notes.append("Shares are per head; the scorer is set to head-mean attention weights.")
     return notes

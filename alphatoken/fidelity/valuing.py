@@ -15,7 +15,7 @@ from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import CoverageError, UnsupportedError
-from alphatoken.estimate.columns import Side, contract_columns
+from alphatoken.estimate.columns import contract_columns
 from alphatoken.estimate.estimators import ESTIMATORS, SPLIT, WALK
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.proofs import CoverageReport
@@ -26,7 +26,7 @@ from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.layer_choice import layers_within
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.scorer import Scorer
-from alphatoken.scoring.passes import Weights
+from alphatoken.scoring.captured import Captured
 
 __all__ = [
     "WINDOWED",
@@ -59,7 +59,7 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
     """
     if estimator == WALK:
         return ScorerConfig(WALK, **{name: getattr(config, name) for name in WALK_OPTIONS})
-    changes: dict[str, Any] = {"estimator": estimator, "curvature": False}
+    changes: dict[str, Any] = {"estimator": estimator}
     changes |= {name: getattr(ScorerConfig, name) for name in WALK_OPTIONS}
     if estimator != "label":
         changes["derivative"] = "auto"
@@ -136,8 +136,8 @@ def values_along(
     def of(batch: dict[str, Tensor]) -> dict[int, Tensor]:
         checked = read_batch(batch, max_length=scorer.adapter.max_positions())
         # The proofs of coverage, isolation and derivatives, on this model.
-        if scorer.valuer.capture_check.pending:
-            scorer.valuer.prove(around_responses(checked), directions)
+        if scorer.estimator.proofs.pending:
+            scorer.estimator.prove(around_responses(checked), directions)
         return {n: v[checked.mask] for n, v in enumerate(_along(scorer, checked, directions))}
 
     return np.stack([*gathered(subject.batches(rows), tracker, of).values()], axis=1)
@@ -147,14 +147,14 @@ def _along(
     scorer: Scorer, batch: LabelledBatch, directions: Sequence[Mapping[str, Tensor]]
 ) -> list[Tensor]:
     """(b, t) values along each direction."""
-    if not scorer.config.captured:
+    estimator = scorer.estimator
+    if not isinstance(estimator, Captured):
         first = scorer.scored.first or 0
         return [label_values(scorer.adapter, batch, m, first=first) for m in directions]
-    with scorer.valuer.forward(batch, Weights(None, None)) as seen:
-        errors, sides = scorer.valuer.errors(seen), [Side(m) for m in directions]
-        columns = contract_columns(seen.recorded[0], errors, sides, scorer.scored.names)
-    position = scorer.config.causal_position
-    parts = [assign_columns(column, batch.mask, position) for column in columns]
+    with estimator.forward(batch) as recording:
+        errors, (recorder, _) = estimator.errors(recording), recording.recorded
+        columns = contract_columns(recorder, errors, directions, scorer.scored.names)
+    parts = [assign_columns(column, batch.mask) for column in columns]
     return [direct + causal for direct, causal, _ in parts]
 
 
@@ -225,7 +225,6 @@ class Setting:
             base,
             estimator=self.estimator,
             derivative=base.derivative if self.estimator == "label" else "auto",
-            curvature=False,
             layers=list(self.layers),
             window=self.window,
             parameters="all" if self.everything else "linears",
@@ -292,7 +291,7 @@ def read(
         config = setting.config(subject.config)
         scorer = scorer_for(subject, rows=subject.validation[:1], config=config)
         if setting.estimator in proved:  # of at least these layers
-            scorer.valuer.capture_check.take(proved[setting.estimator])
+            scorer.estimator.proofs.take(proved[setting.estimator])
         own = along(subject.model, direction, scorer.parameters)
         values[setting] = values_along(subject, scorer, rows, [own], f"Values, {setting}")[:, 0]
         proved[setting.estimator] = scorer.coverage

@@ -279,7 +279,7 @@ def propagate_values(
     error: Float[Tensor, "b h t d"],
     *,
     window: int | None,
-    head_reduction: str = "per_head",
+    head_mean: bool = False,
 ) -> Float[Tensor, "b g t d"]:
     """Value-Propagation: errors that reach the value at t from later queries within a window.
 
@@ -289,7 +289,7 @@ def propagate_values(
         statistics: of the attention call.
         error: errors e_k^h at the head outputs (self-only ones for the paper's term).
         window: W; None means no limit. W = 0 gives zero.
-        head_reduction: "per_head"; or "mean", the paper's scalar alpha: averaged over all query
+        head_mean: the paper's scalar alpha instead of each head's own: averaged over all query
             heads, errors summed over the query heads of each key/value head.
 
     Returns:
@@ -316,11 +316,11 @@ def propagate_values(
         first = max(statistics.first_key(rows), 0 if window is None else start - window)
         block = statistics.block(rows, slice(first, rows.stop))
         alpha = statistics.weights(block).masked_fill(~_band(block, window), 0.0)
-        if head_reduction == "per_head":
+        if head_mean:
+            part = torch.einsum("bkt,bgkd->bgtd", alpha.mean((1, 2)), e_sum[..., rows, :])
+        else:
             # Head h's weight meets head h's own error before the heads of a group are summed.
             part = torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])
-        else:
-            part = torch.einsum("bkt,bgkd->bgtd", alpha.mean((1, 2)), e_sum[..., rows, :])
         result[..., block.columns, :] += part
     return result
 

@@ -16,11 +16,11 @@ __all__ = ["accumulate_errors", "graph_nodes", "stream_errors"]
 
 def graph_nodes(tensor: Tensor) -> Iterator[Any]:
     """Nodes of the graph that ends in a tensor, each once."""
-    seen, waiting = set[Any](), [tensor.grad_fn]
+    visited, waiting = set[Any](), [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
             waiting += [above for above, _ in node.next_functions]
 
@@ -62,11 +62,11 @@ def stream_errors(
     Returns:
         The errors at ``also``, and whether the loss reached anything that was recorded.
     """
-    seen: set[int] = set()
+    consumed: set[int] = set()
 
     def hand_over(index: int, error: Tensor | None) -> None:
         if error is not None:  # a node runs with no error where a backward above gave none
-            seen.add(index)
+            consumed.add(index)
             consume(index, error)
 
     uses = recorder.linears
@@ -82,9 +82,9 @@ def stream_errors(
         # Before anything else: the training step's backward through this graph must not fire them.
         for hook in hooks:
             hook.remove()
-    missed = [i for i in range(len(uses)) if i not in seen]
+    missed = [i for i in range(len(uses)) if i not in consumed]
     late = accumulate_errors(recorder, loss, [uses[i].s for i in missed], mode) if missed else []
     for index, error in zip(missed, late, strict=True):
         hand_over(index, error)
     others = errors[len(ends) :]
-    return others, bool(seen) or any(error is not None for error in others)
+    return others, bool(consumed) or any(error is not None for error in others)

@@ -56,8 +56,8 @@ def around_responses(batch: LabelledBatch) -> LabelledBatch:
     first = real & ~F.pad(real[:, :-1], (1, 0), value=False)
     first = first if starts is None else first | starts
     begun = torch.where(first, places, 0).cummax(-1).values
-    seen = torch.where(batch.mask, places - begun, -1)
-    most, last = seen.max(-1)
+    offsets = torch.where(batch.mask, places - begun, -1)
+    most, last = offsets.max(-1)
     return _cut(batch, most.clamp(max=LENGTH), last + 1)
 
 
@@ -135,9 +135,9 @@ def _of_bounds(inputs: Mapping[str, Any], first: int, length: int) -> dict[str, 
         bounds = inputs.get(f"cu_seq_lens_{side}")
         if isinstance(bounds, Tensor):
             inside = [bound - first for bound in bounds.tolist() if first < bound < first + length]
-            cut[f"cu_seq_lens_{side}"] = found = bounds.new_tensor([0, *inside, length])
+            cut[f"cu_seq_lens_{side}"] = lengths = bounds.new_tensor([0, *inside, length])
             if f"max_length_{side}" in inputs:
-                cut[f"max_length_{side}"] = int(found.diff().max())
+                cut[f"max_length_{side}"] = int(lengths.diff().max())
     return cut
 
 

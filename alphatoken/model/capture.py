@@ -151,10 +151,10 @@ class Recorder:
         another entry into the registry that does not call ours. The self-only backward would then
         silently be the ordinary one in that block.
         """
-        seen = self.latest
-        if seen is None or not seen.blocks:
+        latest = self.latest
+        if latest is None or not latest.blocks:
             return False
-        return seen.attended.issuperset(range(1, seen.blocks + 1))
+        return latest.attended.issuperset(range(1, latest.blocks + 1))
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -282,11 +282,11 @@ class Recorder:
         )
         return rows.view(s.shape)
 
-    def _joins(self, tensors: Sequence[Tensor], *, cached: bool, seen: bool = True) -> bool:
+    def _joins(self, tensors: Sequence[Tensor], *, cached: bool, complete: bool = True) -> bool:
         """Note the call of a mixer, and say whether it is recorded: in a graph, without a cache."""
         graph = _in_graph(tensors)
         if self.begun is not None:
-            if seen:
+            if complete:
                 self.begun.attended.add(self.execution)
             # It runs as the model's own, and ``require_self_rule`` refuses to value the pass.
             self.begun.cached |= graph and cached
@@ -320,11 +320,11 @@ class Recorder:
     def on_delta(self, call: DeltaCall, native: NativeDelta) -> Tensor:
         """Run one call of a gated delta rule with the switchable backward and keep it."""
         tensors = (call.query, call.key, call.value, call.decay, call.beta)
-        seen = call.module in self._convolved
+        convolved = call.module in self._convolved
         convolution = self._convolved.pop(call.module, None)
         # A convolution that did not come here may be a kernel of its own, which nothing switches:
         # its block counts as one that was not seen. From a cache both come as single steps.
-        if not self._joins(tensors, cached=call.cached, seen=seen or call.cached):
+        if not self._joins(tensors, cached=call.cached, complete=convolved or call.cached):
             return native(*tensors)
         output, statistics = switchable_delta_rule(call, native, self.switch)
         if convolution is not None:

@@ -150,11 +150,11 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _refuse_packed(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    given = [name for name in _PACKED if kwargs.get(name) is not None]
-    if given:
+    packed = [name for name in _PACKED if kwargs.get(name) is not None]
+    if packed:
         raise UnsupportedError(
             "the bounds of packed documents are not known to the rule of a gated delta net",
-            got=f"{given[0]} in a call of {type(module).__qualname__}",
+            got=f"{packed[0]} in a call of {type(module).__qualname__}",
             why="its self-only backward would read a state that ends where a document does",
             remedy="one document a row (packing=False), or estimator='label' or 'path'",
         )

@@ -159,18 +159,18 @@ class DeltaStatistics:
         chunks, e = self.chunks(), self.cut(error)
         value = self.cut(self.value)
         state = value.new_zeros(*value.shape[:2], self.width, value.shape[-1])
-        found = []
+        outputs = []
         # Strictly earlier places: what a position writes itself is no part of its incoming state.
         earlier = chunks.ratio.tril(-1)
         for n in range(value.shape[2]):
-            taken = value[:, :, n] - chunks.decayed_key[:, :, n] @ state
-            written = chunks.solved[:, :, n] @ taken
+            corrected = value[:, :, n] - chunks.decayed_key[:, :, n] @ state
+            written = chunks.solved[:, :, n] @ corrected
             inside = (e[:, :, n] @ written.mT) * earlier[:, :, n] @ chunks.key[:, :, n]
             outside = chunks.decay[:, :, n].exp().unsqueeze(-1) * (e[:, :, n] @ state.mT)
-            found.append(inside + outside)
+            outputs.append(inside + outside)
             state = state * chunks.whole_decay[:, :, n]
             state = state + chunks.ending_key[:, :, n].mT @ written
-        return self.joined(torch.stack(found, 2))
+        return self.joined(torch.stack(outputs, 2))
 
     @full_precision
     @torch.no_grad()
@@ -195,7 +195,7 @@ class DeltaStatistics:
         ends = chunks.ending_key.mT @ chunks.solved
         unit = torch.eye(self.width, dtype=self.dtype, device=e.device)
         passed = chunks.whole_decay * unit - ends @ chunks.decayed_key
-        found = [torch.zeros_like(e) for _ in spans]
+        parts = [torch.zeros_like(e) for _ in spans]
         place = torch.arange(size, device=e.device)
         farthest = max(self.length if last is None else last for _, last in spans)
         for ahead in range(min(number, (farthest + size - 1) // size + 1)):
@@ -208,10 +208,12 @@ class DeltaStatistics:
             if mean:
                 weights = weights.mean(1, keepdim=True).expand(-1, self.heads, -1, -1, -1)
             distance = ahead * size + place.unsqueeze(-1) - place
-            for part, (first, last) in zip(found, spans, strict=True):
-                taken = (distance >= first) & (distance <= (self.length if last is None else last))
-                part[:, :, : number - ahead] += (weights * taken).mT @ e[:, :, ahead:]
-        return [self.joined(part) for part in found]
+            for part, (first, last) in zip(parts, spans, strict=True):
+                in_span = (distance >= first) & (
+                    distance <= (self.length if last is None else last)
+                )
+                part[:, :, : number - ahead] += (weights * in_span).mT @ e[:, :, ahead:]
+        return [self.joined(part) for part in parts]
 
 
 @full_precision

@@ -66,20 +66,20 @@ def numbers_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
     ``sum_i r_i sum_j w_(j,i) mod 2^64``. Two words of one lane and one block that exchange places
     do not show. Tensors without storage (``meta``) count by their version.
     """
-    found: list[object] = []
+    digests: list[object] = []
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         for part in _parts(tensor.detach()):
             if part.is_meta:
-                found.append((id(tensor), _version(tensor)))
+                digests.append((id(tensor), _version(tensor)))
             else:
                 words = _words(part)
                 by_kind.setdefault((words.device, words.dtype), []).append(words)
     for (device, _), alike in by_kind.items():
         most = _JOINED_ON_CPU if device.type == "cpu" else _JOINED
         # One transfer, since each of them waits for the device.
-        found.append(tuple(torch.stack([_digest(w) for w in _joined(alike, most)]).tolist()))
-    return tuple(found)
+        digests.append(tuple(torch.stack([_digest(w) for w in _joined(alike, most)]).tolist()))
+    return tuple(digests)
 
 
 _JOINED, _JOINED_ON_CPU = 2**22, 2**15
@@ -154,9 +154,9 @@ def _read(
     plain: dict[str, object] = {}
     tensors: dict[str, Tensor] = {}
     # Modules are gone through here, and their parameters and buffers are read apart.
-    known = {id(module) for module in modules.values()}
+    registered = {id(module) for module in modules.values()}
     for module in modules.values():
-        known.update(map(id, module._parameters.values()), map(id, module._buffers.values()))
+        registered.update(map(id, module._parameters.values()), map(id, module._buffers.values()))
     opened: dict[int, object] = {}  # held, so that no identity is given away meanwhile
     most = _OBJECTS + 10 * len(modules)
     for name, module in modules.items():
@@ -164,7 +164,7 @@ def _read(
         todo = list(_parts_of(name, _attributes(module) | hooks))
         while todo:
             place, value = todo.pop()
-            if value is None or id(value) in known or id(value) in opened:
+            if value is None or id(value) in registered or id(value) in opened:
                 continue
             own = _content(value)
             if isinstance(value, Tensor):
@@ -231,7 +231,7 @@ def _parts_of(place: str, value: Any) -> Iterable[tuple[str, Any]]:
         parts = _of_function(value)
     elif isinstance(value, nn.Module):  # one that is registered nowhere
         registered = (value._parameters, value._buffers, value._modules)
-        parts = _attributes(value) | {k: v for held in registered for k, v in held.items()}
+        parts = _attributes(value) | {k: v for entries in registered for k, v in entries.items()}
     # A step's state is no setting of a forward.
     elif not isinstance(value, (type, ModuleType, torch.optim.Optimizer)):
         slots = (s for c in type(value).__mro__ for s in _listed(vars(c).get("__slots__", ())))

@@ -148,21 +148,23 @@ def _losses_and_errors(
         narrow = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(narrow), weight.to(narrow)
         bias = None if bias is None else bias.to(narrow)
-    given = (hidden, weight) if bias is None else (hidden, weight, bias)
+    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
     with torch.autocast(device, enabled=False):
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
             return _dual_losses(hidden, weight, bias, targets), None
         graph = torch.is_grad_enabled()
         with torch.no_grad():
             free = None if bias is None else bias.detach()
-            seen = _Predictions(hidden.detach(), weight.detach(), free, targets, logits, rows)
-            lse, chosen, errors = _folded(seen, with_errors=graph and hidden.requires_grad)
+            predictions = _Predictions(
+                hidden.detach(), weight.detach(), free, targets, logits, rows
+            )
+            lse, chosen, errors = _folded(predictions, with_errors=graph and hidden.requires_grad)
         losses = lse - chosen
         if graph and hidden.requires_grad:
             losses = _AtHidden.apply(hidden, losses, errors)  # type: ignore[no-untyped-call]
         # A node of its own, so that a backward that ends below the head never visits it.
         if graph and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-            losses = losses + _AtWeight.apply(weight, bias, seen, lse)  # type: ignore[no-untyped-call]
+            losses = losses + _AtWeight.apply(weight, bias, predictions, lse)  # type: ignore[no-untyped-call]
         return losses, errors
 
 
@@ -177,9 +179,11 @@ class _OnlineSoftmax:
         chosen: (n,) logit of the target, once its block has passed.
     """
 
-    def __init__(self, seen: _Predictions) -> None:
-        self._seen = seen
-        self._highest = seen.hidden.new_full((len(seen.targets),), -torch.inf, dtype=seen.dtype)
+    def __init__(self, predictions: _Predictions) -> None:
+        self._predictions = predictions
+        self._highest = predictions.hidden.new_full(
+            (len(predictions.targets),), -torch.inf, dtype=predictions.dtype
+        )
         self.total, self.chosen = (torch.zeros_like(self._highest) for _ in range(2))
 
     def blocks(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor], Tensor, Tensor]]:
@@ -188,9 +192,9 @@ class _OnlineSoftmax:
         The block is in ``total`` and ``chosen`` by then. Whoever sums over the vocabulary as well
         multiplies the sum so far by ``shrink``, and adds what the exponentials weigh.
         """
-        for columns in self._seen.columns():
-            z = self._seen.block(columns)
-            rows, places = self._seen.target_in(columns)
+        for columns in self._predictions.columns():
+            z = self._predictions.block(columns)
+            rows, places = self._predictions.target_in(columns)
             self.chosen[rows] = z[rows, places]
             before, self._highest = self._highest, torch.maximum(self._highest, z.amax(-1))
             # Some models set logits of unused tokens to -inf; -inf - -inf would be NaN.
@@ -206,24 +210,32 @@ class _OnlineSoftmax:
         return self._highest + torch.log(self.total)
 
 
-def _folded(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _folded(
+    predictions: _Predictions, *, with_errors: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """log-sum-exp (n,), logit of the target (n,), and errors (n, d), of blocks of predictions."""
-    parts = [_fold_rows(block, with_errors=with_errors) for _, block in seen.in_rows()]
+    parts = [_fold_rows(block, with_errors=with_errors) for _, block in predictions.in_rows()]
     if not parts:
-        empty = seen.hidden.new_zeros(0, dtype=seen.dtype)
-        return empty, empty, seen.hidden.to(seen.dtype)
+        empty = predictions.hidden.new_zeros(0, dtype=predictions.dtype)
+        return empty, empty, predictions.hidden.to(predictions.dtype)
     lse, chosen, errors = zip(*parts, strict=True)
     return torch.cat(lse), torch.cat(chosen), torch.cat(errors) if with_errors else None
 
 
-def _fold_rows(seen: _Predictions, *, with_errors: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    softmax = _OnlineSoftmax(seen)
-    errors = seen.hidden.new_zeros(seen.hidden.shape, dtype=seen.dtype) if with_errors else None
+def _fold_rows(
+    predictions: _Predictions, *, with_errors: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    softmax = _OnlineSoftmax(predictions)
+    errors = (
+        predictions.hidden.new_zeros(predictions.hidden.shape, dtype=predictions.dtype)
+        if with_errors
+        else None
+    )
     for columns, _, shrink, z in softmax.blocks():
         if errors is not None:
-            _add_product(errors.mul_(shrink.unsqueeze(-1)), z, seen.weight[columns])
+            _add_product(errors.mul_(shrink.unsqueeze(-1)), z, predictions.weight[columns])
     if errors is not None:
-        errors.div_(softmax.total.unsqueeze(-1)).sub_(seen.weight[seen.targets])
+        errors.div_(softmax.total.unsqueeze(-1)).sub_(predictions.weight[predictions.targets])
     return softmax.lse, softmax.chosen, errors
 
 
@@ -261,24 +273,32 @@ class _AtWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, bias: Tensor | None, seen: _Predictions, lse: Tensor
+        ctx: Any, weight: Tensor, bias: Tensor | None, predictions: _Predictions, lse: Tensor
     ) -> Tensor:
         # Saved by autograd, so that weights changed in place before the backward are refused.
-        ctx.save_for_backward(seen.hidden, weight, bias, seen.targets, lse, seen.logits, seen.rows)
+        ctx.save_for_backward(
+            predictions.hidden,
+            weight,
+            bias,
+            predictions.targets,
+            lse,
+            predictions.logits,
+            predictions.rows,
+        )
         return torch.zeros_like(lse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, targets, lse, logits, rows = ctx.saved_tensors
-        seen = _Predictions(hidden, weight.detach(), bias, targets, logits, rows)
+        predictions = _Predictions(hidden, weight.detach(), bias, targets, logits, rows)
         # What no loss weighs costs nothing; under selection that is most of a batch.
         used = weights.nonzero().squeeze(-1)
-        seen, weights, lse = seen.chosen(used), weights[used], lse[used]
-        of_weight = weight.new_zeros(weight.shape, dtype=seen.dtype, requires_grad=False)
+        predictions, weights, lse = predictions.chosen(used), weights[used], lse[used]
+        of_weight = weight.new_zeros(weight.shape, dtype=predictions.dtype, requires_grad=False)
         of_bias = of_weight.new_zeros(len(weight))
-        for block, part in seen.in_rows():
-            c = weights[block].to(seen.dtype).unsqueeze(-1)
+        for block, part in predictions.in_rows():
+            c = weights[block].to(predictions.dtype).unsqueeze(-1)
             for columns in part.columns():
                 p = torch.exp(part.block(columns).sub_(lse[block].unsqueeze(-1))).mul_(c)
                 at, places = part.target_in(columns)
@@ -295,9 +315,9 @@ def _dual_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
     b, db = (None, None) if bias is None else forward_ad.unpack_dual(bias)
     tangents: list[Tensor] = []
     losses: list[Tensor] = []
-    for block, seen in _Predictions(h, w, b, targets).in_rows():
+    for block, predictions in _Predictions(h, w, b, targets).in_rows():
         part = _Tangents(dh if dh is None else dh[block], dw, db)
-        lse, chosen, slope = _fold_dual(seen, part)
+        lse, chosen, slope = _fold_dual(predictions, part)
         losses.append(lse - chosen)
         tangents.append(slope)
     if not losses:
@@ -312,24 +332,24 @@ class _Tangents:
     weight: Tensor | None
     bias: Tensor | None
 
-    def block(self, seen: _Predictions, columns: slice) -> Tensor:
+    def block(self, predictions: _Predictions, columns: slice) -> Tensor:
         """``dz = dh W^T + h dW^T + db`` in these columns, wide."""
-        dz = seen.hidden.new_zeros(len(seen.targets), columns.stop - columns.start)
+        dz = predictions.hidden.new_zeros(len(predictions.targets), columns.stop - columns.start)
         if self.hidden is not None:
-            dz = torch.addmm(dz, self.hidden, seen.weight[columns].mT)
+            dz = torch.addmm(dz, self.hidden, predictions.weight[columns].mT)
         if self.weight is not None:
-            dz = torch.addmm(dz, seen.hidden, self.weight[columns].mT)
+            dz = torch.addmm(dz, predictions.hidden, self.weight[columns].mT)
         if self.bias is not None:
             dz = dz + self.bias[columns]
-        return dz.to(seen.dtype)
+        return dz.to(predictions.dtype)
 
 
-def _fold_dual(seen: _Predictions, tangents: _Tangents) -> tuple[Tensor, Tensor, Tensor]:
+def _fold_dual(predictions: _Predictions, tangents: _Tangents) -> tuple[Tensor, Tensor, Tensor]:
     """Fold as ``_fold_rows``, with the mean of ``dz`` under the softmax in place of the errors."""
-    softmax = _OnlineSoftmax(seen)
+    softmax = _OnlineSoftmax(predictions)
     mean, chosen_slope = (torch.zeros_like(softmax.total) for _ in range(2))
     for columns, (rows, places), shrink, z in softmax.blocks():
-        dz = tangents.block(seen, columns)
+        dz = tangents.block(predictions, columns)
         chosen_slope[rows] = dz[rows, places]
         # A logit of -inf has probability 0, and a tangent that may be NaN.
         mean.mul_(shrink).add_(torch.where(z == 0, 0.0, z * dz).sum(-1))
@@ -368,7 +388,7 @@ def output_head(adapter: DecoderAdapter) -> nn.Linear | None:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _CachedLosses:
     """Losses that were taken of one call of the head, its input there, and the errors below it.
 
     ``hidden`` and ``errors`` are (n, d); ``logits`` those of all positions, where they were formed.
@@ -392,19 +412,19 @@ class HeadUse:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    _known: list[_Asked] = field(default_factory=list)
+    _cached: list[_CachedLosses] = field(default_factory=list)
 
-    def _asked(self, positions: Tensor, targets: Tensor) -> _Asked | None:
-        for known in self._known:
-            if torch.equal(known.positions, positions) and torch.equal(known.targets, targets):
-                return known
+    def _cached_for(self, positions: Tensor, targets: Tensor) -> _CachedLosses | None:
+        for cached in self._cached:
+            if torch.equal(cached.positions, positions) and torch.equal(cached.targets, targets):
+                return cached
         return None
 
     def losses(self, logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
         """Losses of ``vocabulary.chosen_losses``, of the ``logits`` that this call gave."""
-        known = self._asked(positions, targets)
-        if known is not None:
-            return known.losses
+        cached = self._cached_for(positions, targets)
+        if cached is not None:
+            return cached.losses
         hidden = self.hidden.flatten(0, 1)[positions]
         return self.take(hidden.to(logits.dtype), positions, targets, logits.detach().flatten(0, 1))
 
@@ -423,7 +443,9 @@ class HeadUse:
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         rows = None if logits is None else positions
         losses, errors = _losses_and_errors(hidden, weight, bias, targets, logits, rows)
-        self._known.append(_Asked(positions, targets, hidden.detach(), logits, losses, errors))
+        self._cached.append(
+            _CachedLosses(positions, targets, hidden.detach(), logits, losses, errors)
+        )
         return losses
 
     @full_precision
@@ -456,27 +478,27 @@ class HeadUse:
 
         Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.gradients.label_values``.
         """
-        known = self._asked(positions, targets)
-        if known is None or known.errors is None:
+        cached = self._cached_for(positions, targets)
+        if cached is None or cached.errors is None:
             return None
         h, dh = forward_ad.unpack_dual(hidden)
-        dtype = known.hidden.dtype
-        if not _same_up_to_rounding(h, known.hidden, dtype):
+        dtype = cached.hidden.dtype
+        if not _same_up_to_rounding(h, cached.hidden, dtype):
             return None
-        slope = torch.zeros_like(known.losses, requires_grad=False)
+        slope = torch.zeros_like(cached.losses, requires_grad=False)
         if dh is not None:
-            slope += (known.errors * dh.to(known.errors.dtype)).sum(-1)
+            slope += (cached.errors * dh.to(cached.errors.dtype)).sum(-1)
         dw, db = (None if x is None else forward_ad.unpack_dual(x).tangent for x in (weight, bias))
         if dw is not None or db is not None:
             dw, db = (None if x is None else x.to(dtype) for x in (dw, db))
             own = None if self.bias is None else self.bias.detach().to(dtype)
-            rows = None if known.logits is None else positions
-            seen = _Predictions(
-                known.hidden, self.weight.detach().to(dtype), own, targets, known.logits, rows
+            rows = None if cached.logits is None else positions
+            predictions = _Predictions(
+                cached.hidden, self.weight.detach().to(dtype), own, targets, cached.logits, rows
             )
-            for block, part in seen.in_rows():
+            for block, part in predictions.in_rows():
                 slope[block] += _fold_dual(part, _Tangents(None, dw, db))[2]
-        dual: Tensor = forward_ad.make_dual(known.losses.detach(), slope)
+        dual: Tensor = forward_ad.make_dual(cached.losses.detach(), slope)
         return dual
 
 
@@ -490,13 +512,13 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
     return 5e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-3
 
 
-def _same_up_to_rounding(again: Tensor, known: Tensor, dtype: torch.dtype) -> bool:
+def _same_up_to_rounding(again: Tensor, recorded: Tensor, dtype: torch.dtype) -> bool:
     """True if rows of hidden states are equal within ``rounding_tolerance``, by their norms."""
-    if again.shape != known.shape:
+    if again.shape != recorded.shape:
         return False
-    sum_dtype = wide(again.dtype, known.dtype)
-    difference = (again.to(sum_dtype) - known.to(sum_dtype)).norm(dim=-1)
-    size = known.to(sum_dtype).norm(dim=-1)
+    sum_dtype = wide(again.dtype, recorded.dtype)
+    difference = (again.to(sum_dtype) - recorded.to(sum_dtype)).norm(dim=-1)
+    size = recorded.to(sum_dtype).norm(dim=-1)
     return bool((difference <= rounding_tolerance(dtype) * size).all())
 
 

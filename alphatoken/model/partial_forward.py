@@ -87,8 +87,8 @@ class Start:
         """True if these losses equal the known ones within ``rounding_tolerance``."""
         autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
         tolerance = rounding_tolerance(torch.bfloat16 if autocast else self.hidden.dtype)
-        again, known = losses.detach()[mask].double(), self.losses[mask].double()
-        return bool(torch.isclose(again, known, rtol=tolerance, atol=tolerance).all())
+        again, recorded = losses.detach()[mask].double(), self.losses[mask].double()
+        return bool(torch.isclose(again, recorded, rtol=tolerance, atol=tolerance).all())
 
 
 def can_start_at(adapter: DecoderAdapter, first: int) -> bool:

@@ -37,16 +37,16 @@ _CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, 
 class _Followed(TorchFunctionMode):
     """Follows what the head gave through casts, and through nothing else."""
 
-    def __init__(self, seen: _HeadInput) -> None:
+    def __init__(self, head_input: _HeadInput) -> None:
         super().__init__()
-        self.seen = seen
+        self.head_input = head_input
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _CASTS and self.seen.is_handed_on(args[0]):
-            self.seen.handed_on.append((result, result._version))
+        if func in _CASTS and self.head_input.is_handed_on(args[0]):
+            self.head_input.handed_on.append((result, result._version))
         return result
 
 
@@ -134,10 +134,12 @@ def response_losses(
     run = kept_frequencies(adapter.model)(run or partial(adapter.forward, inputs))
     head = output_head(adapter)
     if head is not None and head not in _CHANGED:
-        logits, seen = _cut_run(head, run)
-        if seen.gives(logits, labels):
-            return _of_hidden(seen, labels, role, observed)
-        if seen.hidden is None:  # the head was not called, or not on hidden states: nothing was cut
+        logits, head_input = _cut_run(head, run)
+        if head_input.gives(logits, labels):
+            return _of_hidden(head_input, labels, role, observed)
+        if (
+            head_input.hidden is None
+        ):  # the head was not called, or not on hidden states: nothing was cut
             return token_losses(logits, labels, role=role)
         _CHANGED.add(head)
     return token_losses(run(), labels, role=role)
@@ -145,22 +147,24 @@ def response_losses(
 
 def _cut_run(head: nn.Linear, run: Callable[[], Tensor]) -> tuple[Tensor, _HeadInput]:
     """A forward whose head is asked about one position; its logits, and what the head saw."""
-    seen = _HeadInput()
+    head_input = _HeadInput()
     handles = (
-        head.register_forward_pre_hook(seen.cut),
+        head.register_forward_pre_hook(head_input.cut),
         # First of all hooks: what others make of the output is another tensor, or another version.
-        head.register_forward_hook(seen.hear, prepend=True),
+        head.register_forward_hook(head_input.hear, prepend=True),
     )
     try:
-        with _Followed(seen):
-            return run(), seen
+        with _Followed(head_input):
+            return run(), head_input
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _of_hidden(seen: _HeadInput, labels: Tensor, role: str, observed: HeadUse | None) -> Tensor:
-    hidden, weight, bias = seen.hidden, seen.weight, seen.bias
+def _of_hidden(
+    head_input: _HeadInput, labels: Tensor, role: str, observed: HeadUse | None
+) -> Tensor:
+    hidden, weight, bias = head_input.hidden, head_input.weight, head_input.bias
     assert hidden is not None
     assert weight is not None
 

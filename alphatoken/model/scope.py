@@ -59,8 +59,8 @@ class Scope:
         What is named and belongs to a linear as well is there once.
         """
         chosen = {linear.weight_name: linear.weight for linear in self.linears}
-        known = {id(parameter) for parameter in chosen.values()}
-        return chosen | {name: p for name, p in self.named.items() if id(p) not in known}
+        chosen_ids = {id(parameter) for parameter in chosen.values()}
+        return chosen | {name: p for name, p in self.named.items() if id(p) not in chosen_ids}
 
 
 def find_scope(
@@ -78,8 +78,8 @@ def find_scope(
     if experts:
         tensors = _scored_experts(adapter, chosen, uncovered)
         linears = tuple(sorted((*linears, *tensors), key=lambda linear: linear.layer))
-        taken = {name for tensor in tensors for name in (tensor.weight_name, tensor.bias_name)}
-        uncovered = {name: why for name, why in uncovered.items() if name not in taken}
+        captured = {name for tensor in tensors for name in (tensor.weight_name, tensor.bias_name)}
+        uncovered = {name: why for name, why in uncovered.items() if name not in captured}
     # Matrices that no linear covers are enough for ``label``. Estimators that need captured errors
     # are refused afterwards, by ``require_covered``.
     if not linears and not uncovered:

@@ -125,30 +125,30 @@ def objects_in_use(
         names: of parameters; a tied one is followed to all its places.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    known = {id(named[name]): name for name in names}
-    found: dict[int, tuple[str, Tensor]] = {}
+    names_by_id = {id(named[name]): name for name in names}
+    in_use: dict[int, tuple[str, Tensor]] = {}
 
     def enter(module: nn.Module, _: object) -> None:
         for holder, local, name in places[module]:
-            held = holder._parameters[local]
-            assert held is not None
-            found[id(held)] = (name, held)
+            parameter = holder._parameters[local]
+            assert parameter is not None
+            in_use[id(parameter)] = (name, parameter)
 
     # Nobody calls a ParameterDict, as PEFT keeps its factors of embeddings in: what is in it is in
     # use where the module around it runs.
     containers = (nn.ParameterDict, nn.ParameterList)
     places = {
         module: [
-            (holder, n, known[id(p)])
+            (holder, n, names_by_id[id(p)])
             for holder in (module, *(c for c in module.children() if isinstance(c, containers)))
             for n, p in holder._parameters.items()
-            if id(p) in known
+            if id(p) in names_by_id
         ]
         for module in model.modules()
     }
     handles = [m.register_forward_pre_hook(enter) for m, inside in places.items() if inside]
     try:
-        yield found
+        yield in_use
     finally:
         for handle in handles:
             handle.remove()

@@ -219,7 +219,7 @@ class TransformersAdapter:
 
     def scored_experts(self, layers: Sequence[int]) -> list[ScoredExperts]:
         """Trainable 3-D tensors of the mixtures that transformers dispatches, each once."""
-        found: dict[str, ScoredExperts] = {}  # by name: a block may serve two layers
+        tensors: dict[str, ScoredExperts] = {}  # by name: a block may serve two layers
         for layer in layers:
             for module in self.mixtures([layer]):
                 for parameter, weight in module.named_parameters(recurse=False):
@@ -227,8 +227,8 @@ class TransformersAdapter:
                         name = f"{self._names[module]}.{parameter}"
                         turned = bool(module.is_transposed)
                         tensor = ScoredExperts(name, module, layer, turned, parameter)
-                        found.setdefault(name, tensor)
-        return list(found.values())
+                        tensors.setdefault(name, tensor)
+        return list(tensors.values())
 
     def uncovered(self, layers: Sequence[int]) -> dict[str, str]:
         """Trainable matrices of these blocks used outside any linear: name -> reason."""

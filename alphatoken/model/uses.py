@@ -50,13 +50,11 @@ class AttentionUse:
     execution: int
 
     def propagated(
-        self, error: Tensor, window: int | None, head_reduction: str
+        self, error: Tensor, window: int | None, *, head_mean: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Value-Propagation of errors at ``output``: a tensor of the graph, and the error there."""
-        found = propagate_values(
-            self.statistics, error, window=window, head_reduction=head_reduction
-        )
-        return self.value, found.to(self.value.dtype)
+        carried = propagate_values(self.statistics, error, window=window, head_mean=head_mean)
+        return self.value, carried.to(self.value.dtype)
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class DeltaUse:
     dropout: ClassVar[float] = 0.0
 
     def propagated(
-        self, error: Tensor, window: int | None, head_reduction: str
+        self, error: Tensor, window: int | None, *, head_mean: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Value-Propagation of errors at ``output``: the convolution's input, and the error there.
 
@@ -96,7 +94,7 @@ class DeltaUse:
             e~_t = sum_{k in (t, t+W]} sum_j taps_j f'(z_{t+j}) A_{k,t+j} e_k,
 
         the derivative of all o_k . e_k by the value projection's output at t, queries, keys and
-        gates held. Where ``head_reduction`` is "mean", A is averaged over the value heads.
+        gates held. With ``head_mean`` A is averaged over the value heads.
 
         Exactness: exact for the value rows of the last decoder layer with W = T. Oracle:
         ``alphatoken.oracle.delta_net.propagated``.
@@ -106,7 +104,7 @@ class DeltaUse:
         spans: list[Span] = [
             (int(j == 0), None if window is None else window - j) for j in range(taps.width)
         ]
-        parts = self.statistics.carried(error, spans, mean=head_reduction == "mean")
+        parts = self.statistics.carried(error, spans, mean=head_mean)
         # Autograd brings each part from the values to their channels of the convolution's output.
         placed = [
             torch.autograd.grad(

@@ -70,15 +70,15 @@ class Drift(Protocol):
 
 def read_drift(path: str | os.PathLike[str]) -> Drift:
     """Fisher and reference from a file that ``FisherDrift.save`` wrote, by safetensors alone."""
-    found = SimpleNamespace(fisher={}, reference={}, factors={})
+    drift = SimpleNamespace(fisher={}, reference={}, factors={})
     with safe_open(os.fspath(path), framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - the handle is no mapping
             kind, _, name = key.partition("/")
             if kind == "left":
-                found.factors[name] = (file.get_tensor(key), file.get_tensor(f"right/{name}"))
+                drift.factors[name] = (file.get_tensor(key), file.get_tensor(f"right/{name}"))
             elif kind in ("fisher", "reference"):
-                getattr(found, kind)[name] = file.get_tensor(key)
-    return found
+                getattr(drift, kind)[name] = file.get_tensor(key)
+    return drift
 
 
 def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -165,19 +165,19 @@ def fisher_drift(drift: Drift, parameters: Mapping[str, Tensor], names: Any) -> 
 
     Source: eq. V_layer.
     """
-    found = {}
+    drifts = {}
     for name, parameter in parameters.items():
-        known = next(n for n in names(name) if n in drift.reference)
+        stored = next(n for n in names(name) if n in drift.reference)
         weight = parameter.detach()
         wide = torch.promote_types(weight.dtype, torch.float32)
-        away = weight.to(wide).double() - drift.reference[known].to(weight.device).double()
+        away = weight.to(wide).double() - drift.reference[stored].to(weight.device).double()
         if drift.fisher:
-            found[name] = drift.fisher[known].to(weight.device).double() * away
+            drifts[name] = drift.fisher[stored].to(weight.device).double() * away
         else:
-            left, right = (f.to(weight.device).double() for f in drift.factors[known])
+            left, right = (f.to(weight.device).double() for f in drift.factors[stored])
             columns = away if away.dim() == 2 else away.unsqueeze(1)
-            found[name] = (left @ columns @ right).reshape(away.shape)
-    return found
+            drifts[name] = (left @ columns @ right).reshape(away.shape)
+    return drifts
 
 
 def corrected_fisher(
@@ -221,15 +221,15 @@ def damped_directions(
         damping: mu as a share of the mean of Lambda.
         names: parameter name -> all names of that parameter; the factors may use any.
     """
-    found = {}
+    directions = {}
     for name, m in side.items():
-        known = next(n for n in names(name) if n in factors.eigenvalues)
-        parts = (factors.left[known], factors.right[known], factors.eigenvalues[known])
+        stored = next(n for n in names(name) if n in factors.eigenvalues)
+        parts = (factors.left[stored], factors.right[stored], factors.eigenvalues[stored])
         left, right, values = (part.to(m.device).double() for part in parts)
         shrunk = torch.einsum("oa,oi,ib->ab", left, m.double(), right)
         shrunk /= values + damping * values.mean()
-        found[name] = torch.einsum("oa,ab,ib->oi", left, shrunk, right)
-    return found
+        directions[name] = torch.einsum("oa,ab,ib->oi", left, shrunk, right)
+    return directions
 
 
 def adam_scale(
@@ -281,18 +281,18 @@ def adam_scale(
 
 
 def _adam(group: Mapping[str, Any], state: Mapping[str, Any], g: Tensor | None) -> Tensor:
-    (b1, b2), eps, taken = group["betas"], group["eps"], int(state["step"])
+    (b1, b2), eps, steps = group["betas"], group["eps"], int(state["step"])
     m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
     largest = state["max_exp_avg_sq"].double() if group.get("amsgrad") else torch.zeros_like(v)
-    c = (1 - b1) / (1 - b1 ** (taken + 1))
+    c = (1 - b1) / (1 - b1 ** (steps + 1))
     if g is None:
-        held = (largest if group.get("amsgrad") else v) / (1 - b2**taken)
-        scale: Tensor = c / (held.clamp(min=EPSILON_FLOOR).sqrt() + eps)
+        second_moment = (largest if group.get("amsgrad") else v) / (1 - b2**steps)
+        scale: Tensor = c / (second_moment.clamp(min=EPSILON_FLOOR).sqrt() + eps)
         return scale
-    m = (b1 * m + (1 - b1) * g) / (1 - b1 ** (taken + 1))
-    v = (b2 * v + (1 - b2) * g.square()) / (1 - b2 ** (taken + 1))
-    largest = largest / (1 - b2 ** (taken + 1))
+    m = (b1 * m + (1 - b1) * g) / (1 - b1 ** (steps + 1))
+    v = (b2 * v + (1 - b2) * g.square()) / (1 - b2 ** (steps + 1))
+    largest = largest / (1 - b2 ** (steps + 1))
     moves = (v > EPSILON_FLOOR) & (v > largest)
     root = torch.maximum(v, largest).clamp(min=EPSILON_FLOOR).sqrt()
-    second = m * (1 - b2) * g / ((1 - b2 ** (taken + 1)) * root * (root + eps).square())
+    second = m * (1 - b2) * g / ((1 - b2 ** (steps + 1)) * root * (root + eps).square())
     return torch.as_tensor(c / (root + eps) - torch.where(moves, second, 0.0))

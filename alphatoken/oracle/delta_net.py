@@ -78,28 +78,28 @@ class Convolution(Protocol):
 
 def _directions(call: Rule) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t d"]]:
     """Queries and keys as the rule multiplies them, one of each for a value head."""
-    found = []
+    normalised = []
     for x in (call.query, call.key):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if call.normalised:
             wide = wide / (wide.square().sum(-1, keepdim=True) + _EPSILON).sqrt()
-        found.append(wide.repeat_interleave(call.value.shape[1] // x.shape[1], dim=1))
-    return found[0] / found[0].shape[-1] ** 0.5, found[1]
+        normalised.append(wide.repeat_interleave(call.value.shape[1] // x.shape[1], dim=1))
+    return normalised[0] / normalised[0].shape[-1] ** 0.5, normalised[1]
 
 
-def delta_rule(call: Rule, *, held: bool = False) -> Float[Tensor, "b h t v"]:
+def delta_rule(call: Rule, *, constant_past: bool = False) -> Float[Tensor, "b h t v"]:
     """The rule, one position after the other.
 
     Args:
         call: its tensors, in a graph or not.
-        held: the state that comes in is a constant at each position.
+        constant_past: the state that comes in is a constant at each position.
     """
     query, key = _directions(call)
     value, decay, beta = (x.to(key.dtype) for x in (call.value, call.decay, call.beta))
     state = key.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
     for t in range(value.shape[2]):
-        incoming = state.detach() if held else state
+        incoming = state.detach() if constant_past else state
         decayed = decay[:, :, t, None, None].exp() * incoming
         predicted = torch.einsum("bhdv,bhd->bhv", decayed, key[:, :, t])
         written = beta[:, :, t, None] * (value[:, :, t] - predicted)
@@ -108,18 +108,18 @@ def delta_rule(call: Rule, *, held: bool = False) -> Float[Tensor, "b h t v"]:
     return torch.stack(outputs, 2)
 
 
-def convolve(call: Convolution, *, held: bool = False) -> Float[Tensor, "b c t"]:
+def convolve(call: Convolution, *, constant_past: bool = False) -> Float[Tensor, "b c t"]:
     """The convolution, tap by tap.
 
     Args:
         call: its input and taps.
-        held: the input is a constant under every tap but the last.
+        constant_past: the input is a constant under every tap but the last.
     """
     width, length = call.weight.shape[-1], call.x.shape[-1]
     total = torch.zeros_like(call.x)
     for tap in range(width):
         back = width - 1 - tap
-        source = call.x.detach() if held and back else call.x
+        source = call.x.detach() if constant_past and back else call.x
         total = total + call.weight[:, tap, None] * F.pad(source, (back, 0))[..., :length]
     if call.bias is not None:
         total = total + call.bias[:, None]
@@ -179,10 +179,10 @@ def propagated_parts(
         # The input may begin earlier than the rule does (a cache pads it): places from the end.
         place = torch.arange(term.shape[-1], device=term.device)
         place = place - term.shape[-1] + weights.shape[2]
-        taken = place < k
+        in_window = place < k
         if window is not None:
-            taken = taken & (place >= k - window)
-        terms.append(term * taken)
+            in_window = in_window & (place >= k - window)
+        terms.append(term * in_window)
     return torch.stack(terms)
 
 
@@ -209,14 +209,14 @@ class DeltaNet:
 
     def call(self, x: Float[Tensor, "t m"], *, values_only: bool = False) -> Rule:
         """The rule's inputs at the layer's inputs x; ``values_only``: all others constant."""
-        held = x.detach() if values_only else x
-        mixed = torch.cat([held @ self.w_q.T, held @ self.w_k.T, x @ self.w_v.T], -1)
+        constant = x.detach() if values_only else x
+        mixed = torch.cat([constant @ self.w_q.T, constant @ self.w_k.T, x @ self.w_v.T], -1)
         convolution = self._convolution(mixed, F.silu)
         d = self.w_q.shape[0]
         parts = convolve(convolution)[0].T.split([d, d, self.w_v.shape[0]], -1)
         query, key, value = (part[None, None] for part in parts)
-        decay = -self.rate * F.softplus(held @ self.w_decay + self.shift)
-        beta = torch.sigmoid(held @ self.w_beta)
+        decay = -self.rate * F.softplus(constant @ self.w_decay + self.shift)
+        beta = torch.sigmoid(constant @ self.w_beta)
         return SimpleNamespace(
             query=query, key=key, value=value, decay=decay[None, None], beta=beta[None, None],
             normalised=True,

@@ -118,8 +118,8 @@ def expert_influence(
     absolute = {name: torch.zeros_like(term) for name, term in terms.items()}
     for (b, i), loss in losses.items():
         for name, m in direction.items():
-            found = _entries(loss, copies[name][b * length : (b + 1) * length], m)
-            for t, entries in found.items():
+            by_position = _entries(loss, copies[name][b * length : (b + 1) * length], m)
+            for t, entries in by_position.items():
                 terms[name][b, i - 1, t] = entries.sum()
                 absolute[name][b, i - 1, t] = entries.abs().sum()
     return Influence(terms, absolute)

@@ -25,7 +25,6 @@ __all__ = [
     "directed_parameters",
     "gradient",
     "known_labels",
-    "label_curvatures",
     "label_values",
     "per_token_gradients",
     "response_tokens",
@@ -131,7 +130,7 @@ def gradient(
 
     ``keep_graph`` makes the gradients themselves differentiable. No ``.grad`` is touched.
     """
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         loss,
         list(parameters.values()),
         create_graph=keep_graph,
@@ -139,7 +138,7 @@ def gradient(
         allow_unused=True,
         materialize_grads=True,
     )
-    return dict(zip(parameters, found, strict=True))
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def per_token_gradients(
@@ -179,18 +178,18 @@ def directed_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> di
     Raises:
         InputError: unknown name, other shape, or two directions for one parameter.
     """
-    known = dict(model.named_parameters(remove_duplicate=False))
+    named = dict(model.named_parameters(remove_duplicate=False))
     kept: dict[str, Tensor] = {}
     first_name: dict[int, str] = {}
     for name, tensor in direction.items():
-        if name not in known:
+        if name not in named:
             raise InputError(
                 "the direction names no parameter of the model",
                 got=name,
                 why="its part of the inner product would be dropped",
                 remedy="use the keys of model.named_parameters()",
             )
-        parameter = known[name]
+        parameter = named[name]
         if tensor.shape != parameter.shape:
             raise InputError(
                 "a direction has another shape than its parameter",
@@ -246,49 +245,6 @@ def label_values(
         for name, part in gradient.items():
             values[b, i] += torch.sum(part.double() * direction[name].double()).to(values.device)
     return values
-
-
-def label_curvatures(
-    model: nn.Module, forward: Forward, batch: Batch, direction: Mapping[str, Tensor]
-) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """Curvature of each token's loss along M: <M, H M>, by the derivative of a derivative.
-
-    Formula: ``out[b, i] = sum_theta <M_theta, d <grad l_{b,i}, M> / d theta>``; 0 elsewhere.
-
-    Args:
-        model: as in :func:`label_values`.
-        forward: as in :func:`label_values`, through operators that autograd differentiates twice.
-        batch: with ``labels``.
-        direction: as in :func:`label_values`.
-
-    Returns:
-        Two (b, t) in float64: the curvatures, and the sums of the absolute values of their terms
-        ``M_j (H M)_j``.
-
-    Exactness: exact up to the model's own arithmetic; the contraction is in float64.
-
-    Source: ours. Oracle of: ``TokenValues.curvature``.
-    """
-    parameters = directed_parameters(model, direction)
-    along = {name: direction[name].to(parameter) for name, parameter in parameters.items()}
-    shape, device = batch["labels"].shape, batch["labels"].device
-    curvatures = torch.zeros(shape, dtype=torch.float64, device=device)
-    terms = torch.zeros_like(curvatures)
-    for (b, i), loss in run_losses(forward, batch).items():
-        first = torch.autograd.grad(
-            loss, list(parameters.values()), create_graph=True, materialize_grads=True
-        )
-        slope = torch.stack(
-            [(g * m).sum() for g, m in zip(first, along.values(), strict=True)]
-        ).sum()
-        second = torch.autograd.grad(
-            slope, list(parameters.values()), retain_graph=True, materialize_grads=True
-        )
-        for m, hm in zip(along.values(), second, strict=True):
-            each = (m.double() * hm.double()).to(device)
-            curvatures[b, i] += each.sum()
-            terms[b, i] += each.abs().sum()
-    return curvatures, terms
 
 
 def validation_gradient(

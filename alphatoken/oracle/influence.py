@@ -67,11 +67,11 @@ def recorded_uses(modules: Mapping[str, nn.Module]) -> Iterator[list[Use]]:
     """
     uses: list[Use] = []
     handles = []
-    seen: set[int] = set()
+    hooked: set[int] = set()
     try:
         for name, module in modules.items():
-            if id(module) not in seen:
-                seen.add(id(module))
+            if id(module) not in hooked:
+                hooked.add(id(module))
                 hook = partial(_record_use, uses, name)
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
         yield uses
@@ -99,15 +99,15 @@ def _record_use(
 
 
 def _direction_of(module_name: str, parameter: Tensor, by_identity: Mapping[int, Tensor]) -> Tensor:
-    found = by_identity.get(id(parameter))
-    if found is None:
+    matrix = by_identity.get(id(parameter))
+    if matrix is None:
         raise InputError(
             "the direction does not cover a scored weight",
             got=f"{module_name}.weight",
             why="its uses would silently count as zero",
             remedy="add it to the direction, or leave the module out",
         )
-    return found.double()
+    return matrix.double()
 
 
 def moved_outputs(

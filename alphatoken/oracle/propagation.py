@@ -232,10 +232,10 @@ def via_t(
             (routed,) = torch.autograd.grad(above, below, at_k, retain_graph=True)
             for t in range(k + 1):
                 reached = torch.dot(routed[b, t], below[b, t])
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     reached, list(parameters.values()), retain_graph=True, allow_unused=True
                 )
-                for name, gradient in zip(parameters, found, strict=True):
+                for name, gradient in zip(parameters, gradients, strict=True):
                     if gradient is not None:
                         part = torch.sum(gradient.double() * direction[name].double())
                         values[b, k, t] += part.cpu()

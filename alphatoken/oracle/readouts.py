@@ -8,8 +8,7 @@ attention in which every key and value off the diagonal is held constant,
     s_kt = c q_k . [k_t]  for t < k,    s_kk = c q_k . k_k
     o_k  = sum_{t < k} alpha_kt [v_t] + alpha_kk v_k
 
-where [x] is a constant of the value of x. The same with the diagonal (and the query) held constant
-and the rest free gives all hops within the layer. Nothing is written down of a backward formula.
+where [x] is a constant of the value of x. Nothing is written down of a backward formula.
 Gated delta nets likewise, by ``delta_net``: incoming states, and all taps but the last, held.
 """
 
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,7 +34,6 @@ __all__ = [
     "Parts",
     "Trace",
     "contract",
-    "hop_errors",
     "propagated_errors",
     "split_attention",
     "traced",
@@ -77,7 +74,6 @@ class AttentionUse:
         value: (b, g, t, d) in the graph.
         output: (b, h, t, d) in the graph.
         alpha: (b, h, k, t), no graph.
-        hop: (b, h, t, d): the output as a function of other positions' keys and values alone.
         error: largest difference of the output from the model's own kernel, relative to
             ``sum_t alpha_kt |v_t|``.
     """
@@ -85,7 +81,6 @@ class AttentionUse:
     value: Tensor
     output: Tensor
     alpha: Tensor
-    hop: Tensor
     error: float
     execution: int
 
@@ -115,8 +110,8 @@ class DeltaUse:
         """An error at the values, brought to the convolution's input through every tap."""
         value = self.rule.value
         (at_y,) = torch.autograd.grad(value, self.y, at_values.to(value), retain_graph=True)
-        (found,) = torch.autograd.grad(self.every, self.front.x, at_y, retain_graph=True)
-        return found
+        (error,) = torch.autograd.grad(self.every, self.front.x, at_y, retain_graph=True)
+        return error
 
 
 @dataclass
@@ -198,7 +193,7 @@ class Trace:
         """Instead of one attention call."""
         with torch.no_grad():
             kernel = native(call.query, call.key, call.value)
-        self_only, hop, alpha = split_attention(call)
+        self_only, alpha = split_attention(call)
         values = _per_head(call.value, call.query).detach().to(alpha).abs()
         size = (alpha @ values).amax().clamp(min=1e-30)
         error = float((self_only.detach() - kernel).abs().amax() / size)
@@ -206,13 +201,13 @@ class Trace:
             output = kernel + (self_only - self_only.detach()).to(kernel.dtype)
         else:
             output = native(call.query, call.key, call.value)
-        self.attentions.append(AttentionUse(call.value, output, alpha, hop, error, self.execution))
+        self.attentions.append(AttentionUse(call.value, output, alpha, error, self.execution))
         return output
 
     def on_convolution(self, split: bool, call: Any, native: Callable[[Tensor], Tensor]) -> Tensor:
         """Instead of the convolution of one delta net; its rule comes next."""
-        held = delta_net.convolve(call, held=True)
-        y, error = _replaced(split, held, partial(native, call.x))
+        own = delta_net.convolve(call, constant_past=True)
+        y, error = _replaced(split, own, partial(native, call.x))
         self.fronts[call.module] = (call, y, error)
         return y
 
@@ -220,8 +215,8 @@ class Trace:
         """Instead of one call of the gated delta rule."""
         front, y, before = self.fronts.pop(call.module)
         inputs = (call.query, call.key, call.value, call.decay, call.beta)
-        held = delta_net.delta_rule(call, held=True)
-        output, error = _replaced(split, held, partial(native, *inputs))
+        own = delta_net.delta_rule(call, constant_past=True)
+        output, error = _replaced(split, own, partial(native, *inputs))
         every = delta_net.convolve(front)
         self.attentions.append(
             DeltaUse(call, front, y, every, output, max(before, error), self.execution)
@@ -229,17 +224,17 @@ class Trace:
         return output
 
 
-def _replaced(split: bool, held: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, float]:
-    """The kernel's own numbers, with the held function's derivatives; and how far they differ."""
+def _replaced(split: bool, own: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """The kernel's own numbers, with the derivatives of ``own``; and how far they differ."""
     if not split:
         output = run()
         kernel = output.detach()
     else:
         with torch.no_grad():
             kernel = run()
-        output = kernel + (held - held.detach()).to(kernel.dtype)
+        output = kernel + (own - own.detach()).to(kernel.dtype)
     size = float(kernel.abs().amax().clamp(min=1e-30))
-    return output, float((held.detach() - kernel).abs().amax()) / size
+    return output, float((own.detach() - kernel).abs().amax()) / size
 
 
 @contextmanager
@@ -289,12 +284,12 @@ def _per_head(keys: Tensor, query: Tensor) -> Tensor:
     return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
 
 
-def split_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The head outputs as functions of own, and of others', keys and values; and alpha.
+def split_attention(call: Call) -> tuple[Tensor, Tensor]:
+    """The head outputs as functions of their own position's key and value alone; and alpha.
 
     Returns:
-        (self-only output (b, h, t, d), hop output (b, h, t, d), alpha (b, h, k, t) without
-        graph). Both outputs have the value of ordinary attention, in float32 or wider.
+        (self-only output (b, h, t, d), alpha (b, h, k, t) without graph). The output has the value
+        of ordinary attention, in float32 or wider.
     """
     wide = torch.promote_types(call.query.dtype, torch.float32)
     query = call.query.to(wide)
@@ -304,10 +299,7 @@ def split_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     alpha = _softmax(call, logits + torch.diag_embed(own))
     diagonal = torch.diagonal(alpha, dim1=-2, dim2=-1).unsqueeze(-1)
     self_only = alpha @ value.detach() + diagonal.detach() * (value - value.detach())
-    cross = call.scale * query.detach() @ key.mT - torch.diag_embed(own)
-    others = _softmax(call, cross)
-    hop = others @ value - diagonal.detach() * (value - value.detach())
-    return self_only, hop, alpha.detach()
+    return self_only, alpha.detach()
 
 
 def _softmax(call: Call, logits: Tensor) -> Tensor:
@@ -348,7 +340,7 @@ def propagated_errors(
 
     Source: eqs. app_causal_rank1, phi_tgt_causal.
     """
-    found: list[Tensor | None] = [None] * len(trace.linears)
+    at_uses: list[Tensor | None] = [None] * len(trace.linears)
     spread = [torch.ones(trace.shape, device=use.x.device) for use in trace.linears]
     for use, error in zip(trace.attentions, errors, strict=True):
         if error is None:
@@ -367,8 +359,8 @@ def propagated_errors(
             if linear.execution == use.execution:
                 spread[n] = ratio.clamp(1.0, 1e6)
         at_end = summed.mT if isinstance(use, DeltaUse) else summed
-        _send(trace, use, end, at_end.to(end.dtype), found)
-    return found, spread
+        _send(trace, use, end, at_end.to(end.dtype), at_uses)
+    return at_uses, spread
 
 
 def _mixed_back(
@@ -389,41 +381,12 @@ def _mixed_back(
     return summed, size
 
 
-def hop_errors(trace: Trace, errors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """All hops within each layer, score path included: errors at the linear uses."""
-    found: list[Tensor | None] = [None] * len(trace.linears)
-    for use, error in zip(trace.attentions, errors, strict=True):
-        if error is None:
-            continue
-        if isinstance(use, DeltaUse):
-            _send_delta_hops(trace, use, error, found)
-        else:
-            _send(trace, use, use.hop, error.to(use.hop.dtype), found)
-    return found
-
-
-def _send_delta_hops(
-    trace: Trace, use: DeltaUse, error: Tensor, found: list[Tensor | None]
-) -> None:
-    """Everything that a delta net passes on, less what stays at its position."""
-    names = ("query", "key", "value", "decay", "beta")
-    inputs = [getattr(use.rule, name) for name in names]
-    free = [x.detach().requires_grad_() for x in inputs]
-    call = SimpleNamespace(**dict(zip(names, free, strict=True)), normalised=use.rule.normalised)
-    output = delta_net.delta_rule(call)
-    parts = torch.autograd.grad(output, free, error.to(output.dtype))
-    (at_y,) = torch.autograd.grad(inputs[:3], use.y, list(parts[:3]), retain_graph=True)
-    ends = ((use.every, at_y), (inputs[3], parts[3]), (inputs[4], parts[4]), (use.output, -error))
-    for end, part in ends:
-        _send(trace, use, end, part.to(end.dtype), found)
-
-
 def _send(
     trace: Trace,
     use: AttentionUse | DeltaUse,
     end: Tensor,
     error: Tensor,
-    found: list[Tensor | None],
+    errors: list[Tensor | None],
 ) -> None:
     """Send an error back from ``end`` to the uses of the same execution of a block."""
     places = [n for n, u in enumerate(trace.linears) if u.execution == use.execution]
@@ -433,8 +396,8 @@ def _send(
     parts = torch.autograd.grad(end, outputs, error, retain_graph=True, allow_unused=True)
     for n, part in zip(places, parts, strict=True):
         if part is not None:
-            before = found[n]
-            found[n] = part if before is None else before + part
+            before = errors[n]
+            errors[n] = part if before is None else before + part
 
 
 @dataclass

@@ -161,10 +161,10 @@ class _Subject:
         """The states before the steps ``first`` to ``last - 1``, and the one after them."""
         yield state
         for number in range(first, last):
-            given = self.ones(number) if weights is None else weights[number]
+            of_step = self.ones(number) if weights is None else weights[number]
             with displaced(self.parameters, state.theta):
-                found = self.gradients(number, given, keep_graph=False)
-            state = self.run.after(number, state, found).detached()
+                gradients = self.gradients(number, of_step, keep_graph=False)
+            state = self.run.after(number, state, gradients).detached()
             yield state
 
     def back(self, number: int, state: _State, adjoint: _State) -> tuple[_State, list[Tensor]]:
@@ -172,13 +172,13 @@ class _Subject:
         weights = [w.requires_grad_() for w in self.ones(number)]
         m, v = ({n: t.clone().requires_grad_() for n, t in p.items()} for p in (state.m, state.v))
         with displaced(self.parameters, state.theta):
-            found = self.gradients(number, weights, keep_graph=True)
-            after = self.run.after(number, _State(self.parameters, m, v), found)
+            gradients = self.gradients(number, weights, keep_graph=True)
+            after = self.run.after(number, _State(self.parameters, m, v), gradients)
             inner: Any = sum(
                 (x * a).sum() for x, a in zip(after.flat(), adjoint.flat(), strict=True)
             )
-            asked = [*self.parameters.values(), *m.values(), *v.values(), *weights]
-            parts = torch.autograd.grad(inner, asked, allow_unused=True, materialize_grads=True)
+            inputs = [*self.parameters.values(), *m.values(), *v.values(), *weights]
+            parts = torch.autograd.grad(inner, inputs, allow_unused=True, materialize_grads=True)
         size = len(self.parameters)
         before = _State(
             *(
@@ -190,9 +190,9 @@ class _Subject:
 
     def adjoint(self, batches: Sequence[Batch], state: _State) -> _State:
         """``(dJ/dtheta, 0, 0)`` at the weights of a state."""
-        _, found = _objective(self.forward, self.parameters, batches, state.theta)
+        _, theta = _objective(self.forward, self.parameters, batches, state.theta)
         m, v = ({n: torch.zeros_like(t) for n, t in p.items()} for p in (state.m, state.v))
-        return _State(found, m, v)
+        return _State(theta, m, v)
 
 
 def _objective(
@@ -204,8 +204,8 @@ def _objective(
         raise InputError("the validation data have no response token")
     with displaced(parameters, theta):
         loss: Any = sum(batch_losses(forward, batch).sum() for batch in batches)
-        found = gradient(loss / count, parameters)
-    return float(loss.detach() / count), found
+        gradients = gradient(loss / count, parameters)
+    return float(loss.detach() / count), gradients
 
 
 def run_end(

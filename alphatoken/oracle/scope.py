@@ -88,9 +88,9 @@ def decoder_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     for step in ("get_base_model", "get_decoder"):
         inner = getattr(model, step, None)
         model = model if inner is None else inner()
-    found = list(_outermost_lists(model))
+    lists = list(_outermost_lists(model))
     depth = _depth(model)
-    fitting = [blocks for blocks in found if len(blocks) == depth] or found
+    fitting = [blocks for blocks in lists if len(blocks) == depth] or lists
     if not fitting:
         raise ModelError(
             "no list of decoder blocks was found",
@@ -229,9 +229,9 @@ def _orientation(module: nn.Module) -> bool | None:
         x = torch.randn(1, 2, matrix.shape[1], generator=generator).to(weight)
         try:
             with torch.no_grad():
-                found = module.forward(x)
+                output = module.forward(x)
                 wanted = nn.functional.linear(x, matrix, bias)
-            errors[turned] = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            errors[turned] = float((output - wanted).norm() / wanted.norm().clamp(min=1e-30))
         except (RuntimeError, TypeError, ValueError, AttributeError):
             continue
     fitting = [turned for turned in errors if errors[turned] < 0.05]
@@ -240,10 +240,10 @@ def _orientation(module: nn.Module) -> bool | None:
 
 def _dora_factors(model: nn.Module) -> set[nn.Module]:
     """LoRA factors whose weights DoRA also uses outside their own call."""
-    found: set[nn.Module] = set()
+    factors: set[nn.Module] = set()
     for module in model.modules():
         dora = getattr(module, "use_dora", None)
         if isinstance(dora, dict) and any(dora.values()):
             for part in ("lora_A", "lora_B"):
-                found.update(module.get_submodule(part).modules())
-    return found
+                factors.update(module.get_submodule(part).modules())
+    return factors

@@ -128,15 +128,15 @@ def adam_step_derivative(
     first-order utility under Adam. ``values`` are needed for coupled weight decay only. Checks
     :func:`adam_preconditioner`.
     """
-    found = {}
+    derivatives = {}
     for name, g in gradients.items():
         # u is elementwise: one weight an entry gives du_i / dw_i, all at the same w = 1.
         weight = torch.ones_like(g, requires_grad=True)
         moving = g.detach() + (weight - 1) * token_gradient[name].detach()
         total = _decayed(moving, state, None if values is None else values[name])
         u, _, _ = adam_direction(total, state.m[name], state.v[name], state)
-        (found[name],) = torch.autograd.grad(u.sum(), weight)
-    return found
+        (derivatives[name],) = torch.autograd.grad(u.sum(), weight)
+    return derivatives
 
 
 def adam_preconditioner(

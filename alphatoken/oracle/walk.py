@@ -18,7 +18,7 @@ from alphatoken.oracle.evaluate import batch_losses
 from alphatoken.oracle.gradients import (
     Batch,
     Forward,
-    label_curvatures,
+    directed_parameters,
     label_values,
     run_losses,
 )
@@ -106,6 +106,23 @@ def label_values_along(
 def curvature_along(
     model: nn.Module, end: nn.Module, forward_of: ForwardOf, batch: Batch, share: float
 ) -> Float[Tensor, "b t"]:
-    """``D' H_k(theta + share D) D`` of each token's loss, by two backwards."""
-    twin = _moved(model, end, share)
-    return label_curvatures(twin, forward_of(twin), batch, _along(model, end))[0]
+    """``D' H_k(theta + share D) D`` of each token's loss: the derivative along D of <grad l_k, D>.
+
+    The forward goes through operators that autograd differentiates twice. Exactness: exact up to
+    the model's own arithmetic; the contraction is in float64.
+    """
+    twin, direction = _moved(model, end, share), _along(model, end)
+    parameters = directed_parameters(twin, direction)
+    along = [direction[name].to(parameter) for name, parameter in parameters.items()]
+    curvatures = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for (b, i), loss in run_losses(forward_of(twin), batch).items():
+        first = torch.autograd.grad(
+            loss, list(parameters.values()), create_graph=True, materialize_grads=True
+        )
+        slope = torch.stack([(g * m).sum() for g, m in zip(first, along, strict=True)]).sum()
+        second = torch.autograd.grad(
+            slope, list(parameters.values()), retain_graph=True, materialize_grads=True
+        )
+        for m, hm in zip(along, second, strict=True):
+            curvatures[b, i] += (m.double() * hm.double()).sum().cpu()
+    return curvatures

@@ -1,6 +1,7 @@
 """Files of values: one record an example, as Parquet.
 
-Columns: ``row`` (row of the training file, from 0), ``place`` (how a person finds it), and lists
+Columns: ``row`` (row of the training file, from 0), ``place`` (how a person finds it);
+``response_tokens``, their number, and ``value_mean`` and ``value_sum`` of their totals; and lists
 with an entry a token: ``input_ids``, ``labels`` (-100: not learned), ``keep``, ``value`` (the
 total), and one list a component (:data:`alphatoken.report.COMPONENTS`); a component that the
 estimator does not split off is null. A run with queries adds ``query_1``, ``query_2``, ...:
@@ -13,11 +14,13 @@ the lists ``rows`` and ``kept_share``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.report.examples import COMPONENTS, ScoredExample, Visits
@@ -25,6 +28,7 @@ from alphatoken.support.storage import replacing
 
 __all__ = [
     "pyarrow_modules",
+    "read_row_values",
     "read_values",
     "value_files",
     "write_parquet",
@@ -40,6 +44,9 @@ _COLUMNS: dict[str, str] = {
 _KEYS = {column: key for key, column in _COLUMNS.items()}
 _QUERY = "query_"
 """Begins the names of columns of values against one query."""
+
+_BY_ROW = ("row", "response_tokens", "value_mean", "value_sum")
+"""Columns with a number a row."""
 
 _GROUP = 1 << 16
 """Tokens of a row group of a Parquet file, about; what is in memory while a file is written."""
@@ -67,9 +74,13 @@ Record = Mapping[str, Any]
 
 
 def _record(example: ScoredExample) -> Record:
+    totals = np.asarray(example.values["total"], np.float64)[example.response]
     record = {
         "row": example.row,
         "place": example.place,
+        "response_tokens": len(totals),
+        "value_mean": float(totals.mean()) if len(totals) else None,
+        "value_sum": float(totals.sum()),
         "input_ids": np.asarray(example.ids, np.int32),
         "labels": np.asarray(example.labels, np.int32),
         "keep": np.asarray(example.kept, bool),
@@ -97,6 +108,9 @@ def _types(first: Record | None) -> dict[str, str]:
     return {
         "row": "int64",
         "place": "string",
+        "response_tokens": "int64",
+        "value_mean": "double",
+        "value_sum": "double",
         "input_ids": "[int32]",
         "labels": "[int32]",
         "keep": "[bool]",
@@ -169,14 +183,40 @@ def read_values(path: str | Path) -> Iterator[ScoredExample]:
     """
     path = Path(path)
     for file in value_files(path) if path.is_dir() else [path]:
-        try:
+        with _readable(file):
             yield from _parquet(file)
-        except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
-            raise DataError(
-                "a value file cannot be read",
-                got=f"{file}: {type(problem).__name__}: {problem}",
-                remedy="score again; the file is truncated or not one of ours",
-            ) from problem
+
+
+def read_row_values(folder: Path) -> dict[str, NDArray[Any]]:
+    """Columns of numbers by row over all files of a folder, n rows in order.
+
+    ``row``, ``response_tokens`` (int64), ``value_mean``, ``value_sum`` (float64), each (n,): 32
+    bytes a row are in memory, and no token.
+
+    Raises:
+        DataError: a file that cannot be read, or holds something else.
+    """
+    _, pq = pyarrow_modules()
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in _BY_ROW}
+    for path in value_files(folder):
+        with _readable(path), pq.ParquetFile(path) as file:
+            table = file.read(columns=list(_BY_ROW))
+            for name, parts in columns.items():
+                parts.append(table[name].to_numpy())
+    return {name: np.concatenate(parts) for name, parts in columns.items()}
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Name the file in whatever goes wrong inside."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
+        raise DataError(
+            "a value file cannot be read",
+            got=f"{path}: {type(problem).__name__}: {problem}",
+            remedy="score again; the file is truncated or not one of ours",
+        ) from problem
 
 
 def _parquet(path: Path) -> Iterator[ScoredExample]:

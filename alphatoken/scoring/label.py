@@ -1,81 +1,147 @@
-"""The derivative of token losses along M, in the form that is asked for or that works."""
+"""``Label``: values by the derivative of token losses along M, in whichever way works.
+
+    v_k  =  <grad l_k, M>  =  d/dh l_k(theta + h M)  at h = 0
+
+by forward mode (one dual forward a side) or by finite differences (forwards at moved weights). No
+error is captured, so that any parameter and any kernel can be valued.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from alphatoken.direction.scored import ScoredParameters
-from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
-from alphatoken.estimate.derivatives import Derivative, DerivativeProof, Disagreement
-from alphatoken.estimate.differences import (
-    CURVATURE,
-    FORMS,
-    Differences,
-    drowned,
+from alphatoken.direction.algebra import Direction
+from alphatoken.direction.cache import DirectionCache
+from alphatoken.direction.objective import forward_losses, scoring_forward
+from alphatoken.errors import (
+    AlphaTokenWarning,
+    InputError,
+    NumericalError,
+    UnsupportedError,
+    warn_caller,
 )
+from alphatoken.estimate.choices import watching_choices
+from alphatoken.estimate.derivatives import Derivative, DerivativeProof, Disagreement
+from alphatoken.estimate.differences import FORMS, Differences, DirectionalDerivative, drowned
 from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.token_values import DirectCausal, finite, undivided
 from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.modes import draws
 from alphatoken.model.partial_forward import Start
-from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import mixtures_of
-from alphatoken.scoring.passes import Pass
+from alphatoken.scoring.estimator import Estimator, Side
+from alphatoken.scoring.recording import Recording
+from alphatoken.support.precision import float16_named
+from alphatoken.values import TokenValues
 
-__all__ = ["LabelDerivative", "Taken"]
+__all__ = ["Label"]
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Derivatives (b, t) of token losses along one side of M.
+class Label(Estimator[Direction]):
+    """``<grad l_k, M>`` for every response token k, by forward mode or by differences.
 
-    Attributes:
-        values: 0 off the response.
-        way: "forward_mode", "central" or "one_sided".
-        error: estimated, relative to the norm of ``values``; 0 where it is rounding alone.
-        age: batches since the truncation in ``error`` was measured; 0: on this one.
-        doubt: why they are not exact enough; None if they are.
-        negligible: as of ``Quotient``.
+    Exactness: exact up to rounding by forward mode; by differences up to the error that comes with
+    the values. Oracle: ``alphatoken.oracle.gradients.label_values``.
     """
 
-    values: Float[Tensor, "b t"]
-    way: str
-    error: float = 0.0
-    age: int = 0
-    doubt: UnsupportedError | None = None
-    negligible: bool = False
-
-
-class LabelDerivative:
-    """Takes ``<grad l_k, M>`` of passes of one model.
-
-    Args:
-        adapter: of the model.
-        asked: "auto", "forward_mode", "central" or "one_sided".
-        scored: everything in scope; under sharded weights there is no forward mode.
-    """
-
-    def __init__(self, adapter: DecoderAdapter, asked: str, scored: ScoredParameters) -> None:
-        self._adapter, self._asked, self._parameters = adapter, asked, scored.parameters
+    def __init__(self, cache: DirectionCache[Direction]) -> None:
+        super().__init__(cache)
+        scored, adapter = self.scored, self.adapter
+        self._way, self._parameters = self.config.derivative, scored.parameters
         self._first, self._sharding = scored.first, scored.sharding
         self._differences = Differences(adapter, scored.sharding)
-        # Ways that "auto" has found not to work on this model, by the proof and by a batch; none of
-        # them is tried again.
+        # Ways that "auto" has seen fail on this model, by the proof and by a batch; none of them is
+        # tried again.
         self._disproved: set[str] = set()
         self._refused: set[str] = set()
-        self._warned: set[str] = set()  # ways that one was warned of on single batches
+        self._fallbacks: set[str] = set()  # ways that one was warned of on single batches
         # Whether losses may jump where weights move, as a router sends a token elsewhere.
         self._chooses = bool(mixtures_of(adapter, range(len(adapter.layers()))))
         # Whether a dual forward may start at the hidden states of the observed one, and whether the
         # losses of the observed one may be a side of a difference. Each is switched off for good by
-        # the first pass that shows otherwise: it would be paid for at each step.
+        # the first recording that shows otherwise: it would be paid for at each step.
         self._starts = True
         self._bases = True
+
+    # --- before the values -----------------------------------------------------------------------
+
+    def prepare(self, batch: LabelledBatch | None = None) -> Direction:
+        """M at the current weights; derivatives are proved along it."""
+        direction = super().prepare(batch)
+        self.proofs.see_version(self.cache.version)
+        shown = self.inputs.first_batch() or batch
+        if self.proofs.pending and shown is not None:
+            self.prove(self._slice(shown), _both(direction))
+        return direction
+
+    def prove(self, batch: LabelledBatch, sides: Sequence[Side] = ()) -> None:
+        """Prove that the derivative is that of the trained loss; see ``Estimator.prove``."""
+        # Whatever is wrong with the tokens of a slice is reported when their whole batch runs, by
+        # their place in it; until then nothing is proved.
+        try:
+            self.proofs.see_arguments(batch)
+            # V is 0 before the first step.
+            m = next((side for side in sides if any(bool(x.any()) for x in side.values())), {})
+            with scoring_forward(self.adapter, self._first), watching_choices() as choices:
+                losses = forward_losses(self.adapter, batch, "batch")
+            with float16_named(self.adapter.model, (UnsupportedError, NumericalError)):
+                relative = self._prove_derivative(batch, losses, m, chooses=choices.made)
+        except (InputError, NumericalError):
+            if self._sharding is not None:
+                raise
+            return
+        # Differences are proved along M: where it is 0 yet, the next forward is looked at too.
+        self.proofs.derivatives_agree(relative, pending=not m)
+
+    # --- values ----------------------------------------------------------------------------------
+
+    @finite
+    def values(
+        self, recording: Recording, direction: Direction, *, components: bool
+    ) -> TokenValues:
+        """Values of a recording, with the way and its error; see ``Estimator.values``."""
+        direction = self.at_step(recording, direction)
+        if self.proofs.pending:  # M is built from no batch then, and none came before this one
+            recorder = recording.recorder
+            with nullcontext() if recorder is None else recorder.aside():
+                self.prove(around_responses(recording.batch), _both(direction))
+        derivatives: list[DirectionalDerivative] = []
+
+        def along(sides: Sequence[Side]) -> list[DirectCausal]:
+            for number, side in enumerate(sides):
+                along_side = self.derivative(recording, dict(side), number)
+                derivatives.append(_weighted(along_side, recording))
+            return [undivided(one.values) for one in derivatives]
+
+        values = self.combined(recording, direction, along, components=components)
+        worst = max(derivatives, key=lambda one: one.error)
+        return replace(
+            values, derivative=derivatives[0].way, error=worst.error, error_age=worst.age
+        )
+
+    def derivative(
+        self, recording: Recording, side: Side, number: int = 0
+    ) -> DirectionalDerivative:
+        """Derivatives of the token losses of a recording along one side of M.
+
+        Args:
+            recording: where its losses are known, those of the own forward must equal them.
+            side: parameter name -> M in the parameter's shape.
+            number: of the side among those that are taken in turn.
+        """
+        return self._by_first_way(
+            {
+                "forward_mode": partial(self._by_forward_mode, recording, side),
+                "differences": partial(self._by_differences, recording, side, number),
+            }
+        )
 
     # --- which way -------------------------------------------------------------------------------
 
@@ -86,15 +152,15 @@ class LabelDerivative:
             UnsupportedError: differences are asked for where a shift would drown.
         """
         lost = None
-        if self._asked != "forward_mode":
-            lost = drowned(self._adapter.model, self._parameters)
+        if self._way != "forward_mode":
+            lost = drowned(self.adapter.model, self._parameters)
         if self._sharding is not None:
             lost = lost or self._sharding.narrow()
-        if self._asked in FORMS or self._sharding is not None:
+        if self._way in FORMS or self._sharding is not None:
             if lost is not None:
-                raise _lost(self._asked, lost, sharded=self._sharding is not None)
+                raise _lost(self._way, lost, sharded=self._sharding is not None)
             return ["differences"]
-        if self._asked == "forward_mode" or lost is not None:
+        if self._way == "forward_mode" or lost is not None:
             return ["forward_mode"]
         # Forward mode starts at the input of the first scored layer, where differences would run
         # the model below it again; over all parameters it costs more than they do. A router sends
@@ -104,31 +170,33 @@ class LabelDerivative:
         lost_ways = self._disproved | self._refused
         return [way for way in ways if way not in lost_ways] or ways
 
-    def _take(self, take: Mapping[str, Callable[[], Taken]]) -> Taken:
+    def _by_first_way(
+        self, by_way: Mapping[str, Callable[[], DirectionalDerivative]]
+    ) -> DirectionalDerivative:
         """Values by the first way that works; "auto" warns if that was not the preferred one."""
         way, *rest = self._ways()
-        doubtful: Taken | None = None
+        doubtful: DirectionalDerivative | None = None
         try:
-            taken = take[way]()
+            derivative = by_way[way]()
         except UnsupportedError as error:
             refused = error
         else:
-            if taken.doubt is None:
-                return taken
-            refused, doubtful = taken.doubt, taken
+            if derivative.doubt is None:
+                return derivative
+            refused, doubtful = derivative.doubt, derivative
         for other in rest:
             try:
-                taken = take[other]()
+                derivative = by_way[other]()
             except UnsupportedError:
                 break
-            if taken.doubt is not None:
+            if derivative.doubt is not None:
                 break
             if doubtful is None:
                 self._refused.add(way)
-            if doubtful is None or other not in self._warned:
+            if doubtful is None or other not in self._fallbacks:
                 self._warn(other, refused)
-            self._warned.add(other)
-            return taken
+            self._fallbacks.add(other)
+            return derivative
         if doubtful is not None and doubtful.negligible:
             return doubtful
         raise refused
@@ -138,7 +206,7 @@ class LabelDerivative:
 
     # --- the proof -------------------------------------------------------------------------------
 
-    def prove(
+    def _prove_derivative(
         self, batch: LabelledBatch, losses: Tensor, m: Mapping[str, Tensor], *, chooses: bool
     ) -> float:
         """Show that the way that will be taken agrees with autograd, on a slice of a batch.
@@ -192,131 +260,106 @@ class LabelDerivative:
 
     def _forward_mode_of(self, batch: LabelledBatch) -> Derivative:
         def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
-            return label_values(self._adapter, batch, direction, first=self._first or 0), 0.0
+            return label_values(self.adapter, batch, direction, first=self._first or 0), 0.0
 
         return derivative
 
     def _differences_of(self, batch: LabelledBatch) -> Derivative:
         def derivative(direction: Mapping[str, Tensor]) -> tuple[Tensor, float]:
             # Steps of its own: the direction need not be M.
-            differences = Differences(self._adapter)
-            taken = differences.values(batch, direction, self._form(None)).require_exact()
-            return taken.values, taken.error
+            differences = Differences(self.adapter)
+            one = differences.values(batch, direction, self._form(None)).require_exact()
+            return one.values, one.error
 
         return derivative
 
-    # --- values ----------------------------------------------------------------------------------
+    # --- one way ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop what was found on batches, as a scorer that is built anew knows nothing of it."""
-        self._refused, self._warned = set(), set()
-        self._differences = Differences(self._adapter, self._sharding)
+        """Drop what was learned of batches, as a scorer that is built anew knows nothing of it."""
+        self._refused, self._fallbacks = set(), set()
+        self._differences = Differences(self.adapter, self._sharding)
         self._starts = self._bases = True
 
-    def of(
-        self,
-        seen: Pass,
-        direction: Mapping[str, Tensor],
-        side: int = 0,
-        shown: Callable[[], LabelledBatch | None] | None = None,
-    ) -> Taken:
-        """Derivatives of a pass along one side of M.
-
-        Args:
-            seen: the pass; where its losses are known, those of the own forward must equal them.
-            direction: parameter name -> M in the parameter's shape.
-            side: its place among the sides that are taken in turn.
-            shown: gives the batch that a step of differences is found on; None for the pass's.
-        """
-        take = {
-            "forward_mode": partial(self._by_forward_mode, seen, direction),
-            "differences": partial(self._by_differences, seen, direction, side, shown),
-        }
-        return self._take(take)
-
-    def curvature(
-        self,
-        seen: Pass,
-        direction: Mapping[str, Tensor],
-        shown: Callable[[], LabelledBatch | None] | None = None,
-    ) -> Taken:
-        """``<M, H_k M>`` by three forwards, whose step is larger than that of a derivative."""
-        taken = self._differences.values(seen.batch, direction, CURVATURE, shown=shown)
-        taken.require_exact()
-        return Taken(taken.values, CURVATURE, taken.error, taken.age)
-
-    def _by_forward_mode(self, seen: Pass, direction: Mapping[str, Tensor]) -> Taken:
-        start = self._start(seen)
+    def _by_forward_mode(self, recording: Recording, side: Side) -> DirectionalDerivative:
+        start = self._start(recording)
         values = label_values(
-            self._adapter,
-            seen.batch,
-            direction,
+            self.adapter,
+            recording.batch,
+            side,
             first=self._first or 0,
             start=start,
-            head=seen.head,
-            see=seen.require_losses if self._comparable(seen) else None,
+            head=recording.head,
+            see=recording.require_losses if self._comparable(recording) else None,
         )
         if start is not None and start.refused:
             self._starts = False
-        return Taken(values, "forward_mode")
+        return DirectionalDerivative(values, "forward_mode")
 
-    def _start(self, seen: Pass) -> Start | None:
+    def _start(self, recording: Recording) -> Start | None:
         """Start of a dual forward, the recorded input of the first scored layer; or None."""
-        if seen.losses is None or seen.recorder is None:
+        if recording.losses is None or recording.recorder is None:
             return None
-        forward = seen.recorder.latest
+        forward = recording.recorder.latest
         if forward is None or forward.hidden is None or not forward.plain:
             return None
         usable = self._starts and self._first is not None
-        return Start(forward.hidden, seen.losses.detach()) if usable else None
+        return Start(forward.hidden, recording.losses.detach()) if usable else None
 
     def _by_differences(
-        self,
-        seen: Pass,
-        direction: Mapping[str, Tensor],
-        side: int,
-        shown: Callable[[], LabelledBatch | None] | None,
-    ) -> Taken:
-        form = self._form(seen)
-        based = form == "one_sided" and self._based(seen)
-        see = seen.require_losses if self._comparable(seen) else None
-        take = partial(
+        self, recording: Recording, side: Side, number: int
+    ) -> DirectionalDerivative:
+        form = self._form(recording)
+        based = form == "one_sided" and self._based(recording)
+        see = recording.require_losses if self._comparable(recording) else None
+        difference = partial(
             self._differences.values,
-            seen.batch, direction, form, side=side, shown=shown, see=see,
+            recording.batch, side, form, side=number, shown=self.inputs.first_batch, see=see,
         )  # fmt: skip
-        taken = take(base=seen.losses if based else None)
-        if based and taken.doubt is not None:
+        derivative = difference(base=recording.losses if based else None)
+        if based and derivative.doubt is not None:
             # The observed forward may have gone through other kernels than ours, whose rounding
             # is multiplied by 1 / h: a forward of our own takes its place from here on.
-            again = take()
-            self._bases = again.doubt is not None
-            taken = again
-        return Taken(taken.values, form, taken.error, taken.age, taken.doubt, taken.negligible)
+            derivative = difference()
+            self._bases = derivative.doubt is not None
+        return derivative
 
-    def _form(self, seen: Pass | None) -> str:
-        """Form of the differences: the one asked for, or the one that saves a forward."""
-        if self._asked in FORMS:
-            return self._asked
-        return "one_sided" if seen is not None and self._based(seen) else "central"
+    def _form(self, recording: Recording | None) -> str:
+        """Form of the differences: that of the options, or the one that saves a forward."""
+        if self._way in FORMS:
+            return self._way
+        return "one_sided" if recording is not None and self._based(recording) else "central"
 
-    def _comparable(self, seen: Pass) -> bool:
-        """True if the pass has losses that a forward of our own should give again."""
-        return seen.losses is not None and not draws(self._adapter.model)
+    def _comparable(self, recording: Recording) -> bool:
+        """Whether there are losses that a forward of our own should give again."""
+        return recording.losses is not None and not draws(self.adapter.model)
 
-    def _based(self, seen: Pass) -> bool:
-        """True if the losses of the pass may be a side of a difference."""
+    def _based(self, recording: Recording) -> bool:
+        """Whether the losses of the recording may be a side of a difference."""
         # It may have run under an autocast that is over by now, and its scores may have been cast.
-        weights = () if seen.recorder is None else seen.recorder.weights
-        fine = _digit(seen.products) <= _digit(weights)
-        return self._bases and fine and self._comparable(seen)
+        weights = () if recording.recorder is None else recording.recorder.weights
+        fine = _coarsest(recording.products) <= _coarsest(weights)
+        return self._bases and fine and self._comparable(recording)
 
 
-def _digit(dtypes: Iterable[torch.dtype]) -> float:
-    """The last digit of the coarsest of them."""
+def _coarsest(dtypes: Iterable[torch.dtype]) -> float:
+    """The largest machine epsilon of them."""
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 _NAMES = {"differences": "finite differences", "forward_mode": "forward mode"}
+
+
+def _both(direction: Direction) -> Sequence[Side]:
+    return direction.adaptation, direction.stability or {}
+
+
+def _weighted(derivative: DirectionalDerivative, recording: Recording) -> DirectionalDerivative:
+    """``<grad(w l), M> = w <grad l, M>``: rows of Psi scale with their own token's weight."""
+    weights = recording.token_weights
+    if weights is None:
+        return derivative
+    return replace(derivative, values=derivative.values * weights.to(derivative.values))
 
 
 def _lost(form: str, why: str, *, sharded: bool) -> UnsupportedError:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alphatoken.direction.current import Frame
 from alphatoken.direction.objective import forward_losses
 from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.estimate.estimators import WALK
@@ -19,8 +18,8 @@ from alphatoken.model.capture import Recorder
 from alphatoken.model.head import watched_head
 from alphatoken.model.modes import draws, evaluation_mode
 from alphatoken.model.observed_forward import ObservedForward
-from alphatoken.scoring.passes import Pass, Weights, foreign_scores
-from alphatoken.scoring.valuing import Valuer
+from alphatoken.scoring.estimator import Estimator
+from alphatoken.scoring.recording import Recording, foreign_scores, read_weights
 from alphatoken.support.precision import float16_named, wide
 from alphatoken.values import TokenValues
 
@@ -28,24 +27,21 @@ __all__ = ["Observed"]
 
 
 class Observed:
-    """Handle on the forward seen by ``Scorer.observe``."""
+    """Handle on the forward that ``Scorer.observe`` records."""
 
     def __init__(
         self,
-        valuer: Valuer,
-        frame: Frame,
+        estimator: Estimator[Any],
+        direction: Any,
         recorder: Recorder,
-        *,
-        self_only: bool,
         lock: AbstractContextManager[Any],
     ) -> None:
+        self._estimator, self._direction, self._recorder = estimator, direction, recorder
         self._lock = lock
-        self._valuer, self._frame, self._recorder = valuer, frame, recorder
-        self._self_only = self_only
         self._valued, self._open = False, True
 
     def __repr__(self) -> str:
-        """True if values were taken of it already."""
+        """Whether this forward has been valued."""
         return f"Observed({'valued' if self._valued else 'not valued yet'})"
 
     def values(
@@ -79,42 +75,18 @@ class Observed:
                 ``Scorer.score``.
         """
         # Locked, because the weights may be moved meanwhile.
-        with float16_named(self._valuer.adapter.model), self._lock:
-            valuer, recorder = self._valuer, self._recorder
+        with float16_named(self._estimator.adapter.model), self._lock:
             self._require_open()
-            valuer.builder.require_current()
+            self._estimator.cache.require_current()
             # Everything is read and refused before the first backward.
             batch = self._batch(labels)
-            # Before a forward of the proofs', which a cache would confuse.
-            if valuer.config.captured:
-                valuer.capture_check.require_rule(recorder)
-            with recorder.aside():
-                valuer.capture_check.see_arguments(batch, observed=True)
-            weights = Weights.read(batch.mask, token_weights, step_weights)
-            head = watched_head(logits_or_log_probs)
-            # Losses need their graph where errors are taken of them: by estimators that capture,
-            # and below a watched head, whose errors label values share with the training step.
-            # Otherwise label values along a fixed M compare them with those of the dual forward:
-            # numbers do.
-            graph = self._self_only or valuer.needs_recording or head is not None
-            with nullcontext() if graph else torch.no_grad():
-                losses = token_losses(logits_or_log_probs, batch.labels)
-            require_finite(losses, batch.mask, "batch")
-            self._require_own(logits_or_log_probs, losses, batch)
-            # Estimators that take errors see by themselves whether any arrives.
-            if (
-                not valuer.config.captured
-                and recorder.linears
-                and not _follows(logits_or_log_probs, recorder)
-            ):
-                raise foreign_scores("the graph of another forward")
-            products = recorder.products | {logits_or_log_probs.dtype}
-            known: Tensor | None = losses
-            if valuer.config.estimator == WALK and self._forward.is_coarser(logits_or_log_probs):
-                known = None  # what a walk changes is a difference of losses, and may be as small
-            seen = Pass(batch, weights, known, recorder, head=head, products=products)
-            seen = valuer.with_kept_errors(seen)
-            values = valuer.values(self._frame, seen, components=components)
+            recording = self._recording(
+                batch,
+                logits_or_log_probs,
+                read_weights("token", token_weights, batch.mask),
+                read_weights("step", step_weights, batch.mask),
+            )
+            values = self._estimator.values(recording, self._direction, components=components)
             self._valued = True
             return values
 
@@ -128,6 +100,42 @@ class Observed:
         forward = self._recorder.latest
         assert forward is not None
         return forward
+
+    def _recording(
+        self,
+        batch: LabelledBatch,
+        scores: Tensor,
+        token_weights: Tensor | None,
+        step_weights: Tensor | None,
+    ) -> Recording:
+        """The observed forward with these scores, which must be its own, and with weights."""
+        estimator, recorder = self._estimator, self._recorder
+        config = estimator.config
+        head = watched_head(scores)
+        # Losses need their graph where errors are computed from them: by estimators that capture,
+        # and below a watched head, whose errors label values share with the training step.
+        # Otherwise label values along a fixed M compare them with those of the dual forward:
+        # numbers do.
+        graph = estimator.needs_forward or head is not None
+        with nullcontext() if graph else torch.no_grad():
+            losses = token_losses(scores, batch.labels)
+        require_finite(losses, batch.mask, "batch")
+        self._require_own(scores, losses, batch)
+        # Estimators that capture errors notice by themselves whether any arrives.
+        if not config.captured and recorder.linears and not _follows(scores, recorder):
+            raise foreign_scores("the graph of another forward")
+        products = recorder.products | {scores.dtype}
+        # What a walk changes is a difference of losses, and may be as small as their rounding.
+        coarse = config.estimator == WALK and self._forward.is_coarser(scores)
+        return Recording(
+            batch,
+            token_weights,
+            step_weights,
+            None if coarse else losses,
+            recorder,
+            head,
+            products,
+        )
 
     def _require_open(self) -> None:
         latest = self._recorder.latest
@@ -151,18 +159,23 @@ class Observed:
     def _batch(self, labels: Tensor) -> LabelledBatch:
         """The observed arguments with these labels, checked."""
         # The labels are handed in, since the model need not have been called with any.
-        recorder = self._recorder
-        if recorder.forward is None and self._valuer.config.captured:
+        estimator, recorder = self._estimator, self._recorder
+        if recorder.forward is None and estimator.config.captured:
             recorder.require_graph()
         inputs = self._forward.inputs
         self._require_constant(inputs)
         ids = inputs.get("input_ids")
         batch = read_batch(
             {**inputs, "input_ids": labels if ids is None else ids, "labels": labels},
-            max_length=self._valuer.adapter.max_positions(),
+            max_length=estimator.adapter.max_positions(),
         )
         if ids is None:  # a model that was called on embeddings
             del batch.inputs["input_ids"]
+        # Before a forward of the proofs', which a cache would confuse.
+        if estimator.config.captured:
+            estimator.proofs.require_rule(recorder)
+        with recorder.aside():
+            estimator.proofs.see_arguments(batch, observed=True)
         return batch
 
     def _require_constant(self, inputs: Mapping[str, Any]) -> None:
@@ -173,7 +186,7 @@ class Observed:
         argument would be left out.
         """
         made = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad}
-        scored = self._valuer.scored
+        scored = self._estimator.scored
         names = {id(p): name for name, p in scored.parameters.items()}
         for argument, value in made.items():
             leaves = [value, *(getattr(n, "variable", None) for n in graph_nodes(value))]
@@ -202,23 +215,24 @@ class Observed:
         """
         if self._forward.gave(scores):
             return
-        own = [out for out in self._forward.outputs if out.dim() >= scores.dim()]
-        if own:
+        outputs = [out for out in self._forward.outputs if out.dim() >= scores.dim()]
+        if outputs:
             with torch.no_grad():
-                same = any(_agree(scores.detach(), out.detach(), batch) for out in own)
+                same = any(_agree(scores.detach(), out.detach(), batch) for out in outputs)
             if not same:
                 raise foreign_scores("other numbers than those that the model returned")
             return
-        adapter = self._valuer.adapter
+        adapter = self._estimator.adapter
         if draws(adapter.model):
             raise foreign_scores(
                 "scores that no output of the model can be compared with, of a forward with dropout"
             )
         with self._recorder.aside(), torch.no_grad(), evaluation_mode(adapter.model):
             again = forward_losses(adapter, batch, "batch")
-        Pass(
-            batch, Weights(None, None), losses, self._recorder, products=self._recorder.products
-        ).require_losses(again)
+        own = Recording(
+            batch, losses=losses, recorder=self._recorder, products=self._recorder.products
+        )
+        own.require_losses(again)
 
 
 def _agree(scores: Tensor, output: Tensor, batch: LabelledBatch) -> bool:

@@ -93,10 +93,10 @@ def write_json(
 def read_json(path: Path) -> dict[str, Any] | None:
     """Content of a file; None if there is none, or none that can be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -203,12 +203,12 @@ def _digest(
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU tensors, no two of which share memory (safetensors refuses sharing)."""
     separate: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    pointers: set[int] = set()
     for name, tensor in tensors.items():
         own = tensor.detach().to("cpu").contiguous()
         # Tied weights share memory; the second of them becomes a copy.
-        if own.numel() and own.untyped_storage().data_ptr() in seen:
+        if own.numel() and own.untyped_storage().data_ptr() in pointers:
             own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
+        pointers.add(own.untyped_storage().data_ptr())
         separate[name] = own
     return separate

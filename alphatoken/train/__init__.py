@@ -9,6 +9,8 @@ response tokens, the room is read from a step of training:
    validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
 2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;
    ``compute_loss`` hands it each micro-batch (:mod:`~alphatoken.train.micro_batch`).
+   Parts of a run see of the trainer what :mod:`~alphatoken.train.interface` names, and weigher and
+   valuation its loss alone.
 3. :mod:`~alphatoken.train.weigher`: from a policy (``policy``, ``policies``, ``policy_stage``) to
    the loss of a step, by what ``trainer_loss`` says of the trainer's own. The values, and which
    validation rows and direction hold at a step, are in ``valuation`` and ``pool``.

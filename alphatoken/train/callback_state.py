@@ -8,12 +8,12 @@ by 1,024 evenly spread numbers of each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, warn_caller
 from alphatoken.train.identity import weights_fingerprint
@@ -24,10 +24,14 @@ Digests = Mapping[str, str | None]
 """By callback, of the tensors that it holds; None where it holds none."""
 
 
-def restore_states(trainer: Any) -> None:
-    """Give callbacks the state that a checkpoint has of them, such as the patience that is left."""
-    states = trainer.state.stateful_callbacks
-    exporting = [c for c in trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
+def restore_states(callbacks: Iterable[TrainerCallback], states: Mapping[str, Any]) -> None:
+    """Give callbacks the state that a checkpoint has of them, such as the patience that is left.
+
+    Args:
+        callbacks: of the run.
+        states: ``TrainerState.stateful_callbacks``; class name -> one state, or one a callback.
+    """
+    exporting = [c for c in callbacks if isinstance(c, ExportableState)]
     for name in {type(one).__name__ for one in exporting} & states.keys():
         saved = states[name] if isinstance(states[name], list) else [states[name]]
         of_name = (one for one in exporting if type(one).__name__ == name)
@@ -36,13 +40,12 @@ def restore_states(trainer: Any) -> None:
                 setattr(callback, attribute, value)
 
 
-def tensor_digests(trainer: Any) -> Digests:
-    """Digests of what callbacks hold, the weights of the trainer's own models left out."""
-    models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+def tensor_digests(callbacks: Iterable[TrainerCallback], models: Iterable[nn.Module]) -> Digests:
+    """Digests of the tensors that callbacks hold, the weights of these models left out."""
     own = {id(p) for model in models for p in model.parameters()}
     digests: dict[str, str | None] = {}
     numbers: Counter[str] = Counter()
-    for callback in trainer.callback_handler.callbacks:
+    for callback in callbacks:
         if isinstance(callback, ExportableState):
             continue
         kind = type(callback).__qualname__

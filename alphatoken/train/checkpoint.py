@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
@@ -34,6 +34,7 @@ from alphatoken.train.callback_state import (
     tensor_digests,
     warn_of_tensors,
 )
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.manifest import (
     Manifest,
     chosen_checkpoint,
@@ -42,9 +43,6 @@ from alphatoken.train.manifest import (
     rotate,
     write_manifest,
 )
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["STAGING", "RunCheckpoints"]
 
@@ -70,7 +68,7 @@ class RunCheckpoints(TrainerCallback):
             ``resuming``; it is loaded once an attempt.
     """
 
-    def __init__(self, trainer: AlphaTrainerMixin, facts: Mapping[str, Any] | None) -> None:
+    def __init__(self, trainer: TrainerInterface, facts: Mapping[str, Any] | None) -> None:
         self._trainer: Any = trainer
         self._facts = facts
         self._run = ""
@@ -117,10 +115,16 @@ class RunCheckpoints(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Load own state; on every attempt of ``auto_find_batch_size``."""
         self.random_state_loaded = False
-        self._begun = tensor_digests(self._trainer)
+        self._begun = self._callback_tensors()
         if self.resuming is not None:
-            restore_states(self._trainer)
+            states = self._trainer.state.stateful_callbacks
+            restore_states(self._trainer.callback_handler.callbacks, states)
             self._load_own(self.resuming)
+
+    def _callback_tensors(self) -> Digests:
+        models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
+        callbacks = self._trainer.callback_handler.callbacks
+        return tensor_digests(callbacks, [model for model in models if model is not None])
 
     def _load_own(self, folder: Path) -> None:
         trainer = self._trainer
@@ -214,7 +218,7 @@ class RunCheckpoints(TrainerCallback):
             "tokens": getattr(trainer, "_total_train_tokens", None),
         }
         own = {f"alpha/{name}": tensor for name, tensor in tensors.items()}
-        digests = tensor_digests(trainer)
+        digests = self._callback_tensors()
         self._told = self._told or warn_of_tensors(self._begun, digests)
         callbacks = {name: digest for name, digest in digests.items() if digest is not None}
         parts = {"alpha": values, "since_log": since_log, "callbacks": callbacks}

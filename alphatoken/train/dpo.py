@@ -297,11 +297,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             )
         return rows
 
-    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+    def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """One preference batch, padded as TRL pads it."""
         if self._follows_reference:  # it may have moved since these rows came last
-            rows = [dict(row) for row in rows]
-            self._add_reference(rows)
+            copies = [dict(row) for row in rows]
+            self._add_reference(copies)
+            rows = copies
         batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))
         labels = self.response_labels(batch)
         half = len(rows)

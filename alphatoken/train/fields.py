@@ -138,10 +138,10 @@ class AlphaFields:
 
     estimator: str = option(
         "alphatoken",
-        "Estimator of values: 'alphatoken' (the paper), 'direct', 'same_layer_hop', 'path', "
-        "'label' (exact for a loss mask), 'paper_literal', or 'walk' (the decrease of a token's "
-        "loss along some steps on the validation rows).",
-        within="seven names",
+        "Estimator of values: 'alphatoken' (the paper), 'direct', 'path', 'label' (exact for a "
+        "loss mask), 'paper_literal', or 'walk' (the decrease of a token's loss along some steps "
+        "on the validation rows).",
+        within="six names",
     )
     walk_steps: int = option(
         24,

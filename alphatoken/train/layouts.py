@@ -223,8 +223,8 @@ def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigE
             got=f"mixed precision {precision}, estimator={args.estimator!r}, layout {kind}",
             why="they are differences between forwards at weights that move by little, which drown "
             "in 16 bits",
-            remedy="no mixed precision; or DDP, ZeRO-1 or 2; or estimator='alphatoken', 'direct', "
-            "'same_layer_hop' or 'path' over 'linears' or 'linears,experts'",
+            remedy="no mixed precision; or DDP, ZeRO-1 or 2; or estimator='alphatoken', 'direct' "
+            "or 'path' over 'linears' or 'linears,experts'",
         )
     if args.preconditioner is not None and kind.startswith("zero"):
         yield ConfigError(

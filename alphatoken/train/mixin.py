@@ -299,7 +299,7 @@ class AlphaTrainerMixin(_Base):
         """Tokenised rows of a validation or retention dataset."""
         raise NotImplementedError
 
-    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+    def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Tokenised rows as one batch on the model's device."""
         raise NotImplementedError
 

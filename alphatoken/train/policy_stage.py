@@ -25,6 +25,7 @@ from alphatoken.train.checks import has_pass
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.identity import run_options
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.layouts import layout
 from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.placement import cache_folder, on_accelerator
@@ -128,7 +129,9 @@ def kept_random_state() -> Iterator[None]:
 
 
 @selecting()
-def prepare_policy(trainer: Any, policy: TokenPolicy, validation: Any) -> Columns | None:
+def prepare_policy(
+    trainer: TrainerInterface, policy: TokenPolicy, validation: Any
+) -> Columns | None:
     """Let a policy choose the rows of a run and pass over them; then write ``policy.json``.
 
     Rows that it does not choose are taken out of the trainer.
@@ -182,7 +185,7 @@ def _write_policy(args: Any, policy: TokenPolicy) -> None:
     write_json(folder / "policy.json", record)
 
 
-def make_stage(trainer: Any, policy: TokenPolicy, validation: Any) -> PolicyStage:
+def make_stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> PolicyStage:
     """The stage of a run whose trainer is built and not yet wrapped.
 
     Args:
@@ -238,7 +241,7 @@ def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
 
 
 def _train_copy(
-    trainer: Any,
+    trainer: TrainerInterface,
     rows: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
     *,
@@ -299,7 +302,7 @@ def _train_copy(
 
 
 def _optimizer_of(
-    trainer: Any, options: Mapping[str, Any]
+    trainer: TrainerInterface, options: Mapping[str, Any]
 ) -> tuple[type[Any], dict[str, Any]] | None:
     """Class and settings of the optimizer that was handed over; None where the options name it.
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from alphatoken.data.pieces import token_texts
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.loading import model_name, text_tokenizer
 from alphatoken.train.micro_batch import MicroBatch, MicroBatchValues, undivided
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.results import VALUES, export_values, write_run_report
 from alphatoken.values import derivative_notes
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["RunRecords"]
 
@@ -37,7 +34,7 @@ class RunRecords:
         listener: is called with mask and weights of each micro-batch; None for nobody.
     """
 
-    def __init__(self, trainer: AlphaTrainerMixin) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer = trainer
         self.monitor = TrainMonitor()
         self.ledger = ValueLedger()

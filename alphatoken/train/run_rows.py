@@ -7,7 +7,7 @@ it cannot use before it trains.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, CoverageError
@@ -18,10 +18,8 @@ from alphatoken.model.scope import resolve_layers
 from alphatoken.train.checks import check_lengths, check_pool, check_tokens
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.fisher_cache import fitted_fisher
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.placement import cache_folder
-
-if TYPE_CHECKING:
-    from alphatoken.train.mixin import AlphaTrainerMixin
 
 __all__ = ["RunRows", "prepare_run_rows"]
 
@@ -42,7 +40,7 @@ class RunRows:
 
 
 def prepare_run_rows(
-    trainer: AlphaTrainerMixin,
+    trainer: TrainerInterface,
     validation: Any,
     retention: Any,
     fisher: FisherDrift | None,
@@ -85,7 +83,7 @@ def prepare_run_rows(
     return RunRows(validation_rows, retention_rows, fisher)
 
 
-def fit_or_load_fisher(trainer: AlphaTrainerMixin, dataset: Any = None) -> FisherDrift:
+def fit_or_load_fisher(trainer: TrainerInterface, dataset: Any = None) -> FisherDrift:
     """A Fisher fitted on these rows (training rows for None), or taken from the cache.
 
     Raises:
@@ -113,7 +111,7 @@ def fit_or_load_fisher(trainer: AlphaTrainerMixin, dataset: Any = None) -> Fishe
         )
 
 
-def _require_fisher_covers(trainer: AlphaTrainerMixin) -> None:
+def _require_fisher_covers(trainer: TrainerInterface) -> None:
     """Check that what is valued has a Fisher, before it is fitted: 'label' values more than it."""
     options, adapter = trainer.args, find_adapter(trainer.model)
     choice = ParameterChoice.read(options.value_parameters, "value_parameters")

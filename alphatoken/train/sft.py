@@ -59,7 +59,9 @@ def refuse_losses(trainer: str, refused: Mapping[str, bool]) -> None:
             )
 
 
-def padded_batch(rows: Sequence[dict[str, Any]], pad: int, device: Any) -> dict[str, torch.Tensor]:
+def padded_batch(
+    rows: Sequence[Mapping[str, Any]], pad: int, device: Any
+) -> dict[str, torch.Tensor]:
     """Tokenised rows padded on the right: input_ids, attention_mask, labels."""
     batch = padded([(row["input_ids"], row["labels"]) for row in rows], pad)
     return {name: tensor.to(device) for name, tensor in batch.items()}
@@ -68,7 +70,7 @@ def padded_batch(rows: Sequence[dict[str, Any]], pad: int, device: Any) -> dict[
 class LabelledRows(AlphaTrainerMixin):
     """Rows with ``input_ids`` and ``labels``: what SFT and plain language modelling share."""
 
-    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+    def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """One padded batch, by the collator that was handed over where there is one."""
         if self.own_collator is None:
             tokenizer = text_tokenizer(self.processing_class)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from alphatoken.errors import UnsupportedError
+from alphatoken.train.interface import TrainerInterface
 
 __all__ = ["StepGuard"]
 
@@ -23,7 +24,7 @@ class StepGuard(TrainerCallback):
         trainer: whose run it is.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer, self._reached = trainer, 0
 
     def expect_gradient(self, loss: Tensor) -> None:

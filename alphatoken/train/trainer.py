@@ -146,7 +146,7 @@ class AlphaTrainer(LabelledRows, Trainer):
             _require_batches(seen, given["args"].train_batch_size)
         return rows
 
-    def row_batch(self, rows: Sequence[dict[str, Any]]) -> Any:
+    def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """One padded batch, as transformers' collator makes it: the rows' own masks are in it."""
         batch = super().row_batch(rows)
         if self.own_collator is None:

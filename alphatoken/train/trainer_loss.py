@@ -17,6 +17,7 @@ from torch import Tensor
 from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import Ranks
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.log_prob_proxy import LogProbProxy, by_token
 from alphatoken.train.micro_batch import MicroBatch, MicroBatchPlan
 from alphatoken.train.policy import TokenPolicy
@@ -33,8 +34,9 @@ class TrainerLoss:
         compute_loss: of the trainer below it in the bases, which makes the loss.
     """
 
-    def __init__(self, trainer: Any, compute_loss: Callable[..., Any]) -> None:
-        self._trainer, self._compute_loss = trainer, compute_loss
+    def __init__(self, trainer: TrainerInterface, compute_loss: Callable[..., Any]) -> None:
+        self._trainer: Any = trainer  # subclasses read of it what their kind of trainer has
+        self._compute_loss = compute_loss
 
     # --- the run ----------------------------------------------------------------------------------
 

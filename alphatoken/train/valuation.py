@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.direction.objective import objective_value, scoring_forward
-from alphatoken.direction.walk import WalkBuilder
+from alphatoken.estimate.estimators import WALK
 from alphatoken.model.batch import label_mask, labels_of_all
 from alphatoken.scorer import Observed, Scorer
 from alphatoken.support.progress import shown_progress
@@ -122,8 +122,7 @@ class Valuation:
         self._built = built
         scorer.pin(("step", built))
         places = {name: p.device for name, p in scorer.scored.parameters.items()}
-        assert isinstance(scorer.builder, WalkBuilder)
-        scorer.builder.keep({n: t.to(places[n]) for n, t in end.items()})
+        scorer.estimator.cache.keep({n: t.to(places[n]) for n, t in end.items()})
 
     def _draw(self, pool: ValidationPool, rows: Sequence[dict[str, Any]], step: int) -> list[Any]:
         return self._batches(rows, pool.rows(step))
@@ -319,8 +318,8 @@ class Valuation:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """State for a checkpoint: the end of the walk in use; its step, and the last norm."""
         end: dict[str, Tensor] = {}
-        if self._scorer is not None and isinstance(self._scorer.builder, WalkBuilder):
-            end = {} if self._built is None else self._scorer.builder.end_weights()
+        if self._scorer is not None and self._scorer.config.estimator == WALK:
+            end = {} if self._built is None else self._scorer.estimator.cache.current()
         elif self._scorer is not None:
             # A resumed run builds its direction at its first step; so must the one that goes on.
             self._built = None

@@ -56,7 +56,6 @@ FACTS: dict[str, tuple[Fact, ...]] = {
         _at_three("`label`", "label"),
         _at_three("`direct`", "direct"),
         _at_three("`alphatoken`, W = 32", "alphatoken"),
-        _at_three("`same_layer_hop`", "same_layer_hop"),
         _at_three("`path`", "path"),
         _at_three("`paper_literal`", "paper_literal"),
     ),

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.certificate.metrics import spearman
-from alphatoken.estimate.columns import Side, contract_columns
+from alphatoken.estimate.columns import contract_columns
 from alphatoken.model.batch import label_mask, read_batch, to_token_index
-from alphatoken.scoring.passes import Weights
+from alphatoken.scoring.captured import Captured
 from alphatoken.values import TokenValues
 from benchmarks.peers.peer import Peer, Work
 
@@ -42,9 +42,12 @@ def reference(work: Work, estimand: str) -> Tensor:
     """What a peer of this estimand should give, by our exact estimators."""
     if estimand == "path":
         path, batch = scorer(work, "path"), read_batch(work.batch)
-        side, names = Side(path.direction.total()), path.scored.names
-        with path.valuer.forward(batch, Weights(None, None)) as seen:
-            (columns,) = contract_columns(seen.recorded[0], path.valuer.errors(seen), [side], names)
+        m, names = path.direction.total(), path.scored.names
+        captured = path.estimator
+        assert isinstance(captured, Captured)
+        with captured.forward(batch) as recording:
+            recorder, errors = recording.recorder, captured.errors(recording)
+            (columns,) = contract_columns(recorder, errors, [m], names)
         return columns.direct + columns.causal
     values = scorer(work, "label").score(work.batch).total
     return values if estimand == "label" else values.sum(1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.intervals import Estimate
+from benchmarks import prices
 from benchmarks.__main__ import WRITERS, pages
 from benchmarks.diagnoses.facts import FACTS, cell
 from benchmarks.diagnoses.subjects import SUBJECTS
@@ -25,6 +27,10 @@ def test_a_table_that_was_edited_is_written_anew() -> None:
     right = (DOCS / "estimators.md").read_text(encoding="utf-8")
     line = next(x for x in right.splitlines() if x.startswith("| `label`, all linears"))
     assert filled(right.replace(line, line.replace("0.", "1.")), WRITERS) == right
+
+
+def test_prices_are_those_of_their_measurements() -> None:
+    assert json.loads(prices.FILE.read_text(encoding="utf-8")) == prices.prices()
 
 
 # --- single cells --------------------------------------------------------------------------------

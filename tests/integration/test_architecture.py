@@ -12,9 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
-    "importlinter"
-]["contracts"]
+LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
+CONTRACTS = LINTER["contracts"]
 BLOCKS = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -34,6 +33,7 @@ def test_the_contracts_hold_every_room_and_know_of_circles() -> None:
     assert CONTRACTS[0]["exhaustive"]
     (circles,) = [c for c in CONTRACTS if c["type"] == "acyclic_siblings"]
     assert circles["ancestors"] == ["alphatoken", "alphatoken_lab", "benchmarks"]
+    assert not LINTER["exclude_type_checking_imports"]
     (apart,) = [c for c in CONTRACTS if c.get("forbidden_modules") == ["alphatoken_lab"]]
     assert apart["source_modules"] == ["alphatoken"]
 
@@ -50,6 +50,7 @@ def test_no_module_of_the_library_names_one_of_the_lab() -> None:
 
 REGISTRIES = {
     "alphatoken/model/protocol.py": "the adapter of a model",
+    "alphatoken/scorer.py": "the certificate, loaded when a scorer is verified",
     "alphatoken/train/policies/__init__.py": "a policy of any package",
     "alphatoken/__init__.py": "public names, loaded at first use",
     "alphatoken/train/__init__.py": "public names, loaded at first use",

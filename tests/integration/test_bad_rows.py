@@ -76,7 +76,6 @@ def words_of(command: str, model: Path, rows: str, held: str, out: Path) -> list
     ]  # fmt: skip
     more = {
         "score": ["--validation_file", held, "--output_dir", str(out), "--no_report", "--quiet"],
-        "filter": ["--validation_file", held, "--output_file", str(out), "--quiet"],
         "fisher": ["--output_file", str(out), "--samples", "2", "--max_new_tokens", "2", "--quiet"],
     }.get(command, training)
     return words + more
@@ -92,7 +91,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_loaded")
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("command", ["score", "filter", "fisher", "sft", "dpo"])
+@pytest.mark.parametrize("command", ["score", "fisher", "sft", "dpo"])
 def test_a_bad_row_is_named_before_the_model_is_loaded(
     command: str, kind: str, model: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -118,7 +117,7 @@ def test_a_fisher_names_the_first_bad_row_of_the_file(
     assert "rows.jsonl, line 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["score", "filter", "fisher"])
+@pytest.mark.parametrize("command", ["score", "fisher"])
 def test_bad_rows_are_passed_over_where_that_is_asked(
     command: str, model: Path, tmp_path: Path
 ) -> None:
@@ -130,10 +129,6 @@ def test_bad_rows_are_passed_over_where_that_is_asked(
     if command == "score":
         found = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
         assert [row["place"].split()[-1] for row in found] == ["4", "12", "13", "14"]
-    if command == "filter":
-        verdicts = [json.loads(line)["verdict"] for line in out.read_text().splitlines()]
-        assert [n for n, said in enumerate(verdicts) if said == "cannot be read"] == [3, 11, 12]
-        assert len(verdicts) == 13  # a line that is no record cannot be written again
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
@@ -209,5 +204,5 @@ def test_folders_of_rows_are_read_by_all(model: Path, tmp_path: Path) -> None:
     lines = Path(rows).read_text().splitlines(keepends=True)
     (many / "a.jsonl").write_text("".join(lines[:6]))
     (many / "b.jsonl").write_text("".join(lines[6:]))
-    for command in ("filter", "fisher", "sft"):
+    for command in ("score", "fisher", "sft"):
         assert main(words_of(command, model, str(many), held, tmp_path / command)) == 0, command

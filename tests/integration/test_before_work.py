@@ -43,7 +43,6 @@ def words_of(command: str, rows: str, out: object) -> list[object]:
     model = ["--model_name_or_path", "./model", "--train_file", rows]
     return {
         "fisher": ["fisher", *model, "--output_file", out],
-        "filter": ["filter", *model, "--validation_rows", 2, "--output_file", out],
         "score": ["score", *model, "--validation_rows", 2, "--output_dir", out],
         **{
             name: [name, *model, "--validation_rows", 2, "--output_dir", out, "--use_cpu",
@@ -54,7 +53,7 @@ def words_of(command: str, rows: str, out: object) -> list[object]:
     }[command]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["fisher", "filter", "merge"])
+@pytest.mark.parametrize("command", ["fisher", "merge"])
 def test_nothing_is_overwritten_unasked(command: str, rows: str, tmp_path: Path, said: Any) -> None:
     out = tmp_path / "out"
     out.write_text("the only copy")
@@ -64,7 +63,7 @@ def test_nothing_is_overwritten_unasked(command: str, rows: str, tmp_path: Path,
     assert out.read_text() == "the only copy"
 
 
-@pytest.mark.parametrize("command", ["fisher", "filter", "merge", "score"])
+@pytest.mark.parametrize("command", ["fisher", "merge", "score"])
 def test_what_cannot_be_written_is_said_first(
     command: str, rows: str, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +76,7 @@ def test_what_cannot_be_written_is_said_first(
     assert "No space left on device" in message
 
 
-@pytest.mark.parametrize("command", ["score", "fisher", "filter"])
+@pytest.mark.parametrize("command", ["score", "fisher"])
 def test_layers_that_the_model_lacks_are_said_before_its_weights_are_loaded(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

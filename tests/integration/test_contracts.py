@@ -123,7 +123,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "_globalstep_last_logged": ("train/checkpoint.py", lambda x: isinstance(x, int)),
     "current_gradient_accumulation_steps": ("train/mixin.py", lambda x: x == 2),
     "model_accepts_loss_kwargs": ("train/trainer.py", lambda x: x is True),
-    "callback_handler": ("train/callback_state.py", lambda x: isinstance(x.callbacks, list)),
+    "callback_handler": ("train/checkpoint.py", lambda x: isinstance(x.callbacks, list)),
     "_metrics": ("train/checkpoint.py", lambda x: all(
         isinstance(series, list) for part in ("train", "eval") for series in x[part].values()
     )),

@@ -77,7 +77,7 @@ def test_a_refused_retention_changes_nothing() -> None:
         assert torch.equal(found.total, expected.total)
         assert torch.equal(found.stability, expected.stability)
         scorer.refresh()
-    assert scorer.builder.made_of.retention is before
+    assert scorer.arguments.retention is before
 
 
 def test_a_refused_validation_changes_nothing() -> None:

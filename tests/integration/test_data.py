@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ from alphatoken.data import (
     encode_row,
     encode_rows,
     leak_keys,
+    pair_of,
     read_rows,
+    row_of,
     split_pools,
     token_texts,
 )
@@ -381,3 +385,47 @@ def test_prompts_without_responses_suffice_where_asked(tmp_path: Path) -> None:
     assert [(row.prompt, row.response) for row in rows] == [("p", ""), ("hi", ""), ("q", "r")]
     with pytest.raises(DataError, match="no response field"):
         read_rows(path)
+
+
+# --- the page of data formats ---------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs/data-formats.md").read_text(encoding="utf-8")
+
+
+def page_examples(section: str) -> list[list[dict[str, Any]]]:
+    """The records of each JSON block in a section of docs/data-formats.md."""
+    text = PAGE.split(f"\n## {section}\n")[1].partition("\n## ")[0]
+    blocks = re.findall(r"```json\n(.*?)```", text, re.S)
+    return [[json.loads(line) for line in block.splitlines()] for block in blocks]
+
+
+def test_records_in_a_block_of_the_page_are_one_row_in_several_forms() -> None:
+    lengths = []
+    for records in page_examples("Rows for supervised fine-tuning"):
+        forms = [row_of(record, 0, "here").turns for record in records]
+        contents = {tuple((t.role, t.text, t.learned) for t in turns) for turns in forms}
+        assert len(contents) == 1, records
+        unlearned = [text for _, text, learned in contents.pop() if not learned]
+        assert unlearned == (["48."] if "48." in str(records) else [])
+        lengths.append(len(forms[0]))
+    assert lengths == [2, 2, 2, 3, 5, 4, 1]
+
+
+def test_pairs_of_the_page_are_one_pair_in_three_forms() -> None:
+    (records,) = page_examples("Preference pairs")
+    forms = [pair_of(record, 0, "here") for record in records]
+    texts = {
+        tuple(turn.text for turn in (*pair.prompt, *pair.chosen, *pair.rejected)) for pair in forms
+    }
+    assert texts == {("What is 6 times 7?", "6 * 7 = 42.", "6 * 7 = 48.")}
+    assert len(forms) == 3
+
+
+def test_the_page_names_every_field_that_is_read() -> None:
+    from alphatoken.data import marks, pairs, rows
+
+    fields = (*rows.PROMPTS, *rows.RESPONSES, *rows.CHATS, *pairs.CHOSEN, *pairs.REJECTED)
+    fields = (*fields, *rows._ADDED, *rows.SYSTEMS, *rows.THOUGHTS, *marks._TRAINED, *marks._MASKED)
+    fields = (*fields, *marks._WEIGHTS, *marks._USED, *marks._RIGHT, *marks._WRONG, *marks._REWARDS)
+    for name in (*fields, *rows.ROLES):
+        assert f"`{name}`" in PAGE or f'"{name}"' in PAGE or f"the {name}" in PAGE, name

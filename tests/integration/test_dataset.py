@@ -1,4 +1,4 @@
-"""``score --write_dataset``: rows that plain TRL trains on, float weights that reach its loss."""
+"""``score --rows tokens``: rows that plain TRL trains on, float weights that reach its loss."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def load(folder: Path) -> Any:
+def load(path: Path) -> Any:
     return datasets.load_dataset(
-        "parquet", data_files=f"{folder}/*.parquet", split="train", cache_dir=str(folder / "cache")
+        "json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache")
     )
 
 
@@ -56,17 +56,18 @@ def by_hand(model: Any, rows: list[dict[str, Any]]) -> float:
 
 @pytest.fixture(scope="module")
 def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a data set whose rows keep four tenths of their tokens."""
+    """File of rows that keep four tenths of their tokens."""
     folder = tmp_path_factory.mktemp("scored")
-    assert world.score(folder, "--keep_ratio", 0.4, "--write_dataset") == 0
-    return folder / "dataset"
+    assert world.score(folder, "--keep_ratio", 0.4, "--rows", "tokens") == 0
+    return folder / "rows.jsonl"
 
 
 def page_code() -> dict[str, Any]:
-    """What the page shows, run."""
+    """The classes and functions that the page defines."""
     names: dict[str, Any] = {}
-    for code in re.findall(r"<!-- tested: .*? -->\n```python\n(.*?)```", PAGE.read_text(), re.S):
-        exec(compile(code, str(PAGE), "exec"), names)
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+        if re.search(r"^class ", code, re.M):
+            exec(compile(code, str(PAGE), "exec"), names)
     return names
 
 
@@ -82,9 +83,9 @@ def logged(trainer: Any) -> list[float]:
 
 def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
     few = ("--keep_ratio", 0.1, "--keep_scope", "dataset")
-    assert world.score(tmp_path / "v", *few, "--write_dataset") == 0
-    rows = {row["row"]: row for row in load(tmp_path / "v" / "dataset")}
-    counts = json.loads((tmp_path / "v" / "summary.json").read_text())["dataset"]
+    assert world.score(tmp_path / "v", *few, "--rows", "tokens") == 0
+    rows = {row["row"]: row for row in load(tmp_path / "v" / "rows.jsonl")}
+    counts = json.loads((tmp_path / "v" / "summary.json").read_text())["rows"]["written"]
     kept = answered = 0
     for example in read_values(tmp_path / "v" / "values"):
         kept += int(example.kept.sum())
@@ -98,14 +99,16 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
         expected = [i if k else -100 for i, k in zip(example.ids, example.kept, strict=True)]
         assert row["labels"] == expected
         assert row["loss_weights"] == [float(k) for k in example.kept]
-    assert (counts["trained_tokens"], counts["response_tokens"]) == (kept, answered)
-    assert counts["rows_without_weight"] > 0
-    assert counts["rows"] == len(rows) == 20 - counts["rows_without_weight"]
+    assert (counts["kept_tokens"], counts["response_tokens"]) == (kept, answered)
+    assert counts["rows_left_out"] > 0
+    assert counts["rows"] == len(rows) == 20 - counts["rows_left_out"]
     # Once more, over an earlier and longer one: the same bytes.
-    (tmp_path / "v" / "dataset" / "part-99999.parquet").write_bytes(b"of a longer one")
-    assert world.score(tmp_path / "v", *few, "--write_dataset", "--resume") == 0
-    assert len(load(tmp_path / "v" / "dataset")) == len(rows)
-    assert json.loads((tmp_path / "v" / "summary.json").read_text())["dataset"] == counts
+    path = tmp_path / "v" / "rows.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before + b"of a longer one")
+    assert world.score(tmp_path / "v", *few, "--rows", "tokens", "--resume") == 0
+    assert path.read_bytes() == before
+    assert json.loads((tmp_path / "v" / "summary.json").read_text())["rows"]["written"] == counts
 
 
 def test_plain_trl_trains_on_the_mask(world: World, scored: Path, tmp_path: Path) -> None:
@@ -129,8 +132,7 @@ def test_a_loss_over_shifted_log_probabilities_reads_the_weights(
     world: World, scored: Path
 ) -> None:
     """verl's: -sum(log p * weights, one to the left) / sum(weights) over flat rows; ours by row."""
-    files = [str(path) for path in sorted(scored.glob("*.parquet"))]
-    rows = page_code()["TokenRows"](files)
+    rows = page_code()["TokenRows"](str(scored))
     model, _ = model_of(world)
     held = [rows[i] for i in range(len(rows))]
     flat = []

@@ -486,15 +486,15 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
 def test_sizes_that_are_given_are_told_from_defaults() -> None:
     request = read_request(ALL, *NEEDED, "--tokens", "70")
     assert request.budget == 600
-    assert request.given == {"tokens"}
+    assert request.fixed == {"tokens"}
     words = [*NEEDED, "--validation_rows", "9", "--clusters", "5", "--budget", "none"]
     request = read_request("coverage", *words)
     assert request.budget is None
-    assert request.given == {"objective_rows"}
+    assert request.fixed == {"objective_rows"}
     # Drawn from the training rows they must be said: no wish that a budget would have to keep.
     drawn = [word for word in words if word not in ("--validation_file", "v")]
     request = read_request("coverage", *drawn)
-    assert request.given == frozenset()
+    assert request.fixed == frozenset()
 
 
 @pytest.mark.slow
@@ -504,9 +504,10 @@ def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) ->
     assert main(world.words("heatmap", out, "--budget", "0.001s", tokens=None)) == 0
     found = Diagnosis.load(out / "heatmap")
     assert found.settings["tokens"] < 96
-    assert found.settings["budget"] == "0.001s"
+    assert (found.settings["budget"], found.settings["rounds"]) == ("0.001s", 1)
     assert re.fullmatch(
-        r"Read \d+ of \d+ tokens.* \(stopped by the budget of 0\.001s\)\.", found.notes[0]
+        r"Read \d+ of \d+ tokens.* in 1 round \(stopped by the budget of 0\.001s\)\.",
+        found.notes[0],
     )
     words = world.words("heatmap", tmp_path / "whole", "--budget", "none", tokens=None)
     assert main(words) == 0

@@ -1,22 +1,31 @@
-"""The examples run as they stand."""
+"""Examples run as they stand: those of the folder, of README and docs, and of docstrings."""
 
 from __future__ import annotations
 
+import ast
+import doctest
 import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from alphatoken.demo.__main__ import run_demo
 from alphatoken.demo.models import SMOLLM2
-from alphatoken.report import read_values
+from alphatoken.report import ScoredExample, read_values
 from tests.both_programs import main
+from tests.integration import tiny_training as tiny
 from tests.places import nightly
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
@@ -35,6 +44,7 @@ def test_every_example_is_run_here() -> None:
         "plain_pytorch_loop.py",
         "score_real_model.py",
         "value_an_answer.py",
+        "walk_from_logprobs.py",
     }
 
 
@@ -60,12 +70,62 @@ def test_real_model_by_hand(library_decoder: Path, tmp_path: Path) -> None:
     assert "per-token oracle" in (tmp_path / "report.html").read_text()
 
 
+def log_probabilities(model: str, scored: list[ScoredExample], path: Path) -> Path:
+    """A file of what an engine gives: log-probabilities of each token, None of the first."""
+    decoder, rows = AutoModelForCausalLM.from_pretrained(model), []
+    for example in scored:
+        ids = torch.tensor([example.ids])
+        with torch.no_grad():
+            every = decoder(input_ids=ids).logits.log_softmax(-1)[0, :-1]
+        predicted = every.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        rows.append({"row": example.row, "input_ids": example.ids, "labels": example.labels,
+                     "logprobs": [None, *predicted]})  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_walk_values_are_the_difference_of_two_files(tmp_path: Path) -> None:
+    """Values equal those of both models; files of other tokens, or with gaps, are refused."""
+    folder = tiny.saved(tmp_path / "models", 24)
+    tiny.model(3).save_pretrained(folder / "after")
+    tiny.tokenizer().save_pretrained(folder / "after")
+    model, after = str(folder / "model"), str(folder / "after")
+    words = ["score", "--estimator", "walk", "--train_file", str(folder / "rows.jsonl")]
+    words += ["--model_name_or_path", model, "--reference", after, "--keep_scope", "sequence"]
+    assert main([*words, "--output_dir", str(tmp_path / "scored"), "--no_report", "--quiet"]) == 0
+    expected = list(read_values(tmp_path / "scored/values"))
+    first, second = (
+        log_probabilities(place, expected, tmp_path / f"{Path(place).name}.parquet")
+        for place in (model, after)
+    )
+    run = load("walk_from_logprobs.py")["main"]
+    out, more = tmp_path / "out", ["--model", model, "--out", str(tmp_path / "out")]
+    run([str(first), str(second), *more])
+    for one, two in zip(read_values(out), expected, strict=True):
+        assert (one.row, one.ids, one.labels) == (two.row, two.ids, two.labels)
+        np.testing.assert_allclose(one.values["total"], two.values["total"], atol=2e-5)
+        assert one.kept.sum() == two.kept.sum()
+        assert set(one.values["total"][~one.response]) == {0.0}
+    assert "plus" in (out / "report.html").read_text()  # texts, not ids
+    rows, bad = pq.read_table(second).to_pylist(), tmp_path / "bad.parquet"
+    for changed, message in (
+        ({"input_ids": [*rows[3]["input_ids"][:-1], 7]}, "row 3: the two files are not of"),
+        ({"logprobs": [*rows[3]["logprobs"][:-1], float("nan")]}, "row 3: .* NaN or infinite"),
+        ({"logprobs": [*rows[3]["logprobs"][:-1], None]}, "row 3: .* is missing"),
+    ):
+        pq.write_table(pa.Table.from_pylist([*rows[:3], rows[3] | changed, *rows[4:]]), bad)
+        with pytest.raises(ValueError, match=message):
+            run([str(first), str(bad), *more])
+    pq.write_table(pa.Table.from_pylist(rows[:-1]), bad)
+    with pytest.raises(ValueError, match="shorter"):
+        run([str(first), str(bad), *more])
+
+
 @pytest.mark.slow
 @nightly
 @pytest.mark.smollm2
 @pytest.mark.pictures
 def test_the_picture_and_its_values_are_made_by_the_example(smollm2: Path, tmp_path: Path) -> None:
-    """What README's caption says of these values is tested in ``test_said.py``."""
     load("value_an_answer.py")["main"](["--model", str(smollm2), "--out", str(tmp_path / "a.svg")])
     assert (tmp_path / "a.svg").stat().st_size > 40_000
     made, kept = (
@@ -114,6 +174,62 @@ def test_the_demo_prints_the_highest_and_lowest_tokens_and_writes_the_page(
     assert f"page: {tmp_path / 'values/report.html'}" in printed
 
 
+# --- code on pages --------------------------------------------------------------------------------
+
+FIRST_PAGES = ("README.md", "docs/quickstart.md")
+"""Pages whose blocks run one after the other; ``test_printed_commands.py`` runs other commands."""
+
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Language and text of each fenced block; a command has no language."""
+    return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+PAGES = [
+    str(path.relative_to(ROOT))
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+]
+WITH_PYTHON = {
+    page: texts
+    for page in PAGES
+    if (texts := [text for kind, text in blocks(page) if kind == "python"])
+}
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_on_a_page_compiles_and_imports_what_there_is(page: str) -> None:
+    """Most blocks name a reader's own model or rows, so only their imports of this package run."""
+    for text in WITH_PYTHON[page]:
+        for node in ast.walk(ast.parse(text, page)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("alphatoken"):
+                exec(compile(ast.Module([node], []), page, "exec"), {})
+
+
+@pytest.mark.parametrize("page", FIRST_PAGES)
+def test_a_bare_shell_has_what_the_lines_after_make_demo_call(page: str, tmp_path: Path) -> None:
+    """``make demo`` leaves .venv; the next line makes python and alphatoken those of it."""
+    commands = "".join(text for kind, text in blocks(page) if not kind)
+    lines = commands.replace("\\\n", " ").splitlines()
+    first, second, *others = filter(None, lines)
+    assert first.startswith("make demo")
+    assert second == "source .venv/bin/activate"
+    called = {line.split()[0] for line in others}
+    assert called <= {"python", "alphatoken", "alphatoken-lab"}
+    here = Path(sys.prefix)
+    if not (here / "bin/activate").is_file():
+        pytest.skip("these tests do not run in an environment with a script that enters it")
+    (tmp_path / ".venv").symlink_to(here)
+    script = f"{second}; command -v {' '.join(sorted(called))}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    places = {Path(line).name: Path(line).parent.resolve() for line in done.stdout.splitlines()}
+    assert places == dict.fromkeys(called, (here / "bin").resolve())
+
+
 def run_line(line: str, patch: pytest.MonkeyPatch) -> None:
     """A line for the shell, as it is printed; what installs is for the package matrix."""
     words = shlex.split(line, comments=True)
@@ -132,16 +248,16 @@ SMALL = "--budget 0.1s --oracle_tokens 8 --fisher_samples 8 --tuning_steps 4"
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of a user's session: fewer rows, libraries' own
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", FIRST_PAGES)
 def test_what_a_newcomer_pastes_runs_in_order(
     page: str, in_smollm2s_place: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the small decoder and fewer rows."""
     names: dict[str, Any] = {"__name__": "pasted"}
-    found = re.findall(r"^```(|python)\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
-    assert {kind for kind, _ in found} == {"", "python"}
-    assert "--train_limit 40 " in "".join(text for _, text in found)
-    for kind, text in found:
+    code = [(kind, text) for kind, text in blocks(page) if kind in ("", "python")]
+    assert {kind for kind, _ in code} == {"", "python"}
+    assert "--train_limit 40 " in "".join(text for _, text in code)
+    for kind, text in code:
         if kind:
             exec(compile(text, page, "exec"), names)
         else:
@@ -150,3 +266,65 @@ def test_what_a_newcomer_pastes_runs_in_order(
                 run_line(line.replace(" diagnose all ", f" diagnose all {SMALL} "), monkeypatch)
     assert names["values"].total.isfinite().all()
     assert [*Path().glob("*values/report.html")]
+
+
+def test_the_pages_policy_is_imported_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name that the page says, in either program, whose folder is not that of the rows."""
+    (lines,) = (text for text in WITH_PYTHON["docs/policies.md"] if "class Surprising" in text)
+    (tmp_path / "my_policy.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != ""])
+    before = list(sys.path)
+    assert main(["policies", "my_policy:Surprising"]) == 0
+    assert "Unlikely tokens first." in capsys.readouterr().out
+    assert main(["sft", "--policy", "my_policy:Surprising", "--use_cpu"]) == 2
+    assert "no model is named" in capsys.readouterr().err  # the policy was read before
+    assert main(["sft", "--policy", "your_policy:Surprising", "--use_cpu"]) == 2
+    assert "module.py in the folder where the command is called" in capsys.readouterr().err
+    assert sys.path == before
+
+
+# --- recorded tutorials ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/tutorials").glob("*.ipynb")), ids=lambda path: path.name
+)
+def test_a_recorded_tutorial_is_whole_small_and_of_no_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 200_000
+    assert not re.search(r"/tmp/|/home/|/root/|/work/|site-packages|Warning", text)
+    book = json.loads(text)
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    if not book["metadata"].get("recorded", True):
+        assert all(not cell["outputs"] for cell in cells)
+        pytest.skip("not recorded yet: make tutorials")
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert len(cells) > 2
+    assert outputs
+    assert all(output["output_type"] != "error" for output in outputs)
+    assert all(output.get("name") != "stderr" for output in outputs)
+
+
+# --- examples in docstrings -----------------------------------------------------------------------
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(ROOT.glob("alphatoken/**/*.py"))
+    if ">>> " in path.read_text("utf-8")
+]
+
+
+def test_there_are_examples() -> None:
+    assert len(MODULES) > 10
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each runs, and prints what it shows."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    results = doctest.testmod(import_module(name), optionflags=flags)
+    assert results.attempted
+    assert not results.failed, capsys.readouterr().out

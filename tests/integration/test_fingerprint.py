@@ -328,7 +328,7 @@ def of_an_optimizer(model: Any) -> tuple[Scorer, Callable[[], object]]:
 def of_another_fisher(model: Any) -> tuple[Scorer, Callable[[], object]]:
     """A tensor in the place of another, and as new as that was."""
     scorer, _ = of_a_drift(model)
-    fisher = scorer.given.retention.fisher  # type: ignore[union-attr]
+    fisher = scorer.arguments.retention.fisher  # type: ignore[union-attr]
     name = next(name for name in fisher if "layers.2.mlp" in name)
     return scorer, lambda: fisher.update({name: torch.full_like(fisher[name], 3.0)})
 
@@ -336,14 +336,14 @@ def of_another_fisher(model: Any) -> tuple[Scorer, Callable[[], object]]:
 def of_the_groups(model: Any) -> tuple[Scorer, Callable[[], object]]:
     """An option that P is made of, and no state."""
     scorer, _ = of_an_optimizer(model)
-    return scorer, lambda: scorer.given.optimizer.param_groups[0].update(eps=0.1)
+    return scorer, lambda: scorer.arguments.optimizer.param_groups[0].update(eps=0.1)
 
 
 def of_a_number_of_the_groups(model: Any) -> tuple[Scorer, Callable[[], object]]:
     """The same kept in a tensor, as a fused optimizer's rate is."""
     scorer, _ = of_an_optimizer(model)
     eps = torch.tensor(1e-8, dtype=torch.float64)
-    scorer.given.optimizer.param_groups[0]["eps"] = eps  # type: ignore[union-attr]
+    scorer.arguments.optimizer.param_groups[0]["eps"] = eps  # type: ignore[union-attr]
     return scorer, lambda: eps.data.fill_(0.1)
 
 

@@ -12,7 +12,7 @@ from alphatoken.errors import AlphaTokenError, CoverageError
 from alphatoken.support.precision import float16_named
 from tests.integration import tiny_training as tiny
 
-OTHERS = ["direct", "same_layer_hop", "path", "paper_literal"]
+OTHERS = ["direct", "path", "paper_literal"]
 ESTIMATORS = ["alphatoken", "label", *(pytest.param(e, marks=pytest.mark.slow) for e in OTHERS)]
 IDS = torch.randint(4, 40, (2, 12), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}

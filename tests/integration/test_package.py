@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,23 @@ def test_version_is_one_everywhere() -> None:
     assert newest.split()[1] == alphatoken.__version__
     citation = (ROOT / "CITATION.cff").read_text("utf-8").splitlines()
     assert f"version: {alphatoken.__version__}" in citation
+
+
+def test_an_extra_that_a_message_names_is_one_of_the_package() -> None:
+    declared = set(metadata("alphatoken").get_all("Provides-Extra") or [])
+    named = {
+        extra
+        for path in (ROOT / "alphatoken").rglob("*.py")
+        for extra in re.findall(r"pip install '?alphatoken\[(\w+)\]", path.read_text("utf-8"))
+    }
+    assert {"report", "train", "diagnose"} <= named <= declared
+
+
+def test_no_page_installs_the_package_from_a_registry() -> None:
+    """It is on none, where the name may be somebody else's."""
+    install = re.compile(r"(pip|uv pip) install (-U )?[\"']?alphatoken[\"'\s`]")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert [page.name for page in pages if install.search(page.read_text("utf-8"))] == []
 
 
 def run(*words: Any, cwd: Path) -> str:

@@ -211,8 +211,8 @@ def test_dynamic_scaling_has_values_beyond_its_first_length(
         tolerance = 1e-5 if form == "forward_mode" else 5e-3
         close(found, expected, expected.abs().max(), tolerance, name=f"dynamic, {form}")
         before.check()
-        assert frame in (None, scorer.builder.prepare()), "M was built anew"
-        frame = scorer.builder.prepare()
+        assert frame in (None, scorer.estimator.cache.current()), "M was built anew"
+        frame = scorer.estimator.cache.current()
 
 
 def test_dynamic_scaling_of_pairs_and_of_an_observed_pass() -> None:

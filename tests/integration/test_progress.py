@@ -151,7 +151,7 @@ def test_the_first_direction_of_a_run_is_seen_in_its_log(
     """Later ones are not: each step has a line of the trainer's own."""
     monkeypatch.setattr(progress, "_FIRST", 600.0)  # the last line alone, however slow it is
     now = lambda *given, delay: Tracker(*given, delay=0.0 * delay)  # noqa: E731
-    monkeypatch.setattr("alphatoken.direction.build.Tracker", now)
+    monkeypatch.setattr("alphatoken.direction.inputs.Tracker", now)
     trainer = sft(tmp_path, policy="top", retention="none", max_steps=2, disable_tqdm=not shown)
     trainer.train()
     lines = [line for line in log.all_text().splitlines() if "Gradient of the validation" in line]

@@ -20,6 +20,7 @@ from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration import tiny_training as tiny
 from tests.rows import jsonl
 
+ROOT = Path(__file__).parents[2]
 RECIPES = [recipe for recipe in packaged_recipes() if "model_name_or_path" in recipe.options]
 NAMES = [recipe.name for recipe in RECIPES]
 OVERLAYS = [recipe for recipe in packaged_recipes() if recipe.name not in NAMES]
@@ -147,6 +148,18 @@ HARMFUL: dict[str, Any] = {
 def test_no_recipe_sets_what_was_measured_as_harmful(recipe: Recipe) -> None:
     args = read(recipe.name).training
     assert [name for name, harms in HARMFUL.items() if harms(getattr(args, name))] == []
+
+
+def test_the_recommended_recipe_is_what_was_measured() -> None:
+    """As ``walk-80`` of benchmarks/selection/long.yaml, but at the run's own learning rate."""
+    grid = yaml.safe_load((ROOT / "benchmarks/selection/long.yaml").read_text("utf-8"))
+    measured = {**grid["options"], **grid["methods"]["walk-80"]}
+    recipe = find_recipe("recommended").options
+    for name in (
+        "policy", "keep_ratio", "estimator", "walk_steps", "objective", "retention",
+        "validation_mode",
+    ):  # fmt: skip
+        assert recipe[name] == measured[name], name
 
 
 # --- overrides ----------------------------------------------------------------------------------

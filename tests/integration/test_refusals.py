@@ -140,7 +140,7 @@ def scorer() -> Scorer:
 @pytest.mark.parametrize("case", BAD_BATCHES)
 def test_a_batch_that_cannot_be_valued(scorer: Scorer, case: str) -> None:
     batch, parts = BAD_BATCHES[case]
-    refused(InputError, lambda: scorer.score(batch), *parts, model=scorer.given.model)
+    refused(InputError, lambda: scorer.score(batch), *parts, model=scorer.arguments.model)
     assert bool(torch.isfinite(scorer.score(BATCH).total).all())  # the scorer goes on
 
 
@@ -257,9 +257,7 @@ def test_a_loss_that_is_not_finite_in_the_batch_alone() -> None:
         ("walk", "score"),
         *(
             pytest.param(estimator, how, marks=pytest.mark.slow)
-            for estimator, how in product(
-                ("direct", "path", "same_layer_hop"), ("score", "observe")
-            )
+            for estimator, how in product(("direct", "path", "paper_literal"), ("score", "observe"))
         ),
     ],
 )
@@ -297,7 +295,6 @@ def test_a_direction_that_is_not_finite() -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ({"curvature": torch.tensor([[0.0, torch.nan]])}, "curvature of a token.*row 0, token 1"),
         ({"unassigned": torch.tensor([torch.inf])}, "sum over a prompt.*inf at row 0"),
         ({"total": torch.tensor([[0.0, torch.nan]])}, "total of a token.*row 0, token 1"),
     ],
@@ -329,8 +326,6 @@ def test_layers_that_the_model_does_not_have(layers: Any) -> None:
         ({"estimator": "best"}, ("estimator must be one of", "'best'")),
         ({"window": -1}, ("window", "-1")),
         ({"stability_weight": float("nan")}, ("stability_weight", "nan")),
-        ({"head_reduction": "max"}, ("head_reduction", "per_head")),
-        ({"causal_position": "next"}, ("causal_position", "context")),
         ({"preconditioner": "adam"}, ("preconditioner", "frozen")),
         ({"uncovered": "ignore"}, ("uncovered", "skip")),
         ({"parameters": "all", "estimator": "direct"}, ("estimator='label'", "'direct'")),

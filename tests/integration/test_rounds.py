@@ -1,7 +1,8 @@
-"""Rounds of growing size within a time: by a clock of the test's own, and on a real subject."""
+"""Rounds of growing size before a deadline: by a clock of the test's own, and on a real subject."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.rounds import cut, diagnosed_within
+from alphatoken.fidelity.rounds import cut, diagnosed_before
 from alphatoken.fidelity.subject import Subject
 from alphatoken.support.progress import Tracker
 from tests.integration import subjects
@@ -36,40 +37,39 @@ class Clock:
         return self.now
 
 
-def found(subject: Subject) -> Diagnosis:
-    """A diagnosis that holds the sizes it was made with."""
+def diagnosis_of(subject: Subject) -> Diagnosis:
+    """A diagnosis that holds the size it was made with."""
     return Diagnosis("heatmap", "?", "It is so.", settings={"size": subject.tokens})
 
 
 def within(
-    seconds: float | None, clock: Clock, per_token: float, *given: str
+    seconds: float | None, clock: Clock, per_token: float, *fixed: str, once: float = 0.0
 ) -> tuple[Diagnosis, list[int]]:
-    """A diagnosis whose time is its tokens', and the tokens of each round that was begun."""
+    """A diagnosis whose time is its tokens', and the tokens of each round.
+
+    ``once``: seconds that the first round takes beside.
+    """
     begun: list[int] = []
 
     def one(subject: Subject) -> Diagnosis:
+        clock.now += per_token * subject.tokens + once * (not begun)
         begun.append(subject.tokens)
-        tracker = subject.tracker("Values", 2)
-        for part in range(2):
-            clock.now += per_token * subject.tokens / 2
-            tracker.report(part + 1)
-        return found(subject)
+        return diagnosis_of(subject)
 
     whole = subject(train_rows=60, tokens=3000)
-    told = diagnosed_within(
-        seconds, whole, frozenset({"objective_rows", *SMALL, *given}), one,
-        said="10s", clock=clock,
-    )  # fmt: skip
-    return told, begun
+    deadline = None if seconds is None else clock.now + seconds
+    fixed_sizes = frozenset({"objective_rows", *SMALL, *fixed})
+    return diagnosed_before(deadline, whole, fixed_sizes, one, budget="10s", clock=clock), begun
 
 
 @pytest.mark.slow
 def test_a_budget_of_almost_nothing_gives_the_least_and_says_so() -> None:
-    told, begun = within(1e-3, Clock(), 1.0)
+    diagnosis, begun = within(1e-3, Clock(), 1.0)
     assert len(begun) == 1
-    assert told.settings["size"] == begun[0] < 3000
-    assert told.notes[0] == (f"Read {begun[0]} of 3000 tokens (stopped by the budget of 10s).")
-    assert told.settings["read"] == f"{begun[0]} of 3000 tokens"
+    assert diagnosis.settings["size"] == begun[0] < 3000
+    part = f"{begun[0]} of 3000 tokens"
+    assert diagnosis.notes[0] == f"Read {part} in 1 round (stopped by the budget of 10s)."
+    assert (diagnosis.settings["read"], diagnosis.settings["rounds"]) == (part, 1)
 
 
 def test_a_round_that_memory_does_not_hold_leaves_the_one_before_it() -> None:
@@ -78,57 +78,66 @@ def test_a_round_that_memory_does_not_hold_leaves_the_one_before_it() -> None:
     def one(subject: Subject) -> Diagnosis:
         if subject.tokens > most:
             raise torch.OutOfMemoryError("too much")
-        return found(subject)
+        return diagnosis_of(subject)
 
-    given = frozenset({"objective_rows", *SMALL})
+    fixed, deadline = frozenset({"objective_rows", *SMALL}), time.monotonic() + 1e6
     with pytest.raises(torch.OutOfMemoryError):
-        diagnosed_within(1e6, whole, given, one, said="1h")
+        diagnosed_before(deadline, whole, fixed, one, budget="1h")
     most = 2000
-    told = diagnosed_within(1e6, whole, given, one, said="1h")
-    assert told.settings["size"] <= most
-    assert "(stopped by the budget of 1h: a larger round ran out of memory)." in told.notes[0]
+    diagnosis = diagnosed_before(deadline, whole, fixed, one, budget="1h")
+    assert diagnosis.settings["size"] <= most
+    assert "(stopped by the budget of 1h: a larger round ran out of memory)." in diagnosis.notes[0]
+    assert diagnosis.settings["rounds"] == 2
 
 
 def test_without_a_budget_everything_is_read_at_once() -> None:
-    told, begun = within(None, Clock(), 1.0)
+    diagnosis, begun = within(None, Clock(), 1.0)
     assert begun == [3000]
-    assert told.notes == ()
-    assert "read" not in told.settings
+    assert diagnosis.notes == ()
+    assert "read" not in diagnosis.settings
 
 
 def test_a_budget_that_suffices_gives_what_no_budget_gives() -> None:
-    told, begun = within(1e6, Clock(), 1e-3)
+    diagnosis, begun = within(1e6, Clock(), 1e-3)
     assert begun[-1] == 3000
-    assert len(begun) == 3
-    assert told.notes == ()
-    assert told.settings["size"] == 3000
+    assert len(begun) == diagnosis.settings["rounds"] == 3
+    assert diagnosis.notes == ()
+    assert diagnosis.settings["size"] == 3000
 
 
-def test_what_is_given_stays() -> None:
-    told, begun = within(1e-3, Clock(), 1.0, "tokens")
+def test_fixed_sizes_stay() -> None:
+    diagnosis, begun = within(1e-3, Clock(), 1.0, "tokens")
     assert begun == [3000]
-    assert told.notes == ()
+    assert diagnosis.notes == ()
+    assert diagnosis.settings["rounds"] == 1
 
 
-def test_a_round_that_goes_on_past_the_time_is_dropped() -> None:
-    """Its first report after the end is its last; the round before it stands."""
-    clock = Clock()
-    told, begun = within(2500.0, clock, 1.0)
-    assert begun == sorted(set(begun))
-    assert len(begun) == 3
-    assert told.settings["size"] == begun[1] < 3000
-    assert 2500.0 < clock.now < 2500.0 + 3000.0
+def test_a_round_begins_only_if_it_should_end_before_the_deadline() -> None:
+    """By the time of the round before it and the growth of what is read, to the second."""
+    _, sizes = within(1e6, Clock(), 1.0)
+    first, second, whole = sizes
+    for rounds, needed in ((2, first + second), (3, first + second + whole)):
+        for seconds, done in ((needed + 1, rounds), (needed - 1, rounds - 1)):
+            clock = Clock()
+            diagnosis, begun = within(seconds, clock, 1.0)
+            assert begun == sizes[:done]
+            assert diagnosis.settings["size"] == begun[-1]
+            assert diagnosis.settings["rounds"] == done
+            assert clock.now <= seconds
+    # Work of the first round alone counts as if it grew with the rest.
+    _, begun = within(1e4 + first + second + whole + 1, Clock(), 1.0, once=1e4)
+    assert begun == sizes[:1]
 
 
-def test_progress_is_told_in_every_round() -> None:
+def test_progress_is_reported_in_every_round() -> None:
     heard: list[Tracker] = []
     whole = replace(subject(train_rows=60, tokens=3000), progress=heard.append)
 
     def one(subject: Subject) -> Diagnosis:
         subject.tracker("Values", subject.tokens).report(subject.tokens)
-        return found(subject)
+        return diagnosis_of(subject)
 
-    diagnosed_within(60.0, whole, frozenset(), one)
+    diagnosed_before(time.monotonic() + 60.0, whole, frozenset(), one)
     assert len(heard) > 1
     assert heard[-1].done == 3000
 
@@ -136,7 +145,7 @@ def test_progress_is_told_in_every_round() -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def test_sizes_grow_with_the_share_to_what_was_asked_for() -> None:
+def test_sizes_grow_with_the_share_to_those_requested() -> None:
     whole = subject(train_rows=60, validation_rows=40, tokens=3000, fisher_samples=200)
     made = [cut(whole, frozenset(), share) for share in (1 / 16, 1 / 4, 1.0)]
     assert made[0][1].keys() == {"tokens", "objective_rows", "fisher_samples"}

@@ -58,10 +58,10 @@ def values_of(scorer: Scorer, how: str = "score") -> Tensor | str:
 
 def of_a_fresh(scorer: Scorer, how: str = "score") -> Tensor | str:
     """What a scorer finds that is made now, of the same model against the same rows."""
-    given = scorer.given
+    used = scorer.arguments
     try:
         made = Scorer(
-            given.model, given.validation, given.retention, given.config, optimizer=given.optimizer
+            used.model, used.validation, used.retention, used.config, optimizer=used.optimizer
         )
     except AlphaTokenError as error:
         return str(error)
@@ -288,12 +288,12 @@ def test_what_a_forward_writes_is_no_change_of_settings() -> None:
     scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
     for _ in range(2):  # first times: what a forward makes, and what it writes again
         before = values_of(scorer)
-    valuer, held = scorer.valuer, scorer.builder.prepare()
+    estimator, m = scorer.estimator, scorer.estimator.cache.current()
     for _ in range(2):
         log.clear()
         assert torch.equal(values_of(scorer), before)  # type: ignore[arg-type]
-    assert scorer.valuer is valuer
-    assert scorer.builder.prepare() is held
+    assert scorer.estimator is estimator
+    assert scorer.estimator.cache.current() is m
     mlp.notes["scale"] = 2.0
     assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
 
@@ -317,9 +317,9 @@ def test_settings_beside_what_a_forward_adds_are_read() -> None:
     mlp = model.model.layers[-1].mlp = Counting(model.model.layers[-1].mlp)
     scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
     before = [values_of(scorer) for _ in range(3)][-1]
-    held = scorer.builder.prepare()
+    held = scorer.estimator.cache.current()
     assert text(values_of(scorer)) == text(before)
-    assert scorer.builder.prepare() is held, "M is built at each pass"
+    assert scorer.estimator.cache.current() is held, "M is built at each pass"
     mlp.options["scale"] = 2.0
     assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
 
@@ -332,12 +332,12 @@ def test_a_step_that_rounding_lets_arrive_at_one_weight_is_noticed() -> None:
         weight.fill_(1.0)[5, 3] = 0.0
     scorer = scorer_of(model, "label")
     scorer.score(BATCH)
-    old = scorer.builder.prepare().direction.adaptation
+    old = scorer.estimator.cache.current().adaptation
     weight.data.sub_(1e-5)
     assert int((weight != 1.0).sum()) == 1
     assert weight[5, 3] != 0.0
     scorer.score(BATCH)
-    assert scorer.builder.prepare().direction.adaptation is not old
+    assert scorer.estimator.cache.current().adaptation is not old
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -396,14 +396,14 @@ def test_a_pin_keeps_the_direction_and_follows_what_trains() -> None:
     scorer = scorer_of(model, "label")
     scorer.pin("kept")
     scorer.score(BATCH)
-    old = scorer.builder.prepare().direction
+    old = scorer.estimator.cache.current()
     WRITERS["fused AdamW"](model)
     WRITERS["an attribute"](model)
     scorer.score(BATCH)
-    assert scorer.builder.prepare().direction.adaptation == old.adaptation  # the very tensors
+    assert scorer.estimator.cache.current().adaptation == old.adaptation  # the very tensors
     frozen(model)
     assert text(values_of(scorer)) == text(of_a_fresh(scorer))
-    assert scorer.builder.pinned == "kept"
+    assert scorer.estimator.cache.pinned == "kept"
 
 
 @pytest.mark.parametrize("estimator", ["label", "alphatoken"])

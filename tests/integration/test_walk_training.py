@@ -57,11 +57,11 @@ class Seen:
 
         def values(observed: Observed, scores: Tensor, labels: Tensor, **more: Any) -> Any:
             found = plain(observed, scores, labels, **more)
-            adapter = observed._valuer.adapter
+            adapter = observed._estimator.adapter
             inputs = dict(observed._recorder.latest.inputs)  # type: ignore[union-attr]
             batch = {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
             model = _fresh(adapter.model)
-            rows = list(observed._valuer.builder.made_of.validation)
+            rows = list(observed._estimator.inputs.validation)
             step = self.trainer.state.global_step
             self.all.append((step, model, rows, {**batch, "labels": labels}, found.total.clone()))
             return found

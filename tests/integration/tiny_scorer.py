@@ -40,7 +40,7 @@ def scorer_for(model: nn.Module, estimator: str = "alphatoken", **options: Any) 
 def observed_values(scorer: Scorer, batch: dict[str, Tensor] = BATCH) -> Tensor:
     """Values of a training pass."""
     with scorer.observe() as observed:
-        logits = scorer.given.model(**inputs(batch)).logits
+        logits = scorer.arguments.model(**inputs(batch)).logits
         return observed.values(logits, batch["labels"]).total
 
 

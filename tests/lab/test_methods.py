@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,18 @@ from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall
 from alphatoken.select.masks import keep_count
 from alphatoken.train.fused_head import top_entropy
-from alphatoken.train.policies import policy
+from alphatoken.train.policies import find_policy, policy
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.dft import DFT
 from alphatoken_lab.methods.eaft import EAFT
 from alphatoken_lab.methods.flow import Flow
+from alphatoken_lab.methods.preference import PreferencePolicy
 from alphatoken_lab.methods.rho_1 import Rho1
 from alphatoken_lab.methods.sstoken import SsToken, prompt_attention
 from alphatoken_lab.methods.talr import TALR
 from tests.integration import tiny_training as tiny
+from tests.options_page import arguments, every_method
 from tests.property.test_policies import batch, on_tokens
 
 SIDES = ("left", "right")
@@ -298,8 +301,34 @@ def test_later_prompts_count_in_sstoken() -> None:
     assert found[[1, 4, 5]].tolist() == pytest.approx([1 / 2, 3 / 5, 3 / 6])
 
 
+def _outside(within: str) -> list[float]:
+    """Numbers just outside of a range in words: "above 0, to 1", "from 2", "0 to 1"."""
+    numbers = []
+    if lowest := re.search(r"(above|from) (\d+)", within):
+        numbers.append(float(lowest[2]) - (0 if lowest[1] == "above" else 1))
+    if highest := re.search(r"(below|\bto) (\d+)", within):
+        numbers.append(float(highest[2]) + (0 if highest[1] == "below" else 0.5))
+    if re.match(r"\d+ to", within):
+        numbers.append(float(within[0]) - 0.5)
+    return numbers
+
+
+def test_numbers_outside_of_a_methods_range_are_refused_by_name() -> None:
+    tried = 0
+    for _, kind in every_method():
+        made, fixed = (
+            (find_policy("confpo"), {"loss": "simpo"}) if kind is PreferencePolicy else (kind, {})
+        )
+        for argument in arguments(kind):
+            for number in _outside(argument.within):
+                value = int(number) if isinstance(argument.default, int) else number
+                with pytest.raises(ConfigError, match=argument.name.removeprefix("warmup_")):
+                    made(**{**fixed, argument.name: value})
+                tried += 1
+    assert tried > 40
+
+
 def test_bad_input() -> None:
-    """Numbers outside of their range are tried in ``test_dialect.py``."""
     for name, more in (("eaft", {"alpha": 0}), ("flow", {"level": "word"})):
         with pytest.raises(ConfigError, match=next(iter(more))):
             policy(name, **more)

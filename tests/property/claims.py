@@ -138,9 +138,6 @@ test_what_a_signal_raises_while_weights_come_back_waits_for_the_last | | (the we
 test_an_observed_forward_with_dropout_is_no_base | | (forward mode) | exact
 test_an_observed_forward_in_16_bits_is_no_base | | (forward mode in float64) | approximate
 test_differences_are_the_label_values | | label_values, validation_gradient, per_token_gradients, response_tokens | exact
-test_second_differences_are_the_curvatures | | label_curvatures, validation_gradient | exact
-test_curvature_is_along_the_whole_of_todays_m | | label_curvatures, validation_gradient | exact
-test_in_float32_curvatures_are_as_exact_as_they_say | | label_curvatures, validation_gradient | approximate
 test_an_observed_forward_whose_scores_were_cast_is_no_base | | label_values | approximate
 test_the_stated_error_is_that_of_its_batch | | (forward mode in float64) | approximate
 test_rows_that_m_hardly_reaches_are_taken_by_forward_mode_and_no_others | | (forward mode) | approximate
@@ -183,8 +180,6 @@ test_a_walk_on_pairs_lowers_the_preference_loss | | walk_values, (steps on the p
 test_sharded_walk_values_are_those_of_a_trained_copy | | walked, walk_values | exact
 test_weights_in_16_bits_walk_in_float32 | | (the walk in float32) | exact
 test_autocast_keeps_no_cast_of_weights_that_moved | | (values without autocast) | approximate
-test_a_value_is_the_difference_of_two_log_probabilities | | (the difference, token by token) | exact
-test_a_bad_pair_is_refused_by_its_place | | (refusals) | exact
 test_a_walk_that_climbs_is_said | | (the validation loss) | exact
 # Value-Propagation and hops
 test_alphatoken_is_direct_plus_propagation | | value_propagation, head_output_errors | approximate
@@ -229,7 +224,7 @@ test_the_convolution_alone | | convolve | exact
 test_carried_errors_are_the_coefficients | | coefficients | exact
 test_propagation_goes_through_the_taps | | propagated_parts | approximate
 test_what_is_left_out_is_bounded | | net_jacobian, value_path, left_out_bound | exact
-test_direct_is_the_diagonal_of_a_hybrid | | exact_influence, diagonal | exact
+test_direct_is_the_diagonal_of_a_hybrid | | exact_influence, diagonal, column_sums | exact
 test_propagation_is_exact_for_the_value_rows | | exact_influence, causal | exact
 test_the_certificate_of_a_hybrid | | (every value from autograd alone) | exact
 test_one_forward_of_a_hybrid_serves_both | | (the plain model, bit by bit) | exact
@@ -333,6 +328,7 @@ test_values_by_batch | | (scorers of each batch alone) | exact
 test_errors_are_unbiased | | (variance over draws) | approximate
 test_harmless | | (loops, quantile by bisection) | exact
 test_top_mask | | (select_top) | exact
+test_best_rows | | (a loop over the rows) | exact
 test_rows_from_any_place | | (the lines themselves) | exact
 test_corpus | | (split_pools on the whole list) | exact
 test_each_query_has_the_values_that_it_has_alone | | label_values, validation_gradient | exact

@@ -102,20 +102,15 @@ def _rounded(kind: str, parameters: str, *, graph: bool) -> Claim:
     return claim(check, kind, parameters, graph, examples=1, needs=("transformers",))
 
 
-def alphatoken(
-    cases: st.SearchStrategy[Setup],
-    window: int | None = None,
-    reduction: str = "per_head",
-    position: str = "label",
-) -> Claim:
+def alphatoken(cases: st.SearchStrategy[Setup], window: int | None = None) -> Claim:
     """The paper's estimator against the oracle's loops."""
     check = test_value_propagation.test_alphatoken_is_direct_plus_propagation
-    return claim(check, cases, window, reduction, position)
+    return claim(check, cases, window)
 
 
 def propagation(window: int | None, **pins: Any) -> Claim:
     """Value-Propagation of one call against the whole of alpha."""
-    return claim(test_value_propagation.test_value_propagation, calls(**pins), window, "per_head")
+    return claim(test_value_propagation.test_value_propagation, calls(**pins), window, False)
 
 
 HOP = claim(test_estimators.test_same_layer_hop_is_one_hop_within_the_layer, SINGLE)
@@ -125,7 +120,7 @@ WINDOW = alphatoken(small(), 2)
 ALL = frozenset({"query", "key", "value", "sinks"})
 JVP = claim(test_attention.test_forward_mode_is_the_jvp, calls(), ALL)
 LOSSES = claim(test_losses.test_token_losses, test_losses.loss_cases())
-TOTAL_ALONE = claim(test_options.test_total_alone, small(), ("path", "given"), "label", examples=6)
+TOTAL_ALONE = claim(test_options.test_total_alone, small(), ("path", "given"), examples=6)
 SPLIT_IN_PARTS = {
     (objective, path): claim(
         test_options.test_objective_and_part, small(), ("alphatoken", objective, path), examples=6
@@ -188,7 +183,7 @@ def selection(scope: str) -> Claim:
 
 # --- the mutants that were demanded --------------------------------------------------------------
 
-_build = partial(mutant, room="direction.build.")
+_build = partial(mutant, room="direction.inputs.")
 _preconditioner = partial(mutant, room="direction.preconditioner.")
 _estimators = partial(mutant, room="estimate.estimators.")
 _forward_mode = partial(mutant, room="estimate.forward_mode.")
@@ -310,7 +305,7 @@ _DEMANDED = (
     mutant(
         "mean-for-sum-of-the-losses",
         "mean for sum",
-        ("scoring.passes.Pass.summed_loss", ").sum()", ").mean()"),
+        ("scoring.recording.Recording.summed_loss", ").sum()", ").mean()"),
         PATH,
     ),
     mutant(
@@ -332,7 +327,7 @@ _DEMANDED = (
     mutant(
         "head-mean-for-per-head",
         "head-mean for per-head",
-        ("model.attention.propagate_values", 'if head_reduction == "per_head":', "if False:"),
+        ("model.attention.propagate_values", "if head_mean:", "if True:"),
         PROPAGATION,
     ),
     mutant(
@@ -352,9 +347,9 @@ _DEMANDED = (
             ("token_errors", "[attention.output for", "[attention.value for"),
             (
                 "token_errors",
-                "reduction =",
+                "start, at_start =",
                 "error = error.repeat_interleave(attention.output.shape[1] // error.shape[1], 1); "
-                "reduction =",
+                "start, at_start =",
             ),
         ],
         alphatoken(small()),
@@ -603,10 +598,10 @@ OWN = (
         ("keep_count", "whole if abs(exact - whole) <= exact / 2**52 else ", ""),
         claim(test_selection.test_keep_count, st.tuples(st.integers(1, 6), st.just(6), st.just(6))),
     ),
-    _estimators(
+    mutant(
         "hops-keep-what-stays",
         "same-layer hops contain what stays at its position",
-        ("hop_errors", "e - own[i] if i in own else e", "e"),
+        ("fidelity.causal_parts._hop_errors_of", "e - own[i] if i in own else e", "e"),
         HOP,
     ),
     mutant(
@@ -718,12 +713,6 @@ OWN = (
         claim(test_label.test_label_is_the_row_sums, TIED),
     ),
     _token_values(
-        "context-column-at-the-label-position",
-        'causal_position="context" takes the column at p instead of p + 1',
-        ("assign_columns", 'columns.causal if causal_position == "context" else', ""),
-        alphatoken(small(), position="context"),
-    ),
-    _token_values(
         "unassigned-dropped",
         "columns of prompt positions are thrown away",
         (
@@ -788,7 +777,7 @@ OWN = (
         "token-weights-ignored",
         "observed values of unweighted losses",
         (
-            "scoring.passes.Pass.summed_loss",
+            "scoring.recording.Recording.summed_loss",
             "losses if weights is None else losses * weights.to(losses)",
             "losses",
         ),
@@ -873,19 +862,23 @@ OWN = (
     mutant(
         "summed-direction-without-lambda",
         "the total alone is contracted with G + V",
-        ("estimate.columns.Side.of", "matrix + self.weight * ", "matrix + "),
+        ("direction.algebra.SummedDirection.__getitem__", "self._weight * ", ""),
         TOTAL_ALONE,
     ),
     mutant(
         "summed-direction-without-stability",
         "the total alone is the adaptation",
-        ("estimate.columns.Side.of", "if self.others is None else", "if True else"),
+        (
+            "direction.algebra.SummedDirection.__getitem__",
+            "+ self._weight * stability[name]",
+            "",
+        ),
         TOTAL_ALONE,
     ),
     _build(
         "stability-in-spite-of-the-objective",
         'objective="adaptation" builds and sums the retention term as well',
-        ("Ingredients.retains", 'self.config.objective != "adaptation" and', ""),
+        ("DirectionInputs.retains", 'self.config.objective != "adaptation" and', ""),
         SPLIT_IN_PARTS["adaptation", "both"],
     ),
     mutant(
@@ -909,13 +902,17 @@ OWN = (
     mutant(
         "step-weights-ignored",
         "the full preconditioner's gradient is always that of the mean loss",
-        ("scoring.passes.Weights.of_step", "if self.step is not None:", "if False:"),
+        (
+            "scoring.recording.Recording.step_loss",
+            "weights, mask = self.step_weights,",
+            "weights, mask = None,",
+        ),
         FULL,
     ),
     _build(
         "gradient-missing-from-the-full-preconditioner",
         "the step is taken to see no gradient",
-        ("Ingredients.at_step", " gradient,", " {n: 0 * g for n, g in gradient.items()},"),
+        ("DirectionInputs.at_step", " gradient,", " {n: 0 * g for n, g in gradient.items()},"),
         FULL,
     ),
     _build(
@@ -928,14 +925,14 @@ OWN = (
         "old-validation-set",
         "set_validation leaves G as it was",
         [
-            ("direction.current.DirectionBuilder.set_validation", "self.invalidate()", "pass"),
-            ("direction.current.DirectionBuilder.set_retention", "self.invalidate()", "pass"),
+            ("direction.cache.DirectionCache.set_validation", "self.invalidate()", "pass"),
+            ("direction.cache.DirectionCache.set_retention", "self.invalidate()", "pass"),
             (
                 "direction.age.age_of",
-                "numbers_of(_tensors_in((made_of.validation, made_of.retention))),",
+                "numbers_of(_tensors_in((inputs.validation, inputs.arguments.retention))),",
                 "",
             ),
-            ("direction.age.age_of", "_identity(made_of.retention),", ""),
+            ("direction.age.age_of", "_identity(inputs.arguments.retention),", ""),
         ],
         REPLACED,
     ),
@@ -943,7 +940,7 @@ OWN = (
         "pin-ignored",
         "a pinned direction follows the weights",
         (
-            "direction.current.DirectionBuilder._current_age",
+            "direction.cache.DirectionCache._current_age",
             "if self.pinned is None else",
             "if True else",
         ),
@@ -1043,9 +1040,9 @@ OWN = (
         "validation-batches-taken-for-equal",
         "the standard error takes every validation batch for one of as many tokens",
         (
-            "scoring.valuing.Valuer.values",
-            "by_batch.new_tensor(direction.shares)",
-            "by_batch.new_tensor([1 / len(parts)] * len(parts))",
+            "scoring.estimator.Estimator.combined",
+            "stacked.new_tensor(direction.shares)",
+            "stacked.new_tensor([1 / len(parts)] * len(parts))",
         ),
         ERRORS,
     ),
@@ -1053,7 +1050,7 @@ OWN = (
         "part-divided-by-its-own-tokens",
         "with standard errors, G is the sum of the batches' means",
         (
-            "Ingredients._parts",
+            "DirectionInputs._parts",
             'self._mean("validation", sums, whole)',
             'self._mean("validation", sums, count)',
         ),
@@ -1112,7 +1109,7 @@ OWN = (
         "hops-into-lower-layers",
         "same-layer hops and Value-Propagation go on into the layers below",
         (
-            "_same_execution",
+            "pull_back",
             "if use.execution == attention.execution",
             "if use.execution <= attention.execution",
         ),
@@ -1215,7 +1212,7 @@ OWN = (
         "losses-of-another-forward",
         "label values take losses that are not the model's",
         (
-            "scoring.passes.Pass.require_losses",
+            "scoring.recording.Recording.require_losses",
             "if not float((own",
             "if False and not float((own",
         ),
@@ -1257,7 +1254,11 @@ OWN = (
     mutant(
         "losses-compared-by-the-last-forward",
         "their tolerance is of the forward that they are compared with",
-        ("scoring.passes.Pass.require_losses", "*self.products", "*self.recorded[0].products"),
+        (
+            "scoring.recording.Recording.require_losses",
+            "*self.products",
+            "*self.recorded[0].products",
+        ),
         _rounded("autocast", "linears", graph=False),
     ),
     _forward_mode(

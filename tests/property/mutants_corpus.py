@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import test_corpus, test_logprobs, test_queries
+from tests.property import test_corpus, test_queries
 from tests.property.mutation import Claim, Edit, Mutant, claim
 
 RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
 SHARE = claim(
     test_corpus.test_top_mask,
     st.lists(test_corpus.NUMBERS, min_size=6, max_size=30),
+    RATIOS,
+    examples=150,
+)
+BEST = claim(
+    test_corpus.test_best_rows,
+    st.lists(st.tuples(test_corpus.NUMBERS, st.integers(1, 9)), min_size=4, max_size=30),
     RATIOS,
     examples=150,
 )
@@ -52,19 +58,7 @@ MARKED = claim(
     examples=20,
 )
 
-DIFFERENCE = claim(
-    test_logprobs.test_a_value_is_the_difference_of_two_log_probabilities, examples=1
-)
 QUERIES = claim(test_queries.test_each_query_has_the_values_that_it_has_alone, examples=1)
-
-
-def _bad(case: str) -> Claim:
-    return claim(
-        test_logprobs.test_a_bad_pair_is_refused_by_its_place, side="after", case=case, examples=1
-    )
-
-
-_PAIR, _FILE_ROW = "corpus.logprobs.read_pair", "corpus.logprobs._row"
 
 _SOURCE = "data.source._read_lines"
 _ROW = "corpus.rows.Corpus"
@@ -83,39 +77,20 @@ MUTANTS = (
         "corpus.job.prepare_rows", "if not options.queries", "if True", QUERIES,
     ),
     _corpus(
-        "log-probabilities-the-other-way",
-        "before less after",
-        _PAIR, "np.where(first.response, change", "np.where(first.response, -change", DIFFERENCE,
-    ),
-    _corpus(
-        "prompts-have-values",
-        "log-probabilities of the prompt are subtracted too",
-        _PAIR, "np.where(first.response, change", "np.where(True, change", DIFFERENCE,
-    ),
-    _corpus(
-        "rows-in-another-order",
-        "the numbers of two rows are not compared",
-        _PAIR, "first.row != second.row", "False", _bad("another order"),
-    ),
-    _corpus(
-        "other-tokens-in-the-second-file",
-        "of two rows the labels alone are compared",
-        _PAIR, 'for name in ("ids", "labels"):', 'for name in ("labels",):', _bad("another token"),
-    ),
-    _corpus(
-        "missing-log-probabilities-read",
-        "a NaN at a response token becomes a value",
-        _FILE_ROW, "read & ~np.isfinite(logprobs)", "read & np.isinf(logprobs)", _bad("a NaN"),
-    ),
-    _corpus(
-        "losses-for-log-probabilities",
-        "numbers of the other sign are read",
-        _FILE_ROW, "logprobs > 1e-3", "logprobs > 1e9", _bad("a loss"),
-    ),
-    _corpus(
         "last-ties-of-all",
         "of equal values at the threshold the last ones are kept",
         "select.masks.top_mask", "== edge)[: count", "== edge)[::-1][: count", SHARE,
+    ),
+    _corpus(
+        "one-row-over-the-budget",
+        "the row at which the budget ends is kept too",
+        "corpus.kept_rows.best_rows", "max(1, count)", "count + 1", BEST,
+    ),
+    _corpus(
+        "the-last-of-equal-rows",
+        "of rows of equal value the last ones are kept",
+        "corpus.kept_rows._ranked",
+        'np.argsort(-values, kind="stable")', 'np.argsort(values, kind="stable")[::-1]', BEST,
     ),
     _corpus(
         "rows-counted-from-the-mark",

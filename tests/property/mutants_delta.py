@@ -47,11 +47,6 @@ VALUES = claim(
     HybridCase(pattern=(LINEAR, FULL, LINEAR), layers=(2,), train=ROW, seed=1),
     examples=1,
 )
-HOPS = claim(
-    test_hybrids.test_direct_is_the_diagonal_of_a_hybrid,
-    HybridCase(pattern=(LINEAR, FULL, LINEAR), layers=(2,), train=ROW, seed=1),
-    examples=1,
-)
 PUT_BACK = claim(
     test_hybrids.test_overrides_of_delta_nets_leave_nothing_behind, "qwen3_5", examples=1
 )
@@ -314,12 +309,6 @@ MUTANTS = (
         ("model.switch._Tap.backward", 'ctx.switch.mode != "self"', "False"),
         ORDINARY,
         MODES,
-    ),
-    mutant(
-        "delta-hops-without-the-self-only-part",
-        "hops within a delta net contain what stays at its position",
-        ("estimate.estimators.hop_errors", "e - own[i] if i in own else e", "e"),
-        HOPS,
     ),
     mutant(
         "delta-names-left-replaced",

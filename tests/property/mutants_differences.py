@@ -55,65 +55,16 @@ WAITS = claim(
 )
 FRESH = claim(moved.test_a_refreshed_scorer_is_a_new_one, examples=1)
 
-SECOND = claim(moved.test_second_differences_are_the_curvatures, setup=small(), form="central")
-TODAY = claim(moved.test_curvature_is_along_the_whole_of_todays_m, examples=1)
-
 SHARDED = claim(sharded.test_sharded_label_values_are_the_oracles, setup=small(), parameters="all")
 
 _error = partial(mutant, room="estimate.differences.")
 _moved = partial(mutant, room="estimate.shift.")
-_BELIEVED = (
-    "estimate.differences._tolerance",
-    "return CURVATURE_TOLERANCE",
-    "return math.inf",
-)
-"""No step makes these agree with themselves: the estimated error would refuse them first."""
-
 MUTANTS = (
     _error(
         "step-not-doubled-in-the-central-form",
         "both sides move by h, and their difference is divided by h",
         ("_Quotients.values", "2 * length if self.form", "length if self.form"),
         CENTRAL,
-    ),
-    mutant(
-        "curvature-without-the-middle",
-        "the losses at both sides are summed, and those between them are not subtracted",
-        [
-            (
-                "estimate.differences._Quotients.values",
-                "(ahead - here) + (behind - here)",
-                "ahead + behind",
-            ),
-            _BELIEVED,
-        ],
-        SECOND,
-    ),
-    mutant(
-        "curvature-divided-by-h",
-        "a second difference is divided by h where it is h^2",
-        [("estimate.differences._Quotients.values", "/ length**2", "/ length"), _BELIEVED],
-        SECOND,
-    ),
-    _error(
-        "curvature-of-the-other-sign",
-        "what the loss lies above its chord is taken for what it lies below",
-        (
-            "_Quotients.values",
-            "(ahead - here) + (behind - here)",
-            "(here - ahead) + (here - behind)",
-        ),
-        SECOND,
-    ),
-    mutant(
-        "curvature-of-the-step-before",
-        "it is taken along the M that the first batch was valued with",
-        (
-            "scoring.valuing.Valuer.values",
-            "direction.total()",
-            "self.__dict__.setdefault('first', direction.total())",
-        ),
-        TODAY,
     ),
     _moved(
         "shift-to-the-other-side",
@@ -170,13 +121,13 @@ MUTANTS = (
         "the observed losses are a side of the difference, whatever drew in them, and none looks",
         [
             (
-                "scoring.label.LabelDerivative._based",
-                "self._comparable(seen)",
-                "seen.losses is not None",
+                "scoring.label.Label._based",
+                "self._comparable(recording)",
+                "recording.losses is not None",
             ),
             (
-                "estimate.differences.Differences._taken",
-                "step.is_due(size) or step.error(size) > _tolerance(form) or self._chooses",
+                "estimate.differences.Differences._derivative",
+                "step.is_due(size) or step.error(size) > TOLERANCE or self._chooses",
                 "False",
             ),
         ],
@@ -186,8 +137,8 @@ MUTANTS = (
         "base-in-16-bits",
         "losses that 16 bits rounded, or a cast of the scores, are a side of the difference",
         (
-            "scoring.label.LabelDerivative._based",
-            "_digit(seen.products) <= _digit(weights)",
+            "scoring.label.Label._based",
+            "_coarsest(recording.products) <= _coarsest(weights)",
             "True",
         ),
         COARSE,
@@ -198,9 +149,9 @@ MUTANTS = (
         "products-of-our-own-forward",
         "what is read of the observed pass is read of a forward of ours along M's other side",
         (
-            "scoring.label.LabelDerivative._based",
-            "seen.products",
-            "getattr(seen.recorder, 'products', ())",
+            "scoring.label.Label._based",
+            "recording.products",
+            "getattr(recording.recorder, 'products', ())",
         ),
         COARSE_WITHOUT_GRAPH,
     ),
@@ -249,7 +200,7 @@ MUTANTS = (
         "last-error-of-any-batch",
         "a batch states the error of the one that was looked at",
         (
-            "Differences._taken",
+            "Differences._derivative",
             "error = step.error(size, truncation)",
             "error = self.__dict__.setdefault('last', step.error(size, truncation))",
         ),
@@ -258,7 +209,7 @@ MUTANTS = (
     _error(
         "jumps-taken-for-derivatives",
         "a token that another expert gets at moved weights has a value",
-        ("Differences._taken", "self._chooses and quotients.jumps(step.length)", "False"),
+        ("Differences._derivative", "self._chooses and quotients.jumps(step.length)", "False"),
         JUMPS,
     ),
     mutant(
@@ -294,7 +245,7 @@ MUTANTS = (
         "one-side-checked",
         "only the losses ahead are looked at for infinity",
         (
-            "estimate.differences.Differences._taken",
+            "estimate.differences.Differences._derivative",
             "in quotients.sides(step.length):",
             "in quotients.sides(step.length)[:1]:",
         ),
@@ -303,14 +254,18 @@ MUTANTS = (
     mutant(
         "error-of-the-first-side-alone",
         "the stated error is that of the adaptation side",
-        ("scoring.valuing.Valuer.values", "max(taken, key=lambda one: one.error)", "taken[0]"),
+        (
+            "scoring.label.Label.values",
+            "max(derivatives, key=lambda one: one.error)",
+            "derivatives[0]",
+        ),
         SIDES,
     ),
     mutant(
         "one-batch-decides-for-all",
         "what is not exact enough on one batch is never tried again",
         (
-            "scoring.label.LabelDerivative._take",
+            "scoring.label.Label._by_first_way",
             "if doubtful is None:",
             "if True:",
         ),
@@ -320,7 +275,7 @@ MUTANTS = (
         "router-followed-by-differences",
         "a mixture of experts is valued by moving its weights",
         (
-            "scoring.label.LabelDerivative._ways",
+            "scoring.label.Label._ways",
             "self._first is None and not self._chooses",
             "self._first is None",
         ),
@@ -342,8 +297,8 @@ MUTANTS = (
         "steps-survive-a-refresh",
         "values after a checkpoint are not those of the run that is resumed from it",
         (
-            "scoring.label.LabelDerivative.forget",
-            "self._differences = Differences(self._adapter, self._sharding)",
+            "scoring.label.Label.forget",
+            "self._differences = Differences(self.adapter, self._sharding)",
             "pass",
         ),
         FRESH,

@@ -103,7 +103,11 @@ MUTANTS = (
     mutant(
         "influence-before-the-reduction",
         "each process solves with its own gradient alone",
-        ("direction.build.Ingredients._mean", "(self.reduce or mean_gradient)", "mean_gradient"),
+        (
+            "direction.inputs.DirectionInputs._mean",
+            "(self.arguments.reduce or mean_gradient)",
+            "mean_gradient",
+        ),
         REDUCED,
     ),
 )

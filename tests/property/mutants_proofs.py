@@ -302,21 +302,21 @@ PROOFS = (
     mutant(
         "differences-proved-where-m-is-0",
         "a proof along no M counts for those that come",
-        ("scoring.valuing.Valuer._prove_label", "pending=not m", "pending=False"),
+        ("scoring.label.Label.prove", "pending=not m", "pending=False"),
         claim(test_proof_limits.test_differences_are_proved_where_m_begins_as_zero, examples=1),
         of_proofs=True,
     ),
     mutant(
         "proofs-at-first-use-alone",
         "what weights had no part in at first is never looked at again",
-        ("estimate.proofs.CaptureCheck.see_direction", "self._directions > 1 and", "False and"),
+        ("estimate.proofs.CaptureCheck.see_version", "self._versions > 1 and", "False and"),
         claim(test_proof_limits.test_a_branch_behind_a_gate_that_opens_is_refused, examples=1),
         of_proofs=True,
     ),
     mutant(
         "differences-after-a-disproof",
         "what forward mode disproves is left to differences",
-        ("scoring.label.LabelDerivative.prove", "agreed.require_none()", "pass"),
+        ("scoring.label.Label._prove_derivative", "agreed.require_none()", "pass"),
         claim(
             test_proof_limits.test_a_detached_branch_is_refused_whatever_its_numbers,
             0,

@@ -24,13 +24,14 @@ CAST = claim(walks.test_autocast_keeps_no_cast_of_weights_that_moved, examples=1
 CLIMBS = claim(walks.test_a_walk_that_climbs_is_said, examples=1)
 
 _error = partial(mutant, room="direction.walk.")
+_cache = partial(mutant, room="direction.cache.DirectionCache.")
 
 MUTANTS = (
     mutant(
         "walk-value-of-the-other-sign",
         "what the loss rises by",
         (
-            "scoring.along_walk.along_walk",
+            "scoring.walk.Walk.values",
             "here.to(dtype) - there.to(dtype)",
             "there.to(dtype) - here.to(dtype)",
         ),
@@ -39,19 +40,19 @@ MUTANTS = (
     mutant(
         "walk-value-of-a-dropped-pass",
         "the observed losses count, whatever drew in them",
-        ("scoring.along_walk._losses", "or draws(adapter.model)", ""),
+        ("scoring.walk.Walk._losses", "draws(self.adapter.model)", "False"),
         DROPPED,
     ),
     mutant(
         "walk-value-without-its-weight",
         "token weights are left out",
-        ("scoring.along_walk.along_walk", "values = values * seen", "_ = values * seen"),
+        ("scoring.walk.Walk.values", "values = values * rec", "_ = values * rec"),
         WEIGHED,
     ),
     mutant(
         "walk-on-the-first-batch-alone",
         "every step sees one batch",
-        ("direction.build.Ingredients.gradient_of_step", "number % max", "0 * max"),
+        ("direction.inputs.DirectionInputs.gradient_of_step", "number % max", "0 * max"),
         COPY,
     ),
     _error(
@@ -63,7 +64,7 @@ MUTANTS = (
     _error(
         "walk-with-weight-decay",
         "AdamW's own decay, which pulls the weights to 0",
-        ("WalkBuilder._walked", ", weight_decay=0.0", ", weight_decay=1.0"),
+        ("end_of_walk", ", weight_decay=0.0", ", weight_decay=1.0"),
         COPY,
     ),
     _error(
@@ -72,34 +73,34 @@ MUTANTS = (
         ("walk", "part.to(wide(part.dtype), copy=True)", "part.clone()"),
         NARROW,
     ),
-    _error(
+    _cache(
         "walk-anew-at-each-step",
         "a walk from the start moves on with the run",
-        ("WalkBuilder.prepare", "self._passed >= refresh", "self._passed >= 1"),
+        ("current", "self._changes >= self._lasts", "self._changes >= 1"),
         DUE,
     ),
-    _error(
+    _cache(
         "walk-never-anew",
         "walk_refresh is not read",
-        ("WalkBuilder.prepare", "(refresh and self._passed >= refresh)", "False"),
+        ("current", "(self._lasts and self._changes >= self._lasts)", "False"),
         DUE,
     ),
-    _error(
+    _cache(
         "walk-lost-with-a-setting",
         "a new walk from the weights as they are",
-        ("WalkBuilder.follow", "= former._weights,", "= None,"),
+        ("follow", "= former.kept,", "= None,"),
         KEPT,
     ),
-    _error(
+    _cache(
         "walk-of-former-rows",
         "other validation rows change nothing",
-        ("WalkBuilder.invalidate", "self._weights = None", "pass"),
+        ("invalidate", "self.kept = self._age = None", "pass"),
         NEW,
     ),
     _error(
         "climbing-walk-unsaid",
         "a rate that is too high is not noticed",
-        ("WalkBuilder._walked", "if after > before:", "if after > 2 * before:"),
+        ("end_of_walk", "if after > before:", "if after > 2 * before:"),
         CLIMBS,
     ),
     mutant(

@@ -37,7 +37,7 @@ from tests.property.decoder import (
 from tests.property.strategies import Case, cases
 from tests.property.tolerance import allowed, close
 
-EVERY = ("alphatoken", "direct", "same_layer_hop", "path", "paper_literal", "label")
+EVERY = ("alphatoken", "direct", "path", "paper_literal", "label")
 
 
 def compare_path(
@@ -380,15 +380,10 @@ def zeros(setup: Setup) -> Sides:
     return Columns(none, none), Columns(none, none)
 
 
-def of_tokens(by_position: Columns, mask: Tensor, position: str = "label") -> Columns:
-    """What falls on response tokens, at token indices; "context": the column where i is read."""
-    if position == "context":
-        moved = by_position
-    else:
-        moved = Columns(
-            influence.to_token_index(by_position.value), influence.to_token_index(by_position.scale)
-        )
-    return Columns(moved.value * mask, moved.scale * mask)
+def of_tokens(by_position: Columns, mask: Tensor) -> Columns:
+    """What falls on response tokens, at token indices."""
+    value, scale = map(influence.to_token_index, (by_position.value, by_position.scale))
+    return Columns(value * mask, scale * mask)
 
 
 def above_rounding(scale: Tensor, beside: Tensor) -> Tensor:
@@ -408,7 +403,6 @@ def compare_values(
     direct: Sides,
     causal: Sides | None,
     *,
-    position: str = "label",
     name: str,
 ) -> None:
     """All fields of the values against columns by position; ``causal=None``: no split."""
@@ -424,7 +418,7 @@ def compare_values(
     total, left = nothing[0], row_total(nothing[0])
     for side, (whole, one, two) in enumerate(found):
         later = nothing[side] if causal is None else causal[side]
-        parts = (of_tokens(direct[side], mask), of_tokens(later, mask, position))
+        parts = (of_tokens(direct[side], mask), of_tokens(later, mask))
         both = parts[0] + parts[1]
         label = f"{name}, {'stability' if side else 'adaptation'}"
         if causal is None:

@@ -411,8 +411,8 @@ def test_no_square_of_the_length(mask: str, window: int | None) -> None:
         output, statistics = attention.switchable_attention(call, fused, switch)
         with switch.to("self"):
             torch.autograd.grad(output, (call.query, call.key, call.value), error)
-        for reduction in ("per_head", "mean"):
-            attention.propagate_values(statistics, error, window=window, head_reduction=reduction)
+        for head_mean in (False, True):
+            attention.propagate_values(statistics, error, window=window, head_mean=head_mean)
     assert not seen.large, f"T x T outside the kernel: {sorted(seen.large)}"
     tangents = tangents_of(case)
     with Shapes(case.t, hidden) as seen:

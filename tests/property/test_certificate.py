@@ -15,11 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
-from alphatoken.certificate.certify import Certificate
 from alphatoken.certificate.tolerances import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.scoring.passes import Pass
+from alphatoken.scoring.recording import Recording
 from alphatoken.support.progress import Tracker
+from alphatoken.values import Certificate
 from tests.places import tiered
 from tests.property.catalogue import BY_NAME
 from tests.property.mutation import Edit, Mutant, applied, without_proofs
@@ -30,7 +30,7 @@ from tests.property.tolerance import close
 
 ROWS = ("pprrrr", "..prrr")
 VALIDATION = (("pprr", "prrr"), ("ppr",))
-ESTIMATORS = ("label", "direct", "alphatoken", "same_layer_hop", "path", "paper_literal")
+ESTIMATORS = ("label", "direct", "alphatoken", "path", "paper_literal")
 
 
 # --- cases that faults are tried on --------------------------------------------------------------
@@ -161,7 +161,7 @@ def replaced(one: Trial) -> tuple[Scorer, dict[str, Any]]:
 def far(one: Trial) -> tuple[Scorer, dict[str, Any]]:
     """A retention term 2^60 times the adaptation: the dual forward runs along M / ||M||."""
     scorer = make_scorer(one.setup, one.estimator)
-    drift = scorer.given.retention
+    drift = scorer.arguments.retention
     scaled = {n: f * 2.0**60 for n, f in drift.fisher.items()}
     scorer.set_retention(FisherDrift(scaled, drift.reference))
     return scorer, {}
@@ -177,7 +177,6 @@ WINDOW = trial("adaptation_causal", window=2)
 G = trial("direction (adaptation)", "path")
 V = trial("direction (stability)", "path")
 FULL = trial("direction (adaptation)", "path", build=full)
-HOP = trial("adaptation_causal", "same_layer_hop")
 TOTAL = trial("total", "path")
 PADDED = trial("mask", "path", rows=("pprrrr", "..rrrr"))
 
@@ -194,7 +193,6 @@ SEEN = {
     "twice-called-module-overwritten": trial("adaptation", "path", repeated_linear=True),
     "stale-direction": trial("direction (adaptation)", "path", build=moved),
     "bfloat16-in-the-contraction": PATH,
-    "hops-keep-what-stays": HOP,
     "named-parameters-of-the-scored-layers-alone": trial(
         "scope", "label", parameters="linears,*norm*,head.weight", build=adaptation_only,
     ),
@@ -238,7 +236,7 @@ def without_a_fault(one: Trial) -> Certificate:
 def test_a_mutant_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the fault inside the certificate fails and names the component."""
     # The observed losses would refuse some before the certificate can.
-    monkeypatch.setattr(Pass, "require_losses", lambda *_: None)
+    monkeypatch.setattr(Recording, "require_losses", lambda *_: None)
     right = without_a_fault(SEEN[name])
     assert right.passed, str(right)
     assert "every component agrees" in str(right)
@@ -279,8 +277,6 @@ def test_the_linear_that_is_off_is_named() -> None:
     setup=setups(),
     estimator=st.sampled_from(ESTIMATORS),
     window=st.sampled_from([None, 0, 1, 3]),
-    position=st.sampled_from(["label", "context"]),
-    reduction=st.sampled_from(["per_head", "mean"]),
     objective=st.sampled_from(["both", "adaptation", "stability"]),
     part=st.sampled_from(["both", "direct", "causal"]),
 )
@@ -292,22 +288,17 @@ def test_the_linear_that_is_off_is_named() -> None:
         ),
         layers=(1,),
     ),
-    estimator="direct", window=None, position="label", reduction="per_head", objective="both",
-    part="both",
+    estimator="direct", window=None, objective="both", part="both",
 )  # fmt: skip
 @budget(0.3, least=8)
 def test_right_code_agrees(
-    setup: Setup, estimator: str, window: int | None, position: str, reduction: str,
-    objective: str, part: str,
-) -> None:  # fmt: skip
+    setup: Setup, estimator: str, window: int | None, objective: str, part: str
+) -> None:
     """Every structure and option."""
     if estimator in ("label", "path") or (estimator == "direct" and part == "causal"):
         part = "both"
     with quiet():
-        scorer = make_scorer(
-            setup, estimator, window=window, causal_position=position,
-            head_reduction=reduction, objective=objective, part=part,
-        )  # fmt: skip
+        scorer = make_scorer(setup, estimator, window=window, objective=objective, part=part)
         found = scorer.verify(setup.case.batch, tokens=2, progress=False)
     assert found.passed, str(found)
     close(found.error, 0.0, 1.0, found.tolerance, name="certificate of right code")
@@ -432,17 +423,17 @@ def test_what_a_file_says_is_compared_with_what_was_loaded(tmp_path: Path) -> No
         n: tuple(torch.eye(size, dtype=torch.float64) * 0.5 + 0.1 for size in w.shape)
         for n, w in weights.items()
     }
-    kronecker = FisherDrift({}, scorer.given.retention.reference, factors=factors)
-    for number, drift in enumerate((scorer.given.retention, kronecker)):
+    kronecker = FisherDrift({}, scorer.arguments.retention.reference, factors=factors)
+    for number, drift in enumerate((scorer.arguments.retention, kronecker)):
         path = tmp_path / f"{number}.safetensors"
         drift.save(path)
         with quiet():
             other = make_scorer(one.setup, "path", retention=False)
             other.set_retention(FisherDrift.load(path))
             assert other.verify(case.batch, tokens=1, fisher_file=path).passed
-    scaled = {n: 1.01 * r for n, r in scorer.given.retention.reference.items()}
+    scaled = {n: 1.01 * r for n, r in scorer.arguments.retention.reference.items()}
     with quiet():
-        other.set_retention(FisherDrift(scorer.given.retention.fisher, scaled))
+        other.set_retention(FisherDrift(scorer.arguments.retention.fisher, scaled))
         off = other.verify(case.batch, tokens=1, fisher_file=tmp_path / "0.safetensors")
     assert "direction (stability)" in {check.component for check in off.failures}
 

@@ -17,11 +17,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import ConfigError, DataError, InputError, NumericalError, select_top
+from alphatoken.corpus.kept_rows import best_rows
 from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.split import leak_keys
-from alphatoken.select.masks import top_mask
+from alphatoken.select.masks import keep_count, top_mask
 
 NUMBERS = st.one_of(
     st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 5e-324, -5e-324, 1e-45, 2.0**-16, 3e38, -3e38]),
@@ -105,6 +106,25 @@ def test_top_mask(values: Sequence[float], ratio: float) -> None:
     mask = torch.ones(1, len(whole), dtype=torch.bool)
     due = select_top(torch.from_numpy(whole)[None], mask, ratio)[0].numpy()
     assert np.array_equal(top_mask(whole, ratio), due), (values, ratio)
+
+
+@given(
+    st.lists(st.tuples(NUMBERS, st.integers(1, 9)), min_size=1, max_size=30),
+    st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.9, 1.0]),
+)
+@example([(1.0, 3), (1.0, 3), (0.5, 1)], 0.5)
+@example([(2.0, 1), (1.0, 9), (0.5, 1)], 0.25)
+@example([(1.0, 9), (0.0, 1)], 0.1)
+def test_best_rows(rows: Sequence[tuple[float, int]], ratio: float) -> None:
+    """Rows are taken from the best down, of equals the first, up to the first that does not fit."""
+    values, tokens = (np.array(column) for column in zip(*rows, strict=True))
+    budget, due = keep_count(ratio, int(tokens.sum())), np.zeros(len(rows), bool)
+    for place in sorted(range(len(rows)), key=lambda i: (-rows[i][0], i)):
+        if rows[place][1] > budget and due.any():
+            break
+        budget -= rows[place][1]
+        due[place] = True
+    assert np.array_equal(best_rows(values, tokens, ratio), due), (rows, ratio)
 
 
 def test_what_has_no_rank_is_refused() -> None:

@@ -175,7 +175,7 @@ REDUCTIONS = st.sampled_from(["per_head", "mean"])
 def test_the_self_backward_holds_the_incoming_state(case: DeltaCase) -> None:
     """Self mode is the ordinary derivative of the rule whose incoming states are constants."""
     call, error = case.call(), case.error()
-    held = delta_net.delta_rule(call, held=True)
+    held = delta_net.delta_rule(call, constant_past=True)
     expected = torch.autograd.grad(held, inputs_of(call), error, materialize_grads=True)
     with chunks_of(case.chunk):
         output, found = switched(call, error, "self")
@@ -228,7 +228,10 @@ def test_the_convolution_alone(case: DeltaCase) -> None:
     )
     plain = delta_net.convolve(call)
     assert torch.equal(y, plain)
-    for mode, output in (("self", delta_net.convolve(call, held=True)), ("ordinary", plain)):
+    for mode, output in (
+        ("self", delta_net.convolve(call, constant_past=True)),
+        ("ordinary", plain),
+    ):
         (expected,) = torch.autograd.grad(output, call.x, error, retain_graph=True)
         with switch.to(mode):
             (found,) = torch.autograd.grad(y, call.x, error, retain_graph=True)
@@ -296,7 +299,7 @@ def test_propagation_goes_through_the_taps(
         call, error, to_input, window=window, head_reduction=reduction
     )
     with chunks_of(case.chunk):
-        start, found = use.propagated(error, window, reduction)
+        start, found = use.propagated(error, window, head_mean=reduction == "mean")
     assert start is use.convolution.x
     scale = terms.abs().sum(0) + 1e-3 * largest(terms)
     close(found, terms.sum(0), scale, TOLERANCE, name="propagated")

@@ -21,12 +21,13 @@ from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.estimate import differences
 from alphatoken.estimate import shift as shift_module
-from alphatoken.estimate.differences import Differences, Quotient, drowned
+from alphatoken.estimate.differences import Differences, DirectionalDerivative, drowned
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.shift import Shift
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients
+from alphatoken.scoring.label import Label
 from tests.places import nightly
 from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
@@ -37,12 +38,11 @@ from tests.property.setups import (
     forward_of,
     label_truth,
     quiet,
-    quiet_score,
     refusal,
     setups,
     unchanged,
 )
-from tests.property.strategies import CASE, ONE, PADDED, SHARED, TIED, Case
+from tests.property.strategies import CASE, ONE, PADDED, SHARED, TIED
 from tests.property.test_sharded import FlatSharding
 from tests.property.tolerance import close
 
@@ -295,7 +295,7 @@ def test_the_stated_error_is_that_of_the_worse_side() -> None:
     stated = []
     exact = Differences.values
 
-    def kept(*arguments: Any, **options: Any) -> Quotient:
+    def kept(*arguments: Any, **options: Any) -> DirectionalDerivative:
         taken = replace(exact(*arguments, **options), error=1e-3 * (1 + len(stated)), age=7)
         stated.append(taken.error)
         return taken
@@ -423,7 +423,8 @@ def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
             total = observed.values(logits, ids).total
     assert off(total, exact) < 1e-2
     # It was not tried as one either, after which no later forward would be.
-    assert found.valuer._derivative._bases
+    assert isinstance(found.estimator, Label)
+    assert found.estimator._bases
 
 
 def test_losses_of_another_forward_are_refused() -> None:
@@ -507,85 +508,6 @@ def test_rows_that_m_does_not_reach_have_values_of_zero(form: str) -> None:
     found = taken.values(there, m, form, shown=checked).values
     exact = gradients.label_values(model, forward_of(model), batch, m)
     assert off(found, exact) < 1e-5
-
-
-# --- curvature -----------------------------------------------------------------------------------
-
-
-def curved(model: ReferenceDecoder, case: Case, m: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The oracle's curvatures along M, and the sums of their absolute terms."""
-    return gradients.label_curvatures(model, forward_of(model), case.batch, m)
-
-
-@pytest.mark.slow
-@given(setups(), sampled_from(FORMS))
-@example(Setup(PADDED), "central")
-@budget(0.1, least=2)
-def test_second_differences_are_the_curvatures(setup: Setup, form: str) -> None:
-    """To 1e-5 of the absolute terms, a float64 loss being rounded by 1e-16 and divided by h^2.
-
-    Where the loss bends more sharply than that, to the error that is said with the values.
-    """
-    model = setup.case.model()
-    before = bits(model)
-    parameters = dict(model.named_parameters())
-    m = gradients.validation_gradient(model, forward_of(model), setup.case.validation, parameters)
-    expected, scale = curved(model, setup.case, m)
-    scorer = Scorer(model, setup.case.validation, config=config(form, curvature=True))
-    values = scorer.score(setup.case.batch)
-    assert values.curvature is not None
-    assert off(values.curvature, expected) <= 3 * values.curvature_error + 1e-9
-    assert values.curvature_error <= 1e-3
-    tolerance = max(1e-5, values.curvature_error)
-    close(values.curvature, expected, scale + scale.max(), tolerance, name="curvature")
-    assert values.derivative == form
-    assert unchanged(model, before)
-
-
-def test_curvature_is_along_the_whole_of_todays_m() -> None:
-    """Both sides in one, scaled with the tokens' weights, after the weights have moved too."""
-    model = ONE.model()
-    parameters = dict(model.named_parameters())
-    drift = far_drift(model)
-    options = {"max_relative_drift": None, "stability_weight": 0.01, "curvature": True}
-    scorer = Scorer(model, ONE.validation, drift, config("central", **options))
-    weights = torch.linspace(-2.0, 2.0, ONE.batch["labels"].numel()).view(2, -1).double()
-    for moved in (0.0, 0.3):
-        with torch.no_grad():
-            for parameter in parameters.values():
-                parameter.add_(moved * torch.sin(parameter))
-        values = quiet_score(scorer, ONE.batch, token_weights=weights)
-        g = gradients.validation_gradient(model, forward_of(model), ONE.validation, parameters)
-        m = {n: g[n] + 0.01 * (p.detach() - drift.reference[n]) for n, p in parameters.items()}
-        expected, scale = curved(model, ONE, m)
-        close(values.curvature, weights * expected, 2.0 * scale.max(), 1e-5, name="whole M")
-
-
-@pytest.mark.slow
-def test_in_float32_curvatures_are_as_exact_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone and beside an observed forward; refused where that is less than is asked for."""
-    model, exact = llama(attn_implementation="eager"), llama(attn_implementation="eager").double()
-    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    batch, validation = {"input_ids": ids, "labels": ids}, {"input_ids": ids[:1], "labels": ids[:1]}
-
-    forward = plain_forward(exact)
-    m = gradients.validation_gradient(exact, forward, [validation])
-    expected, _ = gradients.label_curvatures(exact, forward, batch, m)
-    scorer = Scorer(model, [validation], config=config("one_sided", curvature=True))
-    alone = scorer.score(batch)
-    with quiet(), scorer.observe() as observed:
-        beside = observed.values(model(input_ids=ids).logits, ids)
-    for values in (alone, beside):
-        assert off(values.curvature, expected) <= min(3 * values.curvature_error, 5e-2)
-    monkeypatch.setattr(differences, "CURVATURE_TOLERANCE", 1e-6)
-    with pytest.raises(UnsupportedError, match="curvatures are not exact enough"):
-        Scorer(model, [validation], config=config("central", curvature=True)).score(batch)
-
-
-@pytest.mark.parametrize("options", [{}, {"estimator": "label"}])
-def test_curvature_is_of_differences_alone(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="curvature=True is for label values by differences"):
-        ScorerConfig(curvature=True, **options)
 
 
 # --- the step ------------------------------------------------------------------------------------
@@ -888,7 +810,8 @@ def test_one_small_jump_among_many_tokens_is_seen() -> None:
     model.model.norm.register_forward_hook(choose)
     scorer = Scorer(model, [batch], config=config("central"))
     values = scorer.score(batch)
-    (step,) = scorer.valuer._derivative._differences._steps.values()
+    assert isinstance(scorer.estimator, Label)
+    (step,) = scorer.estimator._differences._steps.values()
     mean = float(values.total[values.mask].square().mean().sqrt())
     jump[0] = 0.5 * mean * step.length  # half a mean value: one percent of the batch's norm
     error = refusal(lambda: scorer.score(batch))
@@ -1081,7 +1004,7 @@ def test_the_certificate_allows_the_stated_error_and_no_more(
         assert certificate.derivative == form
         exact = Differences.values
 
-        def wrong(*arguments: Any, **options: Any) -> Quotient:
+        def wrong(*arguments: Any, **options: Any) -> DirectionalDerivative:
             taken = exact(*arguments, **options)
             return replace(taken, values=taken.values * 1.001)
 

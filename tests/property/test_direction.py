@@ -150,10 +150,10 @@ def test_direction_algebra(case: DirectionCase) -> None:
         scale = factor.abs() * (g[name].abs() + abs(case.weight) * v[name].abs())
         close(m.total()[name], expected, scale, CONTRACTION, name="P o (G + lambda V)")
         ratio = abs(case.weight) * (factor * v[name]).norm() / (factor * g[name]).norm()
-        close(m.balance()[name], ratio, ratio, CONTRACTION, name="balance")
+        close(m.balance[name], ratio, ratio, CONTRACTION, name="balance")
     alone = direction.Direction(g, None, case.weight)
     assert all(torch.equal(alone.total()[n], g[n]) for n in names)
-    assert alone.balance() == dict.fromkeys(names, 0.0)
+    assert alone.balance == dict.fromkeys(names, 0.0)
     assert direction.precondition(g, None) == g
 
 

@@ -74,7 +74,7 @@ class MixtureCase:
         }
         validation = [self.batch(self.validation, 1), self.batch(("prrr",), 2)]
         scorer = Scorer(model, validation, retention, ScorerConfig(estimator, **config))
-        scorer.valuer.warn = False
+        scorer.warn = False
         return scorer
 
 

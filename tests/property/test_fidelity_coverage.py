@@ -173,7 +173,7 @@ def test_settings_that_an_estimator_does_not_allow_fall_back():
     config = ScorerConfig(part="causal", window=8)
     assert with_estimator(config, "label").part == "both"
     assert with_estimator(config, "direct").part == "both"
-    assert with_estimator(config, "same_layer_hop").part == "causal"
+    assert with_estimator(config, "paper_literal").part == "causal"
     everything = ScorerConfig(estimator="label", parameters="all")
     assert with_estimator(everything, "alphatoken").parameters == "linears"
     assert with_estimator(config, "label").window == 8

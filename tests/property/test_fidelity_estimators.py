@@ -70,12 +70,11 @@ DIFFER = ("grouped heads, window, bias", "a block at two depths")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(STRUCTURES, DIFFER, nightly))
-@pytest.mark.parametrize("options", [{"causal_position": "context", "head_reduction": "mean"}])
-def test_a_reading_is_what_the_scorer_computes(name: str, options: dict[str, object]) -> None:
+def test_a_reading_is_what_the_scorer_computes(name: str) -> None:
     """Every estimator, number of layers and window, to rounding."""
     subject = subject_of(
         decoder_of(**STRUCTURES[name]),
-        config=ScorerConfig(layers=2, **options),
+        config=ScorerConfig(layers=2),
         train=rows_of([9, 7, 8]),
     )
     settings = [
@@ -224,7 +223,7 @@ def test_a_model_with_another_mixer_keeps_what_is_exact_there() -> None:
     found = diagnostic.diagnose(subject, QUICK)
     named = {r["estimator"] for r in found.table("layers").records()}
     assert named == {"label", "path"}
-    assert sum("left out on this model" in note for note in found.notes) == 4
+    assert sum("left out on this model" in note for note in found.notes) == 3
     assert any("not defined on this model" in note for note in found.notes)
 
 

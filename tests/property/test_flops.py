@@ -31,7 +31,7 @@ SMALL = Size(64, 6, vocabulary=96, heads=4, rows=2, length=48)
 DEEP = Size(128, 28, vocabulary=512, heads=4, length=64)
 """As deep as the targets' model, so that ratios to a step are like its."""
 
-CAPTURED = ("alphatoken", "direct", "path", "same_layer_hop", "paper_literal")
+CAPTURED = ("alphatoken", "direct", "path", "paper_literal")
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ def attention_work(shape: Shape, estimator: str) -> int:
 
     Self-only: the log-sum-exp and four products along the diagonal. Value-Propagation: weights
     again, their product with the errors (of key/value heads for the head mean), and one more
-    contraction. Same-layer hop: the ordinary and the self-only attention backward once more, and
-    contractions at the three projections.
+    contraction.
     """
     own = scores(shape) + 4 * diagonal(shape)
     mean = scores(shape) * shape.kv_heads // shape.heads
@@ -123,10 +122,6 @@ def attention_work(shape: Shape, estimator: str) -> int:
         "direct": own,
         "alphatoken": own + 2 * scores(shape) + value_part(shape),
         "paper_literal": 2 * scores(shape) + mean + value_part(shape),
-        "same_layer_hop": own
-        + 2 * shape.attention_backward
-        + 4 * diagonal(shape)
-        + sum(2 * shape.tokens * d_out * (d_in + 1) for d_in, d_out in shape.qkv),
     }[estimator]
 
 

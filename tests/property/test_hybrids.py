@@ -234,21 +234,16 @@ SHARES = {"pattern": st.sampled_from([LAST, (FULL, LINEAR, LINEAR)]), "layers": 
 @example(HybridCase("olmo_hybrid", LAST, (2,), train=("prrrrrr",)))
 @budget(0.2, least=2)
 def test_direct_is_the_diagonal_of_a_hybrid(case: HybridCase) -> None:
-    """direct = diag(Psi) through every scored linear of a model with gated delta nets.
-
-    Where the scope is the last layer, ``same_layer_hop`` is the column sum: convolution and rule
-    are one layer.
-    """
+    """direct = diag(Psi), and path = its column sums, through every scored linear of a hybrid."""
     truth, model = Truth(case), case.build().train()
     exact = truth.influence()
     scale = truth.scale(exact)
     found = case.scorer(model, "direct").score(case.batch).total
     expected = truth.at_tokens(influence.diagonal(exact.matrix))
     close(found, expected, scale, TOLERANCE, name="direct on a hybrid")
-    if case.layers == (2,):
-        hops = case.scorer(model, "same_layer_hop").score(case.batch).total
-        expected = truth.at_tokens(influence.column_sums(exact.matrix))
-        close(hops, expected, scale, TOLERANCE, name="hops of the last layer")
+    paths = case.scorer(model, "path").score(case.batch).total
+    expected = truth.at_tokens(influence.column_sums(exact.matrix))
+    close(paths, expected, scale, TOLERANCE, name="path on a hybrid")
 
 
 @given(hybrid_cases(**SHARES))

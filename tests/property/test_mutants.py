@@ -223,7 +223,7 @@ batch_losses batch_mask displaced flatten gradient sequence_log_probabilities
 undisturbed unflatten
 directed_parameters known_labels scalar_losses moved_outputs recorded_uses
 key_jacobian key_norm_bound rms_norm rms_norm_jacobian rotary_matrix branch_log_probabilities
-contract hop_errors propagated_errors split_attention traced bare_model decoder_blocks find_scored
+contract propagated_errors split_attention traced bare_model decoder_blocks find_scored
 taylor_remainder third_derivative_along adam_direction
 """
 """What oracles and the certificate are put together from."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, TokenValues
 from alphatoken.errors import ConfigError, InputError, NumericalError
+from alphatoken.estimate.columns import contract_columns
+from alphatoken.estimate.token_values import DirectCausal, assign_columns
 from alphatoken.model.batch import read_batch
 from alphatoken.model.batch_slice import LENGTH, ROWS
 from alphatoken.oracle import gradients, influence, utility
-from alphatoken.scoring.passes import Weights
+from alphatoken.scoring.captured import Captured
+from alphatoken.scoring.recording import Recording
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import (
@@ -110,19 +114,15 @@ def adam_state(
     )
 
 
-def _two_sided(setup: Setup, estimator: str, kind: str, position: str) -> tuple[Scorer, nn.Module]:
+def _two_sided(setup: Setup, estimator: str, kind: str) -> tuple[Scorer, nn.Module]:
     if kind == "full":
         model, optimizer = stepped(setup, 2, "AdamW")
-        asked = {"causal_position": position}
-        return full_scorer(setup, model, optimizer, estimator, **asked), model
+        return full_scorer(setup, model, optimizer, estimator), model
     model = setup.case.model()
     parameters = parameters_of(setup, ReferenceAdapter(model))
     p = {n: x.square() for n, x in setup.case.directions(parameters, salt=5).items()}
     given = p if kind == "given" else None
-    scorer = make_scorer(
-        setup, estimator, model=model, causal_position=position, preconditioner=given
-    )
-    return scorer, model
+    return make_scorer(setup, estimator, model=model, preconditioner=given), model
 
 
 def _two_sided_size(setup: Setup, model: nn.Module, scorer: Scorer) -> float:
@@ -284,21 +284,17 @@ def test_full_needs_the_steps_weights_where_values_have_their_own() -> None:
 PRECONDITIONERS = ("none", "given", "full")
 
 
-@given(
-    setups(),
-    st.tuples(st.sampled_from(EVERY), st.sampled_from(PRECONDITIONERS)),
-    st.sampled_from(["label", "context"]),
-)
-@example(SETUP, ("alphatoken", "full"), "label")
-@example(PACKED, ("alphatoken", "given"), "context")
+@given(setups(), st.tuples(st.sampled_from(EVERY), st.sampled_from(PRECONDITIONERS)))
+@example(SETUP, ("alphatoken", "full"))
+@example(PACKED, ("alphatoken", "given"))
 @budget(0.6)
-def test_total_alone(setup: Setup, how: tuple[str, str], position: str) -> None:
+def test_total_alone(setup: Setup, how: tuple[str, str]) -> None:
     """One contraction with M gives the total of two.
 
     ``how``: estimator, and kind of preconditioner.
     """
     estimator, kind = how
-    scorer, model = _two_sided(setup, estimator, kind, position)
+    scorer, model = _two_sided(setup, estimator, kind)
     batch = setup.case.batch
     with quiet():
         scored = scorer.score(batch, components=False)
@@ -315,6 +311,13 @@ def test_total_alone(setup: Setup, how: tuple[str, str], position: str) -> None:
     close(alone.unassigned, apart.unassigned, size, CONTRACTION, name=f"the rest, {estimator}")
 
 
+def _kept(captured: Captured, recording: Recording, sides: list[Any]) -> list[DirectCausal]:
+    """Values along each side from errors at all linears, kept as sharded weights need them."""
+    errors, (recorder, _) = captured.errors(recording), recording.recorded
+    columns = contract_columns(recorder, errors, sides, captured.scored.names)
+    return [assign_columns(one, recording.batch.mask) for one in columns]
+
+
 @given(setups(), st.booleans())
 @budget(0.1)
 def test_errors_streamed_are_the_errors_kept(setup: Setup, cut: bool) -> None:
@@ -324,19 +327,21 @@ def test_errors_streamed_are_the_errors_kept(setup: Setup, cut: bool) -> None:
     """
     setup = replace(setup, layers="all") if cut else setup
     batch = read_batch(setup.case.batch)
-    for estimator in ("alphatoken", "direct", "path", "same_layer_hop", "paper_literal"):
+    for estimator in ("alphatoken", "direct", "path", "paper_literal"):
         model = setup.case.model()
         if cut:
             model.layers[-1].register_forward_pre_hook(
                 lambda _, args: (args[0].detach(), *args[1:])
             )
-        valuer = make_scorer(setup, estimator, model=model).valuer
+        captured = make_scorer(setup, estimator, model=model).estimator
+        assert isinstance(captured, Captured)
         with quiet():
-            frame = valuer.prepare(batch)
-            with valuer.forward(batch, Weights(None, None)) as seen:
-                streamed = valuer.values(frame, seen, components=True)
-                seen = replace(seen, kept_errors=valuer.errors(seen))
-                kept = valuer.values(frame, seen, components=True)
+            direction = captured.prepare(batch)
+            with captured.forward(batch) as recording:
+                streamed = captured.values(recording, direction, components=True)
+                kept = captured.combined(
+                    recording, direction, partial(_kept, captured, recording), components=True
+                )
         assert bool(kept.total.any())
         assert torch.equal(kept.unassigned, streamed.unassigned)
         for name, part in kept.components().items():

@@ -25,7 +25,7 @@ from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.modes import draws
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients
-from alphatoken.scoring.label import LabelDerivative
+from alphatoken.scoring.label import Label
 from tests.property.architectures import BY_NAME, plain_forward
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.setups import refusal
@@ -319,7 +319,7 @@ def test_the_coarsest_arithmetic_decides_how_far() -> None:
 
 
 def test_what_can_be_proved_once_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = dict.fromkeys(("prove", "prove_causality", "prove_coverage"), 0)
+    counts = dict.fromkeys(("_prove_derivative", "prove_causality", "prove_coverage"), 0)
 
     def counted(name: str) -> Callable[..., Any]:
         run = getattr(places[name], name)
@@ -330,7 +330,7 @@ def test_what_can_be_proved_once_is_proved_once(monkeypatch: pytest.MonkeyPatch)
 
         return prove
 
-    places: dict[str, Any] = dict.fromkeys(counts, proofs) | {"prove": LabelDerivative}
+    places: dict[str, Any] = dict.fromkeys(counts, proofs) | {"_prove_derivative": Label}
     for name in counts:
         monkeypatch.setattr(places[name], name, counted(name))
     for estimator in ("label", "path"):
@@ -338,7 +338,7 @@ def test_what_can_be_proved_once_is_proved_once(monkeypatch: pytest.MonkeyPatch)
         scorer = Scorer(model, CASE.validation, config=ScorerConfig(estimator, layers=1))
         for _ in range(3):
             scorer.score(CASE.batch)
-    assert counts["prove"] == counts["prove_coverage"] == 1
+    assert counts["_prove_derivative"] == counts["prove_coverage"] == 1
     assert counts["prove_causality"] == 2
 
 

@@ -412,13 +412,13 @@ def test_a_slice_shows_what_its_batch_shows(name: str, layout: str, seed: int) -
     piece = around_responses(whole)
     assert piece.labels.numel() <= batch_slice.ROWS * batch_slice.LENGTH < whole.labels.numel() / 4
     for shown in (whole, piece):
-        valuer = Scorer(case.model(), batch, config=ScorerConfig(estimator, layers=1)).valuer
-        error = refusal(partial(valuer.prove, shown))
+        scorer = Scorer(case.model(), batch, config=ScorerConfig(estimator, layers=1))
+        error = refusal(partial(scorer.estimator.prove, shown))
         assert isinstance(error, kind), f"{name}, {tuple(shown.labels.shape)}: {error!r}"
         assert word in str(error), f"{name}: {error}"
-        valuer = Scorer(plain.model(), batch, config=ScorerConfig("direct", layers=1)).valuer
-        valuer.prove(shown)
-        report = valuer.capture_check.report
+        scorer = Scorer(plain.model(), batch, config=ScorerConfig("direct", layers=1))
+        scorer.estimator.prove(shown)
+        report = scorer.coverage
         assert report.isolated, f"isolation was not shown on {tuple(shown.labels.shape)}"
         assert report.relative_error is not None
 

@@ -75,8 +75,6 @@ class Setup:
     explicit_mask: bool = False
     explicit_positions: bool = False
     window: int | None = 2
-    head_reduction: str = "per_head"
-    causal_position: str = "label"
     more: tuple[Rows, ...] = ()
     double: bool = True
     options: tuple[tuple[str, Any], ...] = ()
@@ -197,8 +195,6 @@ def setups(draw: st.DrawFn, name: str) -> Setup:
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.sampled_from([2, None, 1, 32])),
-        draw(st.sampled_from(["per_head", "mean"])),
-        draw(st.sampled_from(["label", "context"])),
         (draw(answers(other)),),
         draw(st.sampled_from([True, True, False])),
         tuple((k, v) for k, v in options.items() if v != family.choices[k][0]),
@@ -349,7 +345,6 @@ class Oracle:
         return propagation.value_propagation(
             layers,
             window=setup.window,
-            causal_position=setup.causal_position,
             head_reduction=head_reduction,
         )
 
@@ -362,8 +357,6 @@ def scorer_of(
         "layers": setup.layers,
         "stability_weight": LAMBDA,
         "window": setup.window,
-        "head_reduction": setup.head_reduction,
-        "causal_position": setup.causal_position,
         "uncovered": "skip",
         "max_relative_drift": None,
         **config,
@@ -378,9 +371,6 @@ def value_of(setup: Setup, *args: Any, **config: Any) -> Any:
 def estimators_for(setup: Setup) -> tuple[str, ...]:
     """What has an exact rule or a definition here."""
     names = ["label", "path", "direct"]
-    # Every hop within one layer is a same-layer hop; `path` has it where it is a label.
-    last = setup.layers == (setup.architecture.depth - 1,)
-    names += ["same_layer_hop"] * (last and setup.causal_position == "label")
     # A gate lies between its heads and what reads them; ``test_hybrids`` has the rest.
     if setup.name != "qwen3_5":
         names += ["alphatoken", "paper_literal"]
@@ -442,11 +432,9 @@ def expectations(
         "label": at_tokens(influence.row_sums(psi), labels),
         "path": path,
         "direct": at_tokens(influence.diagonal(psi), labels),
-        "same_layer_hop": path,
     }
     if "alphatoken" in names:
-        reduction = setup.head_reduction
-        causal = oracle.propagated(direction, aggregated=False, head_reduction=reduction)
+        causal = oracle.propagated(direction, aggregated=False, head_reduction="per_head")
         literal = oracle.propagated(direction, aggregated=True, head_reduction="mean")
         expected["causal"] = at_tokens(causal, labels)
         expected["alphatoken"] = expected["direct"] + expected["causal"]
@@ -471,10 +459,7 @@ def pinned(name: str, **options: Any) -> Setup:
 @given(data=st.data())
 @budget(0.1, least=1)
 def test_values_equal_per_token_autograd(name: str, data: st.DataObject) -> None:
-    """A drawn model (five in CI), two batches each, of any layout; both sides of M, all parts.
-
-    ``same_layer_hop`` takes part where the scope is the last layer, and equals ``path`` there.
-    """
+    """A drawn model (five in CI), two batches each, of any layout; both sides of M, all parts."""
     compare_captured(data.draw(setups(name)))
 
 

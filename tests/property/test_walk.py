@@ -18,10 +18,12 @@ from hypothesis.strategies import floats, integers
 from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, PreferenceBatch, Scorer, ScorerConfig
-from alphatoken.direction.walk import WalkBuilder, walk
+from alphatoken.direction.cache import DirectionCache
+from alphatoken.direction.walk import walk
 from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError, UnsupportedError
 from alphatoken.oracle import composite, gradients
 from alphatoken.oracle import walk as oracle
+from alphatoken.scoring.walk import Walk
 from alphatoken.support.progress import Tracker
 from tests.property.profiles import budget
 from tests.property.setups import (
@@ -44,9 +46,9 @@ RATE, STEPS = 1e-2, 3
 SHORT = 1e-3  # of ways that a few nodes of a quadrature follow
 
 
-def walk_of(scorer: Scorer) -> WalkBuilder:
-    assert isinstance(scorer.builder, WalkBuilder)
-    return scorer.builder
+def walk_of(scorer: Scorer) -> DirectionCache[dict[str, Tensor]]:
+    assert isinstance(scorer.estimator, Walk)
+    return scorer.estimator.cache
 
 
 def config(**options: Any) -> ScorerConfig:
@@ -173,8 +175,8 @@ def test_one_short_step_is_the_label_value(setup: Setup) -> None:
     eta = 1e-6 / max(1.0, float(sum(m.square().sum() for m in g.values())) ** 0.5)
     scorer = Scorer(model, validation, config=config())
     sgd = partial(torch.optim.SGD, lr=eta)
-    made_of = scorer.builder.made_of
-    end = walk(model, made_of.scored.parameters, made_of.gradient_of_step, 1, sgd)
+    inputs = scorer.estimator.inputs
+    end = walk(model, inputs.scored.parameters, inputs.gradient_of_step, 1, sgd)
     walk_of(scorer).keep(end)
     values = quiet_score(scorer, setup.case.batch)
     # Curvature at a step of 1e-6, and the rounding of losses over it.
@@ -271,7 +273,7 @@ def test_a_walk_of_many_seconds_shows_its_progress(
     assert "Walk" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
     now = lambda *given, delay: Tracker(*given, delay=0.0 * delay)  # noqa: E731
     monkeypatch.setattr("alphatoken.direction.walk.Tracker", now)
-    monkeypatch.setattr("alphatoken.direction.build.Tracker", now)
+    monkeypatch.setattr("alphatoken.direction.inputs.Tracker", now)
     Scorer(ONE.model(), ONE.validation, config=config()).score(ONE.batch)
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert (f"Walk: 0/{STEPS} (0%)" in shown) == (rank == "0")
@@ -432,7 +434,7 @@ def test_weights_in_16_bits_walk_in_float32() -> None:
         model = llama().bfloat16().to(dtype)
         scorer = Scorer(model, rows_of(1), config=config(walk_steps=40, walk_learning_rate=2e-5))
         with quiet():
-            ends[dtype] = walk_of(scorer).end_weights()
+            ends[dtype] = walk_of(scorer).current()
     assert all(end.dtype == torch.bfloat16 for end in ends[torch.bfloat16].values())
     name = "model.layers.0.mlp.up_proj.weight"
     start = dict(llama().bfloat16().named_parameters())[name].float()
@@ -499,7 +501,7 @@ def test_losses_that_are_not_finite_are_refused() -> None:
     model = ONE.model()
     scorer = Scorer(model, ONE.validation, config=config())
     with quiet():
-        end = dict(walk_of(scorer).end_weights())
+        end = dict(walk_of(scorer).current())
     name = next(iter(end))
     walk_of(scorer).keep({**end, name: torch.full_like(end[name], float("nan"))})
     with quiet(), pytest.raises(NumericalError, match="end of the walk"):

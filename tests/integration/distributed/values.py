@@ -21,7 +21,7 @@ CASES: dict[str, tuple[ScorerConfig, str]] = {
     "alphatoken": (ScorerConfig(layers=2), "diagonal"),
     "direct": (ScorerConfig("direct", layers=[0, 2]), "kronecker"),
     "path": (ScorerConfig("path", layers=1), "none"),
-    "same_layer_hop": (ScorerConfig("same_layer_hop", layers=2), "data"),
+    "paper_literal": (ScorerConfig("paper_literal", layers=2), "data"),
     "label over all": (ScorerConfig("label", parameters="all"), "data"),
 }
 

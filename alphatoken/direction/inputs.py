@@ -1,18 +1,18 @@
-"""Construction of M from its ingredients, which stay unchanged, at the current weights."""
+"""What M is built from, and how: G, V, lambda and P, at the weights as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
-from alphatoken.direction.algebra import Direction, first_not_finite, precondition
+from alphatoken.direction.algebra import Direction, first_not_finite, norms, precondition
 from alphatoken.direction.drift import FisherDrift, ShardedDrift
 from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import (
@@ -23,75 +23,106 @@ from alphatoken.direction.objective import (
     require_finite_gradient,
     stream_losses,
 )
-from alphatoken.direction.scored import ScoredParameters
+from alphatoken.direction.scored import ScoredParameters, choose_parameters
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
-from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.sharding import MasterWeights
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import Tracker
 
-__all__ = ["Ingredients", "Retention"]
+__all__ = ["DirectionInputs", "Retention", "ScorerArguments"]
 
 Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
 """A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
 
 
 @dataclass(frozen=True, eq=False)
-class Ingredients:
-    """All that M is made of; under sharded weights every matrix is this process's part of it.
+class ScorerArguments:
+    """The arguments of a :class:`alphatoken.scorer.Scorer`, unchanged; its page describes them."""
+
+    model: nn.Module
+    validation: Any = None
+    retention: Any = None
+    config: ScorerConfig = field(default_factory=ScorerConfig)
+    optimizer: torch.optim.Optimizer | None = None
+    adapter: DecoderAdapter | None = None
+    reduce: GradientReducer | None = None
+    sharding: Sharding | None = None
+    masters: MasterWeights | None = None
+    reference: nn.Module | None = None
+    influence: InfluenceFactors | None = None
+
+    @property
+    def one_process(self) -> bool:
+        """True if this process has all weights and rows: no ``reduce``, no ``sharding``."""
+        return self.reduce is None and self.sharding is None
+
+
+@dataclass(frozen=True, eq=False)
+class DirectionInputs:
+    """Everything that M is built from; under sharded weights every matrix is this process's part.
 
     Attributes:
-        adapter: of the model.
-        scored: the parameters.
-        config: the options.
-        optimizer: that P is read from.
-        reduce: makes the mean of a summed gradient; None divides.
-        masters: the weights as the optimizer keeps them; None for the model's own.
-        validation: batches or pairs.
-        retention: what V is taken of.
-        parts: of a Fisher drift, under sharded weights.
-        to_reference: values are taken to a second model, which stands for the validation rows.
-        influence: K, for ``preconditioner="kronecker"``.
+        arguments: of the scorer.
+        adapter: of the model as it is now.
+        scored: the parameters in scope.
+        validation: the validation batches or pairs of ``arguments``, checked.
+        drift: this process's parts of a Fisher drift, under sharded weights.
     """
 
+    arguments: ScorerArguments
     adapter: DecoderAdapter
     scored: ScoredParameters
-    config: ScorerConfig
-    optimizer: torch.optim.Optimizer | None
-    reduce: GradientReducer | None
-    masters: MasterWeights | None
     validation: Sequence[Any] = ()
-    retention: Retention = None
-    parts: ShardedDrift | None = None
-    to_reference: bool = False
-    influence: InfluenceFactors | None = None
+    drift: ShardedDrift | None = None
+
+    @classmethod
+    def read(cls, arguments: ScorerArguments) -> DirectionInputs:
+        """Choose scope and parameters in the model as it is now, and check what goes into M.
+
+        Raises:
+            ConfigError, CoverageError, UnsupportedError, FisherError, InputError, NumericalError.
+        """
+        adapter = arguments.adapter or find_adapter(arguments.model)
+        scored = choose_parameters(adapter, arguments.config, arguments.sharding)
+        inputs = cls(arguments, adapter, scored)
+        inputs.check_preconditioner()
+        return inputs.against(arguments.validation).retaining(arguments.retention)
+
+    @property
+    def config(self) -> ScorerConfig:
+        """The options."""
+        return self.arguments.config
 
     # --- what is valued against what -------------------------------------------------------------
 
-    def against(self, validation: Sequence[Any]) -> Ingredients:
-        """The same with another validation set, once it is checked."""
-        if self.config.adapts and not validation and not self.to_reference:
+    def against(self, validation: Any) -> DirectionInputs:
+        """The same inputs with another validation set, once it is checked."""
+        batches = () if validation is None else as_batches(validation)
+        stands_in = self.arguments.reference is not None
+        if self.config.adapts and not batches and not stands_in:
             raise InputError(
                 "no validation tokens",
                 got="an empty validation set",
                 why="the adaptation value is measured against the validation gradient",
                 remedy="pass at least one batch with response tokens, or objective='stability'",
             )
-        if self.config.standard_errors and len(validation) < 2:
+        if self.config.standard_errors and len(batches) < 2:
             raise InputError(
                 "standard errors need at least two validation batches",
-                got=f"{len(validation)}",
+                got=f"{len(batches)}",
                 why="they are taken from the spread of the values between the batches",
                 remedy="hand the validation rows over in several batches; in a trainer set "
                 "validation_micro_batch_size",
             )
-        return replace(self, validation=validation)
+        arguments = replace(self.arguments, validation=validation)
+        return replace(self, arguments=arguments, validation=batches)
 
-    def retaining(self, retention: Retention) -> Ingredients:
-        """The same with another retention term, once it is checked."""
+    def retaining(self, retention: Retention) -> DirectionInputs:
+        """The same inputs with another retention term, once it is checked."""
         if retention is not None and self.config.estimator == "walk":
             raise ConfigError(
                 "a walk has no stability side",
@@ -106,10 +137,10 @@ class Ingredients:
                 why="every value would be zero",
                 remedy="pass a FisherDrift or retention batches",
             )
-        parts = None
+        drift = None
         if isinstance(retention, FisherDrift) and self.config.objective != "adaptation":
-            parts = self._checked_drift(retention)
-        return replace(self, retention=retention, parts=parts)
+            drift = self._checked_drift(retention)
+        return replace(self, arguments=replace(self.arguments, retention=retention), drift=drift)
 
     def _checked_drift(self, drift: FisherDrift) -> ShardedDrift | None:
         """Raise unless the drift fits the model; under sharded weights return its parts."""
@@ -119,35 +150,35 @@ class Ingredients:
             return None
         # ``drift.check`` compares whole weights, which no process has here.
         drift.check_identity(self.adapter.identity())
-        sharded = ShardedDrift(drift, scored.sharding, scored.parameters, self.masters)
+        sharded = ShardedDrift(drift, scored.sharding, scored.parameters, self.arguments.masters)
         sharded.check(limit)
         return sharded
 
     def check_preconditioner(self) -> None:
         """Raise unless P can be had: from this optimizer, or from matrices that fit."""
-        kind = self.config.preconditioner
-        if (kind == "kronecker") != (self.influence is not None):
+        kind, influence = self.config.preconditioner, self.arguments.influence
+        if (kind == "kronecker") != (influence is not None):
             raise ConfigError(
                 "preconditioner='kronecker' and influence factors go together",
-                got=f"preconditioner={kind!r:.40}, influence={self.influence!r:.40}",
+                got=f"preconditioner={kind!r:.40}, influence={influence!r:.40}",
                 remedy="Scorer(..., influence=fit_influence(model, rows)) with "
                 "ScorerConfig(preconditioner='kronecker')",
             )
-        if self.influence is not None:
+        if influence is not None:
             if self.scored.sharding is not None:
                 raise UnsupportedError(
                     "preconditioner='kronecker' cannot be had on sharded weights",
                     why="eigenvectors mix all rows and columns of G, and no process has them",
                     remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
                 )
-            self.influence.check(self.scored.shapes(), self.adapter.identity())
+            influence.check(self.scored.shapes(), self.adapter.identity())
         elif isinstance(kind, str):
-            if self.optimizer is None:
+            if self.arguments.optimizer is None:
                 raise ConfigError(
                     f"preconditioner={kind!r} needs the optimizer",
                     remedy="Scorer(..., optimizer=optimizer)",
                 )
-            _optimizers().check_optimizer(self.optimizer, self.scored.parameters)
+            _optimizers().check_optimizer(self.arguments.optimizer, self.scored.parameters)
         if isinstance(kind, Mapping):
             shapes = self.scored.shapes()
             for name, p in kind.items():
@@ -167,8 +198,8 @@ class Ingredients:
 
     @property
     def retains(self) -> bool:
-        """True if V is built."""
-        return self.config.objective != "adaptation" and self.retention is not None
+        """Whether V is built."""
+        return self.config.objective != "adaptation" and self.arguments.retention is not None
 
     def first_batch(self) -> LabelledBatch | None:
         """The batch that the first forward of a build runs; None where M is built from none.
@@ -178,9 +209,9 @@ class Ingredients:
         batches: Sequence[Any] = ()
         if self.config.adapts:
             batches, role = self.validation, "validation batch"
-        elif not isinstance(self.retention, FisherDrift):
+        elif not isinstance(retention := self.arguments.retention, FisherDrift):
             role = "retention batch"
-            batches = as_batches(self.retention, role)
+            batches = as_batches(retention, role)
         if not batches:
             return None
         item = batches[0].chosen if isinstance(batches[0], PreferenceBatch) else batches[0]
@@ -196,9 +227,17 @@ class Ingredients:
             gradient = {n: reduce(torch.add, [part[n] for part in parts]) for n in parts[0]}
         else:
             adapts = self.config.adapts
-            rows = _told("validation", self.validation)
+            rows = _with_progress("validation", self.validation)
             gradient = self._gradient("validation", rows) if adapts else {}
-        built = Direction(gradient, self._stability(), self.config.stability_weight, parts, shares)
+        sharding = self.scored.sharding
+        built = Direction(
+            gradient,
+            self._stability(),
+            self.config.stability_weight,
+            parts,
+            shares,
+            norms if sharding is None else sharding.norms,
+        )
         # One P for all of it, since it scales M as a whole.
         return _preconditioned(built, self._scaling())
 
@@ -214,13 +253,13 @@ class Ingredients:
         that the parts sum to G.
         """
         parameters, first = self.scored.parameters, self.scored.first
-        found = [
+        sums_and_counts = [
             objective_sums(self.adapter, parameters, [batch], first=first, role="validation")
-            for batch in _told("validation", self.validation)
+            for batch in _with_progress("validation", self.validation)
         ]
-        whole = sum(count for _, count in found)
+        whole = sum(count for _, count in sums_and_counts)
         parts, shares = [], []
-        for sums, count in found:
+        for sums, count in sums_and_counts:
             # Among the sums, so that it is summed over processes as they are.
             sums[_COUNT] = next(iter(sums.values())).new_tensor(count)
             mean = self._mean("validation", sums, whole)
@@ -252,28 +291,29 @@ class Ingredients:
         return self._mean(role, sums, count)
 
     def _mean(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
-        mean = (self.reduce or mean_gradient)(role, sums, count)
+        mean = (self.arguments.reduce or mean_gradient)(role, sums, count)
         require_finite_gradient(role, mean)
         return mean
 
     def _stability(self) -> dict[str, Tensor] | None:
         if not self.retains:
             return None
-        if self.parts is not None:
-            return self.parts.direction()
-        if isinstance(self.retention, FisherDrift):
+        if self.drift is not None:
+            return self.drift.direction()
+        retention, masters = self.arguments.retention, self.arguments.masters
+        if isinstance(retention, FisherDrift):
             drift: dict[str, Tensor] = {}
             for name, parameter in self.scored.parameters.items():  # one master at a time
-                weight = self.masters(name, parameter) if self.masters else parameter
-                drift |= self.retention.direction({name: weight})
+                weight = parameter if masters is None else masters(name, parameter)
+                drift |= retention.direction({name: weight})
             return drift
-        batches = as_batches(self.retention, "retention batch")
-        return self._gradient("retention", _told("retention", batches))
+        batches = as_batches(retention, "retention batch")
+        return self._gradient("retention", _with_progress("retention", batches))
 
     def _scaling(self) -> Scaling:
         """Scaling of G and V by P."""
-        if self.influence is not None:
-            return partial(self.influence.solve, damping=self.config.damping)
+        if self.arguments.influence is not None:
+            return partial(self.arguments.influence.solve, damping=self.config.damping)
         return partial(precondition, preconditioner=self._preconditioner())
 
     def _preconditioner(self) -> Mapping[str, Tensor] | None:
@@ -287,30 +327,34 @@ class Ingredients:
                 return kind
             return {name: sharding.part_of(name, p) for name, p in kind.items()}
         frozen: dict[str, Tensor] | None = _optimizers().frozen_preconditioners(
-            self.optimizer, self.scored.parameters, after=self.config.precondition_after
+            self.arguments.optimizer, self.scored.parameters, after=self.config.precondition_after
         )
         return frozen
 
     # --- M of one step ---------------------------------------------------------------------------
 
-    def at_step(self, held: Direction, gradient: dict[str, Tensor]) -> Direction:
+    def at_step(self, direction: Direction, gradient: dict[str, Tensor]) -> Direction:
         """M for the step that sees ``gradient``; for ``preconditioner="full"``.
 
         Args:
-            held: M without P.
+            direction: M without P.
             gradient: of the loss that the optimizer will see, by ``step_gradient``.
         """
         p = _optimizers().full_preconditioners(
-            self.optimizer, self.scored.parameters, gradient, after=self.config.precondition_after
+            self.arguments.optimizer,
+            self.scored.parameters,
+            gradient,
+            after=self.config.precondition_after,
         )
         if p is None:
-            return held
-        if held.stability is None and not held.parts:  # P is this step's own, and needed once
+            return direction
+        # P is this step's own, and needed once.
+        if direction.stability is None and not direction.parts:
             scaled = {
-                n: p.pop(n).to(m).mul_(m) if n in p else m for n, m in held.adaptation.items()
+                n: p.pop(n).to(m).mul_(m) if n in p else m for n, m in direction.adaptation.items()
             }
-            return replace(held, adaptation=scaled)
-        return _preconditioned(held, partial(precondition, preconditioner=p))
+            return replace(direction, adaptation=scaled)
+        return _preconditioned(direction, partial(precondition, preconditioner=p))
 
     def step_gradient(self, loss: Tensor, recorder: Recorder) -> dict[str, Tensor]:
         """Gradient of the step's loss in the parameters in scope; the graph stays.
@@ -337,7 +381,7 @@ class Ingredients:
         return self._mean("step", sums, 1.0)
 
 
-def _told(role: str, batches: Sequence[Any]) -> Iterator[Any]:
+def _with_progress(role: str, batches: Sequence[Any]) -> Iterator[Any]:
     """The batches; of what takes longer than a second the progress is shown."""
     with Tracker(f"Gradient of the {role} rows", len(batches), None, delay=1.0) as tracker:
         for number, batch in enumerate(batches, start=1):

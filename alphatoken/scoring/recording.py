@@ -1,4 +1,4 @@
-"""Records of one forward for valuing its tokens: ``Pass``, and weights on its losses."""
+"""One forward as values are computed from it, and constant weights on its token losses."""
 
 from __future__ import annotations
 
@@ -8,49 +8,24 @@ import torch
 from torch import Tensor
 
 from alphatoken.errors import InputError
-from alphatoken.estimate.estimators import TokenErrors
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.capture import Recorder
 from alphatoken.model.head import HeadUse, rounding_tolerance
 
-__all__ = ["Pass", "Weights", "foreign_scores"]
+__all__ = ["Recording", "foreign_scores", "read_weights"]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Constant factors (b, t) on token losses: of the values, and of the optimizer's step."""
+def read_weights(kind: str, weights: Tensor | None, mask: Tensor) -> Tensor | None:
+    """Check weights (b, t) on token losses, and detach them: values take them as constants.
 
-    token: Tensor | None
-    step: Tensor | None
+    Args:
+        kind: "token" or "step", for messages.
+        weights: (b, t), or None for 1.
+        mask: (b, t) response tokens; elsewhere weights are 0.
 
-    @classmethod
-    def read(cls, mask: Tensor, token: Tensor | None, step: Tensor | None) -> Weights:
-        """Check both, and detach them: values take them as constants; off the response they are 0.
-
-        Raises:
-            InputError: another shape than the labels', or a NaN or Inf at a response token.
-        """
-        return cls(*(_read_weights(n, w, mask) for n, w in (("token", token), ("step", step))))
-
-    def of_step(self, mask: Tensor) -> Tensor:
-        """d(loss of the step) / d(token loss).
-
-        Where it is not given, the step's loss is taken to be the mean over the response tokens.
-        """
-        if self.step is not None:
-            return self.step
-        if self.token is not None:
-            raise InputError(
-                "preconditioner='full' needs step_weights where token_weights are given",
-                why="the gradient that the optimizer will see is part of M, and its scale is not "
-                "known from the values' weights",
-                remedy="step_weights = d(training loss) / d(token loss), all tokens kept, (b, t)",
-            )
-        # Float64, because 1 / n is then exact enough for whatever dtype the losses have.
-        return mask.double() / mask.sum()
-
-
-def _read_weights(kind: str, weights: Tensor | None, mask: Tensor) -> Tensor | None:
+    Raises:
+        InputError: another shape than the labels', or a NaN or Inf at a response token.
+    """
     if weights is None:
         return None
     if weights.shape != mask.shape:
@@ -72,39 +47,39 @@ def _read_weights(kind: str, weights: Tensor | None, mask: Tensor) -> Tensor | N
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A forward whose response tokens are valued, whoever ran it.
+class Recording:
+    """One forward whose response tokens are valued, whoever ran it.
 
     Attributes:
         batch: its labels and arguments, checked.
-        weights: on its token losses.
-        losses: its token losses (b, t), attached to its graph where errors are taken of them; None
-            if no forward was needed, since label values along a fixed M run their own.
-        recorder: what the scored linears saw; None if no forward was needed.
-        kept_errors: the errors at all linears, kept so that more can be contracted with them
-            later; None to contract each inside the backward that makes it, and let it go.
-        head: the head's call that its losses were taken of; None where they were taken otherwise.
-        products: dtypes that rounded its losses: the recorder's as the pass ran, since forwards of
-            our own begin another one there, and that of the scores that were handed over.
+        token_weights: (b, t) constant factors on the token losses that values are of; None for 1.
+        step_weights: (b, t) derivative of the optimizer's loss by each token loss; None for that of
+            the mean over the response tokens.
+        losses: its token losses (b, t), attached to its graph where errors are computed from them;
+            None if no forward was needed, since label values along a fixed M run their own.
+        recorder: uses of the scored linears and of attention; None if no forward was needed.
+        head: the head's call that its losses were computed from; None where they came otherwise.
+        products: dtypes that rounded its losses: the recorder's as the forward ran, since forwards
+            of our own begin another one there, and that of the scores that the caller passed.
     """
 
     batch: LabelledBatch
-    weights: Weights
+    token_weights: Tensor | None = None
+    step_weights: Tensor | None = None
     losses: Tensor | None = None
     recorder: Recorder | None = None
-    kept_errors: TokenErrors | None = None
     head: HeadUse | None = None
     products: frozenset[torch.dtype] = frozenset()
 
     @property
     def recorded(self) -> tuple[Recorder, Tensor]:
-        """Recorder and losses, of a pass that has them."""
+        """Recorder and losses, of a forward that was recorded."""
         assert self.recorder is not None
         assert self.losses is not None
         return self.recorder, self.losses
 
     def require_losses(self, again: Tensor, tolerance: float | None = None) -> None:
-        """Refuse losses (b, t) of another forward on these tokens that are not those of this pass.
+        """Refuse losses (b, t) of another forward on these tokens that are not those of this one.
 
         Args:
             again: those losses.
@@ -116,7 +91,7 @@ class Pass:
         _, losses = self.recorded
         mask = self.batch.mask
         own, other = losses.detach()[mask].double(), again.detach()[mask].double()
-        # Products of a pass may be narrow, whatever its losses are.
+        # Products of a forward may be narrow, whatever its losses are.
         dtypes = {again.dtype, *self.products}
         tolerance = tolerance or max(rounding_tolerance(dtype) for dtype in dtypes)
         if not float((own - other).norm()) <= tolerance * (float(other.norm()) + len(own) ** 0.5):
@@ -126,39 +101,50 @@ class Pass:
             )
 
     def summed_loss(self) -> Tensor:
-        """``sum_i w_i l_i`` with the weights of the values: what errors are taken of.
+        """``sum_i w_i l_i`` with ``token_weights``: the loss whose errors are contracted.
 
         Raises:
             InputError: no graph leads from it to a scored linear.
         """
         _, losses = self.recorded
-        weights = self.weights.token
-        # Values may be asked for under ``torch.no_grad``; the losses have their graph all the same.
+        weights = self.token_weights
+        # Values may be computed under ``torch.no_grad``; the losses have their graph all the same.
         with torch.enable_grad():
             loss = (losses if weights is None else losses * weights.to(losses)).sum()
         return _attached(loss)
 
     def step_loss(self) -> Tensor:
-        """``sum_i s_i l_i`` with the weights of the step: the loss that the optimizer will see.
+        """``sum_i s_i l_i`` with ``step_weights``: the loss that the optimizer will see.
 
         Raises:
-            InputError: as ``summed_loss``.
+            InputError: as ``summed_loss``; or ``token_weights`` without ``step_weights``.
         """
         _, losses = self.recorded
+        weights, mask = self.step_weights, self.batch.mask
+        if weights is None and self.token_weights is not None:
+            raise InputError(
+                "preconditioner='full' needs step_weights where token_weights are given",
+                why="the gradient that the optimizer will see is part of M, and its scale is not "
+                "known from the values' weights",
+                remedy="step_weights = d(training loss) / d(token loss), all tokens kept, (b, t)",
+            )
+        if weights is None:
+            # Float64, because 1 / n is then exact enough for whatever dtype the losses have.
+            weights = mask.double() / mask.sum()
         with torch.enable_grad():
-            loss = (losses * self.weights.of_step(self.batch.mask).to(losses)).sum()
+            loss = (losses * weights.to(losses)).sum()
         return _attached(loss)
 
 
 def _attached(loss: Tensor) -> Tensor:
-    """The loss itself; raises where it has no graph that errors could be taken through."""
+    """The loss itself; raises where no graph leads from it to the model."""
     if not loss.requires_grad:
         raise foreign_scores("a detached tensor")
     return loss
 
 
 def foreign_scores(got: str) -> InputError:
-    """The error for scores that errors cannot be taken of."""
+    """The error for scores that do not belong to the observed forward."""
     return InputError(
         "the scores do not belong to the observed forward",
         got=got,
