@@ -9,12 +9,12 @@ response tokens, the room is read from a step of training:
    validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
 2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;
    ``compute_loss`` hands it each micro-batch (:mod:`~alphatoken.train.micro_batch`).
-   Parts of a run see of the trainer what :mod:`~alphatoken.train.interface` names.
-3. :mod:`~alphatoken.train.value_weigher`: weights of values. The values, and which validation
-   rows and direction hold at a step, are in ``valuation`` and ``pool``.
-   :mod:`~alphatoken.train.policy_weigher` does the same for a policy of another method
-   (``policy``, ``policies``, ``policy_stage``).
-4. :mod:`~alphatoken.train.gradient_weights`: weights act on the update and not on the loss that
+   Parts of a run see of the trainer what :mod:`~alphatoken.train.interface` names, and weigher and
+   valuation its loss alone.
+3. :mod:`~alphatoken.train.weigher`: from a policy (``policy``, ``policies``, ``policy_stage``) to
+   the loss of a step, by what ``trainer_loss`` says of the trainer's own. The values, and which
+   validation rows and direction hold at a step, are in ``valuation`` and ``pool``.
+4. :mod:`~alphatoken.train.log_prob_proxy`: weights act on the update and not on the loss that
    is reported.
 5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` for logs,
    ``ledger`` and ``documents`` for values over the run, ``results`` for what is left at the end.

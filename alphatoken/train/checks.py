@@ -22,6 +22,7 @@ from alphatoken.train.datasets import plain_rows
 from alphatoken.train.layouts import SHARDED, check_layout, layout
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.pool import ValidationPool
+from alphatoken.train.refused_settings import scaled
 
 __all__ = [
     "check_given",
@@ -38,24 +39,24 @@ _IDS = {"input_ids", "prompt_ids", "chosen_ids", "rejected_ids"}
 """Columns of tokens."""
 
 
-def check_run(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy | None) -> None:
+def check_run(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy) -> None:
     """Refuse what this run cannot do.
 
     Args:
         model: of the right shape; its weights are not looked at.
         accelerator: of the trainer.
         args: the trainer's configuration.
-        policy: that is carried out, or None for the trainer's own one.
+        policy: of the run.
 
     Raises:
         ConfigError, UnsupportedError, CoverageError: the first thing that does not work.
     """
     check_layout(accelerator, args, model)
-    if policy is not None:
-        _check_policy(model, accelerator, args, policy)
+    _check_policy(model, accelerator, args, policy)
+    if not policy.needs.values:
         return
-    if not args.needs_values:
-        return
+    if accelerator.mixed_precision == "fp16":
+        raise scaled()
     adapter = find_adapter(model)
     choice = ParameterChoice.read(args.value_parameters, "value_parameters")
     scope = choice.scope(adapter, read_layers(args.score_layers))
@@ -69,35 +70,31 @@ def check_run(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy
     require_covered(scope, args.estimator, args.uncovered)
 
 
-def check_given(
-    args: Any, policy: TokenPolicy | None, *, validation: bool, retention: bool
-) -> None:
+def check_given(args: Any, policy: TokenPolicy, *, validation: bool, retention: bool) -> None:
     """Refuse a run that lacks rows; known before any model is loaded.
 
     Args:
         args: the trainer's configuration.
-        policy: that is carried out, or None for the trainer's own one.
+        policy: of the run.
         validation: whether it has validation rows.
         retention: whether it has retention rows.
 
     Raises:
         ConfigError: names what is missing.
     """
-    if policy is not None:
-        if has_pass(policy) and policy.needs.validation and not validation:
-            raise ConfigError(
-                f"policy '{policy.name}' needs a validation dataset",
-                got="validation_dataset=None",
-                why="it chooses what serves those rows",
-                remedy="pass validation_dataset=..., or validation_file on the command line",
-            )
-        return
-    if not args.needs_values:
+    if has_pass(policy) and policy.needs.validation and not validation:
+        raise ConfigError(
+            f"policy '{policy.name}' needs a validation dataset",
+            got="validation_dataset=None",
+            why="it chooses what serves those rows",
+            remedy="pass validation_dataset=..., or validation_file on the command line",
+        )
+    if not policy.needs.values:
         return
     if args.objective != "stability" and not validation:
         raise ConfigError(
             "values need a validation dataset",
-            got=f"policy={args.policy!r}, validation_dataset=None",
+            got=f"policy={policy.name!r}, validation_dataset=None",
             why="adaptation is measured against the loss on it",
             remedy="pass validation_dataset=..., or value nothing: policy='standard' (all "
             "tokens) or 'random'",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -23,22 +22,20 @@ from alphatoken.errors import (
     UnsupportedError,
     warn_caller,
 )
-from alphatoken.model.batch import IGNORE, PreferenceBatch
-from alphatoken.select.losses import masked_dpo_coefficient
+from alphatoken.model.batch import PreferenceBatch
 from alphatoken.train.datasets import cut_pair
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.fields import PairFields, check_fields
-from alphatoken.train.gradient_weights import GradientWeightedModel, by_token
 from alphatoken.train.layouts import sharding_of
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.pair_loss import REFERENCE_SUMS, PairLoss
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.python_rows import read_pairs
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
 __all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
 
-_REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 _MOVED = "reference/"
 """Before the names of the weights of a reference that has moved, in a checkpoint."""
 
@@ -76,14 +73,6 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
                 why="its loss is a mean over pairs",
                 remedy="'response' or 'kept'",
             )
-        if self.needs_values and list(self.loss_type) == ["sft"]:
-            raise ConfigError(
-                "tokens of a likelihood loss cannot be valued by a preference objective",
-                got="loss_type=['sft']",
-                why="validation pairs are measured by their preference loss, which this training "
-                "does not descend",
-                remedy="AlphaSFTTrainer on the chosen responses, or policy='standard'",
-            )
         if self.masked_logit:
             self._check_masked_logit()
 
@@ -115,7 +104,15 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
         Raises:
             ConfigError: names the option.
         """
-        if type(policy).loss is not TokenPolicy.loss:
+        if policy.needs.values and list(self.loss_type) == ["sft"]:
+            raise ConfigError(
+                "tokens of a likelihood loss cannot be valued by a preference objective",
+                got="loss_type=['sft']",
+                why="validation pairs are measured by their preference loss, which this training "
+                "does not descend",
+                remedy="AlphaSFTTrainer on the chosen responses, or policy='standard'",
+            )
+        if policy.replaces_loss:
             for name, neutral in _OWN_LOSS.items():
                 if getattr(self, name) != neutral:
                     raise ConfigError(
@@ -141,31 +138,6 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
             )
 
 
-class _LogProbs:
-    """A model that keeps the token log-probabilities of its last forward."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.log_probs: Tensor | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._model(*args, **kwargs)
-        self.log_probs = outputs.log_probs
-        return outputs
-
-
-class _Logits:
-    """A model whose forward gives logits, in the place of TRL's fused head, and keeps them."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.logits: Tensor | None = None
-
-    def __call__(self, *, labels: Tensor, fused_lm_head: bool, **kwargs: Any) -> Any:
-        self.logits = self._model(**kwargs).logits
-        return SimpleNamespace(log_probs=torch.zeros_like(labels[:, 1:], dtype=torch.float32))
-
-
 class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """TRL's ``DPOTrainer`` that updates on the valuable tokens of both branches.
 
@@ -185,7 +157,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
     """
 
-    BASE, CONFIG = DPOTrainer, AlphaDPOConfig
+    BASE, CONFIG, LOSS = DPOTrainer, AlphaDPOConfig, PairLoss
+    trainer_loss: PairLoss
     _tag_names = [*DPOTrainer._tag_names, "alphatoken"]  # noqa: RUF012  (as TRL declares it)
 
     read = staticmethod(read_pairs)
@@ -210,72 +183,6 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
                 "are of that objective",
                 AlphaTokenWarning,
             )
-
-    def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        """The completions of both branches, chosen rows first."""
-        labels: Tensor = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        return labels
-
-    def rank_groups(self, rows: int) -> list[slice]:
-        """Chosen and rejected by themselves, unless ``shared_threshold``."""
-        if self.args.shared_threshold:
-            return [slice(0, rows)]
-        return [slice(0, rows // 2), slice(rows // 2, rows)]
-
-    def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """TRL's loss; reference log-probabilities that are in the batch are not computed again."""
-        before = self.precompute_ref_logps
-        self.precompute_ref_logps = before or all(name in inputs for name in _REFERENCE)
-        try:
-            return super().base_loss(model, inputs, num_items)
-        finally:
-            self.precompute_ref_logps = before
-
-    def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs with the reference's log-probabilities, so that scoring sees one model."""
-        extended = dict(inputs)
-        if _REFERENCE[0] not in extended:
-            reference = self.compute_ref_log_probs(model=self._reference_model(), inputs=extended)  # type: ignore[no-untyped-call]
-            extended.update(zip(_REFERENCE, reference, strict=True))
-        return extended
-
-    def reference_log_probs(
-        self, inputs: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """Inputs with the reference's log-probabilities: sums for TRL, each token's for the policy.
-
-        A policy with a loss of its own that asks for no reference costs no reference forward; the
-        logged rewards are then ``beta log p`` themselves.
-        """
-        policy, extended = self.token_policy, dict(inputs)
-        assert policy is not None
-        if policy.needs.reference:
-            recording = _LogProbs(self._reference_model())
-            summed = self.compute_ref_log_probs(model=recording, inputs=extended)  # type: ignore[no-untyped-call]
-            extended.update(zip(_REFERENCE, summed, strict=True))
-            assert recording.log_probs is not None
-            return extended, by_token(recording.log_probs)
-        if type(policy).loss is not TokenPolicy.loss:
-            ids = extended["input_ids"]
-            zeros = torch.zeros(len(ids) // 2, device=ids.device)
-            extended.update(dict.fromkeys(_REFERENCE, zeros))
-        return extended, None
-
-    def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
-        """A plain forward of the reference model, for policies that need all its logits."""
-        policy = self.token_policy
-        if policy is None or not (policy.needs.reference and policy.needs.model):
-            return None
-
-        def logits(inputs: Mapping[str, Any]) -> Tensor:
-            recording = _Logits(self._reference_model())
-            given = {**inputs, "completion_mask": torch.ones_like(inputs["input_ids"])}
-            given.pop("labels", None)
-            self.compute_ref_log_probs(model=recording, inputs=given)  # type: ignore[no-untyped-call]
-            assert recording.logits is not None
-            return recording.logits
-
-        return logits
 
     def reference_weights(self) -> dict[str, Tensor]:
         """Weights of the reference model, which ``sync_ref_model`` moves; none where it is none.
@@ -331,42 +238,6 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             weights[name].copy_(weight)
         if ranks.broadcast_object(bool(moved)):
             ranks.broadcast(weights.values())
-
-    def _reference_model(self) -> Any:
-        return self.model if self.ref_model is None else self.ref_model
-
-    def value_weights(self, coefficients: Tensor, mask: Tensor, num_items: Any) -> Tensor | None:
-        """``+omega`` on chosen and ``-omega`` on rejected tokens: the loss's own, per pair."""
-        return -by_token(coefficients) * (coefficients.shape[0] // 2)
-
-    def loss_unit(self, mask: Tensor, num_items: Any) -> float:
-        """One over the pairs of the step on this rank."""
-        return 1.0 / (mask.shape[0] // 2 * self.current_gradient_accumulation_steps)
-
-    def final_coefficients(
-        self,
-        gate: GradientWeightedModel,
-        coefficients: Tensor,
-        weights: Tensor,
-        inputs: Mapping[str, Any],
-    ) -> Tensor:
-        """Coefficients; under ``masked_logit``, omega comes from the kept tokens' log-ratios.
-
-        The mask acts on policy and reference alike, as it was chosen: whatever divides the loss
-        scales the update and not the preference.
-        """
-        if not self.args.masked_logit:
-            return coefficients
-        assert gate.log_probs is not None
-        recording = _LogProbs(self._reference_model())
-        self.compute_ref_log_probs(model=recording, inputs=dict(inputs))  # type: ignore[no-untyped-call]
-        assert recording.log_probs is not None
-        current, reference = gate.log_probs.detach().chunk(2), recording.log_probs.chunk(2)
-        kept = weights[:, 1:].to(gate.log_probs).chunk(2)
-        omega = masked_dpo_coefficient(
-            current[0], current[1], reference[0], reference[1], kept[0], kept[1], self.beta
-        )
-        return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
@@ -445,7 +316,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         ]
         reference = [  # a sum over a response, which float32 would round by more than a loss
             torch.tensor([float(row[name]) for row in rows], dtype=torch.float64)
-            for name in _REFERENCE
+            for name in REFERENCE_SUMS
         ]
         return PreferenceBatch(parts[0], parts[1], reference[0], reference[1], beta=self.beta)
 
@@ -465,16 +336,18 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         size = self.args.per_device_train_batch_size
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            if _REFERENCE[0] not in part[0]:
+            if REFERENCE_SUMS[0] not in part[0]:
                 self._add_reference(part)
 
     def _add_reference(self, rows: Sequence[dict[str, Any]]) -> None:
         """Put each pair's reference log-probabilities into it."""
         batch = self._prepare_inputs(self.data_collator([dict(row) for row in rows]))
+        loss = self.trainer_loss
         with self._plain_sums():
-            log_probs = self.compute_ref_log_probs(model=self._reference_model(), inputs=batch)  # type: ignore[no-untyped-call]
-        for row, chosen, rejected in zip(rows, *(f.tolist() for f in log_probs), strict=True):
-            row.update(zip(_REFERENCE, (chosen, rejected), strict=True))
+            sums = loss.reference_sums(loss.reference_model, batch)
+        for name, log_probs in sums.items():
+            for row, log_prob in zip(rows, log_probs.tolist(), strict=True):
+                row[name] = log_prob
 
     def export_arguments(self) -> dict[str, Any]:
         """TRL's collator cuts pairs to ``max_length``."""

@@ -1,13 +1,13 @@
 """The interface of a trainer to the parts of its run: ``TrainerInterface``.
 
-Weighers, records, checkpoints and the step guard are made by a trainer and reach back into it. They
-are typed against this file and not against the trainer, so that a part can be read, and tested with
-a stand-in, without the trainer's code.
+Records, checkpoints, the step guard and ``TrainerLoss`` are made by a trainer and reach back into
+it. They are typed against this file and not against the trainer, so that a part can be read, and
+tested with a stand-in, without the trainer's code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
@@ -47,47 +47,11 @@ class TrainerInterface(Protocol):
     own_collator: Any
     train_dataset: Any
     current_gradient_accumulation_steps: int
-    # Any, as are micro-batches below: the files of their types import this one.
+    # Any: the files of their types import this one.
     records: Any
     rows: Any
 
-    # --- loss of a micro-batch --------------------------------------------------------------------
-
-    def read_micro_batch(self, inputs: Mapping[str, Any], plan: Any, num_items: Any, /) -> Any:
-        """Return labels, masks and groups of a batch as a ``MicroBatch``."""
-        ...
-
-    def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """Return the loss of the trainer below, with ``model`` in the model's place."""
-        ...
-
-    def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a forward that is not the training forward."""
-        ...
-
-    def value_weights(self, coefficients: Tensor, mask: Tensor, num_items: Any) -> Tensor | None:
-        """Return the factor (b, t) on each token's loss in its value; None for 1."""
-        ...
-
-    def step_scale(self, num_items: Any) -> float:
-        """Return the factor from a micro-batch's gradient to an estimate of the whole step's."""
-        ...
-
-    def final_coefficients(
-        self, proxy: Any, coefficients: Tensor, weights: Tensor, inputs: Mapping[str, Any], /
-    ) -> Tensor:
-        """Return the coefficients (b, t - 1) of the update once the weights (b, t) are known."""
-        ...
-
-    def reference_log_probs(
-        self, inputs: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """Return inputs, and the reference model's log-probabilities (b, t) if they are needed."""
-        ...
-
-    def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
-        """Return a function from inputs to logits of the reference model; None without one."""
-        ...
+    # --- forwards ---------------------------------------------------------------------------------
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the precision that transformers runs a forward in."""

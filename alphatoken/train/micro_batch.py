@@ -2,7 +2,7 @@
 
 The trainer's hooks cannot hand anything to each other but the batch itself. So what is decided
 where the batches of a step are gathered (``get_batch_samples``) travels inside the batch, under the
-key ``CARRIED``, to where it is trained on. ``training_step`` takes it out again before anything
+key ``PLAN_KEY``, to where it is trained on. ``training_step`` takes it out again before anything
 else reads the batch: overrides of ``_prepare_inputs`` and ``compute_loss`` see what the collator
 made. Labels do not travel: they are read in ``compute_loss``, from the inputs of the loss.
 """
@@ -15,41 +15,38 @@ from typing import Any
 
 from torch import Tensor
 
-from alphatoken.support.seeds import seed_of
-from alphatoken.train.interface import TrainerInterface
 from alphatoken.values import TokenValues
 
 __all__ = [
-    "CARRIED",
-    "Carried",
+    "PLAN_KEY",
     "MicroBatch",
-    "Scored",
-    "draw_seed",
+    "MicroBatchPlan",
+    "MicroBatchValues",
     "normalised",
     "undivided",
 ]
 
-CARRIED = "alphatoken_carried"
-"""Key of a batch under which its ``Carried`` travels from one hook to the next."""
+PLAN_KEY = "alphatoken_carried"
+"""Key of a batch under which its ``MicroBatchPlan`` travels from one hook to the next."""
 
 
 @dataclass(frozen=True)
-class Carried:
-    """Facts known of a micro-batch when the batches of its step are gathered.
+class MicroBatchPlan:
+    """Decisions of the optimizer step's plan for one micro-batch.
 
     Attributes:
         index: number of this micro-batch within its optimizer step.
         kept_share: kept tokens over those of the loss, of the whole step, where they divide it.
         weights: (b, t), where a threshold over the whole step decided them; None otherwise.
-        scored: the values that the weights came from, if any.
-        extra: inputs that scoring added, such as the reference's log-probabilities.
+        values: that the weights came from, if any.
+        extra: inputs that valuing added, such as the reference's log-probabilities.
         columns: of a policy's static pass, where counting needed them already.
     """
 
     index: int
     kept_share: float | None = None
     weights: Tensor | None = None
-    scored: Scored | None = None
+    values: MicroBatchValues | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
@@ -65,9 +62,9 @@ class MicroBatch:
         loss_mask: (b, t) tokens that the trainer's own loss counts: beside ``mask`` those that
             padding predicts, as it does the first one of a row padded on the left.
         rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
-        unit_of: (loss_mask, num_items) -> ``unit``; asked only where it is needed, because its
-            answer waits for the device.
-        carried: what was decided of it ahead.
+        unit_of: (loss_mask, num_items) -> ``unit``; called only where it is needed, because it
+            waits for the device.
+        plan: what the plan of its step decided for it.
         num_items: transformers' count of the tokens of the step's loss, or None.
     """
 
@@ -77,7 +74,7 @@ class MicroBatch:
     loss_mask: Tensor
     rank_groups: Sequence[slice]
     unit_of: Callable[[Tensor, Any], float] = field(repr=False)
-    carried: Carried
+    plan: MicroBatchPlan
     num_items: Any = None
 
     @property
@@ -87,17 +84,17 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Scored:
+class MicroBatchValues:
     """Values of one micro-batch: totals to rank by, and what the records need.
 
     Attributes:
         totals: (b, t) value of each response token.
-        values: as the scorer gave them; None where there is no response to value.
+        token_values: as the scorer gave them; None where there is no response to value.
         seconds: spent on scoring, the shared forward not included.
     """
 
     totals: Tensor
-    values: TokenValues | None = None
+    token_values: TokenValues | None = None
     seconds: float = 0.0
 
 
@@ -123,14 +120,3 @@ def normalised(
     if kept_share is not None:
         return weights * (1 / kept_share)
     return weights * (batch.loss_mask.sum() / weights.sum().clamp(min=1e-12))
-
-
-def draw_seed(trainer: TrainerInterface, batch: MicroBatch) -> int:
-    """A seed that is a function of (run seed, step, micro-batch, rank)."""
-    return seed_of(
-        "micro-batch",
-        trainer.args.value_seed,
-        trainer.state.global_step,
-        batch.carried.index,
-        trainer.accelerator.process_index,
-    )

@@ -11,10 +11,9 @@
     log                 adds the run's statistics to the trainer's own
     _save_checkpoint    saves completely or not at all
 
-The parts have state of their own and are handed the trainer, of which they ask what it says of
-itself: ``ValueWeigher`` or ``PolicyWeigher`` makes weights of tokens, ``RunRecords`` writes down
-what was trained with which weight, ``RunCheckpoints`` saves and resumes. Nothing else of the
-trainer is touched.
+The parts have state of their own. ``TrainerLoss`` says what the trainer's loss, labels and
+coefficients are; ``Weigher`` is handed that and the policy, and makes the loss of a step of them.
+``RunRecords`` writes down what was trained with which weight, ``RunCheckpoints`` saves and resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,14 +31,12 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, UnsupportedError
-from alphatoken.model.batch import label_mask, predicted_labels
 from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
 from alphatoken.train.datasets import check_left, plain_rows, require_rows
 from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.fused_head import require_fused_head
-from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
     content_digest,
@@ -56,18 +53,19 @@ from alphatoken.train.layouts import (
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.loading import model_name, unsaid
-from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
+from alphatoken.train.micro_batch import PLAN_KEY, MicroBatchPlan
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.policy_weigher import PolicyWeigher
+from alphatoken.train.policy_stage import prepare_policy
 from alphatoken.train.records import RunRecords
 from alphatoken.train.reference import check_reference
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
 from alphatoken.train.step_guard import StepGuard
 from alphatoken.train.trainer_arguments import bind_arguments, load_model_and_tokenizer
+from alphatoken.train.trainer_loss import TrainerLoss
 from alphatoken.train.valuation import Valuation
-from alphatoken.train.value_weigher import ValueWeigher
+from alphatoken.train.weigher import Weigher
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -95,22 +93,22 @@ def choose_bf16(args: Any) -> None:
         args.bf16 = False
 
 
-def _own_config(given: Any, ours: type[Any]) -> Any:
-    """``given``, a configuration of the class ``ours``; its defaults for None.
+def _own_config(args: Any, ours: type[Any]) -> Any:
+    """``args``, a configuration of the class ``ours``; its defaults for None.
 
     Raises:
         ConfigError: it is another one, of TRL's or transformers' too.
     """
-    if given is None:
+    if args is None:
         return ours()
-    if not isinstance(given, ours):
+    if not isinstance(args, ours):
         raise ConfigError(
             f"args must be an {ours.__name__}",
-            got=type(given).__name__,
+            got=type(args).__name__,
             why="it has all fields of the configuration below it, and those of token weights",
             remedy=f"{ours.__name__}(...) with the same fields",
         )
-    return given
+    return args
 
 
 class AlphaTrainerMixin(_Base):
@@ -147,6 +145,8 @@ class AlphaTrainerMixin(_Base):
     """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
     """Our configuration of that trainer."""
+    LOSS: ClassVar[type[TrainerLoss]] = TrainerLoss
+    """What there is to know of its loss."""
     BESIDE: ClassVar[tuple[str, ...]] = ()
     """Columns of a row that its collator hands to the model beside tokens and labels."""
 
@@ -169,46 +169,46 @@ class AlphaTrainerMixin(_Base):
         **kwargs: Any,
     ) -> None:
         own = inspect.signature(AlphaTrainerMixin.__init__).parameters
-        given = bind_arguments(type(self), list(own)[2:-1], args, kwargs)
-        given["args"] = _own_config(given.get("args"), self.CONFIG)
-        options = given["args"]
+        arguments = bind_arguments(type(self), list(own)[2:-1], args, kwargs)
+        arguments["args"] = _own_config(arguments.get("args"), self.CONFIG)
+        options = arguments["args"]
         self._policy = chosen_policy(options, policy, options.FAMILY)
-        plain = self._policy is None and not options.weighs
         check_fisher_rows(options, fisher, fisher_dataset)
-        if not plain:
+        if self._policy is not None:
             options.check_settings()
             check_given(
                 options, self._policy,
                 validation=validation_dataset is not None, retention=retention_dataset is not None,
             )  # fmt: skip
-        held = {
+        datasets = {
             "validation": validation_dataset,
             "retention": retention_dataset,
             "fisher": fisher_dataset,
         }
-        if given.get("formatting_func") is None:  # else only that knows what a row is
-            held = self._read_rows(given, held)
-        validation_dataset, retention_dataset, fisher_dataset = held.values()
-        check_reference(given)
-        self.own_collator = given.get("data_collator")
-        load_model_and_tokenizer(self.BASE, given)
+        if arguments.get("formatting_func") is None:  # else only that knows what a row is
+            datasets = self._read_rows(arguments, datasets)
+        validation_dataset, retention_dataset, fisher_dataset = datasets.values()
+        check_reference(arguments)
+        self.own_collator = arguments.get("data_collator")
+        load_model_and_tokenizer(self.BASE, arguments)
         with unsaid(self.BASE.__module__, "your model is already instantiated"):
-            super().__init__(**given)
+            super().__init__(**arguments)
+        self.trainer_loss = self.LOSS(self, super().compute_loss)
         # As it was handed over: training may move it.
         self._reference_digest = weights_fingerprint(self.reference_weights())
-        check_left(given.get("train_dataset"), self.train_dataset, self.args)
+        check_left(arguments.get("train_dataset"), self.train_dataset, self.args)
         if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
             check_tokens(self.train_dataset, self.model, "training")
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
         options = self.args
         self.records = RunRecords(self)
-        self.weigher: ValueWeigher | PolicyWeigher | None = None
+        self.weigher: Weigher | None = None
         # A Fisher that was handed over is part of what the run is, also where nothing reads it.
         self.rows = RunRows(fisher=fisher)
         # What the micro-batch that is in ``training_step`` just now came with; None outside it.
-        self._carried: Carried | None = None
+        self._plan: MicroBatchPlan | None = None
         self.step_guard = StepGuard(self)
-        if plain:
+        if self._policy is None:
             return
         self._refuse_virtual_tokens()
         # Under ZeRO-3 TRL gathers every head's weight, and values read none that is spread.
@@ -218,37 +218,39 @@ class AlphaTrainerMixin(_Base):
         check_run(self.model, self.accelerator, options, self._policy)
         check_same_weights(self.accelerator, self.model)
         self.add_callback(self.step_guard)
-        if self._policy is not None:
-            self.weigher = PolicyWeigher(self, self._policy, validation_dataset)
-            return
-        if options.needs_values:
+        options.check_policy(self._policy)
+        columns = prepare_policy(self, self._policy, validation_dataset)
+        if self._policy.needs.values:
             self.say_objective()
             self.rows = prepare_run_rows(
                 self, validation_dataset, retention_dataset, fisher, fisher_dataset
             )
-        self.weigher = ValueWeigher(self)
+        valuation = Valuation(
+            self.trainer_loss, self.rows, self.monitor, needed=self._policy.needs.values
+        )
+        self.weigher = Weigher(self.trainer_loss, self._policy, valuation, self.records, columns)
 
-    def _read_rows(self, given: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+    def _read_rows(self, arguments: dict[str, Any], datasets: dict[str, Any]) -> dict[str, Any]:
         """All rows in the form that the trainer below reads, checked, compared with each other.
 
-        Puts the training rows into ``given``, and returns the others.
+        Puts the training rows into ``arguments``, and returns the others.
         """
-        args = given["args"]
+        args = arguments["args"]
         with args.main_process_first(desc="reading rows"):
-            found = {name: rows for name, rows in held.items() if rows is not None}
-            if given.get("train_dataset") is not None:
-                found["train"] = given["train_dataset"]
-            for name, rows in found.items():
+            by_name = {name: rows for name, rows in datasets.items() if rows is not None}
+            if arguments.get("train_dataset") is not None:
+                by_name["train"] = arguments["train_dataset"]
+            for name, rows in by_name.items():
                 require_rows(rows, _SAID.get(name, name))
-                found[name] = self.read(rows, _SAID.get(name, name), given)
-        plain = {name: plain_rows(rows) for name, rows in found.items()}
-        train = found.pop("train", None)
+                by_name[name] = self.read(rows, _SAID.get(name, name), arguments)
+        plain = {name: plain_rows(rows) for name, rows in by_name.items()}
+        train = by_name.pop("train", None)
         if train is not None:
-            given["train_dataset"] = train
+            arguments["train_dataset"] = train
             if args.process_index == 0:
                 text_field = getattr(args, "dataset_text_field", "text")
                 warn_of_leaks(plain.pop("train"), plain, text_field=text_field)
-        return {name: found.get(name) for name in held}
+        return {name: by_name.get(name) for name in datasets}
 
     def _refuse_virtual_tokens(self) -> None:
         """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""
@@ -273,63 +275,9 @@ class AlphaTrainerMixin(_Base):
     def say_objective(self) -> None:
         """Warn where validation rows are measured by another loss than training descends."""
 
-    def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Labels (b, t) of a training batch, unshifted, as the trainer's own loss counts them."""
-        labels: Tensor = inputs["labels"]
-        return labels
-
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Those of them that have a value; -100 where padding would predict the token."""
-        mask = inputs.get("attention_mask")
-        return predicted_labels(self.loss_labels(inputs), mask, "training batch")
-
-    def rank_groups(self, rows: int) -> list[slice]:
-        """Rows of a batch that are ranked together: all of them, or branch by branch."""
-        return [slice(0, rows)]
-
-    def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """The trainer's own loss, with the gate in the model's place."""
-        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items)
-        assert isinstance(loss, Tensor)
-        return loss
-
-    def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs of a pass that is not the training forward."""
-        return dict(inputs)
-
-    def value_weights(self, coefficients: Tensor, mask: Tensor, num_items: Any) -> Tensor | None:
-        """Factor on each token's loss in its value (b, t); None for 1."""
-        return None
-
-    def loss_unit(self, mask: Tensor, num_items: Any) -> float:
-        """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
-        count = mask.sum() if num_items is None else num_items
-        share = 1 if num_items is not None else self.current_gradient_accumulation_steps
-        return 1.0 / (max(float(count), 1.0) * share)
-
-    def step_scale(self, num_items: Any) -> float:
-        """Factor from a micro-batch's gradient to an estimate of the whole step's."""
-        return float(self.current_gradient_accumulation_steps) if num_items is not None else 1.0
-
-    def final_coefficients(
-        self,
-        gate: GradientWeightedModel,
-        coefficients: Tensor,
-        weights: Tensor,
-        inputs: Mapping[str, Any],
-    ) -> Tensor:
-        """Coefficients of the update once the weights are known, before they are normalised."""
-        return coefficients
-
-    def reference_log_probs(
-        self, inputs: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """Inputs, and (b, t) log-probabilities of the reference model where the policy asks."""
-        return dict(inputs), None
-
-    def reference_logits(self) -> Callable[[Mapping[str, Any]], Tensor] | None:
-        """Inputs of a forward to logits of the reference model; None where there is none."""
-        return None
+        """Labels (b, t) of the tokens of a training batch that have a value; -100 elsewhere."""
+        return self.trainer_loss.response_labels(inputs)
 
     def reference_weights(self) -> dict[str, Tensor]:
         """Weights of a reference model that training may move, this process's part of each."""
@@ -374,7 +322,7 @@ class AlphaTrainerMixin(_Base):
 
     @property
     def token_policy(self) -> TokenPolicy | None:
-        """The policy whose weights are trained with; None where they come from values."""
+        """The policy whose weights are trained with; None where every token is, unweighed."""
         return self._policy
 
     @property
@@ -390,7 +338,7 @@ class AlphaTrainerMixin(_Base):
     @property
     def valuation(self) -> Valuation:
         """Values of the run's tokens, and their scorer."""
-        assert isinstance(self.weigher, ValueWeigher)
+        assert self.weigher is not None
         return self.weigher.valuation
 
     # --- the trainer's hooks ----------------------------------------------------------------------
@@ -448,41 +396,24 @@ class AlphaTrainerMixin(_Base):
             return samples, num_items
         # transformers sets it only after this call, and scoring ahead asks for it.
         self.current_gradient_accumulation_steps = len(samples)
-        carrying = [copy.copy(sample) for sample in samples]  # of the collator's own type
-        for sample, carried in zip(carrying, self.weigher.plan(samples, num_items), strict=True):
-            sample[CARRIED] = carried
-        return carrying, num_items
+        copies = [copy.copy(sample) for sample in samples]  # of the collator's own type
+        for sample, plan in zip(copies, self.weigher.plan(samples, num_items), strict=True):
+            sample[PLAN_KEY] = plan
+        return copies, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Train as transformers does; take out the micro-batch's facts for ``compute_loss``.
 
         Overrides of ``_prepare_inputs`` and ``compute_loss`` get the batch as the collator made it.
         """
-        if self.weigher is None or CARRIED not in inputs:
+        if self.weigher is None or PLAN_KEY not in inputs:
             return super().training_step(model, inputs, *args, **kwargs)
         inputs = copy.copy(inputs)
-        self._carried = inputs.pop(CARRIED)
+        self._plan = inputs.pop(PLAN_KEY)
         try:
             return super().training_step(model, inputs, *args, **kwargs)
         finally:
-            self._carried = None
-
-    def read_micro_batch(
-        self, inputs: Mapping[str, Any], carried: Carried, num_items: Any
-    ) -> MicroBatch:
-        """Labels, masks and rank_groups of a batch."""
-        labels = self.response_labels(inputs)
-        mask = label_mask(labels)
-        return MicroBatch(
-            inputs=inputs,
-            labels=labels,
-            mask=mask,
-            loss_mask=label_mask(self.loss_labels(inputs)),
-            rank_groups=self.rank_groups(len(mask)),
-            unit_of=self.loss_unit,
-            carried=carried,
-            num_items=num_items,
-        )
+            self._plan = None
 
     def compute_loss(
         self,
@@ -502,7 +433,7 @@ class AlphaTrainerMixin(_Base):
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        if self._carried is None:
+        if self._plan is None:
             raise UnsupportedError(
                 "a batch without its step cannot be weighed",
                 got="a batch that get_batch_samples did not make",
@@ -517,18 +448,17 @@ class AlphaTrainerMixin(_Base):
                 why="the loss is made of token log-probabilities, and logits are not kept",
                 remedy="super().compute_loss(...) without return_outputs",
             )
-        loss = self.weigher.loss(
-            model, self.read_micro_batch(inputs, self._carried, num_items_in_batch)
-        )
+        batch = self.trainer_loss.micro_batch(inputs, self._plan, num_items_in_batch)
+        loss = self.weigher.loss(model, batch)
         self.step_guard.expect_gradient(loss)
         return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Clip as in transformers; a weigher of values gets the norm before the cut."""
+        """Clip as in transformers; the run's valuation gets the norm before the cut."""
         # accelerate's own method is passed by where gradients lie on several device meshes.
         norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        if isinstance(self.weigher, ValueWeigher):
-            self.weigher.valuation.gradient_cut(norm)
+        if self.weigher is not None:
+            self.valuation.gradient_cut(norm)
         return norm
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -584,8 +514,8 @@ class AlphaTrainerMixin(_Base):
         """Ledger, statistics since the last log, norm of the last gradient, and a walk's end."""
         walk: dict[str, Tensor] = {}
         values: dict[str, Any] | None = None
-        if isinstance(self.weigher, ValueWeigher):
-            walk, values = self.weigher.valuation.state()
+        if self.weigher is not None:
+            walk, values = self.valuation.state()
         ledger = self.ledger.state_tensors()
         tensors = {**ledger, **{f"{_WALK}{name}": end for name, end in walk.items()}}
         return tensors, {"monitor": self.monitor.state_values(), "values": values}
@@ -599,8 +529,8 @@ class AlphaTrainerMixin(_Base):
         walk = {n.removeprefix(_WALK): t for n, t in tensors.items() if n.startswith(_WALK)}
         self.ledger.load_tensors({n: t for n, t in tensors.items() if not n.startswith(_WALK)})
         self.monitor.load_values(values["monitor"])
-        if isinstance(self.weigher, ValueWeigher):
-            self.weigher.valuation.load(walk, values["values"])
+        if self.weigher is not None:
+            self.valuation.load(walk, values["values"])
 
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""

@@ -19,6 +19,7 @@ from alphatoken.train.policies import (
     STANDS_FOR,
     TRAINER_POLICIES,
     chosen_policy,
+    find_policy,
     read_policy_options,
 )
 from alphatoken.train.policy import PolicySettings, TokenPolicy
@@ -184,4 +185,7 @@ class AlphaOptions(AlphaFields):
     @property
     def needs_values(self) -> bool:
         """True if tokens are valued at all: not under 'random', nor 'all' without an export."""
-        return self.policy in ("top", "bottom") or (self.policy == "all" and self.export_values)
+        if self.policy in TRAINER_POLICIES:
+            exported = self.policy == "all" and self.export_values
+            return self.policy in ("top", "bottom") or exported
+        return find_policy(self.policy).needs.values

@@ -53,6 +53,7 @@ class Needs:
         entropy: how open the next token was in the training forward.
         model: the model itself, for a pass of the policy's own.
         validation: the validation rows, in ``prepare``.
+        values: the value of each response token, by the run's estimator and options.
     """
 
     columns: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ class Needs:
     entropy: bool = False
     model: bool = False
     validation: bool = False
+    values: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class PolicyBatch:
         entropy: k -> (b, t) entropy, in nats, of the k likeliest next tokens of the training
             forward among themselves; where a policy needs it.
         model: the model.
+        values: (b, t), total value of each response token; where a policy needs it.
         step: optimizer step.
         generator: seeded by run, step, micro-batch and process.
     """
@@ -122,6 +125,7 @@ class PolicyBatch:
     attention: AttentionStatistics | None = None
     entropy: Callable[[int], Tensor] | None = None
     model: Any = None
+    values: Tensor | None = None
     step: int = 0
     generator: torch.Generator | None = None
 
@@ -191,6 +195,9 @@ class TokenPolicy:
         static: weights follow from columns, labels and mask alone, so that they are known before
             the forward.
         denominator: what the published loss is divided by: "response" or "kept" tokens.
+        divisor_scope: where kept tokens that divide the loss are counted: "trainer", as it counts
+            the tokens of its loss (a preference trainer counts none, and each micro-batch is
+            divided by its own); or "step", all micro-batches on all processes.
         source: paper, and code if there is some.
     """
 
@@ -203,6 +210,7 @@ class TokenPolicy:
     native_ratio: float | None = None
     static: bool = False
     denominator: ClassVar[str] = "response"
+    divisor_scope: ClassVar[str] = "trainer"
     source: ClassVar[str] = ""
 
     _settings: PolicySettings | None = None
@@ -225,6 +233,11 @@ class TokenPolicy:
         own = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k[0] != "_"}
         kind = type(self).__qualname__
         return {"class": kind, "own": own, "settings": asdict(self.settings)}
+
+    @property
+    def replaces_loss(self) -> bool:
+        """True if the policy has a loss of its own, in place of the trainer's."""
+        return type(self).loss is not TokenPolicy.loss
 
     # --- before training --------------------------------------------------------------------------
 
@@ -270,14 +283,31 @@ class TokenPolicy:
         scores = self.scores(batch).detach()
         kept = torch.zeros_like(batch.mask)
         for rows in batch.rank_groups:
-            kept[rows] = select_top(
-                scores[rows],
-                batch.mask[rows],
-                ratio,
-                scope=self._ranked,
-                rounding=self.rounding,
-            )
+            kept[rows] = self.select(scores[rows], batch.mask[rows], ratio, batch.generator)
         return kept.to(batch.log_probs.dtype)
+
+    def select(
+        self, scores: Tensor, mask: Tensor, ratio: float, generator: torch.Generator | None
+    ) -> Tensor:
+        """Boolean mask of the share ``ratio`` that is kept of tokens ranked together.
+
+        Args:
+            scores: (b, t), higher = keep.
+            mask: (b, t) response tokens.
+            ratio: in (0, 1].
+            generator: of random choices, if any.
+        """
+        return select_top(scores, mask, ratio, scope=self._ranked, rounding=self.rounding)
+
+    def keeps_all(self, full: bool) -> bool:
+        """True if a micro-batch is trained as the trainer below trains it.
+
+        It then has the tokens without a value too, which only padding predicts.
+
+        Args:
+            full: whether each of its response tokens has weight 1.
+        """
+        return full
 
     @property
     def _ranked(self) -> str:

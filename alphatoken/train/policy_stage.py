@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -19,19 +20,25 @@ from torch import Tensor, nn
 from transformers import PrinterCallback
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.support.storage import write_json
+from alphatoken.train.checks import has_pass
 from alphatoken.train.datasets import plain_rows
+from alphatoken.train.distributed import Ranks
 from alphatoken.train.identity import run_options
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.layouts import layout
 from alphatoken.train.loading import text_tokenizer
-from alphatoken.train.placement import cache_folder
+from alphatoken.train.placement import cache_folder, on_accelerator
+from alphatoken.train.policies.ratio import TopRatioPolicy
 from alphatoken.train.policies.trained_weights import copied
-from alphatoken.train.policy import PolicyStage, TokenPolicy
+from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy
+from alphatoken.train.selecting import selecting
 
 __all__ = [
     "TrainingRows",
     "kept_random_state",
     "make_stage",
+    "prepare_policy",
     "select_rows",
 ]
 
@@ -119,6 +126,63 @@ def kept_random_state() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numbers)  # noqa: NPY002
+
+
+@selecting()
+def prepare_policy(
+    trainer: TrainerInterface, policy: TokenPolicy, validation: Any
+) -> Columns | None:
+    """Let a policy choose the rows of a run and pass over them; then write ``policy.json``.
+
+    Rows that it does not choose are taken out of the trainer.
+
+    Args:
+        trainer: built and not yet wrapped.
+        policy: of the run.
+        validation: validation data set as it was handed over, or None.
+
+    Returns:
+        Numbers of each response token that the pass left, if there was one.
+
+    Raises:
+        ConfigError: a column that the policy needs is missing; a streamed data set.
+        InputError: an empty selection.
+    """
+    columns: Columns | None = None
+    if has_pass(policy):
+        with kept_random_state(), on_accelerator(trainer.model, trainer.accelerator.device):
+            stage = make_stage(trainer, policy, validation)
+            # Processes that chose differently would train on different data sets.
+            rows = Ranks(trainer.accelerator).broadcast_object(policy.choose_rows(stage))
+            if rows is not None:
+                trainer.train_dataset = select_rows(trainer.train_dataset, rows, policy.name)
+                stage = make_stage(trainer, policy, validation)
+            columns = policy.prepare(stage)
+    missing = set(policy.needs.columns) - set(columns.columns if columns else ())
+    if missing:
+        raise ConfigError(
+            f"prepare() of policy '{policy.name}' left columns out",
+            got=", ".join(sorted(missing)),
+        )
+    _write_policy(trainer.args, policy)
+    return columns
+
+
+def _write_policy(args: Any, policy: TokenPolicy) -> None:
+    """``policy.json`` in ``output_dir``: what runs under which name, and what its pass found.
+
+    A ratio of the values has neither a pass nor settings that are not options of the run.
+    """
+    if not args.should_save or isinstance(policy, TopRatioPolicy):
+        return
+    folder = Path(str(args.output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "policy": policy.variant,
+        "settings": dataclasses.asdict(policy.settings),
+        "summary": dict(policy.summary),
+    }
+    write_json(folder / "policy.json", record)
 
 
 def make_stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> PolicyStage:

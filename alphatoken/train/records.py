@@ -14,7 +14,7 @@ from alphatoken.train.distributed import Ranks
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.loading import model_name, text_tokenizer
-from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
+from alphatoken.train.micro_batch import MicroBatch, MicroBatchValues, undivided
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.results import VALUES, export_values, write_run_report
 from alphatoken.values import derivative_notes
@@ -41,7 +41,11 @@ class RunRecords:
         self.listener: Callable[[Tensor, Tensor], None] | None = None
 
     def micro_batch(
-        self, batch: MicroBatch, scored: Scored | None, weights: Tensor, seconds: float = 0.0
+        self,
+        batch: MicroBatch,
+        scored: MicroBatchValues | None,
+        weights: Tensor,
+        seconds: float = 0.0,
     ) -> None:
         """Write down what one micro-batch is trained with.
 
@@ -53,7 +57,7 @@ class RunRecords:
         """
         if self.listener is not None:
             self.listener(batch.mask, weights)
-        values = None if scored is None else scored.values
+        values = None if scored is None else scored.token_values
         inputs = batch.inputs
         self.monitor.record(
             weights=weights,

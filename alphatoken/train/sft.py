@@ -20,7 +20,6 @@ from alphatoken.errors import (
 )
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.train.datasets import columns_of, plain_rows
-from alphatoken.train.gradient_weights import by_token
 from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
@@ -204,17 +203,6 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     def row_length(self, row: Mapping[str, Any]) -> int:
         """Length of a row; of a packed row, that of its longest document."""
         return max(map(int, row.get("seq_lengths") or [len(row["input_ids"])]))
-
-    def value_weights(
-        self, coefficients: torch.Tensor, mask: torch.Tensor, num_items: Any
-    ) -> torch.Tensor | None:
-        """1 for cross-entropy; other losses weigh each token by what they make of it."""
-        if self.args.loss_type == "nll":
-            return None
-        count = float(mask.sum() if num_items is None else num_items)
-        if num_items is not None and self.args.average_tokens_across_devices:
-            count /= self.accelerator.num_processes  # TRL multiplies the loss by it
-        return -by_token(coefficients) * count
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """TRL's own preparation, without packing, labelled as training rows are.

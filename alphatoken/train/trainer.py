@@ -15,10 +15,11 @@ from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask, token_losses
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.train.datasets import plain_rows
-from alphatoken.train.gradient_weights import GradientWeightedModel
+from alphatoken.train.log_prob_proxy import LogProbProxy
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.python_rows import require_tokens
 from alphatoken.train.sft import LabelledRows, refuse_losses
+from alphatoken.train.trainer_loss import TrainerLoss
 
 __all__ = ["AlphaConfig", "AlphaTrainer"]
 
@@ -31,6 +32,71 @@ class AlphaConfig(AlphaOptions, TrainingArguments):
         """transformers' checks, then ours."""
         super().__post_init__()  # type: ignore[no-untyped-call]
         self.check_alpha()
+
+
+class LogitsLoss(TrainerLoss):
+    """The cross-entropy that causal models compute themselves, built here of the logits.
+
+    A mixture of experts adds the routers' loss, where the model gives it. At the first step it is
+    compared with the model's own loss.
+    """
+
+    _compared = False
+    """True once the model's own loss has agreed with the one that is built here."""
+
+    def of(self, proxy: LogProbProxy, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        """Cross-entropy over the response tokens, divided as transformers divides it."""
+        labels = inputs["labels"]
+        rest = {k: v for k, v in inputs.items() if k != "labels"}
+        if not self._compared:
+            self._compare(proxy, inputs, num_items)
+        total = -proxy.logits({**rest, "use_cache": False}, labels).sum()
+        count = label_mask(labels).sum() if num_items is None else torch.as_tensor(num_items)
+        loss = total / count.to(total.device).clamp(min=1)
+        if proxy.aux_loss is not None:
+            loss = loss + self._router_share * proxy.aux_loss.to(loss.device)
+        if self.args.average_tokens_across_devices and num_items is not None:
+            loss = loss * self.accelerator.num_processes
+        return loss
+
+    @property
+    def _router_share(self) -> float:
+        """Weight of the routers' loss in that of a mixture of experts, as the model has it."""
+        config = self.model.config.get_text_config()
+        return float(getattr(config, "router_aux_loss_coef", 0.0))
+
+    @torch.no_grad()
+    def _compare(self, proxy: LogProbProxy, inputs: dict[str, Any], num_items: Any) -> None:
+        """Compare once, in a forward without dropout, the loss built here with the model's own.
+
+        Raises:
+            UnsupportedError: the model makes another one of these labels.
+        """
+        labels = inputs["labels"]
+        arguments = {**inputs, "use_cache": False}
+        if num_items is not None and self._trainer.model_accepts_loss_kwargs:
+            arguments["num_items_in_batch"] = num_items
+        with evaluation_mode(self.model):
+            outputs = proxy.plain(**arguments)
+        self._compared = True  # on every process alike, whatever its first batch holds
+        if not bool((labels[:, 1:] != IGNORE).any()):
+            return
+        count = (labels[:, 1:] != IGNORE).sum() if num_items is None else num_items
+        ours = token_losses(outputs.logits, labels).sum() / count
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if auxiliary is not None:
+            ours = ours + self._router_share * auxiliary.to(ours.device)
+        theirs = outputs.loss.to(ours)
+        # Some models form it in their own precision; a part left out is larger than its rounding.
+        tolerance = 1e-2 if outputs.logits.dtype.itemsize < 4 else 1e-4
+        if not torch.allclose(ours, theirs, rtol=tolerance):
+            raise UnsupportedError(
+                "the model's loss is not the cross-entropy of its labels",
+                got=f"{float(theirs):.6g} of {type(self.model).__name__}, the cross-entropy is "
+                f"{float(ours):.6g}",
+                why="AlphaTrainer would train without what the model adds to it",
+                remedy="transformers' Trainer, or a model without that part of the loss",
+            )
 
 
 class AlphaTrainer(LabelledRows, Trainer):
@@ -49,10 +115,8 @@ class AlphaTrainer(LabelledRows, Trainer):
     ``input_ids``, and with ``labels`` unless the collator makes them.
     """
 
-    BASE, CONFIG = Trainer, AlphaConfig
+    BASE, CONFIG, LOSS = Trainer, AlphaConfig, LogitsLoss
     BESIDE = ("attention_mask", "position_ids")
-    _loss_seen = False
-    """True once the model's own loss has agreed with the one that is built here."""
 
     @staticmethod
     def read(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -96,63 +160,6 @@ class AlphaTrainer(LabelledRows, Trainer):
         """Refuse losses of the caller's own."""
         own = {"compute_loss_func": self.compute_loss_func is not None}
         refuse_losses("AlphaTrainer", own)
-
-    def base_loss(self, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """Cross-entropy over the response tokens, divided as transformers divides it."""
-        assert isinstance(model, GradientWeightedModel)
-        labels = inputs["labels"]
-        rest = {k: v for k, v in inputs.items() if k != "labels"}
-        if not self._loss_seen:
-            self._see_the_models_loss(model, inputs, num_items)
-        total = -model.logits({**rest, "use_cache": False}, labels).sum()
-        count = label_mask(labels).sum() if num_items is None else torch.as_tensor(num_items)
-        loss = total / count.to(total.device).clamp(min=1)
-        if model.aux_loss is not None:
-            loss = loss + self._router_share * model.aux_loss.to(loss.device)
-        if self.args.average_tokens_across_devices and num_items is not None:
-            loss = loss * self.accelerator.num_processes
-        return loss
-
-    @property
-    def _router_share(self) -> float:
-        """Weight of the routers' loss in that of a mixture of experts, as the model has it."""
-        config = self.model.config.get_text_config()
-        return float(getattr(config, "router_aux_loss_coef", 0.0))
-
-    @torch.no_grad()
-    def _see_the_models_loss(
-        self, gate: GradientWeightedModel, inputs: dict[str, Any], num_items: Any
-    ) -> None:
-        """See once, in a forward without dropout, that the loss built here is the model's own.
-
-        Raises:
-            UnsupportedError: the model makes another one of these labels.
-        """
-        labels = inputs["labels"]
-        given = {**inputs, "use_cache": False}
-        if num_items is not None and self.model_accepts_loss_kwargs:
-            given["num_items_in_batch"] = num_items
-        with evaluation_mode(self.model):
-            outputs = gate.plain(**given)
-        self._loss_seen = True  # on every process alike, whatever its first batch holds
-        if not bool((labels[:, 1:] != IGNORE).any()):
-            return
-        count = (labels[:, 1:] != IGNORE).sum() if num_items is None else num_items
-        found = token_losses(outputs.logits, labels).sum() / count
-        auxiliary = getattr(outputs, "aux_loss", None)
-        if auxiliary is not None:
-            found = found + self._router_share * auxiliary.to(found.device)
-        theirs = outputs.loss.to(found)
-        # Some models form it in their own precision; a part left out is larger than its rounding.
-        tolerance = 1e-2 if outputs.logits.dtype.itemsize < 4 else 1e-4
-        if not torch.allclose(found, theirs, rtol=tolerance):
-            raise UnsupportedError(
-                "the model's loss is not the cross-entropy of its labels",
-                got=f"{float(theirs):.6g} of {type(self.model).__name__}, the cross-entropy is "
-                f"{float(found):.6g}",
-                why="AlphaTrainer would train without what the model adds to it",
-                remedy="transformers' Trainer, or a model without that part of the loss",
-            )
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """The rows as they are: they come tokenised."""

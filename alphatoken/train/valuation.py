@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,13 +19,15 @@ from alphatoken.support.progress import shown_progress
 from alphatoken.train.checks import check_pool
 from alphatoken.train.distributed import Ranks, even_micro_batches
 from alphatoken.train.fused_head import errors_only
-from alphatoken.train.gradient_weights import GradientWeightedModel, by_token, gated_loss
-from alphatoken.train.interface import TrainerInterface
-from alphatoken.train.layouts import sharding_of
+from alphatoken.train.layouts import needs_own_forward, sharding_of
+from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, require_finite
 from alphatoken.train.masters import masters_of
-from alphatoken.train.micro_batch import MicroBatch, Scored, undivided
+from alphatoken.train.micro_batch import MicroBatch, MicroBatchValues, undivided
+from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.pool import ValidationPool
+from alphatoken.train.run_rows import RunRows
 from alphatoken.train.selecting import selecting
+from alphatoken.train.trainer_loss import TrainerLoss
 
 __all__ = ["Valuation"]
 
@@ -36,15 +37,21 @@ class Valuation:
 
     Everything that it draws is a function of (seed, step). Checkpoints hold the norm of the step's
     gradient, which the next step's values need under a full preconditioner, and the end of the
-    walk that values are taken to.
+    walk along which values are computed.
 
     Args:
-        trainer: whose run it is; its rows are prepared.
+        trainer_loss: of the run's trainer.
+        rows: against which values are computed, prepared.
+        monitor: is told how long directions take, and of the validation objective.
+        needed: whether the run's policy or its ledger needs values; if not, there are none.
     """
 
-    def __init__(self, trainer: TrainerInterface) -> None:
-        self._trainer, self._options = trainer, trainer.args
-        rows, options = trainer.rows, trainer.args
+    def __init__(
+        self, trainer_loss: TrainerLoss, rows: RunRows, monitor: TrainMonitor, *, needed: bool
+    ) -> None:
+        self._trainer_loss, self._options = trainer_loss, trainer_loss.args
+        self._rows, self._monitor, self._needed = rows, monitor, needed
+        options = trainer_loss.args
         self.pool: ValidationPool | None = None
         self._retention_pool: ValidationPool | None = None
         if rows.validation:
@@ -61,15 +68,15 @@ class Valuation:
         self._scorer: Scorer | None = None
         self._step: int | None = None
         self._built: int | None = None
-        # In a log too the first direction, or walk, is seen at work; then steps are logged.
+        # In a log too the first direction, or walk, shows its progress; then steps are logged.
         self._shown: bool | None = not options.disable_tqdm
-        # Norm of the last step's gradient before it was cut; None where it was not taken.
+        # Norm of the last step's gradient before it was cut; None where it is not kept.
         self._norm: Any = None
         self._walk: tuple[int, dict[str, Tensor]] | None = None
 
     @property
     def _ranks(self) -> Ranks:
-        return Ranks(self._trainer.accelerator)
+        return self._trainer_loss.ranks
 
     # --- the direction ----------------------------------------------------------------------------
 
@@ -84,25 +91,25 @@ class Valuation:
         return self._scorer
 
     def _build(self) -> Scorer:
-        trainer, options, rows = self._trainer, self._options, self._trainer.rows
-        sharding = sharding_of(trainer.accelerator, trainer.model)
-        masters = masters_of(trainer.accelerator, trainer.model)
+        run, options, rows = self._trainer_loss, self._options, self._rows
+        sharding = sharding_of(run.accelerator, run.model)
+        masters = masters_of(run.accelerator, run.model)
         self._sharded = sharding is not None
         for pool in (rows.validation, rows.retention):
             if pool:
-                trainer.prepare_pool(pool)
+                run.prepare_pool(pool)
         retention: Any = rows.fisher
         if self._retention_pool is not None:
             retention = self._draw(self._retention_pool, rows.retention, 0)
         elif masters is not None and rows.fisher is not None:
             retention = masters.started(rows.fisher)
         scorer = Scorer(
-            trainer.model,
+            run.model,
             None if self.pool is None else self._draw(self.pool, rows.validation, 0),
             retention,
             # The distance to the reference is checked before training; a run may go far from it.
             replace(options.scorer_config(), max_relative_drift=None),
-            optimizer=trainer.optimizer if options.preconditioner else None,
+            optimizer=run.optimizer if options.preconditioner else None,
             reduce=self._reduce,
             sharding=sharding,
             masters=None if masters is None else masters.weight,
@@ -111,7 +118,7 @@ class Valuation:
         return scorer
 
     def _resume(self, scorer: Scorer, built: int, end: dict[str, Tensor]) -> None:
-        """Go on with a walk that was taken at step ``built`` of the run."""
+        """Go on with a walk that began at step ``built`` of the run."""
         self._built = built
         scorer.pin(("step", built))
         places = {name: p.device for name, p in scorer.scored.parameters.items()}
@@ -129,7 +136,7 @@ class Valuation:
             own = ValidationPool.share_of(chosen, ranks.rank, ranks.world)
             size = size or max(len(own), 1)
             parts = [own[i : i + size] for i in range(0, len(own), size)]
-        return [self._trainer.row_batch([rows[i] for i in part]) for part in parts]
+        return [self._trainer_loss.row_batch([rows[i] for i in part]) for part in parts]
 
     def _reduce(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
         """Mean over all ranks."""
@@ -142,10 +149,10 @@ class Valuation:
 
         Called for every micro-batch; only the first of a step does anything.
         """
-        options, monitor = self._options, self._trainer.records.monitor
-        if not options.needs_values:
+        options, monitor = self._options, self._monitor
+        if not self._needed:
             return
-        step, started = self._trainer.state.global_step, time.perf_counter()
+        step, started = self._trainer_loss.step, time.perf_counter()
         self._enter(step)
         monitor.direction(time.perf_counter() - started)
         due = options.held_out_steps and step % options.held_out_steps == 0
@@ -154,7 +161,7 @@ class Valuation:
 
     def _enter(self, step: int) -> None:
         """Draw new rows, and have the direction built anew, where it is due at this step."""
-        scorer, rows, lasts = self.scorer, self._trainer.rows, self._options.direction_lasts
+        scorer, rows, lasts = self.scorer, self._rows, self._options.direction_lasts
         if step == self._step:
             return
         self._step = step
@@ -181,7 +188,7 @@ class Valuation:
     def _objective(self, rows: Sequence[int]) -> float:
         """Mean token loss, or mean preference loss, over the ranks' rows."""
         total = count = 0.0
-        for item in self._batches(self._trainer.rows.validation, rows):
+        for item in self._batches(self._rows.validation, rows):
             value, weight = objective_value(self.scorer.adapter, item)
             total, count = total + value, count + weight
         loss = torch.tensor(total, dtype=torch.float64, device=self._ranks.device)
@@ -192,31 +199,55 @@ class Valuation:
 
     def wanted(self, batch: MicroBatch) -> bool:
         """True if this micro-batch is valued: on all processes if on one (it is collective)."""
-        return self._options.needs_values and self._ranks.any(bool(batch.mask.any()))
+        return self._needed and self._ranks.any(bool(batch.mask.any()))
+
+    def forward_of(self, batch: MicroBatch) -> str | None:
+        """Forward of which the micro-batch is valued now: "training", or one of its "own".
+
+        None where there is none: nothing to value, or the plan of the step has valued it.
+        """
+        if batch.plan.weights is not None or not self.wanted(batch):
+            return None
+        own = needs_own_forward(self._trainer_loss.accelerator, self._options)
+        return "own" if own else "training"
 
     @contextmanager
-    def observing(self) -> Iterator[Observed]:
+    def observing(self, wanted: bool = True) -> Iterator[Observed | None]:
         """The scorer's ``observe``, the time on entering it logged as the direction's.
 
-        On entering, the scorer builds the direction that this step's values are taken against,
-        where it is new.
+        On entering, the scorer builds the direction that this step's values are computed against,
+        where it is new. None, and nothing is observed, where it is not ``wanted``.
         """
+        if not wanted:
+            yield None
+            return
         started = time.perf_counter()
         with ExitStack() as observing:
             with selecting(), shown_progress(self._shown):
                 observed = observing.enter_context(self.scorer.observe())
             self._shown = None if self._shown else self._shown
-            self._trainer.records.monitor.direction(time.perf_counter() - started)
+            self._monitor.direction(time.perf_counter() - started)
             yield observed
 
+    def of_training_forward(
+        self, observed: Observed, proxy: LogProbProxy, coefficients: Tensor, batch: MicroBatch
+    ) -> MicroBatchValues:
+        """Values of the training forward, of whose head they and the update take one error.
+
+        Not where the head is spread over processes: no process has it whole.
+        """
+        if self.scorer.scored.sharding is None:
+            proxy.share_head(batch.labels)
+        return self._values(observed, proxy, coefficients, batch)
+
     @selecting()
-    def read(
+    def _values(
         self,
         observed: Observed,
-        gate: GradientWeightedModel,
+        proxy: LogProbProxy,
         coefficients: Tensor,
         batch: MicroBatch,
-    ) -> Scored:
+    ) -> MicroBatchValues:
         """Values of the micro-batch whose forward ``observed`` saw."""
         started = time.perf_counter()
         labels, mask = batch.labels, batch.mask
@@ -224,30 +255,32 @@ class Valuation:
         if empty:  # on another process there is a response; this one takes part, and counts nothing
             labels = _with_one_label(labels, batch.inputs)
             mask = label_mask(labels)
-        assert gate.log_probs is not None
+        assert proxy.log_probs is not None
         # Nothing above the first scored layer is a parameter of the values: its gradient is waste.
         below = self.scorer.scored.first is not None
-        with errors_only(gate.log_probs) if below else nullcontext():
+        with errors_only(proxy.log_probs) if below else nullcontext():
             values = observed.values(
-                gate.scores,
+                proxy.scores,
                 labels,
-                token_weights=self._trainer.value_weights(coefficients, mask, batch.num_items),
+                token_weights=self._trainer_loss.value_weights(coefficients, mask, batch.num_items),
                 step_weights=self._step_weights(coefficients, batch),
                 components=self._options.export_values,
             )
         if empty:
-            return Scored(torch.zeros_like(values.total))
-        return Scored(values.total, values, time.perf_counter() - started)
+            return MicroBatchValues(torch.zeros_like(values.total))
+        return MicroBatchValues(values.total, values, time.perf_counter() - started)
 
     @selecting()
-    def of_own_forward(self, batch: MicroBatch) -> Scored:
+    def of_own_forward(self, batch: MicroBatch) -> MicroBatchValues:
         """Values of a forward that nothing is trained on (dropout off)."""
-        first = self.scorer.scored.first
-        gate = GradientWeightedModel(self._trainer.model)
-        with _untouched_metrics(self._trainer), self.observing() as observed:
+        run, first = self._trainer_loss, self.scorer.scored.first
+        proxy = LogProbProxy(run.model)
+        with run.beside_training(), self.observing() as observed:
+            assert observed is not None
             with scoring_forward(self.scorer.adapter, first):
-                loss = gated_loss(self._trainer, gate, batch)
-            return self.read(observed, gate, gate.coefficients(loss), batch)
+                loss = run.of(proxy, dict(batch.inputs), batch.num_items)
+                require_finite(loss, run.step)
+            return self._values(observed, proxy, proxy.coefficients(loss), batch)
 
     # --- the step's gradient, for values of a full step -------------------------------------------
 
@@ -255,11 +288,11 @@ class Valuation:
         """Weight (b, t) of each token's gradient in the step's, as the optimizer gets it.
 
         It is that of a step in which all tokens are kept. The step's gradient is estimated from
-        this micro-batch, and its clipping is taken to be the last step's.
+        this micro-batch, and its clipping is estimated by the last step's.
         """
         if self._options.preconditioner != "full":
             return None
-        scale = self._trainer.step_scale(batch.num_items)
+        scale = self._trainer_loss.step_scale(batch.num_items)
         whole = scale * undivided(batch, self._options.kept_normalization) * self.clip_factor
         return -by_token(coefficients) * whole
 
@@ -269,7 +302,7 @@ class Valuation:
         It is stored where values of the next step are of a full step, and not read here, because
         reading it waits for the device.
         """
-        if self._options.preconditioner == "full":
+        if self._needed and self._options.preconditioner == "full":
             self._norm = norm
 
     @property
@@ -305,20 +338,8 @@ class Valuation:
         self._walk = None if values["walk"] is None else (values["walk"], dict(end))
 
 
-@contextmanager
-def _untouched_metrics(trainer: Any) -> Iterator[None]:
-    """TRL's running metrics see the training forward only."""
-    names = ("_metrics", "_total_train_tokens")
-    before = {n: copy.deepcopy(getattr(trainer, n)) for n in names if hasattr(trainer, n)}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(trainer, name, value)
-
-
 def _with_one_label(labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-    """Some token that the model predicts, labelled: values are taken of at least one."""
+    """Some token that the model predicts, labelled: a scorer needs at least one."""
     ids = inputs["input_ids"]
     every = label_mask(labels_of_all(ids, inputs.get("attention_mask")))
     row, index = every.nonzero()[0].tolist()

@@ -20,6 +20,19 @@ class Surprising(TokenPolicy):
         return -batch.log_probs
 
 
+class Valuable(TokenPolicy):
+    """Valuable tokens first, of a forward whose attention it has, too."""
+
+    name = "valuable"
+    family = "both"
+    needs = Needs(values=True, attention=True)
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        assert batch.values is not None
+        assert batch.attention is not None
+        return batch.values
+
+
 class EvenIds(TokenPolicy):
     """Tokens with an even id, and the mean over them."""
 

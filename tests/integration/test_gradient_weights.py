@@ -26,7 +26,7 @@ from alphatoken.train.fused_head import (
     shared_log_probs,
     top_entropy,
 )
-from alphatoken.train.gradient_weights import GradientWeightedModel
+from alphatoken.train.log_prob_proxy import LogProbProxy
 from tests.integration.snapshot import bits
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
@@ -58,16 +58,16 @@ def _of(name: str) -> Any:
 HEADS = ("plain", "soft-capped", "scaled", "biased")
 
 
-def _forward(model: Any) -> tuple[GradientWeightedModel, Tensor]:
-    """A gated forward, and the hidden states that its head read."""
+def _forward(model: Any) -> tuple[LogProbProxy, Tensor]:
+    """A forward through the proxy, and the hidden states that its head read."""
     seen: list[Tensor] = []
     handle = model.base_model.register_forward_hook(
         lambda *found: seen.append(found[2].last_hidden_state)
     )
-    gate = GradientWeightedModel(model)
-    gate(**BATCH, fused_lm_head=True, use_cache=False)
+    proxy = LogProbProxy(model)
+    proxy(**BATCH, fused_lm_head=True, use_cache=False)
     handle.remove()
-    return gate, seen[0]
+    return proxy, seen[0]
 
 
 class _Accumulated(TorchDispatchMode):
@@ -83,21 +83,21 @@ class _Accumulated(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _errors(gate: GradientWeightedModel, hidden: Tensor, weights: Tensor) -> Tensor:
-    loss = (gate.log_probs * weights).sum()
+def _errors(proxy: LogProbProxy, hidden: Tensor, weights: Tensor) -> Tensor:
+    loss = (proxy.log_probs * weights).sum()
     return torch.autograd.grad(loss, hidden, retain_graph=True)[0]
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_errors_below_the_head_keep_their_bits_and_its_gradient_is_not_formed(name: str) -> None:
     model = _of(name)
-    gate, hidden = _forward(model)
+    proxy, hidden = _forward(model)
     draw = torch.Generator().manual_seed(2)
     weights = torch.randn(2, BATCH["labels"].shape[1] - 1, generator=draw)
     with _Accumulated() as full:
-        expected = _errors(gate, hidden, weights)
-    with errors_only(gate.log_probs) as found, _Accumulated() as less:
-        errors = _errors(gate, hidden, weights)
+        expected = _errors(proxy, hidden, weights)
+    with errors_only(proxy.log_probs) as found, _Accumulated() as less:
+        errors = _errors(proxy, hidden, weights)
     assert found
     assert expected.abs().max() > 0
     assert bits(errors) == bits(expected)
@@ -110,7 +110,7 @@ def test_errors_below_the_head_keep_their_bits_and_its_gradient_is_not_formed(na
     labels = BATCH["labels"][:, 1:]
     chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(
-        gate.log_probs.double(), chosen.masked_fill(labels == -100, 0), rtol=1e-5, atol=1e-5
+        proxy.log_probs.double(), chosen.masked_fill(labels == -100, 0), rtol=1e-5, atol=1e-5
     )
 
 
@@ -118,13 +118,13 @@ def test_errors_below_the_head_keep_their_bits_and_its_gradient_is_not_formed(na
 def test_the_training_backward_afterwards_is_whole(name: str) -> None:
     found, expected = _of(name), _of(name)
     for model, scored in ((found, True), (expected, False)):
-        gate, hidden = _forward(model)
+        proxy, hidden = _forward(model)
         if scored:
-            with errors_only(gate.log_probs):
-                _errors(gate, hidden, torch.ones_like(gate.log_probs))
-            with pytest.raises(ZeroDivisionError), errors_only(gate.log_probs):
+            with errors_only(proxy.log_probs):
+                _errors(proxy, hidden, torch.ones_like(proxy.log_probs))
+            with pytest.raises(ZeroDivisionError), errors_only(proxy.log_probs):
                 _ = 1 / 0
-        gate.log_probs.sum().backward()
+        proxy.log_probs.sum().backward()
     head = found.get_output_embeddings()
     assert head.weight.grad.abs().max() > 0
     for (place, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
@@ -132,21 +132,21 @@ def test_the_training_backward_afterwards_is_whole(name: str) -> None:
 
 
 def test_logits_of_another_head_are_left_alone() -> None:
-    gate = GradientWeightedModel(BY_NAME["llama"].build(1).train())
-    with errors_only(gate.log_probs) as found:
+    proxy = LogProbProxy(BY_NAME["llama"].build(1).train())
+    with errors_only(proxy.log_probs) as found:
         assert not found, "no forward yet"
-    gate.logits({k: v for k, v in BATCH.items() if k != "labels"}, BATCH["labels"])
-    with errors_only(gate.log_probs) as found:
+    proxy.logits({k: v for k, v in BATCH.items() if k != "labels"}, BATCH["labels"])
+    with errors_only(proxy.log_probs) as found:
         assert not found
-    gate.log_probs.sum().backward()
+    proxy.log_probs.sum().backward()
 
 
 # --- one error of the head for values and update ------------------------------------------------
 
 
-def _drawn_weights(gate: GradientWeightedModel, seed: int) -> Tensor:
+def _drawn_weights(proxy: LogProbProxy, seed: int) -> Tensor:
     """(b, t), half of them 0, as of a hard mask that is scaled."""
-    rows, length = gate.log_probs.shape
+    rows, length = proxy.log_probs.shape
     drawn = torch.randn(rows, length + 1, generator=torch.Generator().manual_seed(seed))
     return drawn.masked_fill(drawn < 0, 0.0)
 
@@ -155,18 +155,18 @@ def _drawn_weights(gate: GradientWeightedModel, seed: int) -> Tensor:
 def test_the_update_after_a_shared_error_is_the_ordinary_one(name: str) -> None:
     shared, plain = _of(name), _of(name)
     for model in (shared, plain):
-        gate, hidden = _forward(model)
-        loss = -gate._leaf.square().sum()  # of coefficients that differ by token
+        proxy, hidden = _forward(model)
+        loss = -proxy._leaf.square().sum()  # of coefficients that differ by token
         if model is shared:
-            gate.share_head(BATCH["labels"])
-            assert gate.scores is not gate.log_probs
+            proxy.share_head(BATCH["labels"])
+            assert proxy.scores is not proxy.log_probs
             torch.testing.assert_close(
-                gate.scores, gate.log_probs, rtol=1e-5, atol=1e-5, check_dtype=False
+                proxy.scores, proxy.log_probs, rtol=1e-5, atol=1e-5, check_dtype=False
             )
         errors = torch.autograd.grad(
-            (gate.scores * _drawn_weights(gate, 2)[:, 1:]).sum(), hidden, retain_graph=True
+            (proxy.scores * _drawn_weights(proxy, 2)[:, 1:]).sum(), hidden, retain_graph=True
         )[0]
-        gate.surrogate(loss, gate.coefficients(loss), _drawn_weights(gate, 3)).backward()
+        proxy.surrogate(loss, proxy.coefficients(loss), _drawn_weights(proxy, 3)).backward()
         model.errors = errors
     assert plain.errors.abs().max() > 0
     torch.testing.assert_close(shared.errors, plain.errors, rtol=1e-4, atol=1e-6)
@@ -180,15 +180,15 @@ def test_values_and_a_selected_update_share_their_products() -> None:
 
     TRL's own backward takes two or three for each of *all* positions, once for each of the two.
     """
-    gate, hidden = _forward(_of("plain"))
-    loss = -gate._leaf.sum()
+    proxy, hidden = _forward(_of("plain"))
+    loss = -proxy._leaf.sum()
     keep = BATCH["labels"].ne(-100).float()
     keep[:, ::2] = 0
     with FlopCounterMode(display=False) as counter:
-        gate.share_head(BATCH["labels"])
-        torch.autograd.grad(gate.scores.sum(), hidden, retain_graph=True)
-        update = gate.surrogate(loss, gate.coefficients(loss), keep)
-        head = gate._model.lm_head.weight
+        proxy.share_head(BATCH["labels"])
+        torch.autograd.grad(proxy.scores.sum(), hidden, retain_graph=True)
+        update = proxy.surrogate(loss, proxy.coefficients(loss), keep)
+        head = proxy._model.lm_head.weight
         torch.autograd.grad(update, (hidden, head))
     n, kept = (int(x[:, 1:].sum()) for x in (BATCH["labels"] != -100, keep))
     assert counter.get_total_flops() / (2 * head.numel()) == 2 * n + 2 * kept
@@ -207,18 +207,18 @@ def test_label_values_share_the_error_with_the_update(name: str, parameters: str
     formed = mock.Mock(side_effect=head_losses)
     with scorer.observe() as seen:
         if name == "of logits":
-            gate = GradientWeightedModel(model)
-            gate.logits(INPUTS, BATCH["labels"])
+            proxy = LogProbProxy(model)
+            proxy.logits(INPUTS, BATCH["labels"])
         else:
-            gate, _ = _forward(model)
-        gate.share_head(BATCH["labels"])
+            proxy, _ = _forward(model)
+        proxy.share_head(BATCH["labels"])
         with mock.patch.object(response_losses_module, "head_losses", formed):
-            values = seen.values(gate.scores, BATCH["labels"]).total
+            values = seen.values(proxy.scores, BATCH["labels"]).total
     forward = find_adapter(model).forward
     expected = gradients.label_values(model, forward, BATCH, direction)
     torch.testing.assert_close(values, expected.to(values), rtol=1e-4, atol=1e-6)
     plain = name not in ("soft-capped", "scaled")
-    assert (watched_head(gate.scores) is not None) == plain
+    assert (watched_head(proxy.scores) is not None) == plain
     assert not (plain and formed.called)
 
 
@@ -233,14 +233,14 @@ def test_entropy_of_the_training_forward(
     monkeypatch.setattr(fused_head, "_WORKSPACE", rows_at_once)
     model = _of("plain" if name == "of logits" else name)
     if name == "of logits":
-        gate = GradientWeightedModel(model)
-        gate.logits(INPUTS, BATCH["labels"])
+        proxy = LogProbProxy(model)
+        proxy.logits(INPUTS, BATCH["labels"])
     else:
-        gate, _ = _forward(model)
+        proxy, _ = _forward(model)
     labels = BATCH["labels"]
     logits = model(**INPUTS, use_cache=False).logits.detach()
     for k in (2, 5, VOCABULARY):
-        found = gate.entropy(labels, k)
+        found = proxy.entropy(labels, k)
         assert found.shape == labels.shape
         assert not found.requires_grad
         for row, t in (labels != -100).nonzero().tolist():
@@ -251,15 +251,15 @@ def test_entropy_of_the_training_forward(
         assert not bool(found[labels == -100].any())
     nothing = torch.zeros_like(labels[:, 1:], dtype=torch.bool)
     if name != "of logits":
-        assert head_entropy(gate.log_probs, nothing, 5) is not None
+        assert head_entropy(proxy.log_probs, nothing, 5) is not None
     assert head_entropy(torch.zeros(2, 3, requires_grad=True).exp(), nothing[:, :3], 5) is None
     assert top_entropy(logits.detach().bfloat16(), 5).dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["soft-capped", "scaled"])
 def test_heads_that_change_their_logits_share_nothing(name: str) -> None:
-    gate, _ = _forward(_of(name))
-    assert gate.log_probs is not None
-    assert shared_log_probs(gate.log_probs, BATCH["labels"][:, 1:] != -100) is None
-    gate.share_head(BATCH["labels"])
-    assert gate.scores is gate.log_probs
+    proxy, _ = _forward(_of(name))
+    assert proxy.log_probs is not None
+    assert shared_log_probs(proxy.log_probs, BATCH["labels"][:, 1:] != -100) is None
+    proxy.share_head(BATCH["labels"])
+    assert proxy.scores is proxy.log_probs

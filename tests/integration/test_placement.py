@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from alphatoken.train import fisher_cache, policy_weigher, records
+from alphatoken.train import fisher_cache, policy_stage, records
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.placement import on_accelerator
 from alphatoken.train.policy import PolicySettings
@@ -81,7 +81,7 @@ def test_fisher_and_static_passes_run_there(
         monkeypatch.setattr(module, "on_accelerator", spy)
 
     spying(fisher_cache, "fisher")
-    spying(policy_weigher, "policy")
+    spying(policy_stage, "policy")
     few = {"fisher_samples": 2, "fisher_max_new_tokens": 2}
     tiny.sft(tmp_path / "a", train_dataset=tiny.sft_rows(8), **few)
     more = {"train_dataset": tiny.sft_rows(8), "retention": "none"}

@@ -26,6 +26,7 @@ from alphatoken.train import (
     AlphaTrainer,
 )
 from alphatoken.train.policies import STANDS_FOR
+from alphatoken.train.policies.ratio import TopRatioPolicy
 from alphatoken.train.policies.standard import DPO, Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
@@ -123,6 +124,36 @@ def test_kept_is_divided_over_the_whole_step(tmp_path: Path) -> None:
     share = logged(own, "kept_share")
     assert all(0.1 < x < 0.9 for x in share)
     assert share == logged(own, "effective_share")
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (tiny.sft, {"retention": "none"}),
+        pytest.param(tiny.sft, {"scoring_forward": "own"}, marks=pytest.mark.slow),
+        pytest.param(tiny.dpo, {"kept_normalization": "kept"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_of_ones_own_that_needs_values_is_top(
+    tmp_path: Path, make: Any, more: dict[str, Any]
+) -> None:
+    """The same values rank the same tokens: weights after the run and ledger have the same bits."""
+    shared = {"max_steps": 3, "keep_ratio": 0.4, "policy_mode": "budget", **more}
+    top = make(tmp_path / "top", policy="top", **shared)
+    own = make(tmp_path / "own", policy=examples.Valuable, **shared)
+    for trainer in (top, own):
+        trainer.train()
+    assert isinstance(top.token_policy, TopRatioPolicy)
+    assert isinstance(own.token_policy, examples.Valuable)
+    assert not (tmp_path / "top" / "policy.json").exists()
+    assert (top.ledger.sums() == own.ledger.sums()).all()
+    assert len(top.ledger) > 0
+    assert 0 < own.ledger.sums()[:, -1].mean() < 1
+    if "kept_normalization" not in more:  # of pairs its kept tokens are counted by micro-batch
+        assert furthest(own, top) == 0
 
 
 # --- every policy ---------------------------------------------------------------------------------
@@ -346,6 +377,9 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, policy="label", policy_options={"to": 1}), "no options of its own"),
         (lambda d: sft(d, policy="talr", policy_mode="soft"), "policy_mode"),
         (lambda d: sft(d, policy="talr", keep_scope="global"), "keep_scope"),
+        (lambda d: sft(d, examples.Valuable, keep_scope="global"), "the trainers' own policies"),
+        (lambda d: sft(d, examples.Valuable, validation_dataset=None), "values need a validation"),
+        (lambda d: dpo(d, examples.Valuable, loss_type=["sft"]), "likelihood loss"),
         (
             lambda d: sft(d, policy="talr", kept_normalization="kept"),
             "divides by the response",

@@ -196,13 +196,14 @@ def test_a_micro_batch_without_response_tokens_is_no_accident(tmp_path: Path) ->
 def totals_of_first_step(trainer: Any) -> Tensor:
     """Values of the response tokens of the first batch, in (row, position) order."""
     seen: list[Tensor] = []
-    choose = trainer.weigher.choose
+    weigh = trainer.token_policy.weights
 
-    def watched(batch: Any, scored: Any) -> Tensor:
-        seen.append(scored.totals[batch.mask])
-        return choose(batch, scored)
+    def watched(batch: Any) -> Tensor:
+        seen.append(batch.values[batch.mask])
+        weights: Tensor = weigh(batch)
+        return weights
 
-    trainer.weigher.choose = watched
+    trainer.token_policy.weights = watched
     trainer.train()
     return seen[0]
 

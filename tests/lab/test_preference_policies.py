@@ -16,7 +16,7 @@ from trl import DPOTrainer
 from alphatoken.errors import ConfigError, InputError, ModelError
 from alphatoken.model.batch import label_mask
 from alphatoken.train import AlphaDPOTrainer
-from alphatoken.train.micro_batch import Carried
+from alphatoken.train.micro_batch import MicroBatchPlan
 from alphatoken.train.policy import PolicyBatch
 from alphatoken_lab.methods.preference import PreferencePolicy
 from alphatoken_lab.methods.sepo import SePO
@@ -110,7 +110,7 @@ def test_uniform_weights_are_trls_simpo(tmp_path: Path) -> None:
     expected.backward()
     ours.model.train()
     ours.model.zero_grad()
-    ours._carried = Carried(0)
+    ours._plan = MicroBatchPlan(0)
     found = ours.compute_loss(ours.model, dict(batch))
     found.backward()
     assert found.item() == pytest.approx(expected.item(), abs=1e-6)

@@ -79,16 +79,16 @@ MUTANTS = (
     mutant(
         "routers-loss-left-out",
         "the routers' loss of a mixture of experts is not part of the loss",
-        ("train.trainer.AlphaTrainer.base_loss", "if model.aux_loss is not None:", "if False:"),
+        ("train.trainer.LogitsLoss.of", "if proxy.aux_loss is not None:", "if False:"),
         ROUTED,
     ),
     mutant(
         "routers-loss-unweighted",
         "the routers' loss is added without the model's coefficient",
         (
-            "train.trainer.AlphaTrainer.base_loss",
-            "self._router_share * model.aux_loss",
-            "model.aux_loss",
+            "train.trainer.LogitsLoss.of",
+            "self._router_share * proxy.aux_loss",
+            "proxy.aux_loss",
         ),
         ROUTED,
     ),
@@ -96,7 +96,7 @@ MUTANTS = (
         "routers-loss-without-its-gradient",
         "the routers' loss is reported and not trained",
         (
-            "train.gradient_weights.GradientWeightedModel.surrogate",
+            "train.log_prob_proxy.LogProbProxy.surrogate",
             "loss if self.aux_loss is not None else",
             "",
         ),

@@ -14,10 +14,10 @@ from tests.property.reference_step import Asked
 from tests.property.test_trainer_oracle import PINNED
 
 NEEDS = ("trl", "peft")
-MIXIN = "train.mixin.AlphaTrainerMixin"
-WEIGHER = "train.value_weigher.ValueWeigher"
+LOSS = "train.trainer_loss.TrainerLoss"
+PAIR_LOSS = "train.pair_loss.PairLoss"
+WEIGHER = "train.weigher.Weigher"
 VALUES = "train.valuation.Valuation"
-RULES = "train.token_rules"
 RECORDS = "train.records.RunRecords.micro_batch"
 DPO = "train.dpo.AlphaDPOTrainer"
 LEDGER = "train.ledger.ValueLedger"
@@ -57,16 +57,20 @@ TRAINERS = (
     _of(
         "omega-forgotten-in-the-trainers-values",
         "DPO's values without omega, which differs from pair to pair",
-        (f"{DPO}.value_weights", "-by_token(coefficients) *", "-by_token(coefficients).sign() *"),
+        (
+            f"{PAIR_LOSS}.value_weights",
+            "-by_token(coefficients) *",
+            "-by_token(coefficients).sign() *",
+        ),
         PAIRS,
     ),
     _of(
         "micro-batch-taken-for-the-step",
         "the full preconditioner at the gradient of one micro-batch of several",
         (
-            f"{MIXIN}.step_scale",
-            "float(self.current_gradient_accumulation_steps) if num_items is not None else 1.0",
-            "1.0",
+            f"{LOSS}.step_scale",
+            "return steps if num_items is not None else 1.0",
+            "return 1.0",
         ),
         FULL,
     ),
@@ -105,22 +109,26 @@ TRAINERS = (
     _of(
         "pairs-of-the-step-miscounted",
         "the ledger's scale of a pair forgets the other micro-batches of the step",
-        (f"{DPO}.loss_unit", " * self.current_gradient_accumulation_steps", ""),
+        (f"{PAIR_LOSS}.unit", " * steps", ""),
         PAIRS,
     ),
     _of(
         "sign-of-the-rejected-forgotten",
         "rejected tokens are valued as if they were chosen",
-        (f"{DPO}.value_weights", "-by_token(coefficients) *", "by_token(coefficients).abs() *"),
+        (
+            f"{PAIR_LOSS}.value_weights",
+            "-by_token(coefficients) *",
+            "by_token(coefficients).abs() *",
+        ),
         PAIRS,
     ),
     _of(
         "beta-twice",
         "values carry beta a second time",
         (
-            f"{DPO}.value_weights",
+            f"{PAIR_LOSS}.value_weights",
             "-by_token(coefficients) *",
-            "-by_token(coefficients) * self.beta *",
+            "-by_token(coefficients) * self._trainer.beta *",
         ),
         PAIRS,
     ),
@@ -145,38 +153,38 @@ TRAINERS = (
     _of(
         "one-threshold-for-both-branches",
         "chosen and rejected tokens are ranked together although they should not be",
-        (f"{DPO}.rank_groups", "if self.args.shared_threshold:", "if True:"),
+        (f"{PAIR_LOSS}.rank_groups", "if self.args.shared_threshold:", "if True:"),
         PAIRS,
     ),
     _of(
         "shared-threshold-ignored",
         "branches keep thresholds of their own where one was asked for",
-        (f"{DPO}.rank_groups", "if self.args.shared_threshold:", "if False:"),
+        (f"{PAIR_LOSS}.rank_groups", "if self.args.shared_threshold:", "if False:"),
         "full preconditioner, DPO, one threshold",
     ),
     _of(
         "pools-exchanged",
         "weights of the chosen go to the rejected, and the other way",
         (
-            f"{DPO}.rank_groups",
-            "[slice(0, rows // 2), slice(rows // 2, rows)]",
-            "[slice(rows // 2, rows), slice(0, rows // 2)]",
+            "train.policy.TokenPolicy.best",
+            "kept[rows] = self.select(",
+            "kept[batch.rank_groups[-1 if rows.start == 0 else 0]] = self.select(",
         ),
         "retention by pairs",
     ),
     _of(
         "masked-logit-ignored",
         "omega from the unmasked logit where the masked one was asked for",
-        (f"{DPO}.final_coefficients", "if not self.args.masked_logit:", "if True:"),
+        (f"{PAIR_LOSS}.final_coefficients", "if not self.args.masked_logit:", "if True:"),
         MASKED,
     ),
     _of(
         "masked-logit-of-divided-weights",
         "what divides the loss enters the masked logit",
         (
-            f"{WEIGHER}._surrogate",
-            "(gate, coefficients, weights, batch.inputs)",
-            "(gate, coefficients, divided, batch.inputs)",
+            f"{WEIGHER}.loss",
+            "(proxy, coefficients, weights, inputs)",
+            "(proxy, coefficients, divided, inputs)",
         ),
         MASKED,
     ),
@@ -195,13 +203,13 @@ TRAINERS = (
     _of(
         "budget-over-both-branches",
         "the kept tokens are counted with one rounding for both branches",
-        (f"{RULES}.Ranked.kept", "in batch.rank_groups", "in [slice(None)]"),
+        ("train.policy.TokenPolicy.kept_tokens", "in batch.rank_groups", "in [slice(None)]"),
         "kept normalisation, DPO",
     ),
     _of(
         "global-budget-by-micro-batch",
         "the kept tokens of a global threshold are counted micro-batch by micro-batch",
-        (f"{WEIGHER}._kept_share", 'if self._trainer.args.keep_scope == "global":', "if False:"),
+        (f"{WEIGHER}._count_kept", "if plan.weights is None", "if True"),
         GLOBAL,
     ),
     _of(
@@ -241,25 +249,25 @@ TRAINERS = (
     _of(
         "draws-that-forget-the-micro-batch",
         "every micro-batch of a step draws the same random numbers",
-        ("train.micro_batch.draw_seed", "        batch.carried.index,\n", ""),
+        (f"{LOSS}.draw_seed", "        batch.plan.index,\n", ""),
         MASKS,
     ),
     _of(
         "draws-that-forget-the-step",
         "every step draws the same random numbers",
-        ("train.micro_batch.draw_seed", "        trainer.state.global_step,\n", ""),
+        (f"{LOSS}.draw_seed", "        self.step,\n", ""),
         MASKS,
     ),
     _of(
         "draws-that-forget-the-seed",
         "runs of different seeds draw the same random numbers",
-        ("train.micro_batch.draw_seed", "        trainer.args.value_seed,\n", ""),
+        (f"{LOSS}.draw_seed", "        self.args.value_seed,\n", ""),
         MASKS,
     ),
     _of(
         "draws-that-forget-the-process",
         "processes draw the same random numbers for different rows",
-        ("train.micro_batch.draw_seed", "        trainer.accelerator.process_index,\n", ""),
+        (f"{LOSS}.draw_seed", "        self.accelerator.process_index,\n", ""),
         DRAWS,
     ),
     _of(
@@ -271,7 +279,7 @@ TRAINERS = (
     _of(
         "global-threshold-by-micro-batch",
         "a global threshold is taken micro-batch by micro-batch",
-        (f"{WEIGHER}.plan", 'options.keep_scope == "global"', "False"),
+        (f"{WEIGHER}.plan", 'trainer_loss.args.keep_scope == "global"', "False"),
         "global threshold, DPO",
     ),
     _of(
@@ -283,19 +291,23 @@ TRAINERS = (
     _of(
         "responses-ranked-by-token",
         "whole responses were asked for, and tokens are ranked",
-        (f"{RULES}.Ranked.ranks", 'self._options.value_unit == "response"', "False"),
+        ("train.policies.ratio.TopRatioPolicy.scores", 'self.unit == "response"', "False"),
         "whole responses, the worst",
     ),
     _of(
         "dft-values-of-plain-losses",
         "DFT's tokens are valued as if their losses were not weighted",
-        ("train.sft.AlphaSFTTrainer.value_weights", 'if self.args.loss_type == "nll":', "if True:"),
+        (
+            f"{LOSS}.value_weights",
+            'if getattr(self.args, "loss_type", "nll") == "nll":',
+            "if True:",
+        ),
         "DFT",
     ),
     _of(
         "metrics-counted-twice",
         "a scoring pass of its own moves the trainer's running metrics",
-        ("train.valuation._untouched_metrics", "setattr(trainer, name, value)", "pass"),
+        (f"{LOSS}.beside_training", "setattr(trainer, name, value)", "pass"),
         "packing, own forward",
     ),
     _of(
@@ -322,7 +334,7 @@ TRAINERS = (
         "weights-shifted-by-one",
         "a token's weight acts on the token before it",
         (
-            "train.gradient_weights.GradientWeightedModel.surrogate",
+            "train.log_prob_proxy.LogProbProxy.surrogate",
             "weights[:, 1:]",
             "weights[:, :-1]",
         ),
@@ -331,7 +343,7 @@ TRAINERS = (
     _of(
         "coefficients-shifted-by-one",
         "log-probabilities are laid out as if the last token had none",
-        ("train.gradient_weights.by_token", "(1, 0)", "(0, 1)"),
+        ("train.log_prob_proxy.by_token", "(1, 0)", "(0, 1)"),
         PAIRS,
     ),
     _of(
@@ -344,7 +356,7 @@ TRAINERS = (
         "micro-batch-divided-by-itself",
         "transformers' own trainer divides each micro-batch by its own tokens",
         (
-            "train.trainer.AlphaTrainer.base_loss",
+            "train.trainer.LogitsLoss.of",
             "if num_items is None else torch.as_tensor(num_items)",
             "if True else torch.as_tensor(num_items)",
         ),

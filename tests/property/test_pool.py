@@ -12,10 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken.errors import ConfigError
-from alphatoken.train.micro_batch import Carried, draw_seed
+from alphatoken.train.micro_batch import MicroBatchPlan
+from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.run_rows import RunRows
+from alphatoken.train.trainer_loss import TrainerLoss
 from alphatoken.train.valuation import Valuation
 
 SIZES = st.integers(1, 40)
@@ -139,8 +141,8 @@ def _draw_seed(seed: int, step: int, micro_batch: int, process: int) -> int:
         state=SimpleNamespace(global_step=step),
         accelerator=SimpleNamespace(process_index=process),
     )
-    batch: Any = SimpleNamespace(carried=Carried(micro_batch))
-    return draw_seed(trainer, batch)
+    batch: Any = SimpleNamespace(plan=MicroBatchPlan(micro_batch))
+    return TrainerLoss(trainer, trainer).draw_seed(batch)
 
 
 def test_retention_rows_are_drawn_apart_from_validation_rows() -> None:
@@ -152,10 +154,10 @@ def test_retention_rows_are_drawn_apart_from_validation_rows() -> None:
     rows = [{"input_ids": [i]} for i in range(8)]
     trainer: Any = SimpleNamespace(
         args=SimpleNamespace(**vars(replace(AlphaOptions(), **options)), disable_tqdm=True),
-        rows=RunRows(validation=rows, retention=rows),
         accelerator=None,
     )
-    valuation = Valuation(trainer)
+    loss, run_rows = TrainerLoss(trainer, trainer), RunRows(validation=rows, retention=rows)
+    valuation = Valuation(loss, run_rows, TrainMonitor(), needed=True)
     pools = valuation.pool, valuation._retention_pool
     first, second = ([pool.rows(step) for step in range(8)] for pool in pools if pool)
     assert sum(one == two for one, two in zip(first, second, strict=True)) <= 2

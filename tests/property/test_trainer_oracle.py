@@ -412,7 +412,7 @@ def _listen(trainer: Any, seen: Seen) -> None:
         step, mask = trainer.state.global_step, batch.mask
         found: dict[str, Tensor] = {}
         if scored is not None:
-            parts = {} if scored.values is None else scored.values.components()
+            parts = {} if scored.token_values is None else scored.token_values.components()
             found = {n: v[mask].double() for n, v in {"total": scored.totals, **parts}.items()}
         _of_step(seen.values, step).append(found)
         _of_step(seen.weights, step).append(weights[mask].double())

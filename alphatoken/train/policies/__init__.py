@@ -7,8 +7,9 @@ named as ``package.module:Class``: a subclass of ``TokenPolicy`` with ``scores``
 it does what its paper does; in budget mode it ranks tokens and the trainer keeps as many as it is
 told, which makes methods comparable.
 
-Here are ``standard`` (every token) and ``validation_first`` (every token, after
-the validation rows). Tokens by value are the trainers' own (``TRAINER_POLICIES``). Another package
+Here are ``ratio`` (the trainers' own: top, random, bottom and all, ``TRAINER_POLICIES``),
+``standard`` (every token) and ``validation_first`` (every token, after the validation rows).
+Another package
 gives its policies names by entry points of the group ``alphatoken.policies``, as ``alphatoken-lab``
 does for the methods that people compare with.
 
@@ -22,7 +23,7 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -33,6 +34,12 @@ from alphatoken.estimate.estimators import SPLIT, WALK
 from alphatoken.model.layer_choice import DEFAULT_LAYERS, read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.train.fields import AlphaFields
+from alphatoken.train.policies.ratio import (
+    AllTokensPolicy,
+    BottomRatioPolicy,
+    RandomRatioPolicy,
+    TopRatioPolicy,
+)
 from alphatoken.train.policies.standard import DPO, Standard
 from alphatoken.train.policies.validation_first import ValidationFirst
 from alphatoken.train.policy import PolicySettings, TokenPolicy
@@ -53,7 +60,13 @@ __all__ = [
 GROUP = "alphatoken.policies"
 """Entry points by which a package names its policies: ``name = "module:Class"``."""
 
-TRAINER_POLICIES = ("top", "random", "bottom", "all")
+_RATIO = {
+    "top": TopRatioPolicy,
+    "random": RandomRatioPolicy,
+    "bottom": BottomRatioPolicy,
+    "all": AllTokensPolicy,
+}
+TRAINER_POLICIES = tuple(_RATIO)
 """Policies of the trainers themselves, by value."""
 
 STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
@@ -211,7 +224,7 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
     except (ConfigError, TypeError):
         return {}
     found = dict(_ONLY_VALUES)
-    if mode.mode == "native" or type(made).loss is not TokenPolicy.loss:
+    if mode.mode == "native" or made.replaces_loss:
         found["kept_normalization"] = "response"
     if family == "preference" and made.needs.reference:
         found["precompute_ref_log_probs"] = False
@@ -258,28 +271,29 @@ def unread_by_estimator(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def chosen_policy(
     options: Any,
-    given: TokenPolicy | type[TokenPolicy] | None,
+    own: TokenPolicy | type[TokenPolicy] | None,
     family: str,
 ) -> TokenPolicy | None:
-    """The policy of a run; None where the trainer's own one is meant.
+    """The policy of a run; None where the run weighs no token and is that of the trainer below.
 
     Args:
         options: ``AlphaOptions``; a name that stands for options has been replaced by them.
-        given: policy or class that was handed over; goes before the name in the options.
+        own: policy or class that was handed over; goes before the name in the options.
         family: "sft" or "preference", the trainer's.
 
     Raises:
         ConfigError: unknown, made for the other kind of trainer, or options that contradict it.
     """
-    if given is None and options.policy in TRAINER_POLICIES:
-        return None
     settings: PolicySettings = options.policy_settings()
+    if own is None and options.policy in TRAINER_POLICIES:
+        kind, budget = _RATIO[options.policy], replace(settings, mode="budget")
+        return kind(budget, unit=options.value_unit) if options.weighs else None
     arguments = read_policy_options(options.policy_options)
-    if isinstance(given, TokenPolicy):
-        chosen = given
+    if isinstance(own, TokenPolicy):
+        chosen = own
         chosen.bind(settings)
     else:
-        chosen = policy(options.policy if given is None else given, settings, **arguments)
+        chosen = policy(options.policy if own is None else own, settings, **arguments)
     _refuse(chosen, options, family)
     return chosen
 
@@ -287,7 +301,7 @@ def chosen_policy(
 def _refuse_divisor(chosen: TokenPolicy, asked: str) -> None:
     """Check that ``kept_normalization`` is not ignored."""
     published = chosen.settings.mode == "native" and chosen.denominator != asked
-    own_loss = type(chosen).loss is not TokenPolicy.loss
+    own_loss = chosen.replaces_loss
     if asked == "response" or not (own_loss or published):
         return
     raise ConfigError(
@@ -319,8 +333,12 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
     _refuse_divisor(chosen, options.kept_normalization)
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
+            makes_none = f"belongs to token values, and policy '{chosen.name}' makes none"
+            of_others = (
+                f"belongs to the trainers' own policies, and '{chosen.name}' is none of them"
+            )
             raise ConfigError(
-                f"{name} belongs to token values, and policy '{chosen.name}' makes none",
+                f"{name} {of_others if chosen.needs.values else makes_none}",
                 got=f"{name}={getattr(options, name)!r}",
                 remedy="leave it out: keep_ratio is the setting of such a policy"
                 if name == "keep_scope"

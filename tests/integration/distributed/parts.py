@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,12 @@ from alphatoken.errors import InputError
 from alphatoken.model.sharding import Sharding
 from alphatoken.train.distributed import Ranks, global_selection
 from alphatoken.train.layouts import layout, sharding_of
+from alphatoken.train.policies.ratio import (
+    BottomRatioPolicy,
+    RandomRatioPolicy,
+    TopRatioPolicy,
+)
 from alphatoken.train.shards import Fsdp2Sharding
-from alphatoken.train.token_rules import Ranked
 
 
 def accelerator_for(name: str) -> Accelerator:
@@ -217,11 +220,7 @@ def micro_batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-POLICIES = (
-    {"policy": "top"},
-    {"policy": "bottom"},
-    {"policy": "random"},
-)
+POLICIES = (TopRatioPolicy, BottomRatioPolicy, RandomRatioPolicy)
 
 
 def selection(name: str, folder: Path) -> dict[str, Any]:
@@ -232,9 +231,8 @@ def selection(name: str, folder: Path) -> dict[str, Any]:
     found = []
     for policy in POLICIES:
 
-        def decide(values: Tensor, mask: Tensor, policy: dict[str, str] = policy) -> Tensor:
-            rule = Ranked(SimpleNamespace(keep_ratio=0.3, keep_scope="global", **policy))
-            return rule.of_group(values, mask, torch.Generator().manual_seed(7))
+        def decide(values: Tensor, mask: Tensor, policy: type[TopRatioPolicy] = policy) -> Tensor:
+            return policy().select(values, mask, 0.3, torch.Generator().manual_seed(7))
 
         choose = partial(global_selection, decide=decide)
         alone = choose(Ranks(), *map(list, zip(*everything, strict=True)))

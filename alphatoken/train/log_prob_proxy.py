@@ -1,4 +1,4 @@
-"""The gradient gate: token weights act on the update only, never on the loss that is reported.
+"""The log-probability proxy: token weights act on the update, never on the reported loss.
 
 Stands in the model's place for one call of a trainer's ``compute_loss``. The trainer sees the token
 log-probabilities as a leaf, so whatever loss it builds of them (cross-entropy, DFT, any of TRL's
@@ -19,13 +19,11 @@ from alphatoken.model.batch import IGNORE, token_losses
 from alphatoken.model.head import register_losses, watched_head
 from alphatoken.model.observed_forward import register_source
 from alphatoken.train.fused_head import head_entropy, shared_log_probs, top_entropy
-from alphatoken.train.interface import TrainerInterface
-from alphatoken.train.micro_batch import MicroBatch
 
-__all__ = ["GradientWeightedModel", "by_token", "gated_loss", "require_finite"]
+__all__ = ["LogProbProxy", "by_token", "require_finite"]
 
 
-class GradientWeightedModel:
+class LogProbProxy:
     """Callable in the place of ``model`` that keeps the token log-probabilities of its forward.
 
     With all weights 1 the surrogate's gradient is the loss's own, bit for bit, and its value always
@@ -44,7 +42,7 @@ class GradientWeightedModel:
         self._logits: Tensor | None = None
         # The same log-probabilities after ``share_head``, and where the next token is labelled.
         self._shared: Tensor | None = None
-        self._asked: Tensor | None = None
+        self._labelled: Tensor | None = None
         self.aux_loss: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -92,12 +90,12 @@ class GradientWeightedModel:
         """Let values and the update take one error of the head, in place of one each.
 
         The update then equals the one of ``log_probs`` up to rounding. Where all weights are 1 it
-        is taken of ``log_probs`` all the same: such a step is TRL's, bit for bit.
+        is of ``log_probs`` all the same: such a step is TRL's bit for bit.
         """
         assert self.log_probs is not None
-        self._asked = labels[:, 1:] != IGNORE
+        self._labelled = labels[:, 1:] != IGNORE
         if self._logits is None:
-            self._shared = shared_log_probs(self.log_probs, self._asked)
+            self._shared = shared_log_probs(self.log_probs, self._labelled)
             if self._shared is not None:
                 register_source(self._shared, self.log_probs)
         else:
@@ -108,7 +106,7 @@ class GradientWeightedModel:
 
     @property
     def scores(self) -> Tensor:
-        """The log-probabilities that values are taken of."""
+        """The log-probabilities from which values are computed."""
         assert self.log_probs is not None
         return self.log_probs if self._shared is None else self._shared
 
@@ -120,25 +118,33 @@ class GradientWeightedModel:
             UnsupportedError: the head's weights are spread over processes.
         """
         assert self.log_probs is not None
-        asked = labels[:, 1:] != IGNORE
+        labelled = labels[:, 1:] != IGNORE
         if self._logits is None:
-            found = head_entropy(self.log_probs, asked, k)
+            entropy = head_entropy(self.log_probs, labelled, k)
         else:
-            of_asked = top_entropy(self._logits[:, :-1][asked], k)
-            found = of_asked.new_zeros(asked.shape).index_put((asked,), of_asked)
-        if found is None:
+            own = top_entropy(self._logits[:, :-1][labelled], k)
+            entropy = own.new_zeros(labelled.shape).index_put((labelled,), own)
+        if entropy is None:
             raise UnsupportedError(
                 "the next token's entropy cannot be read from the training forward",
                 got="an output head that is spread over processes, or none of TRL's",
                 remedy="a layout in which each process has the weights (DDP, ZeRO-1 or 2)",
             )
-        return by_token(found)
+        return by_token(entropy)
 
-    def coefficients(self, loss: Tensor) -> Tensor:
-        """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response."""
-        assert self._leaf is not None
-        gradient = torch.autograd.grad(loss, self._leaf, retain_graph=True, allow_unused=True)[0]
-        return torch.zeros_like(self._leaf) if gradient is None else gradient
+    def coefficients(self, loss: Tensor, leaf: Tensor | None = None) -> Tensor:
+        """``c = d loss / d log_probs`` (b, t - 1), constant; 0 off the response.
+
+        Args:
+            loss: computed of the leaf that the forward gave.
+            leaf: another one that it was computed of, whose shape the coefficients then have.
+        """
+        own = self._leaf if leaf is None else leaf
+        assert own is not None
+        gradient = None
+        if leaf is None or loss.requires_grad:  # what a policy computes may be constant
+            gradient = torch.autograd.grad(loss, own, retain_graph=True, allow_unused=True)[0]
+        return torch.zeros_like(own) if gradient is None else gradient
 
     def surrogate(self, loss: Tensor, coefficients: Tensor, weights: Tensor) -> Tensor:
         """Value of ``loss``, gradient of ``sum w c lp`` (plus that of router losses).
@@ -151,7 +157,7 @@ class GradientWeightedModel:
         assert self.log_probs is not None
         by_prediction = weights[:, 1:]
         factor = (by_prediction.to(coefficients) * coefficients).detach()
-        whole = self._shared is None or bool((by_prediction[self._asked] == 1).all())
+        whole = self._shared is None or bool((by_prediction[self._labelled] == 1).all())
         update = (factor * (self.log_probs if whole else self.scores)).sum()
         base = loss if self.aux_loss is not None else loss.detach()
         return base + (update - update.detach()).to(base.dtype)
@@ -160,17 +166,6 @@ class GradientWeightedModel:
 def by_token(by_prediction: Tensor) -> Tensor:
     """(b, t - 1) in TRL's layout to (b, t) at token indices; index 0 is 0."""
     return F.pad(by_prediction, (1, 0))
-
-
-def gated_loss(trainer: TrainerInterface, gate: GradientWeightedModel, batch: MicroBatch) -> Tensor:
-    """The trainer's own loss of one micro-batch, of the gate's log-probabilities.
-
-    Raises:
-        NumericalError: it is not finite; the last checkpoint is as it was.
-    """
-    loss = trainer.base_loss(gate, dict(batch.inputs), batch.num_items)
-    require_finite(loss, trainer.state.global_step)
-    return loss
 
 
 def require_finite(loss: Tensor, step: int) -> None:

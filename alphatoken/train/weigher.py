@@ -1,0 +1,311 @@
+"""The way from a policy to the loss of a step: a plan, then one function a micro-batch.
+
+``Weigher.plan`` does work only where a threshold (``keep_scope="global"``) or a divisor (kept
+tokens) needs the whole step. ``Weigher.loss`` is the whole story of a micro-batch::
+
+    reference      log-probabilities of the reference model, where the policy needs them
+    own forward    values of a forward beside the training, where the layout or the user wants one
+    loss           the trainer's own, of its training forward through the proxy
+    coefficients   c = d loss / d log-probabilities, of whatever loss the trainer computes
+    values         one a response token, of the training forward, where the policy needs them
+    weights        of the policy, from all of that
+    update         the sum of w c lp in gradient, the loss in value; or the policy's own loss
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.support.seeds import seed_of
+from alphatoken.train.distributed import global_selection
+from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, require_finite
+from alphatoken.train.micro_batch import MicroBatch, MicroBatchPlan, MicroBatchValues, normalised
+from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
+from alphatoken.train.records import RunRecords
+from alphatoken.train.selecting import selecting
+from alphatoken.train.trainer_loss import TrainerLoss
+from alphatoken.train.valuation import Valuation
+
+__all__ = ["Weigher"]
+
+
+class Weigher:
+    """Turns a policy into the loss of a run's steps.
+
+    Args:
+        trainer_loss: of the run's trainer.
+        policy: weighs the tokens.
+        valuation: of the run; values nothing where the policy needs no values.
+        records: where each micro-batch is written down with its weights.
+        columns: numbers of each response token that the policy's static pass left, if it has one.
+    """
+
+    def __init__(
+        self,
+        trainer_loss: TrainerLoss,
+        policy: TokenPolicy,
+        valuation: Valuation,
+        records: RunRecords,
+        columns: Columns | None = None,
+    ) -> None:
+        self._trainer_loss, self.policy, self.valuation = trainer_loss, policy, valuation
+        self._records, self._columns = records, columns
+
+    # --- one optimizer step -----------------------------------------------------------------------
+
+    def plan(self, samples: Sequence[Any], num_items: Any) -> list[MicroBatchPlan]:
+        """Decide for a whole step before its first training forward.
+
+        Under a threshold over the step all micro-batches are valued and weighed here. The kept
+        tokens that divide the step's loss are counted here, where they are known in advance.
+
+        Args:
+            samples: batches of the step, as the collator made them.
+            num_items: transformers' count of the step's response tokens, or None.
+        """
+        trainer_loss, plans = self._trainer_loss, [MicroBatchPlan(i) for i in range(len(samples))]
+        threshold_of_step = trainer_loss.args.keep_scope == "global"
+        counted = num_items is not None or self.policy.divisor_scope == "step"
+        divisor_of_step = self._divisor == "kept" and counted
+        if threshold_of_step:
+            samples = [trainer_loss.prepared(sample) for sample in samples]
+        elif not divisor_of_step:
+            return plans
+        batches = [
+            trainer_loss.micro_batch(sample, plan, num_items)
+            for sample, plan in zip(samples, plans, strict=True)
+        ]
+        if threshold_of_step:
+            self.valuation.begin()
+            plans = self._weigh_step([self._value_in_advance(batch) for batch in batches])
+        if divisor_of_step:
+            plans = self._count_kept(batches, plans)
+        return plans
+
+    def _value_in_advance(self, batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with its values, and the inputs that valuing added, in its plan."""
+        if self.valuation.wanted(batch):
+            with self._trainer_loss.autocast():
+                own = self._trainer_loss.own_inputs(batch.inputs)
+                values = self.valuation.of_own_forward(replace(batch, inputs=own))
+            extra = {k: v for k, v in own.items() if k not in batch.inputs}
+            batch = replace(batch, plan=replace(batch.plan, values=values, extra=extra))
+        return batch
+
+    def _weigh_step(self, batches: Sequence[MicroBatch]) -> list[MicroBatchPlan]:
+        """Plans with the weights of all micro-batches, each group ranked over the whole step."""
+        run, policy = self._trainer_loss, self.policy
+        scores = [policy.scores(self._policy_batch(batch, batch.plan.values)) for batch in batches]
+        weights = [torch.zeros_like(score) for score in scores]
+        for group in range(len(batches[0].rank_groups)):
+            rows = [batch.rank_groups[group] for batch in batches]
+            seed = seed_of("whole step", run.args.value_seed, run.step, group)
+            generator = torch.Generator().manual_seed(seed)
+            ratio = policy.settings.keep_ratio
+            chosen = global_selection(
+                run.ranks,
+                [score[r] for score, r in zip(scores, rows, strict=True)],
+                [batch.mask[r] for batch, r in zip(batches, rows, strict=True)],
+                partial(policy.select, ratio=ratio, generator=generator),
+            )
+            for weight, part, r in zip(weights, chosen, rows, strict=True):
+                weight[r] = part
+        return [replace(b.plan, weights=w) for b, w in zip(batches, weights, strict=True)]
+
+    def _count_kept(
+        self, batches: Sequence[MicroBatch], plans: Sequence[MicroBatchPlan]
+    ) -> list[MicroBatchPlan]:
+        """Plans with the kept tokens over those of the loss, of the whole step.
+
+        One micro-batch that cannot be counted leaves the step uncounted, on every process.
+        """
+        ranks, counts, columns = self._trainer_loss.ranks, list[Tensor | None](), []
+        for batch, plan in zip(batches, plans, strict=True):
+            before = self._policy_batch(batch, plan.values)
+            count = self.policy.kept_tokens(before) if plan.weights is None else plan.weights.sum()
+            full = count is not None and float(count) == float(batch.mask.sum())
+            counts.append(batch.loss_mask.sum() if self.policy.keeps_all(full) else count)
+            columns.append(before.columns)
+        kept = [count.cpu().double() for count in counts if count is not None]
+        uncounted = ranks.any(len(kept) < len(counts))
+        share = None if uncounted else self._kept_share(torch.stack(kept).sum(), batches)
+        return [
+            replace(plan, kept_share=share, columns=of_pass)
+            for plan, of_pass in zip(plans, columns, strict=True)
+        ]
+
+    def _kept_share(self, kept: Tensor, batches: Sequence[MicroBatch]) -> float | None:
+        """``kept`` over the tokens of the loss, in the policy's ``divisor_scope``; None for 0."""
+        run, ranks, count = self._trainer_loss, self._trainer_loss.ranks, batches[0].num_items
+        if self.policy.divisor_scope == "step":
+            own = [float(kept), sum(int(batch.loss_mask.sum()) for batch in batches)]
+            totals = torch.tensor(own, dtype=torch.float64, device=ranks.device)
+            kept, count = ranks.sum_gradients({"kept": totals}, 0.0)[0]["kept"]
+        elif run.args.average_tokens_across_devices and ranks.world > 1:
+            kept = run.accelerator.gather(kept.float().reshape(1).to(run.args.device)).sum()
+        return float(kept) / max(float(count), 1.0) or None
+
+    @property
+    def _divisor(self) -> str:
+        """Divisor of the update: as published, or by the options at a budget."""
+        if self.policy.settings.mode == "native":
+            return self.policy.denominator
+        return str(self._trainer_loss.args.kept_normalization)
+
+    # --- one micro-batch --------------------------------------------------------------------------
+
+    def loss(self, model: Any, batch: MicroBatch) -> Tensor:
+        """Loss of one micro-batch whose gradient is the policy's.
+
+        Args:
+            model: that is trained, as the trainer hands it to its loss.
+            batch: the micro-batch, with the plan of its step.
+
+        Raises:
+            NumericalError: a loss or a weight that is not finite.
+        """
+        run, policy, valuation, plan = self._trainer_loss, self.policy, self.valuation, batch.plan
+        valuation.begin()
+        inputs, reference = run.reference_log_probs(batch.inputs, policy)
+        inputs, values = {**inputs, **plan.extra}, plan.values
+        valued_forward = valuation.forward_of(batch)
+        if valued_forward == "own":
+            inputs = run.own_inputs(inputs)
+            values = valuation.of_own_forward(replace(batch, inputs=inputs))
+        proxy, on_training = LogProbProxy(model), valued_forward == "training"
+        with valuation.observing(on_training) as observed, self._last_attention() as attention:
+            loss = run.of(proxy, dict(inputs), batch.num_items)
+            require_finite(loss, run.step)
+            coefficients = proxy.coefficients(loss)
+            if observed is not None:
+                values = valuation.of_training_forward(observed, proxy, coefficients, batch)
+        policy_batch = self._policy_batch(batch, values, proxy, reference, attention)
+        leaf = policy_batch.log_probs.clone().requires_grad_()
+        started = time.perf_counter()
+        with selecting():
+            planned = plan.weights
+            weights = policy.weights(policy_batch) if planned is None else planned.to(leaf.dtype)
+        self._records.micro_batch(batch, values, weights, time.perf_counter() - started)
+        own_loss = policy.loss(policy_batch, leaf, weights)
+        self._check_own_loss(own_loss, proxy)
+        if own_loss is not None:
+            coefficients = proxy.coefficients(own_loss, leaf)[:, 1:]
+            loss, divided = own_loss.detach(), torch.ones_like(leaf)
+        else:
+            if policy.keeps_all(bool((weights[batch.mask] == 1).all())):
+                weights = batch.loss_mask.to(weights)
+            divided = normalised(weights, batch, self._divisor, plan.kept_share)
+            coefficients = run.final_coefficients(proxy, coefficients, weights, inputs)
+        update = proxy.surrogate(loss, coefficients, divided)
+        # A term of the policy's loss that reaches the model by another forward has its graph here.
+        return update if own_loss is None else update + (own_loss - own_loss.detach())
+
+    def _check_own_loss(self, loss: Tensor | None, proxy: LogProbProxy) -> None:
+        """Check what the policy gave for a loss.
+
+        Raises:
+            ConfigError: nothing, where the trainer's own loss lacks its reference.
+            NumericalError: it is not finite.
+            UnsupportedError: the model has a router loss, which the policy does not add.
+        """
+        policy = self.policy
+        if loss is not None:
+            if proxy.aux_loss is not None:
+                raise UnsupportedError(
+                    "a policy with its own loss does not add the router loss of mixtures of "
+                    "experts",
+                    remedy="router_aux_loss_coef=0",
+                )
+            require_finite(loss, self._trainer_loss.step)
+        elif policy.replaces_loss and not (policy.needs.reference or policy.needs.values):
+            raise ConfigError(
+                f"policy '{policy.name}' gave no loss for a batch",
+                why="it asks for no reference model, so the trainer's own loss was not computed",
+                remedy="needs = Needs(reference=True), or no loss() of its own",
+            )
+
+    def _policy_batch(
+        self,
+        batch: MicroBatch,
+        values: MicroBatchValues | None,
+        proxy: LogProbProxy | None = None,
+        reference: Tensor | None = None,
+        attention: Sequence[AttentionStatistics] = (),
+    ) -> PolicyBatch:
+        """The micro-batch as the policy sees it.
+
+        Args:
+            batch: the micro-batch; its columns of the static pass are looked up once.
+            values: of its tokens; None gives 0 to a policy that needs them.
+            proxy: of the training forward. Before that (None) log-probabilities are 0, and nothing
+                else of a forward is there.
+            reference: (b, t) log-probabilities of the reference model.
+            attention: of the last layer.
+        """
+        run, needs, mask = self._trainer_loss, self.policy.needs, batch.mask
+        columns = batch.plan.columns
+        if columns is None:
+            columns = {}
+            if needs.columns and self._columns is not None:
+                columns = self._columns.columns_of(batch.inputs, mask, needs.columns)
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        of_forward: dict[str, Any] = {"log_probs": zeros}
+        if proxy is not None:
+            assert proxy.log_probs is not None
+            of_forward = {
+                "log_probs": by_token(proxy.log_probs.detach()).masked_fill(~mask, 0.0),
+                "reference": None if reference is None else reference.masked_fill(~mask, 0.0),
+                "reference_logits": run.reference_logits(self.policy),
+                "attention": attention[0] if attention else None,
+                "entropy": partial(proxy.entropy, batch.labels) if needs.entropy else None,
+                "model": run.model if needs.model else None,
+                "generator": torch.Generator().manual_seed(run.draw_seed(batch)),
+            }
+        totals = zeros if values is None else values.totals
+        return PolicyBatch(
+            inputs=batch.inputs,
+            labels=batch.labels,
+            mask=mask,
+            rank_groups=batch.rank_groups,
+            columns={name: column.to(mask.device) for name, column in columns.items()},
+            values=totals if needs.values else None,
+            step=run.step,
+            **of_forward,
+        )
+
+    @contextmanager
+    def _last_attention(self) -> Iterator[list[AttentionStatistics]]:
+        """The list yielded is filled with the last layer's attention as a forward computes it."""
+        attention: list[AttentionStatistics] = []
+        if not self.policy.needs.attention:
+            yield attention
+            return
+        adapter = find_adapter(self._trainer_loss.model)
+        last = len(adapter.layers()) - 1
+
+        def record(call: AttentionCall, native: NativeAttention) -> Tensor:
+            attention.append(AttentionStatistics(call))
+            return native(call.query, call.key, call.value)
+
+        with (
+            adapter.pause_checkpointing([adapter.layers()[last]]),
+            adapter.override_attention(adapter.attention_modules(last), record),
+        ):
+            yield attention
+        if not attention:
+            raise UnsupportedError(
+                "the last layer's attention could not be seen in the training forward",
+                got=f"policy '{self.policy.name}'",
+                remedy="attn_implementation='sdpa' or 'eager'",
+            )
