@@ -112,11 +112,11 @@ def observed_values(scorer: Any, model: nn.Module, batch: Mapping[str, Tensor], 
 
 def numbers_of_certificate(certificate: Any) -> dict[str, object]:
     """Errors and tolerances of a certificate, and the numbers that it compared last."""
-    found: dict[str, object] = {
+    errors: dict[str, object] = {
         check.component: [check.error, check.tolerance, check.found, check.expected]
         for check in certificate.checks
     }
-    return {**found, "tokens": certificate.tokens, "stated_error": certificate.stated_error}
+    return {**errors, "tokens": certificate.tokens, "stated_error": certificate.stated_error}
 
 
 def fitted_fisher(model: nn.Module, structure: str = "diagonal", **more: Any) -> Any:
@@ -162,7 +162,7 @@ def policy_weights(name: str, mode: str) -> Tensor:
         return torch.where(mask, -torch.rand(mask.shape, generator=generator) * 4, 0.0)
 
     entropies = {k: -drawn() for k in (3, 5, 10, 20)}
-    seen = PolicyBatch(
+    policy_batch = PolicyBatch(
         inputs=batch,
         labels=batch["labels"],
         mask=mask,
@@ -175,7 +175,7 @@ def policy_weights(name: str, mode: str) -> Tensor:
         step=1,
         generator=generator,
     )
-    return chosen.weights(seen)
+    return chosen.weights(policy_batch)
 
 
 def masks_of(values: Any) -> Numbers:
@@ -296,13 +296,13 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 def encoded(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     """Rows as token ids and labels."""
-    found = []
+    rows = []
     for row in texts(count, seed):
         before, after = (
             [VOCABULARY.get(c, 3) for c in row[name]] for name in ("prompt", "completion")
         )
-        found.append({"input_ids": before + after, "labels": [-100] * len(before) + after})
-    return found
+        rows.append({"input_ids": before + after, "labels": [-100] * len(before) + after})
+    return rows
 
 
 def padded(rows: Sequence[Mapping[str, list[int]]], side: str = "right") -> dict[str, Tensor]:
@@ -420,15 +420,15 @@ def tokenizer() -> Any:
     core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         unk_token="<unk>",
     )  # fmt: skip
-    made.chat_template = (
+    fast.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>"
         "{% else %}<s>{{ m.content }}|{% endif %}{% endfor %}"
     )
-    return made
+    return fast
 
 
 def moved(model: nn.Module, size: float = 0.01, seed: int = 5) -> nn.Module:
@@ -482,7 +482,7 @@ def world_of_files(folder: Path) -> dict[str, Path]:
     for name, model in (("model", llama()), ("moved", moved(llama()))):
         model.save_pretrained(places[name])
         tokenizer().save_pretrained(places[name])
-    for name, count, seed in (("train", 24, 41), ("validation", 8, 42), ("held", 10, 43)):
+    for name, count, seed in (("train", 24, 41), ("validation", 8, 42), ("retention", 10, 43)):
         places[name] = written(folder / f"{name}.jsonl", texts(count, seed))
     places["chats"] = written(folder / "chats.jsonl", chats(12, 44))
     places["pairs"] = written(folder / "pairs.jsonl", pairs(20, 45))
@@ -780,8 +780,8 @@ def of_parameters(tensors: Mapping[str, Any]) -> dict[str, object]:
     """A record of tensors by parameter, or of pairs of them; empty of none."""
     flat = {
         f"{name} {i}": one
-        for name, held in tensors.items()
-        for i, one in enumerate(held if isinstance(held, tuple) else (held,))
+        for name, tensor in tensors.items()
+        for i, one in enumerate(tensor if isinstance(tensor, tuple) else (tensor,))
     }
     return joined(flat) if flat else {}
 
@@ -823,8 +823,8 @@ def new_trainer(family: str, folder: Path, **more: Any) -> Any:
         arguments["ref_model"] = llama(seed=1)
     if "retention" in more:
         arguments["retention_dataset"] = Dataset.from_list(rows(6, seed=3))
-    made = {name: value() if callable(value) else value for name, value in options.items()}
-    arguments |= {name: value for name, value in made.items() if name not in own}
+    values = {name: value() if callable(value) else value for name, value in options.items()}
+    arguments |= {name: value for name, value in values.items() if name not in own}
     args = kind.CONFIG(**{name: value for name, value in options.items() if name in own})
     return kind(args=args, **arguments)
 
@@ -973,7 +973,7 @@ def of_diagnostic(name: str, folder: Path) -> Numbers:
     options: dict[str, object] = {
         "model_name_or_path": places["moved"], "reference": places["model"],
         "train_file": places["train"], "validation_file": places["validation"],
-        "retention_set": [f"held={places['held']}"], "output_dir": folder / "out",
+        "retention_set": [f"held={places['retention']}"], "output_dir": folder / "out",
         "per_device_train_batch_size": 4, "tokens": 80, "oracle_tokens": 6, "fisher_samples": 6,
         "tuning_steps": 3, "fisher_prompts": 4, "score_layers": 2, "budget": "none",
     }  # fmt: skip
@@ -1114,16 +1114,16 @@ def records(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def computed(prefix: str) -> Entries:
     """Records of every case that has names with this prefix, each in a folder of its own."""
-    found: Entries = {}
+    entries: Entries = {}
     for name, numbers in CASES.items():
         if not (name.startswith(prefix) or prefix.startswith(name)):
             continue
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             own = entries_of(name, numbers, Path(folder))
-        found |= {key: record for key, record in own.items() if key.startswith(prefix)}
+        entries |= {key: record for key, record in own.items() if key.startswith(prefix)}
         print(f"{name}: {len(own)} entries, {time.monotonic() - began:.1f} s", flush=True)
-    return found
+    return entries
 
 
 def entries_of(name: str, numbers: Case, folder: Path) -> Entries:
@@ -1168,23 +1168,23 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=["write", "compare"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="", metavar="PREFIX", help="entries with such names")
-    asked = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     import alphatoken
 
     print(f"of {Path(alphatoken.__file__).parent}")
     began = time.process_time()
-    now = computed(asked.only)
+    now = computed(arguments.only)
     print(f"{len(now)} entries, {time.process_time() - began:.0f} s of one processor")
     failed = [name for name in now if name.endswith(f"/{RAISED}")]
-    if asked.action == "write":
-        asked.file.parent.mkdir(parents=True, exist_ok=True)
-        asked.file.write_text(json.dumps(now, indent=0) + "\n")
+    if arguments.action == "write":
+        arguments.file.parent.mkdir(parents=True, exist_ok=True)
+        arguments.file.write_text(json.dumps(now, indent=0) + "\n")
         print(*(f"{name}: {now[name]['value']}" for name in failed), sep="\n")
         return 1 if failed else 0
-    then = json.loads(asked.file.read_text())
-    lines = list(differences({k: v for k, v in then.items() if k.startswith(asked.only)}, now))
+    then = json.loads(arguments.file.read_text())
+    lines = list(differences({k: v for k, v in then.items() if k.startswith(arguments.only)}, now))
     print(*lines, f"{len(lines)} entries differ", sep="\n")
     return 1 if lines or failed else 0
 
