@@ -1,14 +1,10 @@
-"""docs/architecture.md shows the house as it is: its rooms and their order. And plain summaries."""
+"""docs/architecture.md shows the house as it is: its rooms and their order."""
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -67,38 +63,3 @@ def test_modules_are_imported_by_name_in_registries_only() -> None:
         if re.search(r"import_module|__import__", path.read_text("utf-8"))
     }
     assert named == set(REGISTRIES)
-
-
-# --- first lines of public docstrings ------------------------------------------------------------
-
-OPENING = re.compile(
-    r"(What|Whether|How|See that|Which|Where|Why|Who|That|As|At|By|For|From|In|Of|On|So|To|Under|"
-    r"With|Within|Without|Before|After|Until)\b"
-)
-
-
-def is_plain(summary: str) -> bool:
-    """At least four words, and a verb or a noun before any clause that hangs on it."""
-    return len(summary.split()) >= 4 and OPENING.match(summary) is None
-
-
-def public_summaries(node: ast.AST) -> Iterator[str]:
-    """First paragraphs of the docstrings of a module and of the public names in it."""
-    assert isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-    if said := ast.get_docstring(node):
-        yield " ".join(said.partition("\n\n")[0].split())
-    for child in node.body:
-        named = child if isinstance(child, ast.ClassDef | ast.FunctionDef) else None
-        if named is not None and not named.name.startswith("_"):
-            yield from public_summaries(named)
-
-
-@pytest.mark.parametrize("package", ["alphatoken", "lab/alphatoken_lab"])
-def test_a_public_summary_is_understood_by_itself(package: str) -> None:
-    found = [
-        f"{path.name}: {summary}"
-        for path in (ROOT / package).rglob("*.py")
-        for summary in public_summaries(ast.parse(path.read_text("utf-8")))
-        if not is_plain(summary)
-    ]
-    assert found == []

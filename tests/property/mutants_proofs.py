@@ -75,7 +75,7 @@ SLICES = (
         "rows are taken as they come, and end at their first response token",
         (
             "around_responses",
-            "seen = torch.where(batch.mask, places - begun, -1)",
+            "offsets = torch.where(batch.mask, places - begun, -1)",
             "seen = batch.mask.long()",
         ),
         CUT,

@@ -206,7 +206,7 @@ def test_one_forward_of_the_rule_serves_both_backwards(case: DeltaCase) -> None:
     for mode in ("self", "ordinary", "self"):
         with switch.to(mode):
             found = torch.autograd.grad(output, inputs_of(call), error, retain_graph=True)
-        truth = delta_net.delta_rule(call, held=mode == "self")
+        truth = delta_net.delta_rule(call, constant_past=mode == "self")
         expected = torch.autograd.grad(truth, inputs_of(call), error, materialize_grads=True)
         for name, one, other in zip(_NAMES, found, expected, strict=True):
             close(one, other, largest(other) * 10, TOLERANCE, name=f"{mode}, d{name}")
