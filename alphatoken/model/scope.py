@@ -59,8 +59,8 @@ class Scope:
         What is named and belongs to a linear as well is there once.
         """
         chosen = {linear.weight_name: linear.weight for linear in self.linears}
-        chosen_ids = {id(parameter) for parameter in chosen.values()}
-        return chosen | {name: p for name, p in self.named.items() if id(p) not in chosen_ids}
+        owned = {id(parameter) for parameter in chosen.values()}
+        return chosen | {name: p for name, p in self.named.items() if id(p) not in owned}
 
 
 def find_scope(

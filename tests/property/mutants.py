@@ -689,7 +689,7 @@ OWN = (
         "what names choose is left out where linears are chosen too",
         (
             "model.scope.Scope.parameters",
-            "return chosen | {name: p for name, p in self.named.items() if id(p) not in chosen_ids}",
+            "return chosen | {name: p for name, p in self.named.items() if id(p) not in owned}",
             "return chosen or dict(self.named)",
         ),
         claim(

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
-from alphatoken.estimate import differences
-from alphatoken.estimate import shift as shift_module
+from alphatoken.estimate import differences, temporary_weights
 from alphatoken.estimate.differences import Differences, DirectionalDerivative, precision_obstacle
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.temporary_weights import ShiftedWeights
@@ -649,7 +648,7 @@ def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
     model = ONE.model()
     before = bits(model)
     shift = ShiftedWeights(model, direction(model))
-    put, handler, patch = shift_module._put, signal.getsignal(number), pytest.MonkeyPatch()
+    put, handler, patch = temporary_weights._put, signal.getsignal(number), pytest.MonkeyPatch()
 
     def end(*_: object) -> None:
         raise SystemExit("preempted")
@@ -662,7 +661,7 @@ def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
     def move() -> None:
         with shift.open():
             shift.to(1.0)
-            patch.setattr(shift_module, "_put", interrupted)
+            patch.setattr(temporary_weights, "_put", interrupted)
 
     if number != signal.SIGINT:
         signal.signal(number, end)
