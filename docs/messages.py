@@ -31,7 +31,7 @@ ROOMS = {
     "direction": "Validation gradient, Fisher and optimizer",
     "errors": "Options with a list of choices",
     "estimate": "Estimators",
-    "fidelity": "Diagnostics",
+    "diagnose": "Diagnostics",
     "methods": "Methods of others (policies)",
     "model": "Models and batches",
     "oracle": "Oracles",

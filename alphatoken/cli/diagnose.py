@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from alphatoken.diagnose.registry import DIAGNOSTICS, Entry, find
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.registry import DIAGNOSTICS, Entry, find
 
 __all__ = ["ALL", "entries_of", "overview", "read"]
 

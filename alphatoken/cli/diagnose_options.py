@@ -22,9 +22,9 @@ from alphatoken.corpus.options import (
     RunningOptions,
     ValuationOptions,
 )
+from alphatoken.diagnose.registry import Entry
+from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken.fidelity.registry import Entry
-from alphatoken.fidelity.subject import Subject
 
 __all__ = [
     "PROMPTS",

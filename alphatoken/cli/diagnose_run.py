@@ -25,13 +25,13 @@ from alphatoken.corpus.folder import (
     require_writable,
     same_settings,
 )
+from alphatoken.diagnose.clouds import require_sklearn
+from alphatoken.diagnose.diagnosis import Diagnosis
+from alphatoken.diagnose.page import LEAD, section_of
+from alphatoken.diagnose.registry import DIAGNOSTICS, Entry
+from alphatoken.diagnose.rounds import diagnosed_before
+from alphatoken.diagnose.subject import Subject, require_retention
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
-from alphatoken.fidelity.clouds import require_sklearn
-from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.page import LEAD, section_of
-from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
-from alphatoken.fidelity.rounds import diagnosed_before
-from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import render_page
 from alphatoken.support.progress import shown_progress
 from alphatoken.support.storage import write_json, write_text

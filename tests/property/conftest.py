@@ -23,7 +23,7 @@ OPTIONAL = (
 @pytest.fixture(scope="module")
 def few_draws() -> Iterator[None]:
     """Intervals of 20 draws, not 200, in whole diagnoses; test_intervals.py is about them."""
-    from alphatoken.fidelity import intervals
+    from alphatoken.diagnose import intervals
 
     drawn = intervals._resamples
 

@@ -25,7 +25,7 @@ SHARED = claim(
 
 
 def _watch(name: str, sentence: str, target: str, old: str, new: str, found: Claim) -> Mutant:
-    return Mutant(name, sentence, (Edit(f"fidelity.{target}", old, new),), (found,), listed=False)
+    return Mutant(name, sentence, (Edit(f"diagnose.{target}", old, new),), (found,), listed=False)
 
 
 MUTANTS = (

@@ -10,10 +10,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from alphatoken.diagnose import collected_pairs, pairs
+from alphatoken.diagnose import value_propagation as diagnostic
+from alphatoken.diagnose.collected_pairs import CollectedPairs, PairCounts
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.fidelity import collected_pairs, pairs
-from alphatoken.fidelity import value_propagation as diagnostic
-from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
 from alphatoken.model.batch import to_label_position
 from alphatoken.model.partial_forward import hidden_of
 from alphatoken.model.protocol import find_adapter
@@ -21,7 +21,7 @@ from alphatoken.oracle import jacobian
 from alphatoken.support.storage import write_tensors
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.setups import attention_spec
-from tests.property.test_fidelity_value_propagation import (
+from tests.property.test_diagnose_value_propagation import (
     MODEL,
     TINY,
     batch_of,

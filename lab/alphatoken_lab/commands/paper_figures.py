@@ -166,7 +166,7 @@ def _export(task: TaskSpec, place: Path) -> None:
 
 def _shown(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[str]:
     """The figures that are the paper's, beside the other pages of the scale, and what they say."""
-    from alphatoken.fidelity.diagnosis import Diagnosis
+    from alphatoken.diagnose.diagnosis import Diagnosis
 
     found = Diagnosis.load(out / asked.name)
     said = [found.conclusion]

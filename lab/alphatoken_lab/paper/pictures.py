@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from alphatoken.diagnose.diagnosis import Drawing, Table
+from alphatoken.diagnose.figures import Figure, draw
+from alphatoken.diagnose.intervals import Estimate
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.fidelity.diagnosis import Drawing, Table
-from alphatoken.fidelity.figures import Figure, draw
-from alphatoken.fidelity.intervals import Estimate
 from alphatoken_lab.paper.layout import Filled, Row, caption
 
 __all__ = ["drawn"]
